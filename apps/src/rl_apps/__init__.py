@@ -1,0 +1,1 @@
+"""Thin programs that wire the rl packages into GRPO and SFT pipelines."""

@@ -1,0 +1,1 @@
+"""The agreed language of the rl packages: contracts, data structures, shared kernel."""

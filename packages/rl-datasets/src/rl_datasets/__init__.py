@@ -1,0 +1,1 @@
+"""Data set loaders and generated problem sets."""

@@ -1,0 +1,1 @@
+"""TrainEngine on PyTorch FSDP2 and DTensor, on CPU and GPU."""

@@ -1,0 +1,1 @@
+"""TrainEngine on megatron-core."""

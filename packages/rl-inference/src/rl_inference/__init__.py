@@ -1,0 +1,1 @@
+"""Inference clients (SGLang, vLLM, embedded) and the embedded server."""

@@ -1,0 +1,1 @@
+"""Local, Ray and Slurm schedulers and the launcher that uses them."""

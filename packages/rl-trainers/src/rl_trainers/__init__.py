@@ -1,0 +1,1 @@
+"""Algorithms, actors, training loops, save and recover."""

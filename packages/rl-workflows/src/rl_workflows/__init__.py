@@ -1,0 +1,1 @@
+"""Rollout workflows and the asynchronous runtime that executes them."""

@@ -1,0 +1,388 @@
+"""Which backend runs on which devices, split how: the allocation grammar and what it stands for.
+
+    allocation := group ("+" group)*               separate devices
+    group      := component ("|" component)*       the same devices, shared in turn
+    component  := backend ["[" name "]"] ":" (dims | hybrid)
+    dims       := one or more of d<n> t<n> p<n> c<n> e<n>, each at most once; what is missing is 1
+    hybrid     := "(attn:" dims "|ffn:" dims ")"   mixture-of-experts layers split apart from attention
+
+`sglang[r]:d2+fsdp[actor]:d4|fsdp[critic]:d4` is two devices for the servers `r`, and four that actor and critic share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NoReturn
+
+from rl_contracts import registry
+from rl_contracts.errors import ConfigError
+
+INFERENCE_BACKENDS = frozenset({"embedded", "sglang", "vllm"})
+"""Backends that serve. Those installed under the entry-point group `rl.inference_engines` count as well."""
+
+
+class ComponentKind(StrEnum):
+    """What a component does with its devices."""
+
+    INFERENCE = "inference"
+    TRAIN = "train"
+
+
+DEFAULT_NAMES = {ComponentKind.INFERENCE: "rollout", ComponentKind.TRAIN: "actor"}
+"""The name of a component that is written without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelStrategy:
+    """How one model is split over `world_size` = data * tensor * pipeline * context ranks.
+
+    The layers of experts are split over those same ranks, so `expert` never multiplies the world size. Inside a
+    pipeline stage lie data * tensor * context ranks; an expert group takes expert * expert_tensor of them, and what
+    remains replicates the experts (`expert_data`). This is the parallel folding of Megatron-Core: in the hybrid
+    form the ranks of `attn` and `ffn` are the same, hence attn d*t*p*c == ffn d*t*p*e with the same p.
+
+    Raises:
+        ConfigError: a size below one, or expert groups that do not fill a pipeline stage evenly.
+    """
+
+    data: int = 1
+    """Replicas (or shards of one replica, with fully sharded data parallelism); for servers, their number."""
+
+    tensor: int = 1
+    """Ranks over which each matrix is split."""
+
+    pipeline: int = 1
+    """Stages over which the layers are split."""
+
+    context: int = 1
+    """Ranks over which each sequence is split."""
+
+    expert: int = 1
+    """Ranks over which the experts of a layer are spread."""
+
+    expert_tensor: int | None = None
+    """Ranks over which each matrix of an expert is split; None leaves it to the backend (hybrid form: `t` of ffn)."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.data, self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor or 1)
+        if min(sizes) < 1 or self.expert_tensor == 0:
+            raise ConfigError(f"parallel strategy: every size must be at least 1, found {sizes}")
+        stage = self.data * self.tensor * self.context
+        group = self.expert * (self.expert_tensor or 1)
+        if stage % group:
+            raise ConfigError(
+                f"parallel strategy: an expert group of {group} ranks must divide the {stage} ranks of a pipeline "
+                f"stage (data {self.data} * tensor {self.tensor} * context {self.context}); choose e that divides {stage}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all: data * tensor * pipeline * context."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one replica together: tensor * pipeline * context."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def expert_data(self) -> int:
+        """Replicas of each expert, `expert_tensor` taken as 1 where the backend decides."""
+        return self.data * self.tensor * self.context // (self.expert * (self.expert_tensor or 1))
+
+    def __str__(self) -> str:
+        if self.expert_tensor is None:
+            return _dims(d=self.data, t=self.tensor, p=self.pipeline, c=self.context, e=self.expert)
+        attention = _dims(d=self.data, t=self.tensor, p=self.pipeline, c=self.context)
+        experts = _dims(d=self.expert_data, t=self.expert_tensor, p=self.pipeline, e=self.expert)
+        return f"(attn:{attention}|ffn:{experts})"
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One backend on its devices, for example the trainer of the actor or the rollout servers."""
+
+    backend: str
+    """Entry-point name of the engine, for example `fsdp` or `sglang`."""
+
+    name: str
+    """Role, unique in the allocation; `actor` or `rollout` where none is written."""
+
+    strategy: ParallelStrategy
+    """How the model is split."""
+
+    kind: ComponentKind
+    """Whether it serves or trains."""
+
+    @property
+    def world_size(self) -> int:
+        """Devices that it uses."""
+        return self.strategy.world_size
+
+    def __str__(self) -> str:
+        name = "" if self.name == DEFAULT_NAMES[self.kind] else f"[{self.name}]"
+        return f"{self.backend}{name}:{self.strategy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Device groups, each a tuple of the components that share its devices.
+
+    Example:
+        >>> allocation = Allocation.parse("sglang:d4t2+fsdp:d8")
+        >>> allocation.world_size
+        16
+        >>> allocation.component("rollout").strategy.tensor
+        2
+        >>> [component.name for component in allocation.train]
+        ['actor']
+        >>> allocation.devices("actor")
+        range(8, 16)
+
+    Raises:
+        ConfigError: no component, two of one name, or components that share devices but not their number.
+    """
+
+    groups: tuple[tuple[Component, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups or not all(self.groups):
+            raise ConfigError("allocation: expected at least one component in every device group, found none")
+        conflict = _conflict(self.groups)
+        if conflict is not None:
+            raise ConfigError(f"allocation {self}: {conflict[1]}")
+
+    @classmethod
+    def parse(cls, text: str, inference_backends: Collection[str] | None = None) -> Allocation:
+        """The allocation that `text` describes; see `parse_allocation`."""
+        return parse_allocation(text, inference_backends)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """All components, in the order written."""
+        return tuple(component for group in self.groups for component in group)
+
+    @property
+    def inference(self) -> tuple[Component, ...]:
+        """The components that serve."""
+        return tuple(c for c in self.components if c.kind is ComponentKind.INFERENCE)
+
+    @property
+    def train(self) -> tuple[Component, ...]:
+        """The components that train."""
+        return tuple(c for c in self.components if c.kind is ComponentKind.TRAIN)
+
+    @property
+    def world_size(self) -> int:
+        """Devices in all: components of a group share theirs, groups do not."""
+        return sum(group[0].world_size for group in self.groups)
+
+    def component(self, key: str) -> Component:
+        """The component called `key`, or else the only one whose backend is `key`.
+
+        Raises:
+            ConfigError: there is none, or several components have that backend.
+        """
+        named = [c for c in self.components if c.name == key]
+        found = named or [c for c in self.components if c.backend == key]
+        if len(found) == 1:
+            return found[0]
+        listing = ", ".join(f"{c.name} ({c.backend})" for c in self.components)
+        problem = f"several components run on {key!r}; use a name" if found else f"no component is called {key!r}"
+        raise ConfigError(f"allocation {self}: {problem}. Components: {listing}.")
+
+    def colocated(self, first: str, second: str) -> bool:
+        """Whether two components share their devices."""
+        return self.devices(first) == self.devices(second)
+
+    def devices(self, key: str) -> range:
+        """Indices of a component's devices, counted over the groups in the order written."""
+        wanted = self.component(key)
+        start = 0
+        for group in self.groups:
+            if wanted in group:
+                return range(start, start + wanted.world_size)
+            start += group[0].world_size
+        raise AssertionError("a component lies in one of the groups")
+
+    def __str__(self) -> str:
+        return "+".join("|".join(str(component) for component in group) for group in self.groups)
+
+
+def parse_allocation(text: str, inference_backends: Collection[str] | None = None) -> Allocation:
+    """Read an allocation such as `"sglang:d4t2+fsdp:d8"`. Blanks between its parts are allowed.
+
+    Args:
+        text: the allocation in the grammar of this module.
+        inference_backends: backends that serve, all others train. Default: `INFERENCE_BACKENDS` and whatever is
+            installed under `rl.inference_engines`.
+
+    Raises:
+        ConfigError: the text does not follow the grammar or describes what cannot run; shows the text with a mark
+            under the character where it went wrong, and what was expected there.
+    """
+    if inference_backends is None:
+        inference_backends = INFERENCE_BACKENDS | registry.available("rl.inference_engines").keys()
+    return _Parser(text, inference_backends).allocation()
+
+
+def _dims(**sizes: int) -> str:
+    written = "".join(f"{letter}{size}" for letter, size in sizes.items() if size != 1)
+    return written or "d1"
+
+
+def _conflict(groups: tuple[tuple[Component, ...], ...]) -> tuple[int, str] | None:
+    """Position (over all groups) of the first component that cannot stand beside the others, and why."""
+    names: set[str] = set()
+    position = 0
+    for group in groups:
+        for component in group:
+            if component.name in names:
+                return position, (
+                    f"two components are called {component.name!r}; "
+                    f"give each its own name, for example {component.backend}[{component.name}2]:{component.strategy}"
+                )
+            if component.world_size != group[0].world_size:
+                return position, (
+                    f"components joined by '|' share their devices, so their world sizes must be equal: "
+                    f"{group[0].name} has {group[0].world_size}, {component.name} has {component.world_size}; "
+                    f"change d, t, p or c, or join them by '+'"
+                )
+            names.add(component.name)
+            position += 1
+    return None
+
+
+class _Parser:
+    """Recursive descent over `text`; one method per rule of the grammar."""
+
+    def __init__(self, text: str, inference_backends: Collection[str]) -> None:
+        self.text = text
+        self.at = 0
+        self.inference_backends = inference_backends
+
+    def allocation(self) -> Allocation:
+        starts: list[int] = []
+        groups = [self.group(starts)]
+        while self.accept("+"):
+            groups.append(self.group(starts))
+        self.blanks()
+        if self.at < len(self.text):
+            self.expected("another dimension, '+', '|' or the end")
+        conflict = _conflict(tuple(groups))
+        if conflict is not None:
+            self.fail(conflict[1], starts[conflict[0]])
+        return Allocation(tuple(groups))
+
+    def group(self, starts: list[int]) -> tuple[Component, ...]:
+        components = [self.component(starts)]
+        while self.accept("|"):
+            components.append(self.component(starts))
+        return tuple(components)
+
+    def component(self, starts: list[int]) -> Component:
+        self.blanks()
+        starts.append(self.at)
+        backend = self.identifier("the name of a backend, such as 'fsdp' or 'sglang'")
+        kind = ComponentKind.INFERENCE if backend in self.inference_backends else ComponentKind.TRAIN
+        name = DEFAULT_NAMES[kind]
+        if self.accept("["):
+            name = self.identifier("the name of the component")
+            self.require("]")
+        self.require(":")
+        self.blanks()
+        strategy = self.hybrid() if self.accept("(") else self.plain()
+        return Component(backend, name, strategy, kind)
+
+    def plain(self) -> ParallelStrategy:
+        start = self.at
+        size = self.dimensions("dtpce")
+        try:
+            return ParallelStrategy(size["d"], size["t"], size["p"], size["c"], size["e"])
+        except ConfigError as error:
+            self.fail(str(error), start)
+
+    def hybrid(self) -> ParallelStrategy:
+        """Attention and experts split apart over the same ranks (the opening bracket is read)."""
+        attention = self.part("attn", "dtpc")
+        self.require("|")
+        self.blanks()
+        start = self.at
+        experts = self.part("ffn", "dtpe")
+        self.require(")")
+        if attention["p"] != experts["p"]:
+            self.fail(f"attn and ffn need the same p, found {attention['p']} and {experts['p']}", start)
+        outer = attention["d"] * attention["t"] * attention["p"] * attention["c"]
+        inner = experts["d"] * experts["t"] * experts["p"] * experts["e"]
+        if outer != inner:
+            self.fail(
+                f"attn and ffn run on the same ranks, so attn d*t*p*c must equal ffn d*t*p*e: found {outer} and {inner}",
+                start,
+            )
+        return ParallelStrategy(
+            attention["d"], attention["t"], attention["p"], attention["c"], experts["e"], experts["t"]
+        )
+
+    def part(self, keyword: str, letters: str) -> dict[str, int]:
+        self.blanks()
+        start = self.at
+        if self.identifier(f"'{keyword}:'") != keyword:
+            self.at = start
+            self.expected(f"'{keyword}:'")
+        self.require(":")
+        self.blanks()
+        return self.dimensions(letters)
+
+    def dimensions(self, letters: str) -> dict[str, int]:
+        listing = ", ".join(letters)
+        sizes: dict[str, int] = {}
+        while self.at < len(self.text) and (self.text[self.at].isalnum() or not sizes):
+            letter = self.text[self.at]
+            if letter not in letters:
+                self.expected(f"a dimension (one of {listing}, then a number)")
+            if letter in sizes:
+                self.fail(f"dimension '{letter}' is given twice", self.at)
+            number = re.compile(r"[0-9]+").match(self.text, self.at + 1)
+            if number is None:
+                self.at += 1
+                self.expected(f"the size of dimension '{letter}', a number of at least 1")
+            if int(number[0]) == 0:
+                self.fail(f"expected a size of at least 1 for dimension '{letter}', found 0", self.at + 1)
+            sizes[letter] = int(number[0])
+            self.at = number.end()
+        if not sizes:
+            self.expected(f"a dimension (one of {listing}, then a number)")
+        return {letter: sizes.get(letter, 1) for letter in letters}
+
+    def identifier(self, what: str) -> str:
+        self.blanks()
+        word = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*").match(self.text, self.at)
+        if word is None:
+            self.expected(what)
+        self.at = word.end()
+        return word[0]
+
+    def blanks(self) -> None:
+        while self.at < len(self.text) and self.text[self.at] == " ":
+            self.at += 1
+
+    def accept(self, symbol: str) -> bool:
+        self.blanks()
+        if not self.text.startswith(symbol, self.at):
+            return False
+        self.at += 1
+        return True
+
+    def require(self, symbol: str) -> None:
+        if not self.accept(symbol):
+            self.expected(f"'{symbol}'")
+
+    def expected(self, what: str) -> NoReturn:
+        found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
+        self.fail(f"expected {what}, found {found}", self.at)
+
+    def fail(self, message: str, at: int) -> NoReturn:
+        raise ConfigError(f"allocation: {message}\n  {self.text}\n  {' ' * at}^")

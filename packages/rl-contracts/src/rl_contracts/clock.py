@@ -1,0 +1,31 @@
+"""Time as a dependency, so that the same code runs on the real and on a simulated clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """What asynchronous code may know of time. `rl_contracts.testing.SimulatedClock` is the other implementation."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary fixed moment; never goes backwards."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after `seconds` of this clock's time."""
+        ...
+
+
+class SystemClock:
+    """The real clock."""
+
+    def now(self) -> float:
+        """`time.monotonic()`, in seconds."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """`asyncio.sleep`."""
+        await asyncio.sleep(seconds)

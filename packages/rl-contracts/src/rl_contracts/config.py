@@ -1,0 +1,115 @@
+"""Configs that more than one package reads. All others lie beside the component that they configure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rl_contracts.errors import ConfigError
+
+
+def require(condition: bool, field_name: str, expected: str, found: object) -> None:
+    """Raise a `ConfigError` that names the field, what was expected and what was found, unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{field_name}: expected {expected}, found {found!r}.")
+
+
+def require_choice(field_name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise a `ConfigError` unless `value` is one of `choices`."""
+    require(value in choices, field_name, "one of " + ", ".join(choices), value)
+
+
+@dataclass
+class GenerationConfig:
+    """How answers are sampled."""
+
+    max_new_tokens: int = 256
+    """Tokens generated at most, at least 1."""
+    min_new_tokens: int = 0
+    """Tokens before an end token may be sampled."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy decoding."""
+    top_p: float = 1.0
+    """Smallest set of tokens with this probability mass; 1 switches it off."""
+    top_k: int = 0
+    """The k likeliest tokens; 0 switches it off."""
+    min_p: float = 0.0
+    """Tokens with at least this share of the likeliest one's probability; 0 switches it off."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end the answer where they appear in its text."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end the answer, besides the tokenizer's own end tokens."""
+    ignore_eos: bool = False
+    """Go on after an end token, to `max_new_tokens`."""
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, "generation.max_new_tokens", "at least 1", self.max_new_tokens)
+        require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            "generation.min_new_tokens",
+            f"between 0 and max_new_tokens ({self.max_new_tokens})",
+            self.min_new_tokens,
+        )
+        require(self.temperature >= 0, "generation.temperature", "0 (greedy) or more", self.temperature)
+        require(0 < self.top_p <= 1, "generation.top_p", "in (0, 1]", self.top_p)
+        require(self.top_k >= 0, "generation.top_k", "0 (off) or more", self.top_k)
+        require(0 <= self.min_p < 1, "generation.min_p", "in [0, 1)", self.min_p)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether sampling leaves out tokens that the behaviour log-probs still count (top-p, top-k, min-p)."""
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; not applied to biases and norms."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    schedule: str = "constant"
+    """After the warm-up: `constant`, `linear` or `cosine` down to `min_lr_ratio * lr` at the last step."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly from 0; the first step already uses lr / warmup_steps."""
+    min_lr_ratio: float = 0.0
+    """Rate at the last step over the peak rate."""
+    max_grad_norm: float = 1.0
+    """Global norm to which gradients are clipped; 0 switches clipping off."""
+    max_skipped_steps: int = 8
+    """Consecutive steps with non-finite gradients that may be skipped before the run stops."""
+
+    def __post_init__(self) -> None:
+        require(self.lr >= 0, "optimizer.lr", "0 or more", self.lr)
+        require_choice("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", "0 or more", self.warmup_steps)
+        require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", "in [0, 1]", self.min_lr_ratio)
+        require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "0 (off) or more", self.max_grad_norm)
+        require(
+            0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
+            "optimizer.beta1/beta2",
+            "in [0, 1)",
+            (self.beta1, self.beta2),
+        )
+
+
+@dataclass
+class MicroBatchConfig:
+    """How a minibatch is cut so that it fits into memory. It never changes the gradient."""
+
+    max_tokens: int = 16384
+    """Tokens in one packed micro-batch at most; a single longer row is refused."""
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens >= 1, "micro_batch.max_tokens", "at least 1", self.max_tokens)

@@ -1,0 +1,158 @@
+"""Plain data that crosses package and process borders."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from rl_contracts.config import GenerationConfig
+
+
+class StopReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """An end token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_new_tokens` or the model's context length was reached."""
+    ABORT = "abort"
+    """Interrupted; the tokens so far are valid and the client may resubmit prompt plus tokens."""
+
+
+@dataclass(slots=True)
+class ModelRequest:
+    """One generation to make."""
+
+    input_ids: list[int]
+    """Prompt token ids."""
+    generation: GenerationConfig
+    """How to sample."""
+    request_id: str = ""
+    """Unique per request; empty: the client makes one."""
+    seed: int | None = None
+    """Sampling seed; the same seed, prompt and weights give the same tokens. None: the server draws one."""
+    group: str | None = None
+    """Requests of one group share their prompt: a hint for routing and prefix sharing."""
+
+
+@dataclass(slots=True)
+class ModelResponse:
+    """One generated answer. All per-token lists have the length of `output_ids`."""
+
+    input_ids: list[int]
+    """Prompt token ids, as sent."""
+    output_ids: list[int]
+    """Generated token ids, an end token included."""
+    logprobs: list[float]
+    """Log-prob of each generated token: log_softmax(logits / temperature) over the full vocabulary (temperature 1 if
+    greedy)."""
+    versions: list[int]
+    """Weight version that produced each token, as stamped by the server."""
+    stop_reason: StopReason
+    """Why it ended; never `ABORT` when it comes from a client's `agenerate`."""
+    server: str = ""
+    """Name of the server that finished it."""
+    seconds: float = 0.0
+    """Time from submission to the last token."""
+    resubmissions: int = 0
+    """How often the client continued the answer after an interruption or a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """Name, shape and served dtype of one parameter."""
+
+    name: str
+    """Hugging Face name, as in the model's state dict."""
+    shape: tuple[int, ...]
+    """Full (unsharded) shape."""
+    dtype: str
+    """Name of the torch dtype in which it is served, for example `"float32"` or `"bfloat16"`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdateMeta:
+    """Where one version of the weights is and how it travels."""
+
+    route: str
+    """`shm` (same host, shared memory) or `disk` (safetensors on a shared file system)."""
+    version: int
+    """The version that these weights become once committed."""
+    location: str
+    """Path of the shared-memory file or of the directory with the safetensors."""
+    params: tuple[ParamSpec, ...] = ()
+    """The parameters in the order in which they lie in the shared memory; empty for routes that carry names
+    themselves."""
+
+    def with_version(self, version: int, location: str) -> WeightUpdateMeta:
+        """The same route and parameters for another version."""
+        return replace(self, version=version, location=location)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> WeightUpdateMeta:
+        """Inverse of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: a field is missing or has the wrong type.
+        """
+        params = tuple(
+            ParamSpec(p["name"], tuple(int(n) for n in p["shape"]), str(p["dtype"])) for p in value["params"]
+        )
+        return cls(str(value["route"]), int(value["version"]), str(value["location"]), params)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReceipt:
+    """What one side holds of a version: a checksum per parameter, taken after the cast to the served dtype."""
+
+    holder: str
+    """Name of the server, or `"trainer"`."""
+    version: int
+    """The version that the checksums belong to."""
+    checksums: dict[str, int]
+    """`rl_contracts.weights.checksum` of each parameter by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveLoadMeta:
+    """Where and what to save or load."""
+
+    path: str
+    """A directory."""
+    kind: str = "hf"
+    """`hf`: a Hugging Face model directory; `state`: weights, optimizer, schedule and RNG, to continue exactly."""
+    tokenizer_path: str | None = None
+    """Directory whose tokenizer files are copied beside the weights (`hf` only)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneSpec:
+    """What an engine must know before the first step."""
+
+    model_path: str
+    """Hugging Face model directory or hub id."""
+    total_steps: int
+    """Optimizer steps of the whole run, for the learning-rate schedule."""
+    seed: int = 0
+    """Seed of everything random inside the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """Where a training run stands."""
+
+    step: int
+    """Training steps done."""
+    total_steps: int
+    """Training steps of the whole run."""
+    epoch: int = 0
+    """Passes over the data begun before this one."""
+    version: int = 0
+    """Training batches applied, which is the version of the weights."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """JSON values that a component wants to keep with it."""

@@ -1,0 +1,139 @@
+"""The contract of a train engine: the model, its optimizer and the ranks that hold them.
+
+A loss function sees one packed micro-batch and returns *sums*; the engine divides once, by the minibatch's denominator
+over
+all micro-batches and data-parallel ranks. That is why a gradient does not depend on how a batch was split.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.parallel import ParallelContext
+    from rl_contracts.trajectory import PackedBatch
+
+
+@dataclass(slots=True)
+class TokenOutputs:
+    """What a model says of each token of a packed micro-batch: float32 [N], entry t from the hidden state at t-1.
+
+    The first token of each row has no such state; its entries are 0.
+    """
+
+    logprobs: torch.Tensor
+    """[N] log_softmax(logits / temperature of the row) at the token that stands there."""
+    entropy: torch.Tensor
+    """[N] entropy of that distribution, in nats; carries gradient only if the engine was asked for it."""
+    values: torch.Tensor | None = None
+    """[N] value estimates, of critics."""
+
+
+Stats = dict[str, "tuple[torch.Tensor, torch.Tensor]"]
+"""Name to (sum, denominator), both scalars on the outputs' device. The engine sums both over micro-batches and ranks
+and then
+divides. A name that ends in `/max` is combined by maximum instead and its denominator is ignored."""
+
+LossFn = Callable[[TokenOutputs, "PackedBatch"], "tuple[torch.Tensor, Stats]"]
+"""`(outputs, packed) -> (loss_sum, stats)`: a scalar with gradient, not divided by any count."""
+
+LossWeightFn = Callable[["TensorDict"], "torch.Tensor"]
+"""`(minibatch share of this rank) -> scalar`: its part of the denominator; the engine sums it over ranks."""
+
+OutputFn = Callable[[TokenOutputs, "PackedBatch"], "torch.Tensor"]
+"""`(outputs, packed) -> [N]`: what `forward` returns for each token."""
+
+
+class TrainEngine(ABC):
+    """One rank of a model in training (SPMD: every rank makes the same calls in the same order).
+
+    `batch` arguments are this rank's rows, as `rl_contracts.trajectory` defines them, on the CPU; a rank may have none
+    (0 rows).
+    """
+
+    parallel: ParallelContext
+    """Ranks and groups; set by `initialize`."""
+
+    version: int = 0
+    """Training batches applied. The actor sets it; the engine saves and restores it."""
+
+    @abstractmethod
+    def initialize(self, spec: FinetuneSpec) -> None:
+        """Join the process group, load the model and make the optimizer.
+
+        Raises:
+            ModelError: the directory has no weights, or the architecture is not supported.
+            ConfigError: the parallel layout does not fit the number of ranks.
+        """
+
+    @abstractmethod
+    def train_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        """One optimizer step on one minibatch.
+
+        Returns:
+            `loss` (the quotient), `grad_norm` (before clipping), `lr`, `applied` (1.0, or 0.0 where the step was
+            skipped for non-finite
+            gradients), `tokens` (over all ranks), and each of the loss's statistics. The same on every rank.
+
+        Raises:
+            EngineError: the denominator is zero over all ranks, a row is longer than a micro-batch, or more consecutive
+                steps were skipped than allowed.
+        """
+
+    @abstractmethod
+    def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        """`loss` and the loss's statistics without a step, the same on every rank."""
+
+    @abstractmethod
+    def forward(self, batch: TensorDict, output_fn: OutputFn) -> torch.Tensor:
+        """`output_fn` of every token, without gradient: [B, T] on the CPU, rows as in `batch`, 0 at padding."""
+
+    @abstractmethod
+    def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
+        """Prepare the route on which weights will travel (collective). `inference` is None on ranks without a client.
+
+        `meta.location` is the directory in which the route keeps its files; later calls of `update_weights` use it.
+        """
+
+    @abstractmethod
+    def update_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
+        """Put the current weights onto the route as `version` (collective).
+
+        Returns:
+            where they are, and this side's receipt. The caller hands the first to the servers and compares their
+            receipts with the
+            second before anything is committed. On ranks other than 0 the receipt has no checksums.
+        """
+
+    @abstractmethod
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Save (collective) into a new directory that appears whole or not at all."""
+
+    @abstractmethod
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Load what `save` wrote (collective).
+
+        Raises:
+            ModelError: the directory is not what `meta.kind` says.
+        """
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Move weights and optimizer state to host memory, so that a server may use the device. A no-op on CPU."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Undo `offload`."""
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Free memory, shared memory and process groups. Safe to call twice."""

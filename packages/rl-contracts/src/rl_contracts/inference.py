@@ -1,0 +1,93 @@
+"""The contract of an inference engine: the client side of one or more servers that generate."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from rl_contracts.data import ModelRequest, ModelResponse, WeightReceipt, WeightUpdateMeta
+from rl_contracts.scheduler import JobSpec
+
+
+class InferenceEngine(ABC):
+    """Client of all servers of one role. Every method but `initialize` and `server_spec` is a coroutine of one event
+    loop.
+
+    The client owns retries: a request that a server loses is continued elsewhere with the tokens it already has. A
+    deadline limits
+    the time without progress (no token, no byte), never the length of an answer.
+    """
+
+    @classmethod
+    @abstractmethod
+    def server_spec(cls, config: Any) -> JobSpec:
+        """What a launcher must know to start one server of this engine: command, readiness check, resources."""
+
+    @abstractmethod
+    def initialize(self, addresses: list[str], key: str = "") -> None:
+        """Remember the servers (`http://host:port`) and the run key. Connects to nothing yet.
+
+        Raises:
+            ConfigError: no address, or one that is not a URL.
+        """
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """The last version committed on all live servers; what a group that starts now may count on."""
+
+    @abstractmethod
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Generate one answer, through interruptions and lost servers, to its end.
+
+        Raises:
+            InferenceError: refused as invalid, or no server made progress before the deadline.
+        """
+
+    @abstractmethod
+    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """Log-probs of given tokens at the current weights: entry t is that of `input_ids[t]`; entry 0 is 0."""
+
+    @abstractmethod
+    async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
+        """Load a version beside the served one on every server, while they go on generating.
+
+        Returns:
+            each server's receipt. Nothing is served from the new weights before `commit_weights`.
+
+        Raises:
+            WeightUpdateError: no live server could stage. A server that could not while others did is evicted.
+        """
+
+    @abstractmethod
+    async def commit_weights(self, version: int, interrupt: str = "keep") -> float:
+        """pause -> swap -> commit -> resume the staged version on every server.
+
+        Args:
+            interrupt: what happens to unfinished generations: `keep` (go on, old KV cache), `recompute` (go on, KV
+            cache rebuilt with the
+                new weights) or `wait` (finish them first).
+
+        Returns:
+            the longest time, in seconds, that a server did not generate.
+
+        Raises:
+            WeightUpdateError: no live server committed. A server that does not acknowledge is evicted before any
+            resumes.
+        """
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop generating on all servers; unfinished answers stay where they are."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Undo `pause`."""
+
+    @abstractmethod
+    async def stats(self) -> dict[str, float]:
+        """Sums over the servers: `servers`, `running`, `waiting`, `generated_tokens`, `busy_seconds`."""
+
+    @abstractmethod
+    async def destroy(self) -> None:
+        """Close connections. Requests that still wait fail with an `InferenceError`."""

@@ -1,0 +1,79 @@
+"""Deciding which rows go together: micro-batches that fit, shares that balance. Index arithmetic only."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rl_contracts.errors import DataError
+
+
+def pack_first_fit(lengths: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
+    """First-fit decreasing bin packing of rows into micro-batches of at most `capacity` tokens.
+
+    Data-parallel ranks must run equally many micro-batches: each packs alone, they agree on the largest count, and
+    pack again with it as
+    `at_least`; rows are then spread by splitting the fullest bins, and bins that no row can fill stay empty.
+
+    Args:
+        lengths: tokens of each row.
+        capacity: tokens that fit into one bin.
+        at_least: number of bins to return at least.
+
+    Returns:
+        row indices of each bin, ascending within a bin.
+
+    Raises:
+        DataError: a row is longer than a bin.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if lengths[row] > capacity:
+            raise DataError(
+                f"row {row} has {lengths[row]} tokens, but a micro-batch holds {capacity}. "
+                "Raise micro_batch.max_tokens, or shorten prompts or generation.max_new_tokens."
+            )
+        for index, free in enumerate(room):
+            if lengths[row] <= free:
+                bins[index].append(row)
+                room[index] -= lengths[row]
+                break
+        else:
+            bins.append([row])
+            room.append(capacity - lengths[row])
+    while len(bins) < at_least:
+        fullest = max(range(len(bins)), key=lambda i: len(bins[i]), default=None)
+        if fullest is None or len(bins[fullest]) < 2:
+            bins.append([])
+            continue
+        halves = balance([lengths[row] for row in bins[fullest]], 2)
+        rows = bins.pop(fullest)
+        bins += [[rows[i] for i in half] for half in halves]
+    return [sorted(b) for b in bins]
+
+
+def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
+    """Split items into `shares` lists of nearly equal weight: each item, largest first, to the lightest share.
+
+    Longest-processing-time rule (Graham 1969): the heaviest share is at most 4/3 of the optimum. Deterministic, so
+    every rank computes
+    the same split.
+
+    Returns:
+        item indices of each share, ascending; shares may be empty.
+    """
+    result: list[list[int]] = [[] for _ in range(shares)]
+    heap = [(0, 0, share) for share in range(shares)]
+    for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        weight, count, share = heapq.heappop(heap)
+        result[share].append(item)
+        heapq.heappush(heap, (weight + weights[item], count + 1, share))
+    return [sorted(share) for share in result]
+
+
+def cut(total: int, parts: int) -> list[range]:
+    """Cut 0..total into consecutive ranges whose sizes differ by at most one."""
+    edges = [total * part // parts for part in range(parts + 1)]
+    return [range(a, b) for a, b in pairwise(edges)]

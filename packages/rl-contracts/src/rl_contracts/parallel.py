@@ -1,0 +1,123 @@
+"""Ranks of a train engine, and the few collectives that code outside the engine needs.
+
+All of them run on the host (gloo) and carry raw tensors or JSON, never a pickle. With one rank they return at once and
+need no process group.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+@dataclass
+class ParallelContext:
+    """Which rank this is, of how many, and where its model lives."""
+
+    rank: int = 0
+    """Global rank."""
+    world_size: int = 1
+    """Ranks of this engine."""
+    dp_rank: int = 0
+    """Which data-parallel replica this rank belongs to."""
+    dp_size: int = 1
+    """Data-parallel replicas; each sees other rows."""
+    is_dp_head: bool = True
+    """Whether this rank speaks for its replica (its other ranks hold shards of the same rows)."""
+    device: str = "cpu"
+    """Torch device of the model on this rank."""
+    host_group: ProcessGroup | None = None
+    """gloo group of all ranks; None with one rank."""
+    dp_host_group: ProcessGroup | None = None
+    """gloo group of the ranks that hold the same shard of each replica; None with one replica."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0: it writes files and talks to servers for all."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.host_group is not None:
+            import torch.distributed as dist
+
+            dist.barrier(group=self.host_group)
+
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum of a CPU tensor over data-parallel replicas; a new tensor."""
+        return self._reduce(values, "SUM")
+
+    def max_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise maximum of a CPU tensor over data-parallel replicas; a new tensor."""
+        return self._reduce(values, "MAX")
+
+    def _reduce(self, values: torch.Tensor, op: str) -> torch.Tensor:
+        values = values.clone()
+        if self.dp_host_group is not None:
+            import torch.distributed as dist
+
+            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self.dp_host_group)
+        return values
+
+    def gather_tensors(self, tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Named CPU tensors of every data-parallel replica, in order of dp_rank; shapes may differ."""
+        if self.dp_host_group is None:
+            return [tensors]
+        from safetensors.torch import load, save
+
+        contiguous = {k: v.contiguous() for k, v in tensors.items()}
+        return [load(part) for part in _gather_bytes(save(contiguous), self.dp_host_group)]
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Rank 0's JSON value, on every rank."""
+        if self.host_group is None:
+            return value
+        mine = json.dumps(value).encode() if self.is_main else b""
+        return json.loads(_gather_bytes(mine, self.host_group)[0])
+
+    def agree(self, error: BaseException | None, doing: str) -> None:
+        """Meet after something that may fail on one rank only, so that no other waits in a collective for it.
+
+        Raises:
+            EngineError: on every rank, if `error` is given on any: names the ranks and their errors. Where this rank's
+            own failed,
+                it is the cause.
+        """
+        if self.host_group is None:
+            if error is not None:
+                raise error
+            return
+        note = "" if error is None else f"{type(error).__name__}: {error}"
+        notes = [part.decode() for part in _gather_bytes(note.encode(), self.host_group)]
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(notes) if text]
+        if failed:
+            raise EngineError(
+                f"{doing} failed on {len(failed)} of {self.world_size} ranks. " + "; ".join(failed)
+            ) from error
+
+
+def _gather_bytes(mine: bytes, group: ProcessGroup) -> list[bytes]:
+    """Every rank's bytes, in order of group rank."""
+    import torch
+    import torch.distributed as dist
+
+    world = dist.get_world_size(group)
+    size = torch.tensor([len(mine)], dtype=torch.int64)
+    sizes = [torch.zeros_like(size) for _ in range(world)]
+    dist.all_gather(sizes, size, group=group)
+    longest = int(torch.stack(sizes).max())
+    if longest == 0:
+        return [b""] * world
+    buffer = torch.zeros(longest, dtype=torch.uint8)
+    if mine:
+        buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    buffers = [torch.zeros_like(buffer) for _ in range(world)]
+    dist.all_gather(buffers, buffer, group=group)
+    return [b[: int(n)].numpy().tobytes() for b, n in zip(buffers, sizes, strict=True)]

@@ -1,0 +1,76 @@
+"""What a training loop needs of the asynchronous side. rl-workflows implements it; rl-trainers knows only this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.config import GenerationConfig
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rl_contracts.trajectory import Trajectory
+
+
+class RolloutRuntime(ABC):
+    """Keeps generation going and hands out batches under a bound on staleness.
+
+    One runs on each data-parallel head. Calls come from the training thread and block; the work happens on a loop of
+    its own.
+    """
+
+    @abstractmethod
+    def next_batch(self) -> TensorDict:
+        """Wait for this step's groups and return them (collective).
+
+        Returns:
+            this rank's rows, in global order of (group, episode).
+
+        Raises:
+            RLError: the runtime or another head failed; on every rank, with the cause.
+            StopIteration: the data is at its end and nothing is left.
+        """
+
+    @abstractmethod
+    def end_step(self, version: int) -> None:
+        """The step of the last batch is over: `version` is committed on all live servers, or was already (a skipped
+        step).
+
+        Frees the places of the batch's groups and lets new prompts in.
+        """
+
+    @abstractmethod
+    def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
+        """Answer each row `n` times at the one version that is committed now, apart from all training counters
+        (collective).
+
+        Returns:
+            on every rank, the trajectories of this rank's share of the rows, in order; each has a reward.
+        """
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Admit no new groups; those that run go on."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Undo `pause`."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later process needs to go on with nothing lost or repeated: JSON values and tensors."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`, before the first `next_batch`."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float | None]:
+        """Counters since the last call (groups accepted, rejected, failed, waiting seconds, tokens) and the servers'
+        own."""
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Stop everything that runs in the background. Safe to call twice."""

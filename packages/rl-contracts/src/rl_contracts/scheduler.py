@@ -1,0 +1,113 @@
+"""The contract of a scheduler: start, watch and stop processes. What to start comes as data."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A role of equal processes.
+
+    `{index}`, `{host}` and `{port}` in `command` and `env` values become the worker's own. `{port}` is a free port
+    unless `port` fixes it.
+    """
+
+    role: str
+    """Name of the role, for example `rollout` or `actor`; also of its log files, `<role>-<index>.log`."""
+    command: tuple[str, ...]
+    """Program and arguments. Never holds a secret."""
+    count: int = 1
+    """Processes to start."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Added to the environment. The run key travels here."""
+    cpus: int = 1
+    """Cores, and threads of numeric libraries, per process."""
+    gpus: int = 0
+    """Devices per process."""
+    port: int | None = None
+    """Fixed port of worker 0 (worker i gets port + i); None: any free one."""
+    needs_port: bool = False
+    """Whether the workers listen."""
+    ready_path: str | None = None
+    """URL path that answers 200 once a worker is ready, for example `/health`; None: ready when it runs."""
+    ready_timeout: float = 180.0
+    """Seconds within which it must."""
+    spmd: bool = False
+    """Set torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) for the workers of this role.
+    """
+
+
+class WorkerStatus(StrEnum):
+    """Life of a worker."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DONE = "done"
+    """Ended with exit code 0."""
+    FAILED = "failed"
+    """Ended with another exit code or by a signal."""
+
+
+@dataclass
+class Worker:
+    """One started process."""
+
+    role: str
+    index: int
+    host: str
+    port: int | None
+    log: Path
+    status: WorkerStatus = WorkerStatus.STARTING
+    exit_code: int | None = None
+    pid: int | None = None
+
+    @property
+    def name(self) -> str:
+        """`<role>-<index>`."""
+        return f"{self.role}-{self.index}"
+
+    @property
+    def address(self) -> str:
+        """`http://host:port`."""
+        return f"http://{self.host}:{self.port}"
+
+
+class Scheduler(ABC):
+    """Starts, watches and stops the workers of a run on some kind of machine or cluster."""
+
+    @abstractmethod
+    def create_workers(self, spec: JobSpec) -> list[Worker]:
+        """Start the workers of a role and return at once; `wait_ready` waits for them.
+
+        Raises:
+            LaunchError: the command is not there, the fixed port is in use, or the role exists already.
+        """
+
+    @abstractmethod
+    def wait_ready(self, role: str) -> list[Worker]:
+        """Block until every worker of the role answers its readiness check.
+
+        Raises:
+            LaunchError: one ended or was not ready in time; shows the last lines of its log.
+        """
+
+    @abstractmethod
+    def get_workers(self, role: str) -> list[Worker]:
+        """The workers of a role with their last known status; empty for an unknown role."""
+
+    @abstractmethod
+    def poll(self) -> list[Worker]:
+        """All workers, status refreshed."""
+
+    @abstractmethod
+    def logs(self, worker: Worker, lines: int = 30) -> str:
+        """The last lines of a worker's log."""
+
+    @abstractmethod
+    def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:
+        """Stop a role, or all: SIGTERM to its process group, SIGKILL after `grace` seconds. Returns when they are
+        gone."""

@@ -1,0 +1,55 @@
+"""Contracts of what happens in one episode: rollout workflows, and (provisional) agents and environments."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.trajectory import Trajectory
+
+
+class RolloutWorkflow(ABC):
+    """Turns one data row into the trajectories of one episode.
+
+    The runtime fans a prompt out into a group of episodes, stamps ids and seeds, and decides what a failure means; a
+    workflow only says what happens in one of them.
+    """
+
+    @abstractmethod
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
+        """Run one episode.
+
+        Args:
+            engine: the episode's own handle: its requests get the episode's seed and group.
+            data: the data row.
+
+        Returns:
+            one trajectory or several (one a turn, say), or None to reject the episode.
+
+        Raises:
+            RLError: anything that failed, by boundary. The runtime records it; it is never retried from here.
+        """
+
+
+class AgentWorkflow(ABC):
+    """Provisional. An agent that speaks the OpenAI API; its calls become trajectories."""
+
+    @abstractmethod
+    async def run(
+        self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any
+    ) -> float | dict[str, float]:
+        """Run one episode against `base_url` and return its reward, or rewards by name."""
+
+
+class Environment(ABC):
+    """Provisional. A multi-step task."""
+
+    @abstractmethod
+    async def reset(self, data: dict[str, Any]) -> list[dict[str, Any]]:
+        """Start an episode on a data row and return the first messages."""
+
+    @abstractmethod
+    async def step(self, completion: str) -> tuple[list[dict[str, Any]], float, bool]:
+        """Answer one completion with (new messages, reward of this step, whether the episode is over)."""

@@ -1,0 +1,201 @@
+"""The allocation grammar: what it means, that it round-trips, and where its errors point."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_contracts.allocation import (
+    Allocation,
+    Component,
+    ComponentKind,
+    ParallelStrategy,
+    parse_allocation,
+)
+from rl_contracts.errors import ConfigError
+
+
+def test_parse_separate_groups_adds_their_devices() -> None:
+    allocation = Allocation.parse("sglang:d4t2+fsdp:d8")
+
+    assert allocation.world_size == 16
+    assert allocation.inference == (
+        Component("sglang", "rollout", ParallelStrategy(data=4, tensor=2), ComponentKind.INFERENCE),
+    )
+    assert allocation.train == (Component("fsdp", "actor", ParallelStrategy(data=8), ComponentKind.TRAIN),)
+    assert allocation.devices("rollout") == range(8)
+    assert allocation.devices("actor") == range(8, 16)
+
+
+def test_parse_shared_group_counts_its_devices_once() -> None:
+    allocation = Allocation.parse("vllm:d2t2|fsdp:d4")
+
+    assert allocation.world_size == 4
+    assert allocation.colocated("rollout", "actor")
+
+
+def test_parse_bar_binds_tighter_than_plus() -> None:
+    allocation = Allocation.parse("sglang[r]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
+
+    assert [[c.name for c in group] for group in allocation.groups] == [["r"], ["actor", "critic"]]
+    assert allocation.world_size == 6
+    assert allocation.devices("critic") == range(2, 6)
+    assert not allocation.colocated("r", "actor")
+
+
+def test_parse_all_dimensions_any_order_expert_never_multiplies() -> None:
+    strategy = Allocation.parse("megatron:e4c2p3t2d2").component("actor").strategy
+
+    assert strategy == ParallelStrategy(data=2, tensor=2, pipeline=3, context=2, expert=4)
+    assert strategy.world_size == 24
+    assert strategy.model_size == 12
+
+
+def test_parse_hybrid_folds_experts_into_the_ranks_of_attention() -> None:
+    strategy = Allocation.parse("megatron:(attn:d1p12t4|ffn:d1p12e4)").component("megatron").strategy
+
+    assert strategy == ParallelStrategy(tensor=4, pipeline=12, expert=4, expert_tensor=1)
+    assert strategy.world_size == 48
+    assert strategy.expert_data == 1
+
+
+def test_parse_hybrid_shares_devices_with_servers() -> None:
+    allocation = Allocation.parse("sglang:d2t2|megatron:(attn:d2t2|ffn:e2t2)")
+
+    assert allocation.world_size == 4
+    assert str(allocation) == "sglang:d2t2|megatron:(attn:d2t2|ffn:t2e2)"
+
+
+def test_parse_given_inference_backends_decide_the_kind() -> None:
+    allocation = parse_allocation("mine:d2+fsdp:d1", inference_backends={"mine"})
+
+    assert allocation.component("mine").kind is ComponentKind.INFERENCE
+    assert allocation.component("mine").name == "rollout"
+
+
+def test_component_unknown_or_ambiguous_lists_what_there_is() -> None:
+    allocation = Allocation.parse("fsdp[actor]:d2|fsdp[critic]:d2")
+
+    with pytest.raises(
+        ConfigError, match=r"several components run on 'fsdp'.*actor \(fsdp\), critic \(fsdp\)"
+    ):
+        allocation.component("fsdp")
+    with pytest.raises(ConfigError, match="no component is called 'rollout'"):
+        allocation.component("rollout")
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "message"),
+    [
+        ("", 0, "name of a backend"),
+        ("sglang", 6, "expected ':', found the end"),
+        ("fsdp:", 5, "expected a dimension"),
+        ("fsdp:d4x2", 7, "expected a dimension (one of d, t, p, c, e, then a number), found 'x'"),
+        ("fsdp:4", 5, "expected a dimension"),
+        ("fsdp:d", 6, "size of dimension 'd'"),
+        ("fsdp:d-1", 6, "size of dimension 'd', a number of at least 1, found '-'"),
+        ("fsdp:d2d4", 7, "dimension 'd' is given twice"),
+        ("fsdp:d2t0", 8, "at least 1 for dimension 't', found 0"),
+        ("fsdp:d2+", 8, "name of a backend"),
+        ("+fsdp:d2", 0, "name of a backend"),
+        ("fsdp:d2||vllm:d2", 8, "name of a backend"),
+        ("fsdp[actor:d2", 10, "expected ']', found ':'"),
+        ("fsdp[]:d2", 5, "name of the component"),
+        ("fsdp:d2)", 7, "expected another dimension, '+', '|' or the end, found ')'"),
+        ("megatron:(attn:d2|ffn:d2", 24, "expected ')', found the end"),
+        ("megatron:(attn:d2)", 17, "expected '|', found ')'"),
+        ("megatron:(ffn:d2|attn:d2)", 10, "expected 'attn:'"),
+        (
+            "megatron:(attn:d2e2|ffn:d2)",
+            17,
+            "expected a dimension (one of d, t, p, c, then a number), found 'e'",
+        ),
+        ("megatron:(attn:d2p2|ffn:d4)", 20, "need the same p, found 2 and 1"),
+        ("megatron:(attn:d2t2|ffn:e2)", 20, "must equal ffn d*t*p*e: found 4 and 2"),
+        ("fsdp:d2+fsdp:d2", 8, "two components are called 'actor'"),
+        ("sglang[a]:d1+fsdp[a]:d1", 13, "two components are called 'a'"),
+        ("vllm:d2t2|fsdp:d8", 10, "world sizes must be equal: rollout has 4, actor has 8"),
+        ("megatron:d2e3", 9, "must divide the 2 ranks"),
+        ("fsdp:d2 vllm:d2", 8, "expected another dimension"),
+        ("fsdp:d٢", 6, "size of dimension 'd'"),
+    ],
+)
+def test_parse_wrong_text_points_at_the_character(text: str, at: int, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_allocation(text)
+
+    lines = str(caught.value).splitlines()
+    assert message in lines[0]
+    assert lines[1] == f"  {text}"
+    assert lines[2] == "  " + " " * at + "^"
+
+
+def test_allocation_built_by_hand_is_checked_as_well() -> None:
+    actor = Component("fsdp", "actor", ParallelStrategy(data=2), ComponentKind.TRAIN)
+    server = Component("sglang", "rollout", ParallelStrategy(), ComponentKind.INFERENCE)
+
+    with pytest.raises(ConfigError, match="world sizes must be equal"):
+        Allocation(((actor, server),))
+    with pytest.raises(ConfigError, match="two components are called 'actor'"):
+        Allocation(((actor,), (actor,)))
+    with pytest.raises(ConfigError, match="at least one component"):
+        Allocation(())
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 0}, {"expert_tensor": 0}, {"data": 2, "expert": 2, "expert_tensor": 2}]
+)
+def test_strategy_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="parallel strategy"):
+        ParallelStrategy(**sizes)
+
+
+@st.composite
+def _components(draw: st.DrawFn, name: str) -> str:
+    backend = draw(st.sampled_from(["embedded", "sglang", "fsdp", "megatron"]))
+    data, tensor, pipeline = (draw(st.integers(1, 9)) for _ in range(3))
+    if draw(st.booleans()):
+        dims = draw(st.permutations([f"d{data}", f"t{tensor}", f"p{pipeline}", f"e{data}"]))
+        return f"{backend}[{name}]:{''.join(dims)}"
+    return f"{backend}[{name}]:(attn:d{data}t{tensor}p{pipeline}|ffn:d{tensor}p{pipeline}e{data})"
+
+
+@st.composite
+def _texts(draw: st.DrawFn) -> str:
+    """Groups of one component, or of one component and its twin on the same devices."""
+    groups = []
+    for index in range(draw(st.integers(1, 4))):
+        text = draw(_components(f"n{index}"))
+        twin = text.replace(f"n{index}", f"twin{index}")
+        groups.append(f"{text}|{twin}" if draw(st.booleans()) else text)
+    return draw(st.sampled_from(["+", " + "])).join(groups)
+
+
+@given(_texts())
+def test_parse_of_str_gives_the_same_allocation(text: str) -> None:
+    allocation = parse_allocation(text)
+
+    assert parse_allocation(str(allocation)) == allocation
+    assert str(parse_allocation(str(allocation))) == str(allocation)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "embedded:d1+fsdp:d1",
+        "sglang:d4t2+fsdp:d8",
+        "vllm:d2t2|fsdp:d4",
+        "sglang[r]:d2+fsdp:d4|fsdp[critic]:d4",
+    ],
+)
+def test_str_of_canonical_text_is_that_text(text: str) -> None:
+    assert str(Allocation.parse(text)) == text
+
+
+@given(st.text(alphabet="fsdpvlm:[]()|+dtpce0129 ", max_size=30))
+def test_parse_any_text_gives_an_allocation_or_a_config_error(text: str) -> None:
+    try:
+        allocation = parse_allocation(text)
+    except ConfigError:
+        return
+    assert parse_allocation(str(allocation)) == allocation

@@ -86,7 +86,10 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     async def stats(self) -> dict[str, float]:
-        """Sums over the servers: `servers`, `running`, `waiting`, `generated_tokens`, `busy_seconds`."""
+        """Sums over the servers: `servers`, `running`, `waiting`, `generated_tokens`, `busy_seconds`.
+
+        Also refreshes `version`, for a client beside the one that published.
+        """
 
     @abstractmethod
     async def destroy(self) -> None:

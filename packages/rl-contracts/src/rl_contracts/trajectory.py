@@ -175,8 +175,12 @@ def lengths(batch: TensorDict) -> torch.Tensor:
     return batch["attention_mask"].sum(-1)
 
 
-def validate(batch: TensorDict) -> None:
+def validate(batch: TensorDict, generated: bool = True) -> None:
     """Check a batch once, where it enters training.
+
+    Args:
+        batch: the batch.
+        generated: whether its trained tokens were sampled by a model, and so must carry a version.
 
     Raises:
         DataError: a key is missing or has the wrong dtype or shape; padding is not on the right; a row is empty; a
@@ -198,11 +202,9 @@ def validate(batch: TensorDict) -> None:
     _refuse_rows(~mask.any(-1), batch, "is empty: attention_mask is False everywhere")
     _refuse_rows((mask[:, 1:] & ~mask[:, :-1]).any(-1), batch, "is not right-padded: a real token follows padding")
     _refuse_rows((learn & ~mask).any(-1), batch, "has a loss_mask in its padding")
-    _refuse_rows(
-        (learn & (batch["versions"] < 0)).any(-1),
-        batch,
-        "trains on a token that no version produced (versions is -1)",
-    )
+    if generated:
+        unstamped = (learn & (batch["versions"] < 0)).any(-1)
+        _refuse_rows(unstamped, batch, "trains on a token that no version produced (versions is -1)")
     _refuse_rows(batch["temperature"] <= 0, batch, "has a temperature that is not positive")
     _refuse_rows(~torch.isfinite(batch["logprobs"]).all(-1), batch, "has log-probs that are not finite")
     _refuse_rows(~torch.isfinite(batch["rewards"]), batch, "has a reward that is not finite")

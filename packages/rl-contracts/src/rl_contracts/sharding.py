@@ -1,0 +1,79 @@
+"""Which rank learns from which row, and in which minibatch.
+
+Minibatches are cut in global order of (group, episode) before they are sharded over data-parallel replicas, so that the same rows
+meet in the same optimizer step however many replicas there are. Within a minibatch the replicas' tokens are balanced, which may
+split a group: nothing that follows looks at positions, only at ids.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_contracts.errors import ConfigError
+from rl_contracts.packing import balance, cut
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+    from rl_contracts.parallel import ParallelContext
+
+MINIBATCH_KEY = "minibatch"
+"""int64 [B]: the minibatch of the step in which a row is learned from."""
+
+
+def global_order(batch: TensorDict) -> torch.Tensor:
+    """Row indices, int64 [B], sorted by (group id, episode id); rows of one episode keep their order."""
+    import torch
+
+    by_episode = torch.argsort(batch["episode_ids"], stable=True)
+    return by_episode[torch.argsort(batch["group_ids"][by_episode], stable=True)]
+
+
+def share(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) -> TensorDict:
+    """This replica's rows of a batch that every replica holds whole, with the entry `minibatch`.
+
+    Raises:
+        ConfigError: there are fewer rows than minibatches.
+    """
+    import torch
+
+    from rl_contracts.trajectory import lengths, select
+
+    rows = batch.batch_size[0]
+    if rows < minibatches:
+        raise ConfigError(
+            f"a batch of {rows} rows cannot be cut into {minibatches} minibatches; lower actor.minibatches."
+        )
+    order, sizes = global_order(batch), lengths(batch)
+    mine: list[int] = []
+    label: list[int] = []
+    for number, part in enumerate(cut(rows, minibatches)):
+        members = order[part.start : part.stop]
+        chosen = balance(sizes[members].tolist(), parallel.dp_size)[parallel.dp_rank]
+        mine += members[chosen].tolist()
+        label += [number] * len(chosen)
+    result = select(batch, mine)
+    result[MINIBATCH_KEY] = torch.tensor(label, dtype=torch.int64)
+    return result
+
+
+def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) -> TensorDict:
+    """Exchange rows between replicas (collective): from what each collected to what each learns from.
+
+    Args:
+        batch: this replica's rows; may be empty. Only tensors travel.
+
+    Returns:
+        its share of every minibatch, with the entry `minibatch`.
+    """
+    import torch
+    from tensordict import TensorDict
+
+    from rl_contracts.trajectory import concatenate
+
+    if parallel.dp_size == 1:
+        return share(batch, parallel, minibatches)
+    mine = {str(k): v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    parts = [TensorDict(part, batch_size=part["input_ids"].shape[:1]) for part in parallel.gather_tensors(mine)]
+    return share(concatenate([part for part in parts if part.batch_size[0]] or parts[:1]), parallel, minibatches)

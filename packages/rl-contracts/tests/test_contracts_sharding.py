@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_contracts.errors import ConfigError
+from rl_contracts.parallel import ParallelContext
+from rl_contracts.sharding import global_order, share
+from rl_contracts.trajectory import Trajectory, concatenate, stack
+
+
+def _batch(sizes: list[int], seed: int):
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    return stack(
+        [
+            Trajectory(
+                np.full(sizes[i], i),
+                np.ones(sizes[i], bool),
+                np.zeros(sizes[i], np.float32),
+                np.zeros(sizes[i], np.int32),
+                group_id=int(i) // 3,
+                episode_id=int(i),
+            )
+            for i in order
+        ]
+    )
+
+
+@given(st.lists(st.integers(1, 30), min_size=4, max_size=24), st.integers(1, 4), st.integers(1, 3), st.integers(0, 9))
+@settings(deadline=None, max_examples=40)
+def test_share_any_split_gives_every_row_once_in_the_same_minibatch(sizes, replicas, minibatches, seed):
+    batch = _batch(sizes, seed)
+    alone = share(batch, ParallelContext(), minibatches)
+    expected = dict(zip(alone["episode_ids"].tolist(), alone["minibatch"].tolist(), strict=True))
+    parts = [share(batch, ParallelContext(dp_rank=r, dp_size=replicas), minibatches) for r in range(replicas)]
+    together = concatenate(parts)
+    found = list(zip(together["episode_ids"].tolist(), together["minibatch"].tolist(), strict=True))
+    assert sorted(found) == sorted(expected.items())
+
+
+def test_global_order_shuffled_rows_sorts_by_group_then_episode():
+    batch = _batch([2, 3, 4, 5, 6], seed=1)
+    ordered = batch[global_order(batch)]
+    assert torch.equal(ordered["episode_ids"], torch.arange(5))
+
+
+def test_share_fewer_rows_than_minibatches_is_refused():
+    with pytest.raises(ConfigError, match="cannot be cut into 3"):
+        share(_batch([2, 2], 0), ParallelContext(), 3)

@@ -1,8 +1,8 @@
 """Which rank learns from which row, and in which minibatch.
 
-Minibatches are cut in global order of (group, episode) before they are sharded over data-parallel replicas, so that the same rows
-meet in the same optimizer step however many replicas there are. Within a minibatch the replicas' tokens are balanced, which may
-split a group: nothing that follows looks at positions, only at ids.
+Minibatches are cut in global order of (group, episode) before they are sharded over data-parallel replicas, so that the
+same rows meet in the same optimizer step however many replicas there are. Within a minibatch the replicas' tokens are
+balanced, which may split a group: nothing that follows looks at positions, only at ids.
 """
 
 from __future__ import annotations

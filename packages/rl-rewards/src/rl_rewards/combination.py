@@ -1,0 +1,40 @@
+"""A weighted sum of reward functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rl_contracts import registry
+from rl_contracts.errors import ConfigError
+
+
+class WeightedReward:
+    """The sum of weight times reward over its parts, itself a reward function."""
+
+    def __init__(self, parts: Iterable[tuple[str | Callable[..., Any], float]]) -> None:
+        """Take (reward function, weight) pairs; a function may be given by its name or dotted path.
+
+        Raises:
+            ConfigError: there are no parts, a name is unknown, or a part is asynchronous.
+        """
+        self.parts = [(_resolve(part), float(weight)) for part, weight in parts]
+        if not self.parts:
+            raise ConfigError("weighted reward: expected at least one (reward, weight) pair, found none")
+
+    def __call__(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+    ) -> float:
+        """The weighted sum for one sample; an error of a part is an error of the whole."""
+        return sum(w * fn(prompt, completions, prompt_ids, completion_ids, **data) for fn, w in self.parts)
+
+
+def _resolve(part: str | Callable[..., Any]) -> Callable[..., float]:
+    fn = registry.load("rl.rewards", part) if isinstance(part, str) else part
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
+        raise ConfigError(
+            f"weighted reward: expected plain functions, found the asynchronous {part!r}; "
+            f"write an async reward function that awaits its parts"
+        )
+    return fn

@@ -1,0 +1,155 @@
+r"""Where in a completion the answer stands.
+
+Ways of giving an answer, in the order in which they are tried (in each, the last one that holds a number counts):
+
+1. a line `#### 72`
+2. `\boxed{72}`, braces nested to any depth
+3. a statement: "the answer is 72"
+4. a label: "Answer: 72", "Final answer" as a heading, "A: 72" at the start of a line
+5. the last number of the text
+
+Only what follows the last `</think>` is read, and of that the last `MAX_CHARS` characters: answers stand at the end,
+and the time to find one stays bounded whatever a policy writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import islice
+
+from rl_rewards.markup import plain
+from rl_rewards.numbers import WrittenNumber, find_numbers, last_number
+
+MAX_CHARS = 20_000
+"""Characters read, from the end of the completion."""
+
+_SLOT_CHARS = 400
+"""An answer stands within this distance after what announces it."""
+
+_HASHES = re.compile(r"#{4,}:?")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,2}\{|\\.|[{}]", re.DOTALL)
+_STATEMENT = re.compile(
+    r"\banswers?\b[^\n.:=]{0,60}?\b(?:is|are|was|be|equals|becomes)\b(?: therefore| thus| then)?\s?:?", re.IGNORECASE
+)
+_LABEL = re.compile(r"\banswers?\b[^\n.:=]{0,40}(?:[:=→]|$)|^\W{0,4}A:", re.IGNORECASE | re.MULTILINE)
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
+_LIST_ITEM = re.compile(r"[.)]\s{1,3}\S")
+_LOOSE_SIGN = re.compile(r"^[\s$]{0,4}-\s{1,2}(?=[0-9$])")
+# What makes a number the beginning of a formula: `3 + 4`, `5-10`, `2x3`, `10^3`, `2\pi`, `7 =`.
+_FORMULA = re.compile(
+    r"\s{0,2}(?:(?:[-+*/\u00d7÷·xX]|\\(?:times|cdot|div|pm))\s{0,2}[$(]{0,2}\s?[0-9(]|=|\^|\\(?:pi|sqrt))"
+)
+
+
+def find_answer(text: str) -> WrittenNumber | None:
+    """The number that a completion gives as its answer, or None where it holds no number."""
+    text = text.rpartition("</think>")[2][-MAX_CHARS:]
+    cleaned = plain(text)
+    last = last_number(cleaned)
+    if last is None:
+        return None
+    return _after_hashes(cleaned) or _in_box(text) or _after_statement(cleaned) or _after_label(cleaned, last) or last
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last non-empty `\boxed{...}` whose braces are balanced."""
+    return next(_boxes(text), None)
+
+
+def _boxes(text: str) -> Iterator[str]:
+    """Contents of the boxes, the one that opens last first. One pass, so that nesting costs nothing."""
+    open_braces: list[tuple[bool, int]] = []
+    spans: list[tuple[int, int]] = []
+    for match in _BOX.finditer(text):
+        token = match.group()
+        if token == "}":
+            is_box, start = open_braces.pop() if open_braces else (False, 0)
+            if is_box and text[start : match.start()].strip():
+                spans.append((start, match.start()))
+        elif token.endswith("{") and token != r"\{":
+            open_braces.append((len(token) > 1, match.end()))
+    for start, end in sorted(spans, reverse=True):
+        yield text[start:end]
+
+
+def _after_hashes(text: str) -> WrittenNumber | None:
+    for match in reversed(list(_HASHES.finditer(text))):
+        slot = _join_sign(_line(text, match.end()))
+        # `#### Step 2: add them` and `#### 2. Add them` are Markdown headings
+        number = _leading_number(slot) or (None if ":" in slot else _right_hand_side(slot))
+        if number and not _LIST_ITEM.match(slot, number.end):
+            return number
+    return None
+
+
+def _in_box(text: str) -> WrittenNumber | None:
+    for content in _boxes(text):
+        number = _read_slot(_join_sign(plain(content[:_SLOT_CHARS])))
+        if number:
+            return number
+    return None
+
+
+def _after_statement(text: str) -> WrittenNumber | None:
+    for match in reversed(list(_STATEMENT.finditer(text))):
+        number = _read_slot(_sentence(text, match.end()))
+        if number:
+            return number
+    return None
+
+
+def _after_label(text: str, last: WrittenNumber) -> WrittenNumber | None:
+    """A label may also open a worked solution: only the line that holds the text's last number is read in full."""
+    for match in reversed(list(_LABEL.finditer(text))):
+        slot = _line(text, match.end())
+        closes = last.end <= text.find(slot, match.end()) + len(slot)
+        number = (_right_hand_side(slot) if closes else None) or _leading_number(slot)
+        number = number or (_only_number(slot) if closes else None)
+        if number:
+            return number
+    return None
+
+
+def _line(text: str, start: int) -> str:
+    """The first line after `start` that holds more than punctuation, or ""."""
+    lines = text[start : start + _SLOT_CHARS].split("\n")
+    return next((line for line in lines if _has_words(line)), "")
+
+
+def _sentence(text: str, start: int) -> str:
+    line = _line(text, start)
+    end = _SENTENCE_END.search(line)
+    return line[: end.start()] if end else line
+
+
+def _join_sign(slot: str) -> str:
+    """`- 5` as `-5`, where a dash cannot be a bullet."""
+    return _LOOSE_SIGN.sub("-", slot)
+
+
+def _read_slot(slot: str) -> WrittenNumber | None:
+    return _leading_number(slot) or _right_hand_side(slot) or _only_number(slot)
+
+
+def _leading_number(slot: str) -> WrittenNumber | None:
+    """The number with which `slot` begins, if it stands for itself and does not open a formula."""
+    number = next(find_numbers(slot), None)
+    if number is None or _has_words(slot[: number.start]) or _FORMULA.match(slot, number.end):
+        return None
+    return number
+
+
+def _right_hand_side(slot: str) -> WrittenNumber | None:
+    """The number after the last equals sign: 7 in `x = 3 + 4 = 7`."""
+    _, equals, right = slot.rpartition("=")
+    return _leading_number(right) if equals else None
+
+
+def _only_number(slot: str) -> WrittenNumber | None:
+    numbers = list(islice(find_numbers(slot), 2))
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _has_words(text: str) -> bool:
+    return any(c.isalnum() for c in text)

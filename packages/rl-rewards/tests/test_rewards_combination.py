@@ -1,0 +1,39 @@
+import pickle
+
+import pytest
+
+from rl_contracts.errors import ConfigError, RewardError
+from rl_rewards import WeightedReward, format_reward_fn, gsm8k_reward_fn
+
+
+async def slow_reward_fn(prompt, completions, prompt_ids, completion_ids, **_):
+    return 1.0
+
+
+def test_weighted_reward_sums_its_parts_by_weight():
+    reward = WeightedReward([(gsm8k_reward_fn, 1.0), (format_reward_fn, 0.25)])
+
+    assert reward("", "#### 72", [], [], answer=72) == 1.25
+    assert reward("", "It is 72", [], [], answer=72) == 1.0
+    assert reward("", "#### 73", [], [], answer=72) == 0.25
+
+
+def test_weighted_reward_takes_names_and_dotted_paths():
+    reward = WeightedReward([("gsm8k", 1.0), ("rl_rewards:format_reward_fn", 0.5)])
+
+    assert reward("", "#### 72", [], [], answer=72) == 1.5
+    assert pickle.loads(pickle.dumps(reward))("", "#### 72", [], [], answer=72) == 1.5
+
+
+def test_weighted_reward_with_a_failing_part_fails():
+    with pytest.raises(RewardError):
+        WeightedReward([("gsm8k", 0.0), ("format", 1.0)])("", "#### 72", [], [])
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [([], "at least one"), ([("gsm9k", 1.0)], "nothing is called"), ([(slow_reward_fn, 1.0)], "asynchronous")],
+)
+def test_weighted_reward_that_cannot_work_is_refused(parts, message):
+    with pytest.raises(ConfigError, match=message):
+        WeightedReward(parts)

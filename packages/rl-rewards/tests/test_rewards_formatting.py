@@ -1,0 +1,54 @@
+import pickle
+
+import pytest
+
+from rl_contracts.errors import ConfigError
+from rl_rewards import FormatReward, FormatRewardConfig, format_reward_fn
+
+
+@pytest.mark.parametrize(
+    "completion", ["She sold 72.\n#### 72", "#### 72\n", "####72", "Sum\n#### $1,234.50", "#### -5"]
+)
+def test_format_reward_of_a_final_answer_line_is_one(completion):
+    assert format_reward_fn("", completion, [], [], answer="unread") == 1.0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "72",
+        "She sold 72. #### 72",  # not a line of its own
+        "#### 72\nThat is all.",
+        "#### 72 clips",
+        "#### 72 or 73",
+        "#### seventy",
+        "####",
+        "#### 70\n#### 72",
+        "#### Step 1\nadd\n#### 72",
+    ],
+)
+def test_format_reward_of_any_other_ending_is_zero(completion):
+    assert format_reward_fn("", completion, [], []) == 0.0
+
+
+def test_format_reward_with_pattern_requires_the_whole_completion_to_match():
+    reward = FormatReward(
+        FormatRewardConfig(r"(?s)<think>.*</think>\s*<answer>[^<]*</answer>", reward=0.5, penalty=-0.5)
+    )
+
+    assert reward("", "<think>a\nb</think>\n<answer>72</answer>\n", [], []) == 0.5
+    assert reward("", "<think>a</think><answer>72</answer> and more", [], []) == -0.5
+
+
+def test_format_reward_config_that_cannot_work_is_refused():
+    with pytest.raises(ConfigError, match="no regular expression"):
+        FormatRewardConfig("(")
+    with pytest.raises(ConfigError, match="reward > penalty"):
+        FormatRewardConfig(reward=0.0, penalty=0.0)
+
+
+def test_format_reward_pickles_for_a_worker_process():
+    reward = FormatReward(FormatRewardConfig(r"ok \d+"))
+
+    assert pickle.loads(pickle.dumps(reward))("", "ok 5", [], []) == 1.0

@@ -1,1 +1,40 @@
-"""Algorithms, actors, training loops, save and recover."""
+"""Algorithms, actors, the training loop and the books of a run.
+
+Public names load on first use, so that reading a config does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ActorConfig": "actor",
+    "AlgorithmConfig": "algorithm",
+    "AnswerEvaluation": "evaluation",
+    "Books": "books",
+    "CheckpointConfig": "books",
+    "EvaluationConfig": "evaluation",
+    "GapConfig": "gap",
+    "GapGate": "gap",
+    "LossEvaluation": "evaluation",
+    "PolicyActor": "actor",
+    "PublishConfig": "publish",
+    "RolloutWriter": "rollouts",
+    "SupervisedLearner": "supervised",
+    "SupervisedSource": "supervised",
+    "WeightPublisher": "publish",
+    "Weights": "loop",
+    "replay": "replay",
+    "train": "loop",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,178 @@
+"""Keeping the books of a run: metrics, evaluations, checkpoints and saved batches."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_contracts.logging import get_logger
+from rl_contracts.metrics import MetricsWriter
+
+from rl_contracts.config import require
+from rl_contracts.data import SaveLoadMeta
+from rl_contracts.trajectory import concatenate, save_batch
+from rl_trainers.summary import summarise
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+    from rl_contracts.engine import TrainEngine
+    from rl_trainers.evaluation import Evaluation
+
+log = get_logger("trainers")
+
+RENAMED = {"loss": "loss/policy", "kl_old/k1": "kl/old_k1", "kl_old/k3": "kl/old_k3"}
+"""Names of the engine's and the loss's statistics in `metrics.jsonl`, where they differ."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What is kept of a run."""
+
+    every: int = 0
+    """Steps between checkpoints; 0: only after the last step."""
+    save_batches: bool = False
+    """Keep each training batch under `batches/`, for `rl replay`."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "checkpoint.every", "0 (only at the end) or more steps", self.every)
+
+
+class Books:
+    """One per rank; every method is collective. Rank 0 writes.
+
+    Args:
+        engine: saved as checkpoints.
+        run_dir: the run directory.
+        config: what is kept.
+        evaluations: run before the first step, every `evaluate_every` steps and after the last.
+        counters: figures of the asynchronous side, for example `RolloutRuntime.stats`, or None.
+        tokenizer_path: directory whose tokenizer goes into each checkpoint.
+        renamed: names of statistics in `metrics.jsonl`, where they differ from the loss's.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        run_dir: str | Path,
+        config: CheckpointConfig,
+        *,
+        evaluations: Sequence[Evaluation] = (),
+        evaluate_every: int = 0,
+        counters: Callable[[], dict[str, float | None]] | None = None,
+        tokenizer_path: str | None = None,
+        renamed: dict[str, str] | None = None,
+    ) -> None:
+        self.engine, self.config, self.run_dir = engine, config, Path(run_dir)
+        self.evaluations, self.evaluate_every = evaluations, evaluate_every
+        self.counters, self.tokenizer_path = counters, tokenizer_path
+        self.renamed = RENAMED if renamed is None else renamed
+        self.step = 0
+        self._evaluated = -1
+        self._saved = -1
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._step_begin = time.perf_counter()
+        self._writer: MetricsWriter | None = None
+        if engine.parallel.is_main:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._writer = MetricsWriter(self.run_dir / "metrics.jsonl")
+
+    @contextmanager
+    def time(self, stage: str) -> Iterator[None]:
+        """Add the block's seconds to `time/<stage>` of this step."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[stage] += time.perf_counter() - begin
+
+    def begin(self, version: int) -> None:
+        """Before the first step: evaluate what there is, and write it as the record of the step that is done."""
+        figures = self._evaluate()
+        if figures:
+            self._write({"step": self.step, "version": version, **figures})
+        self._start_step()
+
+    def close(
+        self, step: int, batch: TensorDict, stats: dict[str, float | None], version_before: int, version: int
+    ) -> None:
+        """After a step: its record, and what is due with it."""
+        self.step = step
+        record: dict[str, float | None] = {"step": step, "version": version}
+        record |= summarise(batch, version_before, self.engine.parallel)
+        record |= {self.renamed.get(name, name): value for name, value in stats.items()}
+        if self.config.save_batches:
+            self._save_batch(batch, version_before)
+        if self.config.every and step % self.config.every == 0:
+            self._save()
+        record |= self._timing(record)
+        if self.counters is not None:
+            record |= self.counters()
+            record["throughput/generated_tokens_per_s"] = _rate(record.get("tokens/generated"), record["time/step"])
+        if self.evaluate_every and step % self.evaluate_every == 0:
+            record |= self._evaluate()
+        self._write(record)
+        self._start_step()
+
+    def finish(self) -> None:
+        """After the last step: a last evaluation and checkpoint, unless the step had them."""
+        if self._evaluated != self.step:
+            figures = self._evaluate()
+            if figures:
+                self._write({"step": self.step, "version": self.engine.version, **figures})
+        if self._saved != self.step:
+            self._save()
+
+    def _evaluate(self) -> dict[str, float | None]:
+        self._evaluated = self.step
+        figures: dict[str, float | None] = {}
+        with self.time("evaluate"):
+            for evaluation in self.evaluations:
+                figures |= evaluation(self.step)
+        return figures
+
+    def _save(self) -> None:
+        self._saved = self.step
+        path = self.run_dir / "checkpoints" / f"step_{self.step}"
+        with self.time("save"):
+            self.engine.save(SaveLoadMeta(str(path), "hf", self.tokenizer_path))
+        if self.engine.parallel.is_main:
+            log.info("checkpoint: %s", path)
+
+    def _save_batch(self, batch: TensorDict, version: int) -> None:
+        """The whole batch as it left the runtime, without what was computed from it, on rank 0."""
+        added = ("advantages", "loss_weights", "prox_logprobs")
+        raw: dict[str, torch.Tensor] = {str(k): v for k, v in batch.exclude(*added).items()}  # type: ignore[misc]
+        parts = self.engine.parallel.gather_tensors(raw)
+        if not self.engine.parallel.is_main:
+            return
+        from tensordict import TensorDict
+
+        whole = concatenate([TensorDict(part, batch_size=part["input_ids"].shape[:1]) for part in parts])
+        directory = self.run_dir / "batches"
+        directory.mkdir(exist_ok=True)
+        save_batch(whole, directory / f"step_{self.step}-version_{version}.safetensors")
+
+    def _timing(self, record: dict[str, float | None]) -> dict[str, float | None]:
+        total = time.perf_counter() - self._step_begin
+        stages: dict[str, float | None] = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
+        rate = _rate(record["tokens/trained"], total)
+        return stages | {"time/step": total, "throughput/trained_tokens_per_s": rate}
+
+    def _start_step(self) -> None:
+        self._seconds.clear()
+        self._step_begin = time.perf_counter()
+
+    def _write(self, record: dict[str, float | None]) -> None:
+        if self._writer is not None:
+            self._writer.write(record)
+
+
+def _rate(amount: float | None, seconds: float | None) -> float | None:
+    return None if amount is None or not seconds else amount / seconds

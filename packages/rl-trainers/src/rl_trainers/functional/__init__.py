@@ -1,0 +1,1 @@
+"""Pure functions: tensors in, sums and statistics out. No engine, no logging, no state."""

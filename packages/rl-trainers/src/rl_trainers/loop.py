@@ -1,0 +1,88 @@
+"""The training loop: one page for synchronous and asynchronous reinforcement learning, and for supervised learning.
+
+What differs lies in the parts: a rollout runtime with `max_staleness=0` makes it synchronous; a data set as the source
+and no
+publisher makes it supervised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rl_trainers.books import Books
+    from rl_trainers.gap import GapGate
+    from rl_trainers.publish import WeightPublisher
+
+
+class BatchSource(Protocol):
+    """Where batches come from: an `rl_contracts.rollout.RolloutRuntime`, or a data set."""
+
+    def next_batch(self) -> TensorDict:
+        """This rank's rows of the next batch; StopIteration at the end of the data."""
+        ...
+
+    def end_step(self, version: int) -> None:
+        """The step of the last batch is over, at `version`."""
+        ...
+
+
+class Learner(Protocol):
+    """What turns a batch into the next version of the weights."""
+
+    @property
+    def version(self) -> int:
+        """Training batches applied."""
+        ...
+
+    def prepare(self, batch: TensorDict) -> dict[str, float]:
+        """Compute what the update needs over the whole batch."""
+        ...
+
+    def update(self, batch: TensorDict) -> dict[str, float]:
+        """Take the optimizer steps."""
+        ...
+
+
+@dataclass
+class Weights:
+    """How new weights reach the servers, and how it is checked that they did."""
+
+    publisher: WeightPublisher
+    gap: GapGate
+
+    def publish(self, version: int, batch: TensorDict | None = None) -> dict[str, float | None]:
+        """Publish and compare; see `WeightPublisher.publish` and `GapGate.check`."""
+        times: dict[str, float | None] = dict(self.publisher.publish(version))
+        return times if batch is None else times | self.gap.check(batch)
+
+
+def train(source: BatchSource, learner: Learner, weights: Weights | None, books: Books, total_steps: int) -> None:
+    """Run the steps that are left until `total_steps`, or to the end of the data (collective).
+
+    Raises:
+        RLError: whatever stops the run, with its cause.
+    """
+    if weights is not None:
+        # from here on the servers hold what the trainer holds, verified, before the first answer counts
+        weights.publish(learner.version)
+    books.begin(learner.version)
+    for step in range(books.step + 1, total_steps + 1):
+        with books.time("rollout_wait"):
+            try:
+                batch = source.next_batch()  # waits for accepted groups
+            except StopIteration:
+                break
+        before = learner.version
+        with books.time("train"):
+            stats: dict[str, float | None] = dict(learner.prepare(batch))  # proximal log-probs, advantages
+            stats |= learner.update(batch)  # minibatches of packed micro-batches
+        with books.time("publish"):
+            if weights is not None and learner.version > before:
+                stats |= weights.publish(learner.version, batch)  # returns at the commit; servers run on
+        source.end_step(learner.version)
+        books.close(step, batch, stats, before, learner.version)
+    books.finish()

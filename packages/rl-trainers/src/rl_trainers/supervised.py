@@ -1,0 +1,111 @@
+"""Supervised learning as a source of batches and a learner for the common loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rl_contracts.engine import TrainEngine
+from rl_contracts.errors import DataError
+from rl_contracts.sharding import share
+from rl_contracts.trajectory import Trajectory, empty, stack, validate
+from rl_trainers.functional.supervised import cross_entropy_loss
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+    from rl_contracts.parallel import ParallelContext
+
+
+class Renderer(Protocol):
+    """What is needed of `rl_contracts.rendering.ChatRenderer`."""
+
+    def render_sft(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
+        """Token ids of a conversation, and which of them the model is to generate."""
+        ...
+
+
+def supervised_rows(rows: Iterable[dict[str, Any]], renderer: Renderer, max_length: int) -> list[Trajectory]:
+    """Conversations as trajectories that no model sampled: versions are -1 and log-probs 0 throughout.
+
+    Raises:
+        DataError: a row has nothing to learn from, or is longer than `max_length` tokens; names it.
+    """
+    result = []
+    for number, row in enumerate(rows):
+        ids, mask = renderer.render_sft(row["messages"])
+        name = row.get("prompt_id", number)
+        if len(ids) > max_length:
+            raise DataError(
+                f"row {name} has {len(ids)} tokens, more than data.max_length ({max_length}); raise that or drop it."
+            )
+        if not any(mask):
+            raise DataError(f"row {name} has no assistant token to learn from.")
+        size = len(ids)
+        result.append(
+            Trajectory(
+                input_ids=np.asarray(ids, dtype=np.int64),
+                loss_mask=np.asarray(mask, dtype=bool),
+                logprobs=np.zeros(size, dtype=np.float32),
+                versions=np.full(size, -1, dtype=np.int32),
+                prompt_id=int(name),
+                group_id=number,
+                episode_id=number,
+            )
+        )
+    return result
+
+
+class SupervisedSource:
+    """Batches of data rows for the training loop; every rank reads the same rows and keeps its share."""
+
+    def __init__(
+        self, batches: Iterable[list[dict[str, Any]]], renderer: Renderer, max_length: int, parallel: ParallelContext
+    ) -> None:
+        self._batches = iter(batches)
+        self.renderer, self.max_length, self.parallel = renderer, max_length, parallel
+
+    def next_batch(self) -> TensorDict:
+        """This rank's rows of the next batch; StopIteration at the end of the data."""
+        return whole_to_share(supervised_rows(next(self._batches), self.renderer, self.max_length), self.parallel)
+
+    def end_step(self, version: int) -> None:
+        """Nothing waits for it."""
+
+
+def whole_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
+    """This replica's token-balanced part of rows that every replica has, [B / dp_size]; validated."""
+    batch = share(stack(rows), parallel) if rows else empty()
+    validate(batch, generated=False)
+    return batch
+
+
+class SupervisedLearner:
+    """One optimizer step of token-weighted cross entropy per batch."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+
+    @property
+    def version(self) -> int:
+        """Training batches applied."""
+        return self.engine.version
+
+    def prepare(self, batch: TensorDict) -> dict[str, float]:
+        """Nothing to compute beforehand."""
+        return {}
+
+    def update(self, batch: TensorDict) -> dict[str, float]:
+        """Take the step; the version advances unless it was skipped (collective)."""
+        stats = self.engine.train_batch(batch, cross_entropy_loss, _trained_tokens)
+        if stats["applied"]:
+            self.engine.version += 1
+        return stats
+
+
+def _trained_tokens(batch: TensorDict) -> torch.Tensor:
+    mask: torch.Tensor = batch["loss_mask"]
+    return mask.sum().float()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+
+RUN_KEY_VARIABLE = "RL_RUN_KEY"
+"""Environment variable that carries the key of a run's control endpoints to its processes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class WorkerStatus(StrEnum):
     """Life of a worker."""
 
     STARTING = "starting"
+    """Started; has not answered its readiness check yet."""
     RUNNING = "running"
+    """Ready. A worker without a readiness check is so from its start."""
     DONE = "done"
     """Ended with exit code 0."""
     FAILED = "failed"
@@ -63,7 +69,10 @@ class Worker:
     log: Path
     status: WorkerStatus = WorkerStatus.STARTING
     exit_code: int | None = None
+    """As `subprocess` gives it: negative for the signal that ended the worker. None while it runs."""
     pid: int | None = None
+    ended_at: float | None = None
+    """When it ended, in seconds since the epoch. Of several dead workers the first is the likely cause."""
 
     @property
     def name(self) -> str:
@@ -88,11 +97,16 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def wait_ready(self, role: str) -> list[Worker]:
+    def wait_ready(self, role: str, tick: Callable[[], None] | None = None) -> list[Worker]:
         """Block until every worker of the role answers its readiness check.
 
+        Args:
+            role: a role that `create_workers` started.
+            tick: called several times a second while it waits; what it raises ends the wait. So a launcher reacts to
+                signals and to other roles' deaths in the meantime.
+
         Raises:
-            LaunchError: one ended or was not ready in time; shows the last lines of its log.
+            LaunchError: no such role, or a worker ended or was not ready in time; shows the last lines of its log.
         """
 
     @abstractmethod

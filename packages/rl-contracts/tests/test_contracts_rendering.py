@@ -1,0 +1,227 @@
+"""Rendering against real tokenizers, made on the spot, and the templates that go wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.rendering import ChatRenderer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL = (  # keeps the reasoning of the last message only, as several published templates do
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'].split('</think>')[-1] }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNCLOSED = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}" + CHATML
+CONVERSATION = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what is 1 + 1?"},
+    {"role": "assistant", "content": "it is 2"},
+    {"role": "user", "content": "and 2 + 2?"},
+    {"role": "assistant", "content": "it is 4"},
+]
+
+
+def _tokenizer(template: str | None, eos: str | None = "<|endoftext|>") -> Any:
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(["user assistant what is the question? it is \n\n\n\n 1 + 1"] * 8, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    if eos is not None:
+        tokenizer.eos_token = eos
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TOKENIZER = _tokenizer(CHATML)
+RENDERER = ChatRenderer(TOKENIZER)
+
+
+def _learned(renderer: ChatRenderer, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    ids, mask = renderer.render_sft(messages)
+    return tokenizer.decode([token for token, learn in zip(ids, mask, strict=True) if learn])
+
+
+def test_render_prompt_gives_the_ids_of_the_template_text() -> None:
+    ids = RENDERER.render(CONVERSATION[:2])
+
+    assert all(type(token) is int for token in ids)
+    assert TOKENIZER.decode(ids) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nwhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_render_template_options_reach_the_template() -> None:
+    tokenizer = _tokenizer("{{ mood }}" + CHATML)
+
+    ids = ChatRenderer(tokenizer, {"mood": "calm"}).render(CONVERSATION[:2])
+
+    assert tokenizer.decode(ids).startswith("calm<|im_start|>")
+
+
+def test_renderer_tokenizer_that_answers_a_mapping_is_understood() -> None:
+    class Wrapped:
+        chat_template = CHATML
+
+        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+            return TOKENIZER.apply_chat_template(messages, **{**options, "return_dict": True})
+
+    assert ChatRenderer(Wrapped()).render(CONVERSATION) == RENDERER.render(CONVERSATION)
+
+
+def test_renderer_without_template_is_refused() -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        ChatRenderer(_tokenizer(None))
+
+
+def test_render_conversation_that_the_template_refuses_says_why() -> None:
+    with pytest.raises(DataError, match="no system messages"):
+        ChatRenderer(_tokenizer(STRICT)).render(CONVERSATION)
+
+
+def test_stop_ids_are_end_of_turn_then_end_of_text() -> None:
+    expected = TOKENIZER.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+
+    assert list(RENDERER.stop_ids) == expected
+    assert ChatRenderer(_tokenizer(CHATML, eos="<|im_end|>")).stop_ids == (expected[0],)
+
+
+def test_stop_ids_nothing_can_end_an_answer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no answer could ever end"):
+        _ = ChatRenderer(_tokenizer(UNCLOSED, eos=None)).stop_ids
+
+
+def test_render_sft_learns_answers_with_their_end_and_nothing_else() -> None:
+    assert _learned(RENDERER, TOKENIZER, CONVERSATION) == "it is 2<|im_end|>it is 4<|im_end|>"
+
+
+def test_render_sft_is_what_a_rollout_sees_and_generates() -> None:
+    ids, mask = RENDERER.render_sft(CONVERSATION[:3])
+    prompt = RENDERER.render(CONVERSATION[:2])
+
+    assert ids[: len(prompt)] == prompt
+    assert mask.index(True) == len(prompt)
+
+
+@given(st.lists(st.text("ab c<|>?\t", min_size=1).map(str.strip), min_size=1, max_size=4))
+def test_render_sft_any_answers_mask_decodes_to_exactly_them(answers: list[str]) -> None:
+    messages = [
+        message
+        for answer in answers
+        for message in ({"role": "user", "content": "question"}, {"role": "assistant", "content": answer})
+    ]
+
+    assert _learned(RENDERER, TOKENIZER, messages) == "".join(answer + "<|im_end|>" for answer in answers)
+
+
+def test_render_sft_template_that_rewrites_turns_is_refused() -> None:
+    messages = [dict(message) for message in CONVERSATION]
+    messages[2]["content"] = "<think>1 and 1</think>it is 2"
+
+    with pytest.raises(ConfigError, match="rewrites earlier turns"):
+        ChatRenderer(_tokenizer(FORGETFUL)).render_sft(messages)
+    tokenizer = _tokenizer(FORGETFUL)
+    assert _learned(ChatRenderer(tokenizer), tokenizer, messages[:3]) == messages[2]["content"] + "<|im_end|>"
+
+
+def test_render_sft_template_that_leaves_turns_open_is_refused() -> None:
+    with pytest.raises(ConfigError, match="would never end its answer"):
+        ChatRenderer(_tokenizer(UNCLOSED)).render_sft(CONVERSATION)
+
+
+def test_render_sft_text_that_merges_with_the_prompt_is_refused() -> None:
+    messages = [CONVERSATION[1], {"role": "assistant", "content": "\n\n\nit is 2"}]
+
+    with pytest.raises(DataError, match="Strip the text's leading blanks"):
+        RENDERER.render_sft(messages)
+
+
+def test_render_sft_end_token_in_the_text_is_refused() -> None:
+    messages = [CONVERSATION[1], {"role": "assistant", "content": "2<|im_end|>\nmore"}]
+
+    with pytest.raises(DataError, match=r"message 1 .* contains the end token '<\|im_end\|>'"):
+        RENDERER.render_sft(messages)
+
+
+def test_render_sft_no_answer_is_refused() -> None:
+    with pytest.raises(DataError, match="assistant message to learn from"):
+        RENDERER.render_sft(CONVERSATION[:2])
+    with pytest.raises(DataError, match="message before the first assistant"):
+        RENDERER.render_sft(CONVERSATION[2:3])
+
+
+def test_append_turn_keeps_sampled_ids_that_no_tokenizer_would_give() -> None:
+    prompt = RENDERER.render(CONVERSATION[:2])
+    end = RENDERER.stop_ids[0]
+    sampled = [token for letter in "it is 2" for token in TOKENIZER.encode(letter)] + [end]
+
+    ids = RENDERER.append_turn(prompt + sampled, CONVERSATION[3:4])
+
+    assert sampled[:-1] != TOKENIZER.encode("it is 2")
+    assert ids[: len(prompt) + len(sampled)] == prompt + sampled
+    assert TOKENIZER.decode(ids) == TOKENIZER.decode(RENDERER.render(CONVERSATION[:4]))
+
+
+def test_append_turn_canonical_answer_equals_rendering_the_whole() -> None:
+    answer = [*TOKENIZER.encode("it is 2"), RENDERER.stop_ids[0]]
+
+    ids = RENDERER.append_turn(RENDERER.render(CONVERSATION[:2]) + answer, CONVERSATION[3:4])
+
+    assert ids == RENDERER.render(CONVERSATION[:4])
+
+
+def test_append_turn_answer_that_was_cut_off_is_closed() -> None:
+    cut = RENDERER.render(CONVERSATION[:2]) + TOKENIZER.encode("it is 2")
+
+    ids = RENDERER.append_turn(cut, CONVERSATION[3:4])
+
+    assert ids == RENDERER.render(CONVERSATION[:4])
+
+
+def test_append_turn_answer_ended_by_end_of_text_stays_as_sampled() -> None:
+    sampled = RENDERER.render(CONVERSATION[:2]) + TOKENIZER.encode("it is 2<|endoftext|>")
+
+    text = TOKENIZER.decode(RENDERER.append_turn(sampled, CONVERSATION[3:4]))
+
+    assert "it is 2<|endoftext|>\n<|im_start|>user\nand 2 + 2?" in text
+
+
+def test_append_turn_works_with_a_template_that_rewrites_turns() -> None:
+    tokenizer = _tokenizer(FORGETFUL)
+    renderer = ChatRenderer(tokenizer)
+    sampled = renderer.render(CONVERSATION[:2]) + tokenizer.encode("<think>hm</think>it is 2<|im_end|>")
+
+    ids = renderer.append_turn(sampled, CONVERSATION[3:4])
+
+    assert ids[: len(sampled)] == sampled
+    assert tokenizer.decode(ids[len(sampled) :]) == (
+        "\n<|im_start|>user\nand 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_append_turn_nothing_or_open_template_is_refused() -> None:
+    with pytest.raises(DataError, match="at least one message"):
+        RENDERER.append_turn([1, 2], [])
+    with pytest.raises(ConfigError, match="expected one of the stop ids"):
+        ChatRenderer(_tokenizer(UNCLOSED)).append_turn([1, 2], CONVERSATION[3:4])

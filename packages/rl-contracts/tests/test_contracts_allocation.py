@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rl_contracts.allocation import (
     Allocation,
     Component,
@@ -76,9 +77,7 @@ def test_parse_given_inference_backends_decide_the_kind() -> None:
 def test_component_unknown_or_ambiguous_lists_what_there_is() -> None:
     allocation = Allocation.parse("fsdp[actor]:d2|fsdp[critic]:d2")
 
-    with pytest.raises(
-        ConfigError, match=r"several components run on 'fsdp'.*actor \(fsdp\), critic \(fsdp\)"
-    ):
+    with pytest.raises(ConfigError, match=r"several components run on 'fsdp'.*actor \(fsdp\), critic \(fsdp\)"):
         allocation.component("fsdp")
     with pytest.raises(ConfigError, match="no component is called 'rollout'"):
         allocation.component("rollout")
@@ -142,9 +141,7 @@ def test_allocation_built_by_hand_is_checked_as_well() -> None:
         Allocation(())
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"data": 0}, {"expert_tensor": 0}, {"data": 2, "expert": 2, "expert_tensor": 2}]
-)
+@pytest.mark.parametrize("sizes", [{"data": 0}, {"expert_tensor": 0}, {"data": 2, "expert": 2, "expert_tensor": 2}])
 def test_strategy_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="parallel strategy"):
         ParallelStrategy(**sizes)

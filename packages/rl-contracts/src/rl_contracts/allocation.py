@@ -6,7 +6,8 @@
     dims       := one or more of d<n> t<n> p<n> c<n> e<n>, each at most once; what is missing is 1
     hybrid     := "(attn:" dims "|ffn:" dims ")"   mixture-of-experts layers split apart from attention
 
-`sglang[r]:d2+fsdp[actor]:d4|fsdp[critic]:d4` is two devices for the servers `r`, and four that actor and critic share.
+`sglang[r]:d2+fsdp[actor]:d4|fsdp[critic]:d4` is two devices for the servers `r`, and four that actor and critic
+share.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ DEFAULT_NAMES = {ComponentKind.INFERENCE: "rollout", ComponentKind.TRAIN: "actor
 class ParallelStrategy:
     """How one model is split over `world_size` = data * tensor * pipeline * context ranks.
 
-    The layers of experts are split over those same ranks, so `expert` never multiplies the world size. Inside a
-    pipeline stage lie data * tensor * context ranks; an expert group takes expert * expert_tensor of them, and what
-    remains replicates the experts (`expert_data`). This is the parallel folding of Megatron-Core: in the hybrid
-    form the ranks of `attn` and `ffn` are the same, hence attn d*t*p*c == ffn d*t*p*e with the same p.
+    The layers of experts are split over those same ranks, so `expert` never multiplies the world size. Inside
+    a pipeline stage lie data * tensor * context ranks; an expert group takes expert * expert_tensor of them,
+    and what remains replicates the experts (`expert_data`). This is the parallel folding of Megatron-Core: in
+    the hybrid form the ranks of `attn` and `ffn` are the same, hence attn d*t*p*c == ffn d*t*p*e with the
+    same p.
 
     Raises:
         ConfigError: a size below one, or expert groups that do not fill a pipeline stage evenly.
@@ -64,7 +66,7 @@ class ParallelStrategy:
     """Ranks over which the experts of a layer are spread."""
 
     expert_tensor: int | None = None
-    """Ranks over which each matrix of an expert is split; None leaves it to the backend (hybrid form: `t` of ffn)."""
+    """Ranks over which each matrix of an expert is split (`t` of ffn); None leaves it to the backend."""
 
     def __post_init__(self) -> None:
         sizes = (self.data, self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor or 1)
@@ -74,8 +76,9 @@ class ParallelStrategy:
         group = self.expert * (self.expert_tensor or 1)
         if stage % group:
             raise ConfigError(
-                f"parallel strategy: an expert group of {group} ranks must divide the {stage} ranks of a pipeline "
-                f"stage (data {self.data} * tensor {self.tensor} * context {self.context}); choose e that divides {stage}"
+                f"parallel strategy: an expert group of {group} ranks must divide the {stage} ranks of a "
+                f"pipeline stage (data {self.data} * tensor {self.tensor} * context {self.context}); "
+                f"choose e that divides {stage}"
             )
 
     @property
@@ -217,12 +220,12 @@ def parse_allocation(text: str, inference_backends: Collection[str] | None = Non
 
     Args:
         text: the allocation in the grammar of this module.
-        inference_backends: backends that serve, all others train. Default: `INFERENCE_BACKENDS` and whatever is
-            installed under `rl.inference_engines`.
+        inference_backends: backends that serve, all others train. Default: `INFERENCE_BACKENDS` and whatever
+            is installed under `rl.inference_engines`.
 
     Raises:
-        ConfigError: the text does not follow the grammar or describes what cannot run; shows the text with a mark
-            under the character where it went wrong, and what was expected there.
+        ConfigError: the text does not follow the grammar or describes what cannot run; shows the text with a
+            mark under the character where it went wrong, and what was expected there.
     """
     if inference_backends is None:
         inference_backends = INFERENCE_BACKENDS | registry.available("rl.inference_engines").keys()
@@ -242,14 +245,14 @@ def _conflict(groups: tuple[tuple[Component, ...], ...]) -> tuple[int, str] | No
         for component in group:
             if component.name in names:
                 return position, (
-                    f"two components are called {component.name!r}; "
-                    f"give each its own name, for example {component.backend}[{component.name}2]:{component.strategy}"
+                    f"two components are called {component.name!r}; give each its own name, "
+                    f"for example {component.backend}[{component.name}2]:{component.strategy}"
                 )
             if component.world_size != group[0].world_size:
                 return position, (
                     f"components joined by '|' share their devices, so their world sizes must be equal: "
-                    f"{group[0].name} has {group[0].world_size}, {component.name} has {component.world_size}; "
-                    f"change d, t, p or c, or join them by '+'"
+                    f"{group[0].name} has {group[0].world_size}, {component.name} has "
+                    f"{component.world_size}; change d, t, p or c, or join them by '+'"
                 )
             names.add(component.name)
             position += 1
@@ -319,7 +322,8 @@ class _Parser:
         inner = experts["d"] * experts["t"] * experts["p"] * experts["e"]
         if outer != inner:
             self.fail(
-                f"attn and ffn run on the same ranks, so attn d*t*p*c must equal ffn d*t*p*e: found {outer} and {inner}",
+                f"attn and ffn run on the same ranks, so attn d*t*p*c must equal ffn d*t*p*e: "
+                f"found {outer} and {inner}",
                 start,
             )
         return ParallelStrategy(
@@ -345,7 +349,7 @@ class _Parser:
                 self.expected(f"a dimension (one of {listing}, then a number)")
             if letter in sizes:
                 self.fail(f"dimension '{letter}' is given twice", self.at)
-            number = re.compile(r"[0-9]+").match(self.text, self.at + 1)
+            number = re.compile(r"[0-9]{1,9}").match(self.text, self.at + 1)
             if number is None:
                 self.at += 1
                 self.expected(f"the size of dimension '{letter}', a number of at least 1")

@@ -11,7 +11,6 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ActorConfig": "actor",
     "AlgorithmConfig": "algorithm",
     "AnswerEvaluation": "evaluation",
     "Books": "books",

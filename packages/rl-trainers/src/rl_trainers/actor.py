@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,30 +21,21 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-@dataclass
-class ActorConfig:
-    """How a batch is learned from. What is learned is `AlgorithmConfig`'s."""
-
-    minibatches: int = 1
-    """Optimizer steps per training batch."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """Advantages, loss, aggregation and correction."""
-
-    def __post_init__(self) -> None:
-        require(self.minibatches >= 1, "actor.minibatches", "at least 1", self.minibatches)
-        self.algorithm.resolve_proximal(self.minibatches)
-
-
 class PolicyActor:
     """Computes advantages and proximal log-probs once per batch, then takes `minibatches` optimizer steps.
 
     Every rank makes the same calls; a rank's batch is its share of the rows, with the entry `minibatch`.
+
+    Args:
+        engine: holds the policy.
+        algorithm: advantages, loss, aggregation and correction.
+        minibatches: optimizer steps per training batch.
     """
 
-    def __init__(self, engine: TrainEngine, config: ActorConfig) -> None:
-        self.engine = engine
-        self.config = config
-        self.proximal = config.algorithm.resolve_proximal(config.minibatches)
+    def __init__(self, engine: TrainEngine, algorithm: AlgorithmConfig, minibatches: int = 1) -> None:
+        require(minibatches >= 1, "actor.minibatches", "at least 1", minibatches)
+        self.engine, self.algorithm, self.minibatches = engine, algorithm, minibatches
+        self.proximal = algorithm.resolve_proximal(minibatches)
 
     @property
     def version(self) -> int:
@@ -61,7 +52,7 @@ class PolicyActor:
             DataError: the batch is not valid, or holds a trained token from a version later than the current one.
         """
         validate(batch)
-        algorithm, learn = self.config.algorithm, batch["loss_mask"]
+        algorithm, learn = self.algorithm, batch["loss_mask"]
         if bool((batch["versions"] > self.version)[learn].any()):
             raise DataError(
                 f"batch holds tokens of versions later than {self.version}, the trainer's; were servers rolled back?"
@@ -85,9 +76,9 @@ class PolicyActor:
         Returns:
             the engine's statistics, averaged over the minibatches (`.../max`: the largest).
         """
-        loss = PolicyLoss(self.config.algorithm, self.proximal)
+        loss = PolicyLoss(self.algorithm, self.proximal)
         steps = []
-        for number in range(self.config.minibatches):
+        for number in range(self.minibatches):
             rows = select(batch, (batch[MINIBATCH_KEY] == number).nonzero().flatten())
             steps.append(self.engine.train_batch(rows, loss, self._denominator))
         if any(step["applied"] for step in steps):
@@ -95,7 +86,7 @@ class PolicyActor:
         return _combine(steps)
 
     def _denominator(self, minibatch: TensorDict) -> torch.Tensor:
-        return denominator(minibatch["loss_mask"], self.config.algorithm.aggregation)
+        return denominator(minibatch["loss_mask"], self.algorithm.aggregation)
 
     def _advantages(self, batch: TensorDict) -> tuple[torch.Tensor, GroupAdvantages]:
         """One advantage per row, [B]; ranks exchange (group, episode, reward), so a group may lie on several."""
@@ -105,7 +96,7 @@ class PolicyActor:
         # an episode may have several rows; it counts once in its group
         key, of_row = torch.unique(torch.stack([group, episode], 1), dim=0, return_inverse=True)
         first = torch.full((len(key),), len(of_row)).scatter_reduce(0, of_row, torch.arange(len(of_row)), "amin")
-        result = group_advantages(reward[first], key[:, 0], self.config.algorithm.baseline)
+        result = group_advantages(reward[first], key[:, 0], self.algorithm.baseline)
         start = sum(len(part["rewards"]) for part in parts[: self.engine.parallel.dp_rank])
         return result.advantages[of_row[start : start + batch.batch_size[0]]], result
 

@@ -25,5 +25,5 @@ def replay(actor: PolicyActor, path: str | Path, version: int | None = None) -> 
     """
     batch = load_batch(path)
     actor.engine.version = int(batch["versions"].max()) if version is None else version
-    mine = share(batch, actor.engine.parallel, actor.config.minibatches)
+    mine = share(batch, actor.engine.parallel, actor.minibatches)
     return actor.prepare(mine) | actor.update(mine)

@@ -1,1 +1,35 @@
-"""Data set loaders and generated problem sets."""
+"""Data set loaders, generated problem sets, and data loaders that resume.
+
+`rl_datasets.validate` is a module and a command: `from rl_datasets.validate import validate`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_datasets.gsm8k import GSM8K, GSM8KOptions
+    from rl_datasets.loader import BatchLoader, PromptLoader
+    from rl_datasets.order import EpochOrder
+    from rl_datasets.word_problems import WordProblems
+
+__version__ = "0.1.0"
+
+__all__ = ["GSM8K", "BatchLoader", "EpochOrder", "GSM8KOptions", "PromptLoader", "WordProblems"]
+
+# imported when asked for: the loaders bring in torch, the data sets do not
+_MODULES = {
+    "BatchLoader": "loader",
+    "EpochOrder": "order",
+    "GSM8K": "gsm8k",
+    "GSM8KOptions": "gsm8k",
+    "PromptLoader": "loader",
+    "WordProblems": "word_problems",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

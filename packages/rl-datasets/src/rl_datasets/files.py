@@ -1,0 +1,118 @@
+"""Records of a data set, wherever they lie: a directory, a file or the Hugging Face hub.
+
+Every error is a `DataError` that names the file, and the line where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_contracts.errors import DataError
+
+Record = tuple[str, dict[str, Any]]
+"""Where a record stands (`train.jsonl:17`), and the record."""
+
+_SPLITS = ("train", "test", "validation")
+_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zip", ".arrow")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def read_records(path: str | Path, split: str, subset: str | None = None) -> Iterator[Record]:
+    """The records of one split.
+
+    Args:
+        path: a directory with `<split>.jsonl`, `<split>.parquet` or `<split>-*.parquet` (there or in `subset/`); a
+            `.jsonl` or `.parquet` file; or a hub id `owner/name`. A file is taken for the split that is asked for,
+            unless it bears another split's name.
+        split: `train` or `test`, for example.
+        subset: the part of the data set, where it has several: the hub's configuration name.
+
+    Raises:
+        DataError: nothing is there, the file is of an unknown kind, or it cannot be read.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        files = _files_of_split(local, split, subset)
+    elif local.exists():
+        _check_file(local, split)
+        files = [local]
+    elif _HUB_ID.fullmatch(str(path)) and local.suffix not in _FILE_SUFFIXES:
+        return _read_hub(str(path), split, subset)
+    else:
+        raise DataError(f"{path}: expected a directory, a .jsonl or .parquet file or a hub id, found nothing there")
+    return _read_jsonl(files[0]) if files[0].suffix == ".jsonl" else _read_parquet(files)
+
+
+def _files_of_split(directory: Path, split: str, subset: str | None) -> list[Path]:
+    folders = [directory, directory / subset] if subset else [directory]
+    for folder in folders:
+        for pattern in (f"{split}.jsonl", f"{split}.parquet", f"{split}-*.parquet"):
+            files = sorted(folder.glob(pattern))
+            if files:
+                return files
+    found = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
+    raise DataError(
+        f"{directory}: expected {split}.jsonl or {split}.parquet for the split {split!r}, found {found}; "
+        f"put the file there or choose another split"
+    )
+
+
+def _check_file(file: Path, split: str) -> None:
+    if file.suffix not in (".jsonl", ".parquet"):
+        raise DataError(f"{file}: expected a .jsonl or .parquet file, found the extension {file.suffix!r}; convert it")
+    if file.stem in _SPLITS and file.stem != split:
+        raise DataError(
+            f"{file}: expected the split {split!r}, found a file named after the split {file.stem!r}; "
+            f"give its directory, so that each split is read from its own file"
+        )
+
+
+def _read_jsonl(file: Path) -> Iterator[Record]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{file}:{number}", _parse_line(f"{file}:{number}", line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: cannot be read as UTF-8 text: {error}") from error
+
+
+def _parse_line(where: str, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: expected one JSON object per line, found {line[:60]!r}: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected one JSON object per line, found {line[:60]!r}")
+    return record
+
+
+def _read_parquet(files: list[Path]) -> Iterator[Record]:
+    from datasets import load_dataset  # takes seconds; jsonl does without it
+
+    for file in files:
+        try:
+            # streamed: nothing is written to a cache directory
+            rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+            for index, row in enumerate(rows):
+                yield f"{file} row {index}", dict(row)
+        except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+            raise DataError(f"{file}: cannot be read as parquet: {error}") from error
+
+
+def _read_hub(hub_id: str, split: str, subset: str | None) -> Iterator[Record]:
+    from datasets import exceptions, load_dataset
+
+    try:
+        rows = load_dataset(hub_id, subset, split=split)
+    except (OSError, ValueError, exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{hub_id}: expected a directory or file, or a data set of that id on the hub with the split {split!r}; "
+            f"there is no such path here, and the hub says: {error}"
+        ) from error
+    for index, row in enumerate(rows):
+        yield f"{hub_id} {split} row {index}", dict(row)

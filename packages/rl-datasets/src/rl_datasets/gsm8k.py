@@ -1,0 +1,108 @@
+"""GSM8K (Cobbe et al., arXiv 2110.14168), or any set of questions and worked answers of its form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from rl_contracts.config import require_choice
+from rl_contracts.errors import ConfigError, DataError
+from rl_datasets.files import Record, read_records
+
+FORMS = ("rl", "sft")
+
+
+@dataclass(frozen=True)
+class GSM8KOptions:
+    """What may be set beyond path, split and form."""
+
+    subset: str = "main"
+    """Configuration name on the hub, and the folder of that name in a local copy of the hub's repository."""
+    instruction: str = ""
+    """Appended to each question after a blank line, for example how to end the answer."""
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> GSM8KOptions:
+        """Options from a config's keys.
+
+        Raises:
+            ConfigError: a key is unknown.
+        """
+        unknown = sorted(set(options) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(
+                f"gsm8k data: expected the options {', '.join(cls.__dataclass_fields__)}, found {', '.join(unknown)}"
+            )
+        return cls(**options)
+
+
+class GSM8K(Sequence[dict[str, Any]]):
+    """The rows of one split, in the order of the file.
+
+    RL form: `{"prompt_id": row index, "messages": [the question], "answer": worked answer}`. SFT form:
+    `{"prompt_id": row index, "messages": [the question, the worked answer]}`. The worked answers keep their
+    calculator marks (`<<48/2=24>>`) and end with `#### n`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path = "openai/gsm8k",
+        split: str = "train",
+        form: str = "rl",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Read and check all rows.
+
+        Args:
+            path: hub id, directory or file; see `rl_datasets.files.read_records`.
+            split: `train` or `test`.
+            form: `rl` or `sft`.
+            seed: part of every data set's signature; this one generates nothing. The loader shuffles.
+            **options: fields of `GSM8KOptions`.
+
+        Raises:
+            ConfigError: an unknown form or option.
+            DataError: nothing can be read there, or a row lacks its question or answer.
+        """
+        require_choice("form", form, FORMS)
+        self.form = form
+        self._options = GSM8KOptions.of(options)
+        records = read_records(path, split, self._options.subset)
+        self._pairs = [_question_and_answer(record) for record in records]
+        if not self._pairs:
+            raise DataError(f"{path}: expected rows in the split {split!r}, found none")
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        """The row, made anew each time: changing it changes nothing here."""
+        positions = range(len(self))[index]
+        return self._row(positions) if isinstance(positions, int) else [self._row(i) for i in positions]
+
+    def _row(self, index: int) -> dict[str, Any]:
+        question, answer = self._pairs[index]
+        if self._options.instruction:
+            question = f"{question}\n\n{self._options.instruction}"
+        user = {"role": "user", "content": question}
+        if self.form == "sft":
+            return {"prompt_id": index, "messages": [user, {"role": "assistant", "content": answer}]}
+        return {"prompt_id": index, "messages": [user], "answer": answer}
+
+
+def _question_and_answer(record: Record) -> tuple[str, str]:
+    where, row = record
+    texts = [row.get(key) for key in ("question", "answer")]
+    for key, text in zip(("question", "answer"), texts, strict=True):
+        if isinstance(text, bool) or not isinstance(text, str | int | float) or not str(text).strip():
+            found = f"{text!r:.60}" if key in row else f"only {', '.join(row) or 'an empty row'}"
+            raise DataError(f"{where}: expected a {key!r}, found {found}; complete the row or remove it")
+    return str(texts[0]), str(texts[1])

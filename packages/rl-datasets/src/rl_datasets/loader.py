@@ -1,0 +1,253 @@
+"""Data loaders that can be saved at any row and continue exactly there.
+
+Both stand on torchdata's `StatefulDataLoader` without worker processes: the rows are in memory, and nothing is read
+ahead, so that the saved position is that of the rows handed out. A row costs about 10 microseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rl_contracts.config import require
+from rl_contracts.errors import ConfigError
+from rl_datasets.order import EpochOrder
+
+Row = dict[str, Any]
+
+
+class PositionSampler:
+    """Yields (epoch, position) for ever or for `epochs`; iterating again goes on where the last iteration stopped."""
+
+    def __init__(self, per_epoch: int, epochs: int | None) -> None:
+        require(epochs is None or epochs >= 0, "epochs", "0 or more, or None for no end", epochs)
+        require(per_epoch >= 1, "items per epoch", "at least 1", per_epoch)
+        self.per_epoch = per_epoch
+        self.epochs = epochs
+        self.epoch = 0
+        self.position = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        while self.epochs is None or self.epoch < self.epochs:
+            here = self.epoch, self.position
+            self.position += 1
+            if self.position == self.per_epoch:
+                self.epoch, self.position = self.epoch + 1, 0
+            yield here
+
+    def state_dict(self) -> dict[str, int]:
+        """The next item's epoch and position."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on at a saved position."""
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+class ResumableLoader[T](Iterator[T]):
+    """What the loaders share: iteration, state, and refusing a state of other data or another layout."""
+
+    def __init__(self, per_epoch: int, epochs: int | None, identity: dict[str, Any]) -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        self._identity = identity
+        self._sampler = PositionSampler(per_epoch, epochs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            self._loader: Any = StatefulDataLoader(
+                _Items(self._item),
+                batch_size=None,
+                sampler=self._sampler,
+                collate_fn=_unchanged,
+                # its own: each new iterator draws a seed, which must not come from the global stream
+                generator=torch.Generator(),
+            )
+        self._iterator = iter(self._loader)
+
+    def __next__(self) -> T:
+        """The next item; at the end of the last epoch StopIteration, however often it is asked."""
+        item: T = next(self._iterator)
+        return item
+
+    def __len__(self) -> int:
+        """Items in one epoch."""
+        return self._sampler.per_epoch
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next item, from 0."""
+        return self._sampler.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last item that was handed out, as JSON values."""
+        return {"identity": dict(self._identity), "loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            ConfigError: the state is of other rows, another seed or another number of shards, whose order is not this
+                one's.
+        """
+        saved = state["identity"]
+        for key, value in self._identity.items():
+            if saved.get(key) != value:
+                raise ConfigError(
+                    f"data loader: expected a state with {key}={value!r}, found {key}={saved.get(key)!r}; resume with "
+                    f"the data and settings of the saved run, or start a new one"
+                )
+        self._loader.load_state_dict(state["loader"])
+        self._iterator = iter(self._loader)
+
+    @abstractmethod
+    def _item(self, epoch: int, position: int) -> T:
+        """The item at `position` of `epoch`."""
+
+
+class PromptLoader(ResumableLoader[Row]):
+    """Single rows for ever, or for `epochs`: the prompts of one data-parallel head.
+
+    Each row is a copy of the data set's with its `epoch`, and with its index as `prompt_id` where it has none.
+    Shards share the rows as `EpochOrder` says: once per epoch over all shards, none dropped. Their epochs need not end
+    together: where the rows do not divide, a shard with a row more takes longer for each.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        seed: int = 0,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        num_shards: int = 1,
+        shard: int = 0,
+    ) -> None:
+        """Start at the first row of epoch 0.
+
+        Args:
+            rows: the data set.
+            seed: of the order; the same on all shards.
+            epochs: passes over the data; None for no end.
+            shuffle: False for the data set's own order.
+            num_shards: readers that share the rows.
+            shard: which of them this is.
+
+        Raises:
+            ConfigError: a setting that cannot work, or fewer rows than shards.
+        """
+        self._rows = rows
+        self._order = _CachedOrder(EpochOrder(len(rows), seed, shuffle, num_shards, shard))
+        identity = _identity(rows, seed, shuffle) | {"num_shards": num_shards, "shard": shard}
+        super().__init__(self._order.order.size, epochs, identity)
+
+    def _item(self, epoch: int, position: int) -> Row:
+        index = self._order.indices(epoch)[position]
+        return {"prompt_id": index, **self._rows[index], "epoch": epoch}
+
+
+class BatchLoader(ResumableLoader[list[Row]]):
+    """Batches of rows for supervised training: the same batches for every number of shards.
+
+    An epoch's permutation is cut into batches of `batch_size`; a shard takes rows shard, shard + num_shards, ... of
+    each. So the batches, and with them the gradients, do not depend on how many processes share the work, and a state
+    may be resumed with another number of them. The rows left over at the end of an epoch are dropped (another epoch
+    leaves out others), or come as a short batch with `drop_last=False`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        num_shards: int = 1,
+        shard: int = 0,
+    ) -> None:
+        """Start at the first batch of epoch 0.
+
+        Args:
+            rows: the data set.
+            batch_size: rows in one batch over all shards; a multiple of `num_shards`.
+            seed: of the order; the same on all shards.
+            epochs: passes over the data; None for no end.
+            shuffle: False for the data set's own order.
+            drop_last: False for a short batch at the end of an epoch. It must hold a row for every shard.
+            num_shards: processes that share each batch.
+            shard: which of them this is.
+
+        Raises:
+            ConfigError: a setting that cannot work, or too few rows for a batch.
+        """
+        require(num_shards >= 1, "num_shards", "at least 1", num_shards)
+        require(0 <= shard < num_shards, "shard", f"0 to {num_shards - 1}", shard)
+        require(
+            batch_size >= 1 and batch_size % num_shards == 0,
+            "batch_size",
+            f"a positive multiple of the {num_shards} shards",
+            batch_size,
+        )
+        full, left = divmod(len(rows), batch_size)
+        short = left > 0 and not drop_last
+        require(full > 0 or short, "data set", f"at least one batch of {batch_size} rows", len(rows))
+        require(
+            not short or left >= num_shards,
+            "drop_last=False",
+            f"a last batch with a row for each of {num_shards} shards",
+            left,
+        )
+        self._rows = rows
+        self._order = _CachedOrder(EpochOrder(len(rows), seed, shuffle))
+        self._batch_size = batch_size
+        self._share = slice(shard, None, num_shards)
+        identity = _identity(rows, seed, shuffle) | {"batch_size": batch_size, "drop_last": drop_last}
+        super().__init__(full + short, epochs, identity)
+
+    def _item(self, epoch: int, position: int) -> list[Row]:
+        start = position * self._batch_size
+        batch = self._order.indices(epoch)[start : start + self._batch_size]
+        return [{"prompt_id": i, **self._rows[i], "epoch": epoch} for i in batch[self._share]]
+
+
+class _CachedOrder:
+    """An order that keeps the current epoch's permutation."""
+
+    def __init__(self, order: EpochOrder) -> None:
+        self.order = order
+        self._epoch = -1
+        self._indices: list[int] = []
+
+    def indices(self, epoch: int) -> list[int]:
+        if epoch != self._epoch:
+            self._epoch, self._indices = epoch, self.order.indices(epoch)
+        return self._indices
+
+
+class _Items:
+    """A map-style data set whose keys are (epoch, position)."""
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self._item(*key)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _identity(rows: Sequence[Row], seed: int, shuffle: bool) -> dict[str, Any]:
+    """What fixes the order and the rows in it. A few rows stand for all: other data rarely agrees on them."""
+    samples = [rows[i] for i in sorted({0, len(rows) // 2, len(rows) - 1})] if len(rows) else []
+    text = json.dumps(samples, sort_keys=True, default=lambda value: type(value).__name__)
+    fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return {"rows": len(rows), "fingerprint": fingerprint, "seed": seed, "shuffle": shuffle}

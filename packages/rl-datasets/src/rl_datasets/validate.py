@@ -1,0 +1,128 @@
+"""Shows, without a model, that the gold answers of a data set score 1.0.
+
+    python -m rl_datasets.validate gsm8k path/to/gsm8k
+
+A row that fails here can teach a policy nothing, or the wrong thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts import registry
+from rl_contracts.errors import DataError, RLError
+
+if TYPE_CHECKING:
+    from rl_contracts.reward import RewardFunction
+
+
+@dataclass(frozen=True)
+class Offence:
+    """A row whose gold answer does not score 1.0."""
+
+    index: int
+    """Its index in the data set."""
+    reason: str
+    """The score, or the error."""
+    completion: str
+    """The gold answer that was scored."""
+
+    def __str__(self) -> str:
+        return f"row {self.index}: {self.reason}; its answer ends: {self.completion[-60:]!r}"
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """What `validate` found."""
+
+    rows: int
+    """Rows that were scored."""
+    offences: tuple[Offence, ...]
+    """Those that did not score 1.0, in order."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every gold answer scored 1.0."""
+        return not self.offences
+
+    def __str__(self) -> str:
+        lines = [f"{self.rows - len(self.offences)} of {self.rows} gold answers score 1.0"]
+        lines += [f"  {offence}" for offence in self.offences[:20]]
+        if len(self.offences) > 20:
+            lines.append(f"  and {len(self.offences) - 20} more")
+        return "\n".join(lines)
+
+
+def validate(rows: Sequence[dict[str, Any]], reward_fn: RewardFunction) -> ValidationReport:
+    """Score each row's gold answer as if a model had written it.
+
+    Args:
+        rows: a data set in RL form: each row has `messages` and `answer`.
+        reward_fn: plain or async.
+
+    Raises:
+        DataError: there are no rows, or one has no `answer` (a data set in SFT form, for example).
+    """
+    if not len(rows):
+        raise DataError("validate: expected rows, found none")
+    with asyncio.Runner() as runner:
+        offences = [
+            Offence(index, reason, str(row["answer"]))
+            for index, row in enumerate(rows)
+            if (reason := _offence(index, row, reward_fn, runner))
+        ]
+    return ValidationReport(len(rows), tuple(offences))
+
+
+def _offence(index: int, row: dict[str, Any], reward_fn: RewardFunction, runner: asyncio.Runner) -> str | None:
+    if "answer" not in row:
+        raise DataError(
+            f"validate: expected an 'answer' in row {index}, found only {', '.join(row)}; load the data in its RL form"
+        )
+    prompt = row["messages"][-1]["content"] if row.get("messages") else ""
+    try:
+        score = reward_fn(prompt, str(row["answer"]), [], [], **row)
+        value = runner.run(_awaited(score)) if inspect.isawaitable(score) else score
+    except Exception as error:  # noqa: BLE001 (a boundary: the report records it)
+        return f"{type(error).__name__}: {error}"
+    return None if value == 1.0 else f"scores {value}"
+
+
+async def _awaited(score: Any) -> float:
+    value: float = await score
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0 if all gold answers score 1.0, 1 if not, 2 if they cannot be scored."""
+    parser = argparse.ArgumentParser(prog="python -m rl_datasets.validate", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("name", help="data set: a registered name (gsm8k, word-problems) or a dotted path")
+    parser.add_argument("path", nargs="?", help="where it lies, if it is not generated: hub id, directory or file")
+    parser.add_argument("--split", nargs="+", default=["train", "test"], help="default: train test")
+    parser.add_argument("--reward", default="gsm8k", help="reward: a registered name or a dotted path (default: gsm8k)")
+    parser.add_argument("--seed", type=int, default=0, help="of generated problems")
+    options = parser.parse_args(arguments)
+    where = {} if options.path is None else {"path": options.path}
+    try:
+        reward_fn = registry.load("rl.rewards", options.reward)
+        dataset = registry.load("rl.datasets", options.name)
+        reports = {
+            split: validate(dataset(split=split, form="rl", seed=options.seed, **where), reward_fn)
+            for split in options.split
+        }
+    except RLError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+    for split, report in reports.items():
+        sys.stdout.write(f"{options.name} {split}: {report}\n")
+    return 0 if all(report.ok for report in reports.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

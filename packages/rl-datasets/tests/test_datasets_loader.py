@@ -1,0 +1,212 @@
+"""The loaders: every row once per epoch, and exact continuation from any point."""
+
+import json
+import time
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_contracts.errors import ConfigError
+from rl_datasets import BatchLoader, EpochOrder, PromptLoader
+
+
+def make_rows(n: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt_id": i, "messages": [{"role": "user", "content": f"question {i}"}], "answer": f"#### {i}"}
+        for i in range(n)
+    ]
+
+
+def keys(rows: Any) -> list[tuple[int, int]]:
+    return [(row["epoch"], row["prompt_id"]) for row in rows]
+
+
+def resumed(loader: Any, fresh: Any) -> Any:
+    """`fresh`, continued from `loader`'s state as it would be read from a file."""
+    fresh.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    return fresh
+
+
+def test_prompt_loader_yields_epochs_for_ever_in_their_order():
+    rows = make_rows(5)
+    loader = PromptLoader(rows, seed=3)
+
+    taken = list(islice(loader, 12))
+
+    expected = [(epoch, i) for epoch in range(3) for i in EpochOrder(5, seed=3).indices(epoch)]
+    assert keys(taken) == expected[:12]
+    assert taken[0] == {**rows[taken[0]["prompt_id"]], "epoch": 0}
+    assert "epoch" not in rows[0]
+    assert (loader.epoch, len(loader)) == (2, 5)
+
+
+def test_prompt_loader_without_prompt_ids_gives_row_indices():
+    assert [row["prompt_id"] for row in PromptLoader([{"q": "a"}, {"q": "b"}], shuffle=False, epochs=1)] == [0, 1]
+
+
+@given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 3), st.integers(0, 99))
+def test_prompt_loaders_of_all_shards_give_every_row_once_per_epoch(n, num_shards, epochs, seed):
+    num_shards = min(n, num_shards)
+    rows = make_rows(n)
+
+    taken = [
+        key
+        for shard in range(num_shards)
+        for key in keys(PromptLoader(rows, seed=seed, epochs=epochs, num_shards=num_shards, shard=shard))
+    ]
+
+    assert sorted(taken) == [(epoch, i) for epoch in range(epochs) for i in range(n)]
+
+
+@given(st.data())
+def test_prompt_loader_resumed_anywhere_continues_exactly(data):
+    n = data.draw(st.integers(1, 20), "rows")
+    num_shards = data.draw(st.integers(1, min(n, 3)), "shards")
+    arguments = {"seed": 7, "epochs": 3, "num_shards": num_shards, "shard": data.draw(st.integers(0, num_shards - 1))}
+    whole = keys(PromptLoader(make_rows(n), **arguments))
+    splits = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=3), "splits"))
+
+    loader, taken = PromptLoader(make_rows(n), **arguments), []
+    for split in splits:
+        taken += keys(islice(loader, split - len(taken)))
+        loader = resumed(loader, PromptLoader(make_rows(n), **arguments))
+    taken += keys(loader)
+
+    assert taken == whole
+
+
+@given(st.integers(1, 25), st.integers(1, 6), st.booleans(), st.data())
+def test_batch_loader_resumed_anywhere_continues_exactly(n, batch_size, drop_last, data):
+    batch_size = min(n, batch_size)
+    arguments = {"seed": 5, "epochs": 2, "drop_last": drop_last}
+    whole = [keys(batch) for batch in BatchLoader(make_rows(n), batch_size, **arguments)]
+    split = data.draw(st.integers(0, len(whole)))
+
+    loader = BatchLoader(make_rows(n), batch_size, **arguments)
+    taken = [keys(batch) for batch in islice(loader, split)]
+    taken += [keys(batch) for batch in resumed(loader, BatchLoader(make_rows(n), batch_size, **arguments))]
+
+    assert taken == whole
+
+
+def test_loader_at_its_end_stays_there_and_resumes_there():
+    loader = PromptLoader(make_rows(3), epochs=1)
+    assert len(list(loader)) == 3
+
+    assert next(loader, None) is None
+    assert list(resumed(loader, PromptLoader(make_rows(3), epochs=1))) == []
+    assert keys(resumed(loader, PromptLoader(make_rows(3), epochs=2))) == keys(PromptLoader(make_rows(3), epochs=2))[3:]
+
+
+def test_loader_state_taken_before_the_first_row_is_the_start():
+    loader = PromptLoader(make_rows(4), epochs=1)
+
+    assert keys(resumed(loader, PromptLoader(make_rows(4), epochs=1))) == keys(loader)
+
+
+def test_loader_loads_a_state_after_it_was_used():
+    loader = PromptLoader(make_rows(4), epochs=1)
+    state = loader.state_dict()
+    first = keys(loader)
+
+    loader.load_state_dict(state)
+
+    assert keys(loader) == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "n", "message"),
+    [
+        ({"num_shards": 2, "shard": 0}, 6, "num_shards=2, found num_shards=3"),
+        ({"num_shards": 3, "shard": 1}, 6, "shard=1, found shard=0"),
+        ({"num_shards": 3, "seed": 1}, 6, "seed=1, found seed=0"),
+        ({"num_shards": 3, "shuffle": False}, 6, "shuffle=False"),
+        ({"num_shards": 3}, 7, "rows=7, found rows=6"),
+    ],
+)
+def test_prompt_loader_refuses_a_state_of_another_order(arguments, n, message):
+    state = PromptLoader(make_rows(6), num_shards=3).state_dict()
+
+    with pytest.raises(ConfigError, match=message):
+        PromptLoader(make_rows(n), **arguments).load_state_dict(state)
+
+
+def test_loader_refuses_a_state_of_other_rows():
+    rows = make_rows(6)
+    state = PromptLoader(rows).state_dict()
+
+    with pytest.raises(ConfigError, match="fingerprint"):
+        PromptLoader([{**row, "answer": "#### 0"} for row in rows]).load_state_dict(state)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_batch_loader_cuts_each_epoch_into_batches(drop_last):
+    batches = [keys(batch) for batch in BatchLoader(make_rows(10), 4, seed=1, epochs=2, drop_last=drop_last)]
+
+    order = EpochOrder(10, seed=1)
+    starts = [0, 4] if drop_last else [0, 4, 8]
+    assert batches == [[(e, i) for i in order.indices(e)[s : s + 4]] for e in range(2) for s in starts]
+
+
+def test_batch_loader_gives_the_same_batches_for_every_number_of_shards():
+    rows = make_rows(12)
+    whole = [sorted(keys(batch)) for batch in BatchLoader(rows, 4, epochs=1)]
+
+    parts = [list(BatchLoader(rows, 4, epochs=1, num_shards=2, shard=shard)) for shard in range(2)]
+
+    assert [sorted(keys(a + b)) for a, b in zip(*parts, strict=True)] == whole
+
+
+def test_batch_loader_resumes_with_another_number_of_shards():
+    rows = make_rows(12)
+    loader = BatchLoader(rows, 4, epochs=1)
+    next(loader)
+
+    halves = [resumed(loader, BatchLoader(rows, 4, epochs=1, num_shards=2, shard=shard)) for shard in range(2)]
+
+    for batch, a, b in zip(loader, *halves, strict=True):
+        assert sorted(keys(batch)) == sorted(keys(a + b))
+
+
+@pytest.mark.parametrize(
+    ("n", "batch_size", "arguments", "message"),
+    [
+        (10, 4, {"num_shards": 3}, "batch_size: expected a positive multiple of the 3 shards, found 4"),
+        (10, 0, {}, "batch_size"),
+        (3, 4, {}, "at least one batch of 4 rows, found 3"),
+        (9, 4, {"num_shards": 2, "drop_last": False}, "a last batch with a row for each of 2 shards, found 1"),
+        (10, 4, {"num_shards": 2, "shard": 2}, "shard"),
+        (10, 4, {"num_shards": 0}, "num_shards"),
+        (10, 4, {"epochs": -1}, "epochs"),
+    ],
+)
+def test_batch_loader_that_cannot_work_is_refused(n, batch_size, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        BatchLoader(make_rows(n), batch_size, **arguments)
+
+
+def test_loader_leaves_the_global_random_streams_alone():
+    before = torch.get_rng_state()
+
+    loader = PromptLoader(make_rows(8), seed=1)
+    list(islice(loader, 20))
+    resumed(loader, PromptLoader(make_rows(8), seed=1))
+
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_prompt_loader_resume_costs_the_same_wherever_it_stopped():
+    loader = PromptLoader(make_rows(1000))
+    state = loader.state_dict()
+    state["loader"]["_index_sampler_state"]["epoch"] = 10**9  # would take hours if it were replayed
+    state["loader"]["_sampler_iter_yielded"] = 10**12
+
+    started = time.perf_counter()
+    loader.load_state_dict(state)
+
+    assert next(loader)["epoch"] == 10**9
+    assert time.perf_counter() - started < 5

@@ -1,0 +1,81 @@
+"""One logger per component, and one place where a process says how its lines look.
+
+A library only calls `get_logger`; importing anything of ours configures nothing. A program calls `configure` once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from rl_contracts.errors import ConfigError
+
+ROOT = "rl"
+"""Name of the logger above all of ours; the root logger and other libraries' loggers are left alone."""
+
+
+def get_logger(component: str) -> logging.Logger:
+    """The logger of a component: `get_logger("trainer")` is the standard logger `rl.trainer`."""
+    return logging.getLogger(f"{ROOT}.{component}")
+
+
+def configure(
+    level: str | int = "INFO",
+    rank: int | None = None,
+    file: str | Path | None = None,
+    role: str = "",
+) -> None:
+    """Send the lines of all our loggers to one handler. A second call replaces what the first one set up.
+
+    A line reads `2026-01-31 12:00:00.000 INFO [actor/0] rl.trainer: message`; the bracket is left out where neither
+    role nor rank is known.
+
+    Args:
+        level: lowest level that is shown, by name or number.
+        rank: rank (or index) of this process within its role.
+        file: append here instead of standard error; its directory is made.
+        role: what this process is, for example `actor` or `server`.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    levels = logging.getLevelNamesMapping()
+    if isinstance(level, str) and level.upper() not in levels:
+        raise ConfigError(f"logging level: expected one of {', '.join(levels)} or a number, found {level!r}.")
+    handler = _StandardErrorHandler() if file is None else _file_handler(Path(file))
+    handler.setFormatter(logging.Formatter(_line_format(role, rank), "%Y-%m-%d %H:%M:%S"))
+    logger = logging.getLogger(ROOT)
+    for previous in list(logger.handlers):
+        if getattr(previous, "configured_by_rl", False):
+            logger.removeHandler(previous)
+            previous.close()
+    handler.configured_by_rl = True  # type: ignore[attr-defined]
+    logger.addHandler(handler)
+    logger.setLevel(level.upper() if isinstance(level, str) else level)
+    # Otherwise a program that also configures the root logger would show each line twice.
+    logger.propagate = False
+
+
+class _StandardErrorHandler(logging.StreamHandler):
+    """Writes to whatever `sys.stderr` is when a line comes, since programs and tests redirect it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
+def _file_handler(path: Path) -> logging.Handler:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return logging.FileHandler(path, encoding="utf-8")
+
+
+def _line_format(role: str, rank: int | None) -> str:
+    who = "/".join(part for part in (role, "" if rank is None else str(rank)) if part)
+    # A percent sign in a role would otherwise be read as a field of the format.
+    bracket = f"[{who}] ".replace("%", "%%") if who else ""
+    return f"%(asctime)s.%(msecs)03d %(levelname)s {bracket}%(name)s: %(message)s"

@@ -1,0 +1,87 @@
+"""Logging: where lines go, what they look like, and that importing changes nothing."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_contracts.errors import ConfigError
+from rl_contracts.logging import ROOT, configure, get_logger
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    logger = logging.getLogger(ROOT)
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    for handler in set(logger.handlers) - set(handlers):
+        handler.close()
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
+    logger.setLevel(level)
+
+
+def test_get_logger_is_a_standard_logger_below_ours_and_unconfigured() -> None:
+    logger = get_logger("trainer")
+
+    assert logger is logging.getLogger("rl.trainer")
+    assert not logger.handlers
+    assert logger.level == logging.NOTSET
+
+
+def test_configure_line_has_time_level_role_rank_and_component(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info", rank=3, role="actor")
+
+    get_logger("trainer").info("step %d", 7)
+
+    line = capsys.readouterr().err
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO \[actor/3\] rl\.trainer: step 7\n", line)
+
+
+@pytest.mark.parametrize(
+    ("role", "rank", "bracket"),
+    [("", None, ""), ("", 0, "[0] "), ("server", None, "[server] "), ("5%s", 1, "[5%s/1] ")],
+)
+def test_configure_bracket_shows_what_is_known(
+    role: str, rank: int | None, bracket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(role=role, rank=rank)
+
+    get_logger("x").warning("hello")
+
+    assert capsys.readouterr().err.endswith(f" WARNING {bracket}rl.x: hello\n")
+
+
+def test_configure_twice_writes_each_line_once_as_the_second_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure("DEBUG")
+    configure("WARNING", file=tmp_path / "logs" / "actor-0.log")
+
+    get_logger("x").info("quiet")
+    get_logger("x").warning("loud")
+
+    lines = (tmp_path / "logs" / "actor-0.log").read_text().splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith("loud")
+    assert capsys.readouterr().err == ""
+
+
+def test_configure_keeps_handlers_of_others() -> None:
+    foreign = logging.NullHandler()
+    logging.getLogger(ROOT).addHandler(foreign)
+
+    configure()
+    configure()
+
+    assert foreign in logging.getLogger(ROOT).handlers
+    assert len(logging.getLogger(ROOT).handlers) == 2
+
+
+def test_configure_unknown_level_lists_the_levels() -> None:
+    with pytest.raises(ConfigError, match=r"INFO.*found 'LOUD'"):
+        configure("LOUD")

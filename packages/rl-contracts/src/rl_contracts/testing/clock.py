@@ -1,0 +1,167 @@
+"""A clock whose time passes only when there is nothing else to do."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from rl_contracts.errors import ConfigError, StalledError
+
+
+class SimulatedClock:
+    """Implements `rl_contracts.clock.Clock` for one asyncio event loop.
+
+    Whenever every task of the loop waits, time jumps to the earliest sleeper and wakes all who sleep until that
+    moment, in the order in which they went to sleep. So a run of hours takes milliseconds and is the same every time.
+
+    What the loop waits for outside of itself (a thread, a socket, a process) does not hold simulated time back; wrap it
+    in `hold` where that matters. It runs on asyncio's own loops, not on uvloop, whose queue cannot be seen.
+    """
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+        self._order = count()
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._live = 0
+        self._holds = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._checking = False
+        self._stalled: asyncio.Future[str] | None = None
+
+    def now(self) -> float:
+        """Simulated seconds."""
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after `seconds` of simulated time; 0 or less only lets others run.
+
+        Raises:
+            ConfigError: the running loop is not one of asyncio's own, or other sleepers sleep on another loop.
+        """
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        loop = self._bind()
+        waiter: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), waiter))
+        self._live += 1
+        self._check_soon()
+        try:
+            await waiter
+        finally:
+            if loop is self._loop:
+                self._live -= 1
+                self._forget_cancelled()
+
+    @property
+    def sleepers(self) -> int:
+        """Tasks that sleep now."""
+        return self._live
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Time stands still, and nothing counts as a deadlock, while the loop waits for something real inside."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            if not self._holds:
+                self._check_soon()
+
+    async def drive[T](self, main: Coroutine[Any, Any, T]) -> T:
+        """Run `main` on the running loop and return its result.
+
+        Raises:
+            StalledError: `main` waits, but nobody sleeps and nothing is ready to run: it would wait forever. Names the
+                tasks that wait.
+        """
+        loop = self._bind()
+        stalled = self._stalled = loop.create_future()
+        task = asyncio.ensure_future(main)
+        task.add_done_callback(lambda _: self._check_soon())
+        self._check_soon()
+        try:
+            await asyncio.wait({task, stalled}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._stalled = None
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if stalled.done():
+            raise StalledError(stalled.result())
+        return task.result()
+
+    def run[T](self, main: Coroutine[Any, Any, T]) -> T:
+        """`drive` on a new asyncio loop; the counterpart of `asyncio.run`."""
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            return runner.run(self.drive(main))
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            if self.sleepers and self._loop is not None and not self._loop.is_closed():
+                raise ConfigError("SimulatedClock: used on two event loops at once; give each loop a clock of its own.")
+            if not hasattr(loop, "_ready"):
+                raise ConfigError(
+                    f"SimulatedClock: expected an event loop of asyncio, found {type(loop).__module__}."
+                    f"{type(loop).__qualname__}. Run the simulation with asyncio.SelectorEventLoop."
+                )
+            self._loop, self._sleepers, self._live, self._checking = loop, [], 0, False
+        return loop
+
+    def _check_soon(self) -> None:
+        if self._loop is not None and not self._checking and not self._loop.is_closed():
+            self._checking = True
+            self._loop.call_soon(self._check)
+
+    def _check(self) -> None:
+        """Runs once per turn of the loop while there is something to decide; acts when nothing else is ready."""
+        self._checking = False
+        if self._holds or self._loop is None:
+            return
+        idle = not self._loop._ready  # type: ignore[attr-defined]  # the one exact sign of it
+        if not idle or self._wake_next():
+            self._check_soon()
+        elif self._stalled is not None and not self._stalled.done():
+            self._stalled.set_result(self._describe_deadlock())
+
+    def _wake_next(self) -> bool:
+        """Move time to the earliest sleeper and wake everybody who sleeps until then; False if nobody sleeps."""
+        woken = False
+        while self._sleepers:
+            when, _, waiter = self._sleepers[0]
+            if waiter.done():
+                heapq.heappop(self._sleepers)
+            elif woken and when > self._now:
+                break
+            else:
+                heapq.heappop(self._sleepers)
+                self._now, woken = when, True
+                waiter.set_result(None)
+        return woken
+
+    def _forget_cancelled(self) -> None:
+        """Keep the queue from filling with deadlines that were met."""
+        if len(self._sleepers) > 64 and len(self._sleepers) > 2 * self._live:
+            self._sleepers = [sleeper for sleeper in self._sleepers if not sleeper[2].done()]
+            heapq.heapify(self._sleepers)
+
+    def _describe_deadlock(self) -> str:
+        tasks = sorted(_where(task) for task in asyncio.all_tasks(self._loop) if not task.done())
+        return (
+            f"simulated time {self._now:g} s: deadlock: nobody sleeps, nothing can run, and {len(tasks)} tasks wait: "
+            + "; ".join(tasks[:8])
+            + (" ..." if len(tasks) > 8 else "")
+            + ". If one waits for a thread or a process, wrap that in clock.hold()."
+        )
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    frames = task.get_stack(limit=1)
+    place = f" at {frames[0].f_code.co_qualname}:{frames[0].f_lineno}" if frames else ""
+    return f"{task.get_name()}{place}"

@@ -1,0 +1,308 @@
+"""An inference engine without a server: answers after a simulated time, for tests and for planning."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.clock import Clock, SystemClock
+from rl_contracts.config import require, require_choice
+from rl_contracts.data import ModelRequest, ModelResponse, StopReason, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
+from rl_contracts.inference import InferenceEngine
+from rl_contracts.scheduler import JobSpec
+from rl_contracts.testing.null_model import NullModel, request_rng
+from rl_contracts.testing.null_timeline import Slots, Timeline
+
+if TYPE_CHECKING:
+    import numpy as np
+
+INTERRUPTS = ("keep", "recompute", "wait")
+
+
+@dataclass
+class NullInferenceConfig:
+    """How the null engine answers, and how long that takes on its clock."""
+
+    mean_tokens: float = 32.0
+    """Mean number of tokens that an answer wants, its end token included."""
+    sigma: float = 0.0
+    """Sigma of the lognormal distribution of that number; 0: every answer wants `mean_tokens`."""
+    seconds_per_token: float = 0.01
+    """Time from one token to the next."""
+    latency: float = 0.0
+    """Time before the first token's own."""
+    commit_seconds: float = 0.0
+    """Time without generation at a commit."""
+    max_running: int = 0
+    """Requests that generate at the same time; the others wait their turn. 0: no limit."""
+    vocab_size: int = 64
+    """Token ids that are generated: 0 to vocab_size - 1."""
+    eos_token_id: int = 0
+    """The token with which an answer ends by itself."""
+    context_length: int = 1 << 20
+    """Prompt and answer together at most; a prompt that leaves no room is refused."""
+    read_weights: bool = True
+    """Read staged weights from their route and answer with their checksums. False: answer without checksums, for
+    tests that publish no files."""
+    seed: int = 0
+    """Of the model, and of requests without a seed."""
+
+    def __post_init__(self) -> None:
+        require(self.mean_tokens >= 1, "null.mean_tokens", "at least 1", self.mean_tokens)
+        require(self.sigma >= 0, "null.sigma", "0 (constant) or more", self.sigma)
+        require(self.seconds_per_token >= 0, "null.seconds_per_token", "0 or more", self.seconds_per_token)
+        require(self.latency >= 0, "null.latency", "0 or more", self.latency)
+        require(self.commit_seconds >= 0, "null.commit_seconds", "0 or more", self.commit_seconds)
+        require(self.max_running >= 0, "null.max_running", "0 (no limit) or more", self.max_running)
+        require(self.vocab_size >= 2, "null.vocab_size", "at least 2", self.vocab_size)
+        require(
+            0 <= self.eos_token_id < self.vocab_size,
+            "null.eos_token_id",
+            f"between 0 and vocab_size - 1 ({self.vocab_size - 1})",
+            self.eos_token_id,
+        )
+
+
+@dataclass
+class Faults:
+    """Failures to plant. Each hook may be replaced at any time; it returns the error to raise, or None."""
+
+    generate: Callable[[ModelRequest], Exception | None] = field(default=lambda request: None)
+    """Raised when the request's answer would be complete."""
+    hang: Callable[[ModelRequest], bool] = field(default=lambda request: False)
+    """True: the request never ends by itself (until `destroy` or its cancellation)."""
+    stage: Callable[[WeightUpdateMeta], Exception | None] = field(default=lambda meta: None)
+    """Raised by `stage_weights`."""
+    commit: Callable[[int], Exception | None] = field(default=lambda version: None)
+    """Raised by `commit_weights` before anything is served from the new version."""
+    corrupt: Callable[[str], bool] = field(default=lambda name: False)
+    """True: the receipt has a wrong checksum for this parameter."""
+
+
+class NullInferenceEngine(InferenceEngine):
+    """Implements the whole contract in memory, with one timer per outstanding request.
+
+    Tokens and log-probs come from a fixed distribution by the request's seed; they do not change with the weights, but
+    every token carries the version that was committed when its turn on the clock came.
+
+    Args:
+        config: lengths, times and vocabulary.
+        clock: real time unless a `SimulatedClock` is given.
+        answer: token ids of the answer to a request, an end token included where it should have one, instead of
+            sampled ones; None from it means a sampled one. It is cut at the first stop id and at `max_new_tokens`.
+        version: the version that is served at first.
+    """
+
+    def __init__(
+        self,
+        config: NullInferenceConfig | None = None,
+        clock: Clock | None = None,
+        answer: Callable[[ModelRequest], list[int] | None] | None = None,
+        version: int = 0,
+    ) -> None:
+        self.config = config or NullInferenceConfig()
+        self.clock: Clock = clock or SystemClock()
+        self.faults = Faults()
+        self._answer = answer
+        self._model = NullModel(self.config.vocab_size, self.config.seed)
+        self._timeline = Timeline(self.clock, version)
+        self._staged: WeightUpdateMeta | None = None
+        self._committing = asyncio.Lock()
+        self._slots = Slots(self.config.max_running)
+        self._closed = False
+        self._unseeded = self._generated = 0
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._addresses = ["null"]
+
+    @classmethod
+    def server_spec(cls, config: Any) -> JobSpec:
+        """A role of no process: there is nothing to start."""
+        return JobSpec(role="rollout", command=("true",), count=0)
+
+    def initialize(self, addresses: list[str], key: str = "") -> None:
+        """Only remembers how many servers there would be."""
+        if not addresses:
+            raise ConfigError("inference: expected at least one server address, found none.")
+        self._addresses = list(addresses)
+
+    @property
+    def version(self) -> int:
+        return self._timeline.version
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        self._refuse_bad(request)
+        submitted = self.clock.now()
+        async with self._interruptible():
+            await self._slots.acquire()
+            self._timeline.set_busy(True)
+            try:
+                if self.faults.hang(request):
+                    await asyncio.Event().wait()
+                began = self._timeline.generated_until_now()
+                ids, reason = self._tokens(request)
+                await self._timeline.sleep_generating(self._seconds(len(ids)))
+            finally:
+                self._slots.release()
+                self._timeline.set_busy(self._slots.running > 0)
+        error = self.faults.generate(request)
+        if error is not None:
+            raise error
+        self._generated += len(ids)
+        times = [began + self._seconds(i + 1) for i in range(len(ids))]
+        return ModelResponse(
+            input_ids=list(request.input_ids),
+            output_ids=ids.tolist(),
+            logprobs=self._model.logprobs(ids, len(request.input_ids), request.generation.temperature),
+            versions=self._timeline.versions_at(times),
+            stop_reason=reason,
+            server=self._addresses[0],
+            seconds=self.clock.now() - submitted,
+            resubmissions=self._timeline.recomputes_between(began, times[-1]),
+        )
+
+    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        import numpy as np
+
+        self._refuse_ids(input_ids)
+        return [0.0, *self._model.logprobs(np.asarray(input_ids[1:], dtype=np.int64), 1, temperature)]
+
+    async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
+        from rl_contracts.weights import checksum, open_weights
+
+        error = self.faults.stage(meta)
+        if error is not None:
+            raise error
+        sums: dict[str, int] = {}
+        if self.config.read_weights:
+            sums = {name: checksum(tensor) for name, tensor in open_weights(meta)}
+        sums = {name: value ^ 1 if self.faults.corrupt(name) else value for name, value in sums.items()}
+        self._staged = meta
+        return [WeightReceipt(server, meta.version, sums) for server in self._addresses]
+
+    async def commit_weights(self, version: int, interrupt: str = "keep") -> float:
+        require_choice("interrupt", interrupt, INTERRUPTS)
+        async with self._committing:
+            error = self.faults.commit(version)
+            if error is not None:
+                raise error
+            if self._staged is None or self._staged.version != version:
+                staged = "nothing" if self._staged is None else f"version {self._staged.version}"
+                raise WeightUpdateError(f"commit of version {version}: {staged} is staged. Call stage_weights first.")
+            try:
+                if interrupt == "wait":
+                    await self._slots.drain()
+                began = self.clock.now()
+                self._timeline.pause("commit")
+                if self.config.commit_seconds:
+                    await self.clock.sleep(self.config.commit_seconds)
+                self._timeline.commit(version, recompute=interrupt == "recompute")
+                self._staged = None
+            finally:
+                self._timeline.resume("commit")
+                self._slots.reopen()
+            return self.clock.now() - began
+
+    async def pause(self) -> None:
+        self._timeline.pause("caller")
+
+    async def resume(self) -> None:
+        self._timeline.resume("caller")
+
+    async def stats(self) -> dict[str, float]:
+        return {
+            "servers": float(len(self._addresses)),
+            "running": float(self._slots.running),
+            "waiting": float(len(self._tasks) - self._slots.running),
+            "generated_tokens": float(self._generated),
+            "busy_seconds": self._timeline.busy_seconds(),
+        }
+
+    async def destroy(self) -> None:
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+
+    @asynccontextmanager
+    async def _interruptible(self) -> AsyncIterator[None]:
+        """Turn the cancellation by `destroy` into an error of the request; let any other pass."""
+        if self._closed:
+            raise InferenceError("null engine: used after destroy().")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[task] = None
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._closed and task.uncancel() <= 0:
+                raise InferenceError("null engine: destroyed while the request waited.") from None
+            raise
+        finally:
+            del self._tasks[task]
+
+    def _seconds(self, tokens: int) -> float:
+        """Generation time from the start of an answer to the end of its token number `tokens`."""
+        return self.config.latency + tokens * self.config.seconds_per_token
+
+    def _refuse_bad(self, request: ModelRequest) -> None:
+        self._refuse_ids(request.input_ids)
+        if request.generation.stop:
+            raise InferenceError(
+                f"null engine: stop strings {request.generation.stop!r} need a tokenizer, which it has not. "
+                "Use stop_token_ids."
+            )
+
+    def _refuse_ids(self, ids: list[int]) -> None:
+        if not ids or min(ids) < 0:
+            found = f"{min(ids)} among them" if ids else "none"
+            raise InferenceError(f"null engine: expected one or more token ids of 0 or more, found {found}.")
+        if len(ids) >= self.config.context_length:
+            raise InferenceError(
+                f"null engine: {len(ids)} prompt tokens leave no room in a context of {self.config.context_length}."
+            )
+
+    def _tokens(self, request: ModelRequest) -> tuple[np.ndarray, StopReason]:
+        """The answer's ids, int64, and why it ends."""
+        import numpy as np
+
+        generation, config = request.generation, self.config
+        room = min(generation.max_new_tokens, config.context_length - len(request.input_ids))
+        ends = set(generation.stop_token_ids) | (set() if generation.ignore_eos else {config.eos_token_id})
+        scripted = None if self._answer is None else self._answer(request)
+        if scripted is None:
+            ids = self._sampled(request, room)
+        else:
+            ids = np.asarray(scripted, dtype=np.int64)
+            if not len(ids):
+                raise InferenceError("null engine: the given answer has no token; expected at least one.")
+        first = generation.min_new_tokens
+        found = np.flatnonzero(np.isin(ids[first:room], list(ends)))
+        if len(found):
+            return ids[: first + found[0] + 1], StopReason.STOP
+        ended = scripted is not None and len(ids) <= room and not generation.ignore_eos
+        return ids[:room], StopReason.STOP if ended else StopReason.LENGTH
+
+    def _sampled(self, request: ModelRequest, room: int) -> np.ndarray:
+        """Ids up to the wanted length with an end token there, or `room` ids without one."""
+        generation, config = request.generation, self.config
+        rng = request_rng(config.seed, self._seed(request), request.input_ids)
+        wanted = config.mean_tokens
+        if config.sigma:
+            wanted *= float(rng.lognormal(-(config.sigma**2) / 2, config.sigma))
+        length = max(round(wanted), generation.min_new_tokens + 1)
+        ends = length <= room and not generation.ignore_eos
+        length = length if ends else room
+        banned = frozenset() if generation.ignore_eos else frozenset({config.eos_token_id})
+        ids = self._model.sample(length, len(request.input_ids), generation.temperature, banned, rng)
+        if ends:
+            ids[-1] = config.eos_token_id
+        return ids
+
+    def _seed(self, request: ModelRequest) -> int | None:
+        if request.generation.greedy or request.seed is not None:
+            return None if request.generation.greedy else request.seed
+        self._unseeded += 1
+        return -self._unseeded

@@ -1,0 +1,147 @@
+"""The null engine's time: what counts is the time during which it generates, and which version served when."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from rl_contracts.clock import Clock
+
+_RESOLUTION = 1e-9
+"""Seconds below which two moments are the same, against rounding."""
+
+
+class Timeline:
+    """Generation time: the clock's, less the pauses. Requests only remember when they began; versions are looked up
+    when they end, so a commit costs nothing per outstanding request."""
+
+    def __init__(self, clock: Clock, version: int) -> None:
+        self.version = version
+        self._clock = clock
+        self._paused_by: set[str] = set()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._passed, self._since = 0.0, clock.now()
+        self._commit_times: list[float] = [-math.inf]
+        self._commit_versions: list[int] = [version]
+        self._recompute_times: list[float] = []
+        self._busy_since: float | None = None
+        self._busy = 0.0
+
+    def generated_until_now(self) -> float:
+        """Seconds of generation time since the beginning."""
+        return self._passed if self._paused_by else self._passed + self._clock.now() - self._since
+
+    def pause(self, reason: str) -> None:
+        """Stop generation time until every reason to pause is gone."""
+        if not self._paused_by:
+            self._passed = self.generated_until_now()
+            self._resumed.clear()
+        self._paused_by.add(reason)
+
+    def resume(self, reason: str) -> None:
+        """Take one reason to pause away; does nothing if it is not there."""
+        if reason not in self._paused_by:
+            return
+        self._paused_by.remove(reason)
+        if not self._paused_by:
+            self._since = self._clock.now()
+            self._resumed.set()
+
+    async def sleep_generating(self, seconds: float) -> None:
+        """Return after `seconds` of generation time."""
+        end = self.generated_until_now() + seconds
+        while (remaining := end - self.generated_until_now()) > _RESOLUTION:
+            if self._paused_by:
+                await self._resumed.wait()
+            else:
+                await self._clock.sleep(remaining)
+
+    def commit(self, version: int, recompute: bool) -> None:
+        """Serve `version` from now on; `recompute` if unfinished answers begin again from their prefix."""
+        self.version = version
+        now = self.generated_until_now()
+        self._commit_times.append(now)
+        self._commit_versions.append(version)
+        if recompute:
+            self._recompute_times.append(now)
+
+    def versions_at(self, times: Sequence[float]) -> list[int]:
+        """The version that served at each moment of generation time; at a commit's own moment still the old one."""
+        import numpy as np
+
+        index = np.searchsorted(np.asarray(self._commit_times), np.asarray(times) - _RESOLUTION) - 1
+        return np.asarray(self._commit_versions)[index].tolist()
+
+    def recomputes_between(self, began: float, ended: float) -> int:
+        """How often an answer that took from `began` to `ended` was begun again from its prefix."""
+        return sum(began + _RESOLUTION < t < ended - _RESOLUTION for t in self._recompute_times)
+
+    def set_busy(self, busy: bool) -> None:
+        """Tell whether anything generates."""
+        if busy and self._busy_since is None:
+            self._busy_since = self.generated_until_now()
+        elif not busy and self._busy_since is not None:
+            self._busy += self.generated_until_now() - self._busy_since
+            self._busy_since = None
+
+    def busy_seconds(self) -> float:
+        """Generation time with at least one running request."""
+        now = self.generated_until_now()
+        return self._busy + (0.0 if self._busy_since is None else now - self._busy_since)
+
+
+class Slots:
+    """Places for running requests, given in the order of asking; they can be shut to let the running ones end."""
+
+    def __init__(self, limit: int) -> None:
+        self.running = 0
+        self._limit = limit
+        self._shut = False
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._empty: asyncio.Future[None] | None = None
+
+    async def acquire(self) -> None:
+        """Wait for a place and take it."""
+        if self._free() and not self._queue:
+            self.running += 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # the place was given at the moment of the cancellation
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Give a place back."""
+        self.running -= 1
+        self._admit()
+        if not self.running and self._empty is not None and not self._empty.done():
+            self._empty.set_result(None)
+
+    async def drain(self) -> None:
+        """Give no place any more, and return when nothing runs. `reopen` undoes it."""
+        self._shut = True
+        if self.running:
+            self._empty = asyncio.get_running_loop().create_future()
+            await self._empty
+
+    def reopen(self) -> None:
+        """Give places again."""
+        self._shut, self._empty = False, None
+        self._admit()
+
+    def _free(self) -> bool:
+        return not self._shut and (not self._limit or self.running < self._limit)
+
+    def _admit(self) -> None:
+        while self._queue and self._free():
+            place = self._queue.popleft()
+            if not place.done():
+                self.running += 1
+                place.set_result(None)

@@ -1,0 +1,145 @@
+"""The simulated clock: order, idleness, cancelled sleepers, deadlocks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_contracts.errors import ConfigError, StalledError
+from rl_contracts.testing import SimulatedClock
+
+
+async def test_sleep_hours_takes_no_real_time() -> None:
+    clock, started = SimulatedClock(start=5.0), time.monotonic()
+
+    await clock.sleep(3600.0)
+
+    assert clock.now() == 3605.0
+    assert time.monotonic() - started < 1.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=20))
+def test_sleepers_wake_in_order_of_time_then_of_arrival(delays: list[float]) -> None:
+    clock = SimulatedClock()
+    woken: list[tuple[float, int]] = []
+
+    async def sleeper(index: int) -> None:
+        await clock.sleep(delays[index])
+        woken.append((clock.now(), index))
+
+    async def main() -> None:
+        await asyncio.gather(*(sleeper(i) for i in range(len(delays))))
+
+    clock.run(main())
+
+    assert woken == sorted((d, i) for i, d in enumerate(delays))
+
+
+async def test_time_stands_still_while_a_task_is_ready() -> None:
+    clock = SimulatedClock()
+    seen: list[float] = []
+
+    async def busy() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+            seen.append(clock.now())
+
+    await asyncio.gather(clock.sleep(1.0), busy())
+
+    assert set(seen) == {0.0}
+
+
+async def test_cancelled_sleeper_does_not_move_time() -> None:
+    clock = SimulatedClock()
+    far = [asyncio.ensure_future(clock.sleep(1e6)) for _ in range(500)]
+    await asyncio.sleep(0)
+
+    for task in far:
+        task.cancel()
+    await asyncio.gather(*far, return_exceptions=True)
+    await clock.sleep(2.0)
+
+    assert clock.now() == 2.0
+    assert clock.sleepers == 0
+
+
+def test_run_waiting_for_what_nobody_does_raises_stalled_naming_the_waiter() -> None:
+    clock = SimulatedClock()
+
+    async def waits_for_ever() -> None:
+        await clock.sleep(7.0)
+        await asyncio.Event().wait()
+
+    with pytest.raises(StalledError, match=r"simulated time 7 s: deadlock.*waits_for_ever"):
+        clock.run(waits_for_ever())
+
+
+def test_run_passes_result_and_error_through() -> None:
+    async def fails() -> None:
+        raise KeyError("mine")
+
+    async def works() -> int:
+        return 3
+
+    assert SimulatedClock().run(works()) == 3
+    with pytest.raises(KeyError, match="mine"):
+        SimulatedClock().run(fails())
+
+
+def test_hold_keeps_time_and_deadlock_detection_while_a_thread_works() -> None:
+    clock = SimulatedClock()
+    release = threading.Event()
+
+    async def main() -> float:
+        sleeper = asyncio.ensure_future(clock.sleep(10.0))
+        with clock.hold():
+            worker = asyncio.get_running_loop().run_in_executor(None, release.wait, 5.0)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            release.set()
+            await worker
+            before = clock.now()
+        await sleeper
+        return before
+
+    assert clock.run(main()) == 0.0
+    assert clock.now() == 10.0
+
+
+def test_second_loop_while_the_first_sleeps_is_refused() -> None:
+    clock = SimulatedClock()
+    first = asyncio.SelectorEventLoop()
+    sleeping = first.create_task(clock.sleep(1.0))
+    first.call_soon(first.stop)
+    first.run_forever()
+
+    with pytest.raises(ConfigError, match="two event loops"):
+        asyncio.run(clock.sleep(1.0))
+
+    first.run_until_complete(sleeping)
+    first.close()
+
+
+def test_uvloop_is_refused_with_a_reason() -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    with pytest.raises(ConfigError, match="expected an event loop of asyncio, found uvloop"):
+        uvloop.run(SimulatedClock().sleep(1.0))
+
+
+def test_hundred_thousand_sleepers_are_cheap() -> None:
+    clock, started = SimulatedClock(), time.monotonic()
+
+    async def main() -> None:
+        await asyncio.gather(*(clock.sleep(1.0 + i % 977) for i in range(100_000)))
+
+    clock.run(main())
+
+    assert clock.now() == 977.0
+    assert time.monotonic() - started < 20.0

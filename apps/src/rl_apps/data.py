@@ -1,0 +1,62 @@
+"""Data sets by name, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_contracts import registry
+from rl_contracts.config import require
+from rl_contracts.errors import DataError
+
+GENERATED = "word-problems"
+"""The generated data set, which needs no path and comes with an embedded model of its own."""
+
+Rows = Sequence[dict[str, Any]]
+
+
+@dataclass
+class DataConfig:
+    """What is learned from."""
+
+    name: str = GENERATED
+    """Installed data set (`word-problems`, `gsm8k`) or a dotted path to a loader."""
+    path: str = ""
+    """Hub id, directory or file; empty: the data set's own default."""
+    batch_size: int = 16
+    """Prompts (SFT: rows) per training step, over all data-parallel replicas."""
+    max_length: int = 2048
+    """Tokens of a row at most; longer ones are refused. Also the context length of an embedded model."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further options of the data set."""
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "data.batch_size", "at least 1", self.batch_size)
+        require(self.max_length >= 2, "data.max_length", "at least 2", self.max_length)
+
+
+def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
+    """The rows of one split.
+
+    Args:
+        config: which data set.
+        split: `train` or `test`.
+        form: `rl` (question and gold answer apart) or `sft` (whole conversations).
+        seed: makes generated sets; others ignore it.
+
+    Raises:
+        ConfigError: no data set of that name.
+        DataError: a missing file, a row without question or answer, or no rows.
+    """
+    loader = registry.load("rl.datasets", config.name)
+    arguments = {"path": config.path} if config.path else {}
+    rows: Rows = loader(**arguments, split=split, form=form, seed=seed, **config.options)
+    if not len(rows):
+        raise DataError(f"data.name={config.name}: the {split} split has no rows.")
+    return rows
+
+
+def head(rows: Rows, count: int) -> list[dict[str, Any]]:
+    """The first `count` rows, or all there are."""
+    return [rows[i] for i in range(min(count, len(rows)))]

@@ -1,0 +1,115 @@
+"""What a run shows in the terminal: a line per step and a progress bar with the time left; plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+GRPO_COLUMNS: dict[str, tuple[str, str]] = {
+    "reward": ("reward/mean", ".3f"),
+    "accuracy": ("eval/accuracy", ".3f"),
+    "length": ("length/mean", ".1f"),
+    "stale": ("staleness/mean", ".2f"),
+    "gap": ("gap/mean_abs", ".1e"),
+    "gen tok/s": ("throughput/generated_tokens_per_s", ".0f"),
+    "train tok/s": ("throughput/trained_tokens_per_s", ".0f"),
+}
+"""Columns of a step's line: label to (name in metrics.jsonl, format)."""
+
+SFT_COLUMNS: dict[str, tuple[str, str]] = {
+    "loss": ("loss/train", ".4f"),
+    "eval loss": ("loss/eval", ".4f"),
+    "accuracy": ("eval/accuracy", ".3f"),
+    "grad norm": ("grad_norm", ".2f"),
+    "lr": ("lr", ".1e"),
+    "tok/s": ("throughput/trained_tokens_per_s", ".0f"),
+}
+
+STAGES = ("rollout_wait", "train", "publish")
+
+
+class MetricsTail:
+    """Reads the records that have been appended to a metrics file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        self._rest = b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """The new complete records, in order; none while the file does not exist."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            data = self._rest + file.read()
+            self._position = file.tell()
+        *lines, self._rest = data.split(b"\n")
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+class RunProgress:
+    """Follows a run's metrics file. Call `tick` often; use as a context manager.
+
+    Args:
+        metrics: the run's `metrics.jsonl`.
+        total_steps: steps of the run.
+        columns: what a step's line shows.
+        console: where it is shown.
+    """
+
+    def __init__(
+        self, metrics: Path, total_steps: int, columns: dict[str, tuple[str, str]], console: Console | None = None
+    ) -> None:
+        self.console = console or Console(highlight=False)
+        self.columns, self.total_steps = columns, total_steps
+        self._tail = MetricsTail(metrics)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=total_steps)
+
+    def __enter__(self) -> RunProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tick()
+        self._bar.stop()
+
+    def say(self, stage: str) -> None:
+        """Name what is going on before the first step."""
+        if self.console.is_terminal:
+            self._bar.update(self._task, description=stage)
+        else:
+            self.console.print(stage)
+
+    def tick(self) -> None:
+        """Show what is new."""
+        for record in self._tail.read():
+            self.console.print(step_line(record, self.columns, self.total_steps))
+            self._bar.update(self._task, completed=record["step"], description="training")
+
+
+def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total_steps: int) -> str:
+    """One record as one line; columns without a value are left out."""
+    parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
+    for label, (name, form) in columns.items():
+        if record.get(name) is not None:
+            parts.append(f"{label} {record[name]:{form}}")
+    seconds = record.get("time/step")
+    if seconds:
+        shares = [f"{s.removeprefix('rollout_')} {record.get(f'time/{s}', 0) / seconds:.0%}" for s in STAGES]
+        parts.append(f"{seconds:.2f} s ({', '.join(shares)})")
+    return "  ".join(parts)

@@ -156,6 +156,14 @@ STATEMENTS = [
     ("The answer is 2 million.", 2),  # asked for in millions
     ("The answer is obtained by adding 3 and 4, which makes 7", 7),
     ("The answer is 3 + 4, so 7", 7),
+    ("The answer is 3 times 6 = 18.", 18),
+    ("The answer is 20% of 50 = 10.", 10),
+    ("The answer is 48 clips + 24 clips = 72 clips.", 72),
+    ("The answer is 72 because 48 + 24 = 72 and 72 - 48 = 24.", 72),
+    ("The answer is 72 (48 + 24 = 72).", 72),
+    ("The answer (in dollars) is 72, for 3 days.", 72),
+    ("To answer this, note that there are 12 eggs in a dozen. He has 36.", 36),
+    ("To answer the question, let us see what is 3 + 4. It is 7.", 7),
 ]
 
 LABELS = [
@@ -178,6 +186,11 @@ LABELS = [
     ("Answer: She sold 48/2 = 24 in May.\nTogether that makes 72", 72),
     ("Answer: First, look at April.\nThere were 48.\nIn all 72", 72),
     ("Answer:\n- 72 clips\n", 72),  # a bullet, not a sign
+    ('{"reasoning": "48 + 24", "answer": 72, "unit": 1}', 72),
+    ("To answer this question, follow these steps:\n1. He has 12.\n2. He buys 24.\nHe has 36", 36),
+    ("Let me find the answer\n48 clips in April\n24 in May\n72 in all", 72),
+    ("Answer: 72. That is for 2 months.", 72),
+    ("Final answer\n1. He has 12.\n2. He buys 24.\nHe has 36", 36),
     ("A: 72", 72),
     ("A: $72", 72),
     ("A: **72**", 72),
@@ -220,6 +233,10 @@ LAST_NUMBERS = [
     ("Rs.500", 500),
     ("US$500", 500),
     ("+5", 5),
+    (r"So, Janet makes \( 9 \times 2 = 18 \) dollars every day.", 18),
+    (r"\[ 9 \text{ eggs} \times \$2/\text{egg} = \$18 \]", 18),
+    (r"Thus it costs **$18.00** in total.", 18),
+    (r"Thus it costs $\$18$ per day.", 18),
     ("007", 7),
     ("3.", 3),
 ]
@@ -304,7 +321,7 @@ def test_reward_without_answer_argument_raises_and_ignores_other_data():
     [
         "1", "9 ", "1,", "1,234", "1/", "1 1/", "-", "- ", "$", "$ ", "1.", ".", " ", "\n", "#", "#### ", "####\n",
         "{", "}", "\\", "\\boxed{", "\\boxed{1}", "\\boxed{1}{", "\\frac{1}{", "\\frac", "answer", "answer is ",
-        "answer: ", "answer: 1 ", "the answer to is 1 1 ", "A: 1\n", "A:\n", "1e", "1e9", "1 and ", "=", "1=", "* 10^",
+        "answer: ", "answer: 1 ", "answer to ", "answer (", "the final ", "1 and 1 and ", "1 a", "the answer to is 1 1 ", "A: 1\n", "A:\n", "1e", "1e9", "1 and ", "=", "1=", "* 10^",
         "1*10^9", "½", "1½", "\u202f", "1\u202f234", "</think>", "thousand ", "1 million", "ａ", "９", "\x00",
     ],
     ids=repr,

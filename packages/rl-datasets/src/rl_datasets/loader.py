@@ -1,7 +1,8 @@
 """Data loaders that can be saved at any row and continue exactly there.
 
 Both stand on torchdata's `StatefulDataLoader` without worker processes: the rows are in memory, and nothing is read
-ahead, so that the saved position is that of the rows handed out. A row costs about 10 microseconds.
+ahead, so that the saved position is that of the rows handed out. A row costs about 7 microseconds, nearly all of
+them torchdata's.
 """
 
 from __future__ import annotations

@@ -29,17 +29,27 @@ _SLOT_CHARS = 400
 
 _HASHES = re.compile(r"#{4,}:?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,2}\{|\\.|[{}]", re.DOTALL)
+# "the answer", "answer (in dollars)", "answer to the question"; not the verb in "to answer this, note that ..."
+_ANSWER = r"(?<!\bto )\banswers?\b(?:\s?\([^()\n]{0,30}\)|\s(?:to|for|in|of)\s[^\n.:=,]{0,60}?)?"
 _STATEMENT = re.compile(
-    r"\banswers?\b[^\n.:=]{0,60}?\b(?:is|are|was|be|equals|becomes)\b(?: therefore| thus| then)?\s?:?", re.IGNORECASE
+    rf"{_ANSWER}\s{{1,2}}(?:(?:should|would|will|must|could)\s)?(?:therefore\s|thus\s|then\s)?"
+    r"(?:is|are|was|be|equals|becomes|comes\sto)\b(?:\s(?:therefore|thus|then))?\s?:?",
+    re.IGNORECASE,
 )
-_LABEL = re.compile(r"\banswers?\b[^\n.:=]{0,40}(?:[:=→]|$)|^\W{0,4}A:", re.IGNORECASE | re.MULTILINE)
+_LABEL = re.compile(
+    rf"{_ANSWER}[\"'\s]{{0,3}}[:=→]|^\W{{0,8}}(?:(?:the|my|final|correct)\s){{0,2}}answers?\W{{0,8}}$|^\W{{0,4}}A:",
+    re.IGNORECASE | re.MULTILINE,
+)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
-_LIST_ITEM = re.compile(r"[.)]\s{1,3}\S")
+_LIST_ITEM = re.compile(r"[.)]\s{1,3}[A-Za-z]")
 _LOOSE_SIGN = re.compile(r"^[\s$]{0,4}-\s{1,2}(?=[0-9$])")
-# What makes a number the beginning of a formula: `3 + 4`, `5-10`, `2x3`, `10^3`, `2\pi`, `7 =`.
+# What makes a number the beginning of a formula: `3 + 4`, `5-10`, `2x3`, `10^3`, `2\pi`, `3 times 4`, `20% of 50`.
 _FORMULA = re.compile(
-    r"\s{0,2}(?:(?:[-+*/\u00d7÷·xX]|\\(?:times|cdot|div|pm))\s{0,2}[$(]{0,2}\s?[0-9(]|=|\^|\\(?:pi|sqrt))"
+    r"%?\s{0,2}(?:\^|\\(?:pi|sqrt)|(?:[-+*/\u00d7÷·xX]|\\(?:times|cdot|div|pm)|times|plus|minus|of|divided\sby)"
+    r"\s{0,2}[$(]{0,2}\s?[0-9(])"
 )
+# ... or of the left side of an equation: `48 clips + 24 clips = 72`, but not `72, since 48 + 24 = 72`.
+_EQUATION = re.compile(r"(?:(?!\b(?:because|since|as|so|where|and)\b)[^=,;:(\n]){0,80}+=")
 
 
 def find_answer(text: str) -> WrittenNumber | None:
@@ -103,10 +113,12 @@ def _after_label(text: str, last: WrittenNumber) -> WrittenNumber | None:
     """A label may also open a worked solution: only the line that holds the text's last number is read in full."""
     for match in reversed(list(_LABEL.finditer(text))):
         slot = _line(text, match.end())
-        closes = last.end <= text.find(slot, match.end()) + len(slot)
+        start = text.find(slot, match.end())
+        closes = last.end <= start + len(slot)
         number = (_right_hand_side(slot) if closes else None) or _leading_number(slot)
         number = number or (_only_number(slot) if closes else None)
-        if number:
+        opens_list = "\n" in text[match.end() : start] and number and _LIST_ITEM.match(slot, number.end)
+        if number and not opens_list:
             return number
     return None
 
@@ -135,9 +147,10 @@ def _read_slot(slot: str) -> WrittenNumber | None:
 def _leading_number(slot: str) -> WrittenNumber | None:
     """The number with which `slot` begins, if it stands for itself and does not open a formula."""
     number = next(find_numbers(slot), None)
-    if number is None or _has_words(slot[: number.start]) or _FORMULA.match(slot, number.end):
+    if number is None or _has_words(slot[: number.start]):
         return None
-    return number
+    opens = _FORMULA.match(slot, number.end) or _EQUATION.match(slot, number.end)
+    return None if opens else number
 
 
 def _right_hand_side(slot: str) -> WrittenNumber | None:

@@ -97,7 +97,7 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def wait_ready(self, role: str, tick: Callable[[], None] | None = None) -> list[Worker]:
+    def wait_ready(self, role: str, tick: Callable[[], object] | None = None) -> list[Worker]:
         """Block until every worker of the role answers its readiness check.
 
         Args:

@@ -321,7 +321,8 @@ def test_reward_without_answer_argument_raises_and_ignores_other_data():
     [
         "1", "9 ", "1,", "1,234", "1/", "1 1/", "-", "- ", "$", "$ ", "1.", ".", " ", "\n", "#", "#### ", "####\n",
         "{", "}", "\\", "\\boxed{", "\\boxed{1}", "\\boxed{1}{", "\\frac{1}{", "\\frac", "answer", "answer is ",
-        "answer: ", "answer: 1 ", "answer to ", "answer (", "the final ", "1 and 1 and ", "1 a", "the answer to is 1 1 ", "A: 1\n", "A:\n", "1e", "1e9", "1 and ", "=", "1=", "* 10^",
+        "answer: ", "answer: 1 ", "answer to ", "answer (", "the final ", "1 and 1 and ", "1 a",
+        "the answer to is 1 1 ", "A: 1\n", "A:\n", "1e", "1e9", "1 and ", "=", "1=", "* 10^",
         "1*10^9", "½", "1½", "\u202f", "1\u202f234", "</think>", "thousand ", "1 million", "ａ", "９", "\x00",
     ],
     ids=repr,

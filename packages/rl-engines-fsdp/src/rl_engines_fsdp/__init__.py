@@ -1,1 +1,24 @@
-"""TrainEngine on PyTorch FSDP2 and DTensor, on CPU and GPU."""
+"""TrainEngine on PyTorch FSDP2 (`fully_shard`): gloo on CPU, nccl on CUDA.
+
+`FSDPEngine` is imported when it is first asked for, so that `import rl_engines_fsdp` does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_engines_fsdp.config import FSDPEngineConfig
+
+if TYPE_CHECKING:
+    from rl_engines_fsdp.engine import FSDPEngine
+
+__version__ = "0.1.0"
+__all__ = ["FSDPEngine", "FSDPEngineConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FSDPEngine":
+        from rl_engines_fsdp.engine import FSDPEngine
+
+        return FSDPEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

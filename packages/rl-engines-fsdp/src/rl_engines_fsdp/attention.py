@@ -1,0 +1,177 @@
+"""Attention over a packed row: each sequence attends to itself only, and padding does not exist.
+
+`register` puts it into transformers under the name `rl_packed`, so that any model that asks the attention interface for
+its kernel runs it unpatched. Where the sequences begin comes with the call, as the keyword argument `packed`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_contracts.errors import ModelError
+
+NAME = "rl_packed"
+"""What the model's `attn_implementation` is called."""
+
+UNSUPPORTED = ("s_aux", "position_bias")
+"""Keyword arguments that change the result in a way that is not implemented here (attention sinks, learned biases)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Where the sequences of a packed row lie."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each."""
+    cu_seqlens: Tensor
+    """int32 [S + 1] where each begins, and the end; on the model's device."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(self.lengths)
+
+
+def register() -> None:
+    """Make `attn_implementation="rl_packed"` known to transformers. May be called again."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """The mask of a packed row: none is built, the segments say it all."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    packed: Segments | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each segment; the signature is that of transformers' attention interface.
+
+    Args:
+        query: [1, heads, N, D].
+        key, value: [1, key/value heads, N, D], fewer heads with grouped-query attention.
+        scaling: factor on the scores; None: D ** -0.5.
+        sliding_window: a token sees this many tokens, itself included; None: all before it.
+        softcap: scores are capped smoothly to this size.
+
+    Returns:
+        [1, N, heads, D], and None for the weights.
+
+    Raises:
+        ModelError: the model asks for something that is not supported, or does not hand on its keyword arguments.
+    """
+    _refuse_unsupported(module, attention_mask, dropout, is_causal, packed, kwargs)
+    assert packed is not None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if softcap is None and query.is_cuda and query.dtype != torch.float32 and _varlen() is not None:
+        return _varlen_attention(query, key, value, packed, scale, sliding_window), None
+    pieces = [
+        _one_segment(q, k, v, scale, sliding_window, softcap)
+        for q, k, v in zip(*(torch.split(t, packed.lengths, dim=2) for t in (query, key, value)), strict=True)
+    ]
+    return torch.cat(pieces, dim=2).transpose(1, 2), None
+
+
+def _refuse_unsupported(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    packed: Segments | None,
+    kwargs: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    if packed is None:
+        raise ModelError(
+            f"{name}: expected the keyword argument `packed` with the packed sequences, found none: this model does "
+            "not hand its keyword arguments on to its attention, so it cannot be trained on packed rows."
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    found = [key for key in UNSUPPORTED if kwargs.get(key) is not None]
+    found += ["a mask of its own"] if attention_mask is not None else []
+    found += [f"dropout {dropout}"] if dropout else []
+    found += ["attention that is not causal"] if not causal else []
+    if found:
+        raise ModelError(
+            f"{name}: packed attention supports causal attention with grouped queries, sliding windows and soft caps; "
+            f"this model also needs {', '.join(found)}."
+        )
+
+
+def _one_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """Attention of one sequence: [1, heads, L, D]."""
+    length = q.shape[2]
+    reach = length if window is None else min(window, length)
+    if softcap is not None:
+        return _capped(q, k, v, scale, _band(length, reach, q.device), softcap)
+    grouped = q.shape[1] != k.shape[1]
+    if reach == length:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    mask = _band(length, reach, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """bool [L, L]: whether token i sees token j, which is at most `window - 1` before it."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32)
+    return weights.to(q.dtype) @ v
+
+
+@cache
+def _varlen() -> Any:
+    """torch's variable-length attention, where this version has one that takes windows and grouped queries."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(known) else None
+
+
+def _varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: Segments, scale: float, window: int | None
+) -> Tensor:
+    """All segments in one kernel: [1, heads, N, D] to [1, N, heads, D]."""
+    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+    out: Tensor = _varlen()(
+        q,
+        k,
+        v,
+        packed.cu_seqlens,
+        packed.cu_seqlens,
+        packed.longest,
+        packed.longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[None]

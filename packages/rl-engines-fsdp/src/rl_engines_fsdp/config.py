@@ -1,0 +1,69 @@
+"""Settings of the FSDP engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import MicroBatchConfig, OptimizerConfig, require, require_choice
+from rl_contracts.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass
+class FSDPEngineConfig:
+    """A model in training on PyTorch FSDP2."""
+
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule; None for a model that is never trained (a reference policy)."""
+    micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
+    """How much is run at once."""
+    dtype: str = "float32"
+    """Type in which the model computes: `float32`, or `bfloat16` with float32 master weights and reductions."""
+    serve_dtype: str = ""
+    """Type in which weights are published and saved: `float32`, `bfloat16`; empty: the same as `dtype`."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: CUDA where there is one."""
+    entropy_grad: bool = False
+    """Let the entropy carry gradient, for a loss that has an entropy bonus; costs memory and time in backward."""
+    max_logits: int = 1 << 26
+    """Entries of a [tokens, vocabulary] float32 block that exist at once; what is over is done in chunks of tokens and
+    computed again in backward."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input and compute the rest again in backward."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered parameters after its forward and gather them again in backward."""
+    sync_every_micro_batch: bool = False
+    """Reduce gradients after each micro-batch instead of after the last: less memory, more traffic."""
+    verify_model: bool = True
+    """Before sharding, compare the packed forward with the plain one of transformers on a few tokens, so that a model
+    whose layers mix packed sequences, or whose logits are made in an unknown way, is refused."""
+    timeout_seconds: float = 600.0
+    """Deadline of every collective."""
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("serve_dtype", self.serve_dtype, ("", *DTYPES))
+        require_choice("device", self.device, ("auto", "cpu", "cuda"))
+        require(self.max_logits >= 1, "max_logits", "at least 1", self.max_logits)
+        require(self.timeout_seconds > 0, "timeout_seconds", "more than 0", self.timeout_seconds)
+
+    @property
+    def served_dtype(self) -> str:
+        """Name of the torch dtype in which weights leave the engine."""
+        return self.serve_dtype or self.dtype
+
+
+def check_strategy(strategy: ParallelStrategy) -> None:
+    """Refuse what this engine does not do.
+
+    Raises:
+        ConfigError: a dimension other than `d` is larger than 1.
+    """
+    if strategy.world_size != strategy.data or strategy.expert != 1:
+        raise ConfigError(
+            f"allocation fsdp:{strategy}: the FSDP engine splits a model over data-parallel ranks only "
+            f"(fsdp:d{strategy.world_size}); tensor, pipeline, context and expert dimensions must be 1. "
+            "Use d alone, or the megatron engine."
+        )

@@ -1,0 +1,314 @@
+"""The TrainEngine on PyTorch FSDP2."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
+from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
+from rl_contracts.errors import ConfigError, EngineError, ModelError
+from rl_contracts.trajectory import PackedBatch, lengths
+from rl_engines_fsdp import checkpoint, loading, micro_batches, sharding
+from rl_engines_fsdp.attention import Segments
+from rl_engines_fsdp.causal_lm import PackedCausalLM
+from rl_engines_fsdp.config import FSDPEngineConfig, check_strategy
+from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
+from rl_engines_fsdp.process_group import Membership, RankInfo, join, pick_device, read_environment
+from rl_engines_fsdp.publishing import WeightPublisher
+from rl_engines_fsdp.step_sums import StepSums
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rl_contracts.inference import InferenceEngine
+
+
+class FSDPEngine(TrainEngine):
+    """One rank of a causal language model, sharded over data-parallel ranks with `fully_shard`.
+
+    A single process that computes in float32 has nothing to shard and nothing to cast, so its model stays as it is.
+
+    Args:
+        config: settings.
+        strategy: how many ranks; only `data` may be larger than 1. None: as many as torchrun started.
+
+    Raises:
+        ConfigError: the strategy asks for more than data parallelism.
+    """
+
+    _model: PackedCausalLM
+    _device: torch.device
+    _spec: FinetuneSpec
+    _hf_config: Any
+
+    def __init__(self, config: FSDPEngineConfig, strategy: ParallelStrategy | None = None) -> None:
+        if strategy is not None:
+            check_strategy(strategy)
+        self.config = config
+        self.strategy = strategy
+        self.version = 0
+        self._membership: Membership | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._publisher: WeightPublisher | None = None
+        self._steps = 0
+        self._skipped = 0
+
+    # ---- life
+
+    def initialize(self, spec: FinetuneSpec) -> None:
+        """See `TrainEngine.initialize`."""
+        info = read_environment()
+        self._check_ranks(info)
+        self._hf_config = loading.read_config(spec.model_path)
+        self._device = pick_device(self.config.device, info.local_rank)
+        sharded = info.world_size > 1 or self.config.dtype != "float32"
+        self._membership = join(info, self._device, self.config.timeout_seconds, need_group=sharded)
+        self.parallel = self._membership.parallel
+        self._spec = spec
+        torch.manual_seed(spec.seed)
+        source = self._read_source(spec.model_path)
+        self._model = self._sharded(source) if sharded else self._whole(source)
+        if self.config.gradient_checkpointing:
+            inner: Any = self._model.model
+            inner.gradient_checkpointing_enable({"use_reentrant": False})
+        self._model.train()
+        if self.config.optimizer is not None:
+            self._optimizer = make_optimizer(self._model.hugging_face_parameters(), self.config.optimizer)
+
+    def _check_ranks(self, info: RankInfo) -> None:
+        if self.strategy is not None and self.strategy.world_size != info.world_size:
+            raise ConfigError(
+                f"allocation fsdp:{self.strategy}: expected {self.strategy.world_size} ranks, but WORLD_SIZE is "
+                f"{info.world_size}. Start as many processes as the allocation says."
+            )
+
+    def _wrap(self, model: torch.nn.Module) -> PackedCausalLM:
+        return PackedCausalLM(model, self.config.max_logits, self.config.entropy_grad)
+
+    def _read_source(self, path: str) -> PackedCausalLM | None:
+        """The whole model on rank 0, checked; None elsewhere."""
+        source: PackedCausalLM | None = None
+        error: ModelError | None = None
+        if self.parallel.is_main:
+            try:
+                source = self._wrap(loading.read_model(path))
+                if self.config.verify_model:
+                    loading.verify(source)
+            except ModelError as failure:
+                error = failure
+        self.parallel.agree(error, f"loading {path}")
+        return source
+
+    def _whole(self, source: PackedCausalLM | None) -> PackedCausalLM:
+        assert source is not None
+        return source.to(self._device)
+
+    def _sharded(self, source: PackedCausalLM | None) -> PackedCausalLM:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(self._device.type, (self.parallel.world_size,), mesh_dim_names=("data",))
+        model = self._wrap(loading.empty_model(copy.deepcopy(self._hf_config)))
+        sharding.shard(model, mesh, self.config.dtype, self.config.reshard_after_forward)
+        sharding.fill(model, source, self._device)
+        return model
+
+    def destroy(self) -> None:
+        """See `TrainEngine.destroy`."""
+        if self._membership is None:
+            return
+        if self._publisher is not None:
+            self._publisher.close(self.parallel)
+            self._publisher = None
+        self._optimizer = None
+        del self._model
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._membership.leave()
+        self._membership = None
+
+    # ---- training
+
+    def train_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        """See `TrainEngine.train_batch`."""
+        optimizer, settings = self._optimizer, self.config.optimizer
+        if optimizer is None or settings is None:
+            raise EngineError("train_batch: this engine was made without an optimizer (config.optimizer is None).")
+        bins, denominator, tokens = self._begin(batch, loss_weight_fn)
+        optimizer.zero_grad(set_to_none=True)
+        sums = StepSums()
+        # FSDP averages gradients over ranks; the loss is a sum
+        factor = self.parallel.dp_size / denominator
+        for index, (_, packed) in enumerate(micro_batches.packed(batch, bins)):
+            self._sync_gradients(index == len(bins) - 1)
+            self._backward(packed, loss_fn, factor, sums)
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        sums.put("grad_norm", squared_norm(gradients))
+        result = sums.reduce(self.parallel)
+        result["loss"] /= denominator
+        result["grad_norm"] **= 0.5
+        rate = learning_rate(settings, self._steps, self._spec.total_steps)
+        applied = self._step(optimizer, gradients, result["grad_norm"], rate)
+        return result | {"lr": rate, "applied": float(applied), "tokens": float(tokens)}
+
+    def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int]:
+        """Micro-batches, denominator and tokens over all ranks."""
+        bins = micro_batches.plan(batch, self.config.micro_batch.max_tokens, self.parallel)
+        share = torch.stack(
+            [loss_weight_fn(batch).detach().to("cpu", torch.float64), lengths(batch).sum().to(torch.float64)]
+        )
+        denominator, tokens = self.parallel.sum_over_replicas(share).tolist()
+        if not denominator > 0:
+            raise EngineError(
+                f"minibatch: expected a positive denominator over all ranks, found {denominator}: there is nothing to "
+                "learn from. Is every loss_mask False, or the minibatch empty?"
+            )
+        return bins, denominator, int(tokens)
+
+    def _sync_gradients(self, last: bool) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last or self.config.sync_every_micro_batch)
+            self._model.set_is_last_backward(last)
+
+    def _backward(self, packed: PackedBatch, loss_fn: LossFn, factor: float, sums: StepSums) -> None:
+        outputs, moved = self._outputs(packed)
+        if moved is None:
+            # nothing to learn from, but the other ranks' collectives need this rank's
+            torch.autograd.backward(outputs.logprobs.sum() * 0.0)
+            return
+        loss_sum, stats = loss_fn(outputs, moved)
+        sums.add(loss_sum, stats)
+        if not loss_sum.requires_grad:
+            loss_sum = loss_sum + outputs.logprobs.sum() * 0.0
+        torch.autograd.backward(loss_sum * factor)
+
+    def _outputs(self, packed: PackedBatch) -> tuple[TokenOutputs, PackedBatch | None]:
+        """What the model says of a micro-batch, and the micro-batch on the device; None for one without tokens."""
+        if packed.num_tokens == 0:
+            ids = torch.zeros(2, dtype=torch.int64, device=self._device)
+            edges = torch.tensor([0, 2], dtype=torch.int32, device=self._device)
+            positions = torch.arange(2, device=self._device)
+            temperature = torch.ones(2, device=self._device)
+            return TokenOutputs(*self._model(ids, positions, temperature, Segments((2,), edges))), None
+        sizes = tuple(packed.cu_seqlens.diff().tolist())
+        if self._device.type != "cpu":
+            packed = packed.to(self._device)
+        segments = Segments(sizes, packed.cu_seqlens)
+        temperature = packed.per_token("temperature")
+        logprobs, entropy = self._model(packed["input_ids"], packed.position_ids, temperature, segments)
+        return TokenOutputs(logprobs, entropy), packed
+
+    def _step(self, optimizer: torch.optim.AdamW, gradients: list[Tensor], norm: float, rate: float) -> bool:
+        """Take the optimizer step, unless the gradients are not finite."""
+        assert self.config.optimizer is not None
+        if not norm < float("inf"):
+            self._skipped += 1
+            optimizer.zero_grad(set_to_none=True)
+            if self._skipped > self.config.optimizer.max_skipped_steps:
+                raise EngineError(
+                    f"gradients were not finite in {self._skipped} consecutive steps (allowed: "
+                    f"{self.config.optimizer.max_skipped_steps}). Lower the learning rate, and check the last batch "
+                    "with `rl replay`."
+                )
+            return False
+        clip(gradients, norm, self.config.optimizer.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self._steps += 1
+        self._skipped = 0
+        return True
+
+    # ---- without training
+
+    @torch.no_grad()
+    def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        """See `TrainEngine.eval_batch`."""
+        bins, denominator, _ = self._begin(batch, loss_weight_fn)
+        sums = StepSums()
+        for _, outputs, packed in self._run(batch, bins):
+            sums.add(*loss_fn(outputs, packed))
+        result = sums.reduce(self.parallel)
+        result["loss"] /= denominator
+        return result
+
+    @torch.no_grad()
+    def forward(self, batch: TensorDict, output_fn: OutputFn) -> Tensor:
+        """See `TrainEngine.forward`."""
+        bins = micro_batches.plan(batch, self.config.micro_batch.max_tokens, self.parallel)
+        result = torch.zeros(batch["attention_mask"].shape)
+        mask = batch["attention_mask"]
+        for rows, outputs, packed in self._run(batch, bins):
+            values = output_fn(outputs, packed).to("cpu")
+            result = result.to(values.dtype)
+            index = torch.tensor(rows)
+            part = mask[index]
+            filled = values.new_zeros(part.shape)
+            filled[part] = values
+            result[index] = filled
+        return result
+
+    def _run(self, batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int], TokenOutputs, PackedBatch]]:
+        for rows, packed in micro_batches.packed(batch, bins):
+            outputs, moved = self._outputs(packed)
+            if moved is not None:
+                yield rows, outputs, moved
+
+    # ---- weights out and in
+
+    def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
+        """See `TrainEngine.connect_engine`."""
+        self._publisher = WeightPublisher(self._model, meta, self.config.served_dtype)
+
+    def update_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
+        """See `TrainEngine.update_weights`."""
+        if self._publisher is None:
+            raise EngineError("update_weights: expected a route, found none; call connect_engine first.")
+        return self._publisher.publish(self._model, version, self.parallel)
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """See `TrainEngine.save`."""
+        checkpoint.check_kind(meta)
+        if meta.kind == "hf":
+            dtype = self.config.served_dtype
+            checkpoint.save_hugging_face(self._model, self._hf_config, meta, dtype, self.parallel)
+        else:
+            counters = {"version": self.version, "steps": self._steps, "skipped": self._skipped}
+            checkpoint.save_state(self._model, self._optimizer, counters, meta.path, self.parallel)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """See `TrainEngine.load`. Of kind `hf` only the weights are replaced."""
+        checkpoint.check_kind(meta)
+        if meta.kind == "hf":
+            loading.check_directory(meta.path)
+            source = self._read_source(meta.path)
+            sharding.copy_parameters(self._model, source, self._device)
+        else:
+            counters = checkpoint.load_state(self._model, self._optimizer, meta.path, self.parallel)
+            self.version, self._steps, self._skipped = (counters[name] for name in checkpoint.COUNTERS)
+
+    def offload(self) -> None:
+        """See `TrainEngine.offload`."""
+        if self._device.type == "cuda":
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """See `TrainEngine.onload`."""
+        if self._device.type == "cuda":
+            self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        self._model.to(device)
+        if self._optimizer is not None:
+            for moments in self._optimizer.state.values():
+                for name, value in moments.items():
+                    moments[name] = value.to(device)

@@ -1,0 +1,44 @@
+"""Cutting a minibatch into packed micro-batches, equally many on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_contracts.errors import DataError, EngineError
+from rl_contracts.packing import pack_first_fit
+from rl_contracts.parallel import ParallelContext
+from rl_contracts.trajectory import PackedBatch, lengths, pack, select
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+def plan(batch: TensorDict, max_tokens: int, parallel: ParallelContext) -> list[list[int]]:
+    """Row indices of each micro-batch (collective); those of a rank with fewer rows may be empty.
+
+    Raises:
+        EngineError: a row is longer than a micro-batch, on any rank.
+    """
+    sizes = lengths(batch).tolist()
+    bins: list[list[int]] = []
+    error: EngineError | None = None
+    try:
+        bins = pack_first_fit(sizes, max_tokens)
+    except DataError as cause:
+        error = EngineError(str(cause))
+        error.__cause__ = cause
+    parallel.agree(error, "cutting a batch into micro-batches")
+    if parallel.dp_size == 1:
+        return bins
+    count = int(parallel.max_over_replicas(torch.tensor([len(bins)]))[0])
+    return bins if count == len(bins) else pack_first_fit(sizes, max_tokens, at_least=count)
+
+
+def packed(batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int], PackedBatch]]:
+    """Each micro-batch's rows and their packed form, on the CPU."""
+    whole = list(range(batch.batch_size[0]))
+    for rows in bins:
+        yield rows, pack(batch if rows == whole else select(batch, rows))

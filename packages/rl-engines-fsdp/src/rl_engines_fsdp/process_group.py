@@ -1,0 +1,146 @@
+"""Joining the process group: torchrun's environment variables, or one process alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.parallel import ParallelContext
+
+_users = 0
+"""Engines of this process that share the default process group."""
+_ours = False
+"""Whether this module made the default process group, and so ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Which process this is."""
+
+    rank: int = 0
+    """Global rank."""
+    world_size: int = 1
+    """Processes in all."""
+    local_rank: int = 0
+    """Rank on this host."""
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> RankInfo:
+    """This process's place from torchrun's variables; without WORLD_SIZE there is one process.
+
+    Raises:
+        ConfigError: a variable is missing or not a number.
+    """
+    env = os.environ if environment is None else environment
+    if "WORLD_SIZE" not in env:
+        return RankInfo()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    needed = names if env["WORLD_SIZE"] == "1" else (*names, "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in env]
+    if missing:
+        raise ConfigError(
+            f"environment: WORLD_SIZE is {env['WORLD_SIZE']}, but {', '.join(missing)} is missing. "
+            "Start the trainers with torchrun or a launcher, or unset WORLD_SIZE to run one process."
+        )
+    try:
+        rank, world_size, local_rank = (int(env[name]) for name in names)
+    except ValueError as error:
+        raise ConfigError(f"environment: RANK, WORLD_SIZE and LOCAL_RANK must be integers: {error}.") from error
+    return RankInfo(rank, world_size, local_rank)
+
+
+def pick_device(setting: str, local_rank: int) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ConfigError: CUDA is asked for and not there, or has fewer devices than ranks on this host.
+    """
+    available = torch.cuda.is_available()
+    if setting == "cpu" or (setting == "auto" and not available):
+        return torch.device("cpu")
+    found = torch.cuda.device_count() if available else 0
+    if local_rank >= found:
+        raise ConfigError(
+            f"device: local rank {local_rank} needs a CUDA device of its own, found {found}. "
+            "Set device=cpu, or start fewer ranks on this host."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+@dataclass(slots=True)
+class Membership:
+    """What `join` made; `leave` gives it back."""
+
+    parallel: ParallelContext
+    """Ranks and groups."""
+    joined: bool
+    """Whether the default process group is used."""
+
+    def leave(self) -> None:
+        """Give the groups back; the last engine of the process ends the default group. Safe to call twice."""
+        global _users, _ours
+        if not self.joined:
+            return
+        self.joined = False
+        if self.parallel.host_group is not None:
+            dist.destroy_process_group(self.parallel.host_group)
+            self.parallel.host_group = self.parallel.dp_host_group = None
+        _users -= 1
+        if _users == 0 and _ours:
+            dist.destroy_process_group()
+            _ours = False
+
+
+def join(info: RankInfo, device: torch.device, timeout_seconds: float, need_group: bool) -> Membership:
+    """Join the default process group, or make it, and a gloo group for the host's collectives.
+
+    Args:
+        need_group: make a group of one even where a single process could do without.
+
+    Raises:
+        EngineError: the other ranks were not met in time, or a group of another size exists already.
+    """
+    global _users, _ours
+    context = ParallelContext(
+        rank=info.rank, world_size=info.world_size, dp_rank=info.rank, dp_size=info.world_size, device=str(device)
+    )
+    if info.world_size == 1 and not need_group:
+        return Membership(context, joined=False)
+    timeout = timedelta(seconds=timeout_seconds)
+    if not dist.is_initialized():
+        _make_default_group(info, device, timeout)
+        _ours = True
+    elif dist.get_world_size() != info.world_size:
+        raise EngineError(
+            f"process group: expected {info.world_size} ranks, found a group of {dist.get_world_size()} in this "
+            "process. Destroy it first, or give the engine the same number of ranks."
+        )
+    _users += 1
+    if info.world_size > 1:
+        group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        context.host_group = context.dp_host_group = group
+    return Membership(context, joined=True)
+
+
+def _make_default_group(info: RankInfo, device: torch.device, timeout: timedelta) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        if info.world_size == 1:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        else:
+            dist.init_process_group(backend, rank=info.rank, world_size=info.world_size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise EngineError(
+            f"rank {info.rank} of {info.world_size} could not join the process group at {address} within "
+            f"{timeout.total_seconds():.0f} s: {error}"
+        ) from error

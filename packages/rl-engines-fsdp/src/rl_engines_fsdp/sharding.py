@@ -1,0 +1,108 @@
+"""From a model on one host to one that is sharded over all ranks, and back one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rl_engines_fsdp.causal_lm import PackedCausalLM
+
+
+def shard(model: PackedCausalLM, mesh: DeviceMesh, dtype: str, reshard_after_forward: bool) -> None:
+    """Apply `fully_shard` to each decoder layer and to the root, in place.
+
+    The model may be on the meta device; `fill` then gives it memory. Parameters stay float32 and gradients are reduced
+    in float32; with `bfloat16` the model computes in it.
+    """
+    compute = getattr(torch, dtype)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    # the root's inputs hold temperatures, which stay as they are
+    root = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=root)
+
+
+def decoder_layers(model: PackedCausalLM) -> list[nn.Module]:
+    """The modules that the model's family declares as its repeated blocks."""
+    inner: Any = model.model
+    kinds = set(inner._no_split_modules or ())
+    return [module for module in inner.modules() if type(module).__name__ in kinds]
+
+
+def fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
+    """Give a sharded model on the meta device its memory and rank 0's weights (collective).
+
+    Args:
+        source: the whole model with the same names, on rank 0; None elsewhere.
+    """
+    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, nn.Parameter):
+                if parameter not in fresh:  # tied parameters stay one
+                    fresh[parameter] = nn.Parameter(_empty_shard(parameter, device), parameter.requires_grad)
+                module._parameters[name] = fresh[parameter]
+    copy_parameters(model, source, device)
+    buffers = {} if source is None else dict(source.named_buffers())
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                full_name = f"{module_name}.{name}" if module_name else name
+                value = torch.empty_like(buffer, device=device)
+                if source is not None:
+                    value.copy_(buffers[full_name])
+                dist.broadcast(value, src=0)
+                module._buffers[name] = value
+
+
+def copy_parameters(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
+    """Copy rank 0's whole parameters into a model that may be sharded (collective), one at a time."""
+    given = {} if source is None else dict(source.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data.copy_(given[name].data)
+            continue
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        if source is not None:
+            value.copy_(given[name].data)
+        dist.broadcast(value, src=0)
+        piece = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local(parameter.detach()).copy_(local(piece))
+
+
+def full_parameters(model: PackedCausalLM) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters by their Hugging Face names (collective), one gathered at a time."""
+    for name, parameter in model.hugging_face_parameters():
+        yield name, whole(parameter.detach())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded (collective)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _empty_shard(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    if not isinstance(parameter.data, DTensor):
+        return torch.empty_like(parameter.data, device=device)
+    piece = torch.empty_like(parameter.data.to_local(), device=device)
+    return DTensor.from_local(
+        piece,
+        parameter.data.device_mesh,
+        parameter.data.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

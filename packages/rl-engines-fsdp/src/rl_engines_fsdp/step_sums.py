@@ -1,0 +1,81 @@
+"""Sums of a step over micro-batches and ranks, with one wait for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_contracts.engine import Stats
+from rl_contracts.errors import EngineError
+from rl_contracts.parallel import ParallelContext
+
+MAXIMUM = "/max"
+"""Suffix of statistics that are combined by maximum."""
+RESERVED = ("loss", "grad_norm", "lr", "applied", "tokens")
+"""Results that the engine itself gives."""
+
+
+class StepSums:
+    """Accumulates on the device; `reduce` brings everything to the host at once."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Tensor] = {}
+
+    def add(self, loss_sum: Tensor, stats: Stats) -> None:
+        """Count one micro-batch.
+
+        Raises:
+            EngineError: a statistic has the name of one of the engine's own results.
+        """
+        self._plus("loss", loss_sum)
+        for name, (total, denominator) in stats.items():
+            if name in RESERVED:
+                raise EngineError(f"statistic {name!r}: the engine gives a result of that name; rename it.")
+            if name.endswith(MAXIMUM):
+                value = total.detach()
+                self._values[name] = torch.maximum(self._values[name], value) if name in self._values else value
+            else:
+                self._plus(f"sum:{name}", total)
+                self._plus(f"den:{name}", denominator)
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Add a scalar that is summed over ranks, to be found under its own name."""
+        self._plus(name, value)
+
+    def _plus(self, name: str, value: Tensor) -> None:
+        value = value.detach()
+        self._values[name] = self._values[name] + value if name in self._values else value
+
+    def reduce(self, parallel: ParallelContext) -> dict[str, float]:
+        """Totals over micro-batches and ranks (collective): statistics divided, NaN where the denominator is 0."""
+        host: dict[str, float] = {}
+        if self._values:
+            block = torch.stack([value.to(torch.float64) for value in self._values.values()])
+            host = dict(zip(self._values, block.tolist(), strict=True))
+        totals: dict[str, float] = {}
+        for part in _of_all_ranks(host, parallel):
+            for name, value in part.items():
+                known = totals.get(name)
+                if known is None:
+                    totals[name] = value
+                else:
+                    totals[name] = max(known, value) if name.endswith(MAXIMUM) else known + value
+        return _divided(totals)
+
+
+def _of_all_ranks(mine: dict[str, float], parallel: ParallelContext) -> list[dict[str, float]]:
+    if parallel.dp_size == 1:
+        return [mine]
+    tensors = {name: torch.tensor([value], dtype=torch.float64) for name, value in mine.items()}
+    # names may differ: a rank without rows never called the loss
+    parts = parallel.gather_tensors(tensors)
+    return [{name: part[name].item() for name in sorted(part)} for part in parts]
+
+
+def _divided(totals: dict[str, float]) -> dict[str, float]:
+    result = {name: value for name, value in totals.items() if not name.startswith(("sum:", "den:"))}
+    for name, value in totals.items():
+        if name.startswith("sum:"):
+            denominator = totals[f"den:{name.removeprefix('sum:')}"]
+            result[name.removeprefix("sum:")] = value / denominator if denominator else float("nan")
+    return result

@@ -1,0 +1,146 @@
+"""Log-probs and entropies of given tokens straight from hidden states, without a full [tokens, vocabulary] tensor.
+
+The vocabulary projection runs in chunks of tokens, and again in backward. Where the whole block is small, as with the
+vocabularies of toy models, it runs once and the probabilities are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+KEEP_AT_MOST = 1 << 22
+"""Entries of a block of probabilities that is kept for backward instead of being computed again (16 MiB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a model does to its raw logits: `cap * tanh(scale * raw / cap)`."""
+
+    scale: float = 1.0
+    """Constant factor."""
+    cap: float | None = None
+    """Soft cap; None: none."""
+
+    def apply(self, raw: Tensor) -> Tensor:
+        """Logits from raw ones; changes `raw` in place."""
+        if self.scale != 1.0:
+            raw *= self.scale
+        return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
+
+    def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """Gradient of the raw logits; changes `grad` in place."""
+        if self.cap is not None:
+            grad *= 1 - (logits / self.cap) ** 2
+        return grad if self.scale == 1.0 else grad.mul_(self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """How the vocabulary projection is run."""
+
+    transform: LogitTransform
+    """What the model does to its logits."""
+    max_logits: int
+    """Entries of a [tokens, vocabulary] block that exist at once."""
+    entropy_grad: bool
+    """Whether the entropy carries gradient."""
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target under softmax(logits / temperature), and that distribution's entropy in nats.
+
+    Args:
+        hidden: [M, H].
+        weight: [V, H] of the vocabulary projection, in the type of `hidden`.
+        bias: [V] or None.
+        targets: int64 [M].
+        temperature: float32 [M].
+
+    Returns:
+        two float32 [M]. Gradients reach `hidden`, `weight` and `bias`.
+    """
+    outputs: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
+        hidden, weight, bias, targets, temperature.reciprocal(), options
+    )
+    return outputs
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        sharpness: Tensor,
+        options: HeadOptions,
+    ) -> tuple[Tensor, Tensor]:
+        tokens = hidden.shape[0]
+        logprobs = hidden.new_empty(tokens, dtype=torch.float32)
+        entropy, norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        probs: Tensor | None = None
+        for part in _chunks(tokens, weight.shape[0], options.max_logits):
+            logits = _logits(hidden[part], weight, bias, options.transform).mul_(sharpness[part, None])
+            norm[part] = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - norm[part]
+            probs = (logits - norm[part, None]).exp_()
+            entropy[part] = norm[part] - logits.mul_(probs).sum(-1)
+        keep = tokens * weight.shape[0] <= min(KEEP_AT_MOST, options.max_logits)
+        simple = options.transform.cap is None and not options.entropy_grad
+        ctx.options = options
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, sharpness, norm, entropy, probs if keep and simple else None
+        )
+        if not options.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, sharpness, norm, entropy, kept = ctx.saved_tensors
+        options: HeadOptions = ctx.options
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for part in _chunks(hidden.shape[0], weight.shape[0], options.max_logits):
+            if kept is not None:
+                # z = sharpness * scale * raw: a plain factor, so the logits themselves are not needed
+                grad = kept[part] * -grad_logprobs[part, None]
+                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+                grad *= (sharpness[part] * options.transform.scale)[:, None]
+            else:
+                logits = _logits(hidden[part], weight, bias, options.transform)
+                scaled = logits * sharpness[part, None]
+                probs = (scaled - norm[part, None]).exp_()
+                grad = probs * -grad_logprobs[part, None]
+                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+                if options.entropy_grad:
+                    # dH/dz_j = -p_j (z_j - logsumexp(z) + H)
+                    grad -= probs.mul_(scaled - (norm - entropy)[part, None]).mul_(grad_entropy[part, None])
+                grad = options.transform.backward(grad.mul_(sharpness[part, None]), logits)
+            grad = grad.to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.T @ hidden[part]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        grad_bias = None if grad_bias is None else grad_bias.to(hidden.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    """Transformed logits of a chunk, float32 [tokens, V]; a new tensor."""
+    return transform.apply(torch.nn.functional.linear(hidden, weight, bias).float())
+
+
+def _chunks(tokens: int, vocabulary: int, max_logits: int) -> list[slice]:
+    size = max(1, max_logits // vocabulary)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

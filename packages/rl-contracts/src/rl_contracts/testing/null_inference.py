@@ -279,9 +279,9 @@ class NullInferenceEngine(InferenceEngine):
             if not len(ids):
                 raise InferenceError("null engine: the given answer has no token; expected at least one.")
         first = generation.min_new_tokens
-        found = np.flatnonzero(np.isin(ids[first:room], list(ends)))
-        if len(found):
-            return ids[: first + found[0] + 1], StopReason.STOP
+        for index, token in enumerate(ids[first:room].tolist(), start=first):
+            if token in ends:
+                return ids[: index + 1], StopReason.STOP
         ended = scripted is not None and len(ids) <= room and not generation.ignore_eos
         return ids[:room], StopReason.STOP if ended else StopReason.LENGTH
 

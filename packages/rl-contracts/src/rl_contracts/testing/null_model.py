@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from functools import lru_cache
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,5 +64,5 @@ def request_rng(model_seed: int, seed: int | None, input_ids: list[int]) -> np.r
     """Randomness of one request; that of a greedy one (seed None) comes from its prompt alone."""
     import numpy as np
 
-    prompt = zlib.crc32(np.asarray(input_ids, dtype=np.int64).tobytes())
-    return np.random.default_rng([model_seed, prompt, 0 if seed is None else 1 + seed % 2**63])
+    text = b"%d %d " % (model_seed, -1 if seed is None else seed % 2**63) + repr(input_ids).encode()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(blake2b(text, digest_size=8).digest())))

@@ -1,1 +1,6 @@
-"""Local, Ray and Slurm schedulers and the launcher that uses them."""
+"""Schedulers that start the processes of a run, and the launcher that supervises them."""
+
+from rl_launchers.launcher import Launcher, LauncherConfig
+from rl_launchers.local import LocalScheduler
+
+__all__ = ["Launcher", "LauncherConfig", "LocalScheduler"]

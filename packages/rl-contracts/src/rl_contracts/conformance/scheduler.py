@@ -1,0 +1,240 @@
+"""What every scheduler promises. Subclass `SchedulerConformance` and give it a `scheduler` fixture.
+
+The workers are small Python programs that need the standard library only. A scheduler whose workers run on other
+machines must share a file system with the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rl_contracts.errors import LaunchError
+from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
+
+SERVER = """
+import http.server, sys, time
+delay, host, port = float(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+started = time.monotonic()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if time.monotonic() > started + delay else 503)
+        self.end_headers()
+http.server.HTTPServer((host, port), Handler).serve_forever()
+"""
+"""Answers 503 for some seconds, then 200."""
+
+WRITE_ENVIRONMENT = """
+import json, os, pathlib, sys
+path = pathlib.Path(sys.argv[1])
+path.with_suffix(".part").write_text(json.dumps([sys.argv[2:], dict(os.environ)]))
+path.with_suffix(".part").rename(path)
+"""
+"""Writes its further arguments and its environment to the file that its first argument names."""
+
+IGNORE_TERMINATE = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(600)
+"""
+
+SLEEP = "import time; time.sleep(600)"
+
+
+def python(source: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs a program text with this interpreter."""
+    return (sys.executable, "-c", source, *arguments)
+
+
+def server(role: str = "server", delay: float = 0.0, **fields: object) -> JobSpec:
+    """A role of small web servers that are ready after `delay` seconds."""
+    command = python(SERVER, str(delay), "{host}", "{port}")
+    return JobSpec(role, command, needs_port=True, ready_path="/health", **fields)  # type: ignore[arg-type]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Return once `condition` holds; fail the test when it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting after {seconds:g} s"
+        time.sleep(0.02)
+
+
+def wait_for_end(scheduler: Scheduler, role: str) -> list[Worker]:
+    """The workers of a role once all have ended, seen through `poll`."""
+
+    def ended() -> bool:
+        scheduler.poll()
+        return all(worker.exit_code is not None for worker in scheduler.get_workers(role))
+
+    wait_until(ended)
+    return scheduler.get_workers(role)
+
+
+def listens(worker: Worker) -> bool:
+    """Whether anybody accepts connections at a worker's address."""
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return worker.port is not None and probe.connect_ex((worker.host, worker.port)) == 0
+
+
+class SchedulerConformance:
+    """Tests of the `Scheduler` contract."""
+
+    @pytest.fixture
+    def scheduler(self) -> Scheduler:
+        """Override: a scheduler without workers, whose workers are gone after the test."""
+        raise NotImplementedError("override the `scheduler` fixture")
+
+    def test_create_workers_program_ends_status_and_exit_code_tell_how(self, scheduler: Scheduler) -> None:
+        scheduler.create_workers(JobSpec("good", python("pass")))
+        scheduler.create_workers(JobSpec("bad", python("raise SystemExit(3)")))
+
+        (good,) = wait_for_end(scheduler, "good")
+        (bad,) = wait_for_end(scheduler, "bad")
+
+        assert (good.status, good.exit_code) == (WorkerStatus.DONE, 0)
+        assert (bad.status, bad.exit_code) == (WorkerStatus.FAILED, 3)
+        assert good.ended_at is not None
+        assert abs(time.time() - good.ended_at) < 60
+
+    def test_create_workers_templates_become_the_workers_own(self, scheduler: Scheduler, tmp_path: Path) -> None:
+        out = tmp_path / "worker-{index}.json"
+        command = python(WRITE_ENVIRONMENT, str(out), "{host}:{port}", '{"kept": {}}')
+        spec = JobSpec("role", command, count=2, needs_port=True, env={"ME": "{index}@{host}:{port}"})
+
+        workers = scheduler.create_workers(spec)
+        wait_for_end(scheduler, "role")
+
+        assert len({worker.port for worker in workers}) == 2
+        for worker in workers:
+            arguments, environment = json.loads((tmp_path / f"worker-{worker.index}.json").read_text())
+            assert arguments == [f"{worker.host}:{worker.port}", '{"kept": {}}']
+            assert environment["ME"] == f"{worker.index}@{worker.host}:{worker.port}"
+
+    def test_create_workers_spmd_role_has_torchrun_variables(self, scheduler: Scheduler, tmp_path: Path) -> None:
+        command = python(WRITE_ENVIRONMENT, str(tmp_path / "rank-{index}.json"))
+
+        scheduler.create_workers(JobSpec("actor", command, count=2, cpus=3, spmd=True))
+        wait_for_end(scheduler, "actor")
+
+        ranks = [json.loads((tmp_path / f"rank-{i}.json").read_text())[1] for i in range(2)]
+        assert [(r["RANK"], r["LOCAL_RANK"], r["WORLD_SIZE"]) for r in ranks] == [("0", "0", "2"), ("1", "1", "2")]
+        assert ranks[0]["MASTER_ADDR"] == ranks[1]["MASTER_ADDR"]
+        assert int(ranks[0]["MASTER_PORT"]) == int(ranks[1]["MASTER_PORT"])
+
+    def test_create_workers_role_exists_raises(self, scheduler: Scheduler) -> None:
+        scheduler.create_workers(JobSpec("role", python(SLEEP)))
+        with pytest.raises(LaunchError, match="role"):
+            scheduler.create_workers(JobSpec("role", python(SLEEP)))
+
+    def test_create_workers_unknown_program_raises_and_leaves_no_role(self, scheduler: Scheduler) -> None:
+        with pytest.raises(LaunchError, match="no-such-program"):
+            scheduler.create_workers(JobSpec("role", ("no-such-program",)))
+        assert scheduler.get_workers("role") == []
+
+    def test_create_workers_fixed_port_in_use_raises_naming_it(self, scheduler: Scheduler, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            started = tmp_path / "started"
+            spec = JobSpec("role", python(f"open({str(started)!r}, 'w')"), port=port)
+            with pytest.raises(LaunchError, match=str(port)):
+                scheduler.create_workers(spec)
+        assert not started.exists()
+
+    def test_logs_hold_both_streams_and_only_the_last_lines(self, scheduler: Scheduler) -> None:
+        program = "import sys; [print('line', i) for i in range(50)]; sys.stdout.flush(); sys.stderr.write('oops\\n')"
+        scheduler.create_workers(JobSpec("role", python(program)))
+
+        (worker,) = wait_for_end(scheduler, "role")
+
+        assert worker.log.name == "role-0.log"
+        assert scheduler.logs(worker, lines=2).splitlines() == ["line 49", "oops"]
+
+    def test_wait_ready_slow_server_returns_when_it_answers(self, scheduler: Scheduler) -> None:
+        (worker,) = scheduler.create_workers(server(delay=0.5))
+        assert worker.status is WorkerStatus.STARTING
+
+        (ready,) = scheduler.wait_ready("server")
+
+        assert ready.status is WorkerStatus.RUNNING
+        with urllib.request.urlopen(f"{ready.address}/health", timeout=5) as answer:
+            assert answer.status == 200
+
+    def test_wait_ready_without_check_returns_the_running_workers(self, scheduler: Scheduler) -> None:
+        scheduler.create_workers(JobSpec("role", python(SLEEP), count=2))
+        assert [worker.status for worker in scheduler.wait_ready("role")] == [WorkerStatus.RUNNING] * 2
+
+    def test_wait_ready_worker_ends_raises_with_its_log(self, scheduler: Scheduler) -> None:
+        scheduler.create_workers(JobSpec("role", python("raise ValueError('no weights')"), ready_path="/health"))
+        with pytest.raises(LaunchError, match=r"(?s)role-0 .*exit code 1.*ValueError: no weights"):
+            scheduler.wait_ready("role")
+
+    def test_wait_ready_never_ready_raises_at_the_deadline(self, scheduler: Scheduler) -> None:
+        started = time.monotonic()
+        scheduler.create_workers(server(delay=600.0, ready_timeout=1.0))
+        with pytest.raises(LaunchError, match=r"server-0 .*1 s.*503"):
+            scheduler.wait_ready("server")
+        assert time.monotonic() - started < 10
+
+    def test_wait_ready_tick_raises_ends_the_wait(self, scheduler: Scheduler) -> None:
+        def tick() -> None:
+            raise KeyboardInterrupt
+
+        scheduler.create_workers(server(delay=600.0))
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.wait_ready("server", tick=tick)
+
+    def test_wait_ready_unknown_role_raises(self, scheduler: Scheduler) -> None:
+        with pytest.raises(LaunchError, match="nobody"):
+            scheduler.wait_ready("nobody")
+
+    def test_get_workers_unknown_role_is_empty(self, scheduler: Scheduler) -> None:
+        assert scheduler.get_workers("nobody") == []
+
+    def test_delete_workers_one_role_leaves_the_others(self, scheduler: Scheduler) -> None:
+        scheduler.create_workers(server("one"))
+        scheduler.create_workers(server("two"))
+        (one,) = scheduler.wait_ready("one")
+        (two,) = scheduler.wait_ready("two")
+
+        scheduler.delete_workers("one")
+
+        assert not listens(one)
+        assert listens(two)
+        assert [worker.name for worker in scheduler.poll()] == ["two-0"]
+
+    def test_delete_workers_twice_or_unknown_role_does_nothing(self, scheduler: Scheduler) -> None:
+        scheduler.create_workers(JobSpec("role", python(SLEEP)))
+        scheduler.delete_workers("role")
+        scheduler.delete_workers("role")
+        scheduler.delete_workers("nobody")
+        scheduler.delete_workers()
+        assert scheduler.poll() == []
+
+    def test_delete_workers_stubborn_worker_is_killed_after_grace(self, scheduler: Scheduler, tmp_path: Path) -> None:
+        deaf = tmp_path / "deaf"
+        (worker,) = scheduler.create_workers(JobSpec("role", python(IGNORE_TERMINATE, str(deaf))))
+        wait_until(deaf.exists)
+
+        started = time.monotonic()
+        scheduler.delete_workers("role", grace=0.3)
+
+        assert 0.3 <= time.monotonic() - started < 10
+        assert worker.exit_code == -9
+
+    def test_delete_workers_role_can_be_created_again(self, scheduler: Scheduler) -> None:
+        (first,) = scheduler.create_workers(server())
+        scheduler.wait_ready("server")
+        scheduler.delete_workers()
+        scheduler.create_workers(server(port=first.port))
+        (second,) = scheduler.wait_ready("server")
+        assert second.port == first.port

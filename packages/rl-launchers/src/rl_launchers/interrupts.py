@@ -1,0 +1,66 @@
+"""SIGINT and SIGTERM turned into something that a loop can look at."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class Interrupted(BaseException):
+    """The user, or whoever runs the launcher, asked it to stop. Not an error, so no `Exception`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.number = number
+
+
+class Hurried(Interrupted):
+    """A second request to stop, which is not to wait for anything."""
+
+
+class Interrupts:
+    """Catches SIGINT and SIGTERM while it is entered and puts the former handlers back afterwards.
+
+    The first signal only sets a flag: an exception out of nowhere could fall between the start of a process and its
+    entry into the books. `check` raises it as `Interrupted` where the loop is ready for it. The second is raised at
+    once, as `Hurried`; further ones are ignored.
+
+    Signals reach only the main thread; in any other this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._received: list[int] = []
+        self._flag = threading.Event()
+        self._former: dict[int, Any] = {}
+
+    @property
+    def hurried(self) -> bool:
+        """Whether the user asked twice."""
+        return len(self._received) > 1
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._former[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise `Interrupted` if a signal came."""
+        if self._received:
+            raise Interrupted(self._received[0])
+
+    def wait(self, seconds: float) -> None:
+        """Return after `seconds`, or at once when a signal comes."""
+        self._flag.wait(seconds)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(number)
+        self._flag.set()
+        if len(self._received) == 2:
+            raise Hurried(self._received[0])

@@ -1,0 +1,103 @@
+"""The keeper: a small process that ends the workers when their launcher dies, however it dies.
+
+One mechanism for Linux and macOS. The kernel's own parent-death signal exists on Linux only, misses the workers'
+children, and fires when the *thread* that started a worker ends; the keeper has none of these limits. It reads
+`+pid` (a session to watch) and `-pid` (ended by the launcher) from a pipe. Every worker writes its own `+pid` before
+it becomes its command (`enlist.py`), so there is no moment at which a worker exists that nobody watches. The end of
+the pipe, or another parent than at the start, means that the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from rl_launchers.sessions import Session, stop_sessions
+
+GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL for the workers of a dead launcher."""
+CHECK_PARENT_EVERY = 0.5
+"""Seconds. The pipe alone is not enough: a process forked from the launcher may hold a copy of its end."""
+LATE_ENLISTING = 1.0
+"""Seconds in which a worker that was being started when the launcher died may still enlist."""
+
+
+class Keeper:
+    """The launcher's end: starts the keeper process and tells it what to watch."""
+
+    def __init__(self) -> None:
+        reader, self.fd = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rl_launchers.keeper", str(os.getpid())],
+                stdin=reader,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C in the terminal must not reach it
+            )
+        finally:
+            os.close(reader)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the keeper."""
+        return self._process.pid
+
+    def lives(self) -> bool:
+        """Whether the keeper process is there."""
+        return self._process.poll() is None
+
+    def watch(self, pid: int) -> None:
+        """Add a session. Needed only when a keeper is replaced: workers enlist themselves."""
+        self._write(f"+{pid}\n")
+
+    def forget(self, pid: int) -> None:
+        """Remove a session that has been ended."""
+        self._write(f"-{pid}\n")
+
+    def close(self) -> None:
+        """End the keeper, and with it every session that it still watches. Returns when it is gone."""
+        os.close(self.fd)
+        self._process.wait(timeout=GRACE + 15.0)
+
+    def _write(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # it died; the scheduler replaces it at its next poll
+            os.write(self.fd, line.encode())
+
+
+def watch_until_orphaned(parent: int) -> dict[int, Session]:
+    """Read the pipe on standard input until the launcher is gone; the sessions that it leaves behind."""
+    sessions: dict[int, Session] = {}
+    buffer = b""
+    orphaned_at: float | None = None
+    while orphaned_at is None or time.monotonic() < orphaned_at + LATE_ENLISTING:
+        if select.select([0], [], [], CHECK_PARENT_EVERY)[0]:
+            chunk = os.read(0, 4096)
+            if not chunk:
+                break
+            *lines, buffer = (buffer + chunk).split(b"\n")
+            for line in lines:
+                pid = int(line[1:])
+                if line.startswith(b"+"):
+                    sessions[pid] = Session(pid)
+                else:
+                    sessions.pop(pid, None)
+        if orphaned_at is None and os.getppid() != parent:
+            orphaned_at = time.monotonic()
+    return sessions
+
+
+def main() -> None:
+    """The keeper process. It ends with its launcher and only then, so it ignores requests to end before."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sessions = watch_until_orphaned(int(sys.argv[1]))
+    stop_sessions(sessions.values(), GRACE)
+
+
+if __name__ == "__main__":
+    main()

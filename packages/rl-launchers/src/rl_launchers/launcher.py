@@ -1,0 +1,191 @@
+"""The launcher: starts a run's servers and trainers, watches over them, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rl_contracts import registry
+from rl_contracts.config import require
+from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.logging import get_logger
+from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, Worker, WorkerStatus
+from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
+from rl_launchers.report import describe_exit, with_log
+
+logger = get_logger("launcher")
+
+SETTLE_SECONDS = 0.5
+"""After a death, time for its consequences (or its slower cause) to show, so that the error tells of all of them."""
+
+TrainerSpecs = Callable[[list[Worker]], Sequence[JobSpec]]
+"""Makes the trainers' roles from the ready servers, whose addresses it may put into commands and environments."""
+
+
+@dataclass
+class LauncherConfig:
+    """Which scheduler starts the processes of a run, and how they are stopped."""
+
+    kind: str = "local"
+    """Scheduler: a name in the entry-point group `rl.schedulers`, or a dotted path `package.module:Class`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the scheduler besides its log directory, for example `{"pin_cores": true}`."""
+    grace_seconds: float = 30.0
+    """Seconds that trainers have after a request to stop, to write a recover point; then they are killed."""
+    stop_seconds: float = 3.0
+    """Seconds that everybody has to end by itself when a run is over, or has failed."""
+    log_lines: int = 30
+    """Last lines of a log shown in an error."""
+    tick_seconds: float = 0.2
+    """Seconds between two looks at the processes."""
+
+    def __post_init__(self) -> None:
+        require(self.grace_seconds >= 0, "launcher.grace_seconds", "0 or more", self.grace_seconds)
+        require(self.stop_seconds >= 0, "launcher.stop_seconds", "0 or more", self.stop_seconds)
+        require(self.log_lines >= 1, "launcher.log_lines", "at least 1", self.log_lines)
+        require(0 < self.tick_seconds <= 2, "launcher.tick_seconds", "in (0, 2]", self.tick_seconds)
+        self._check_options(registry.load("rl.schedulers", self.kind))
+
+    def scheduler(self, log_dir: Path) -> Scheduler:
+        """A scheduler of the chosen kind that writes its logs to `log_dir`."""
+        made: Scheduler = registry.load("rl.schedulers", self.kind)(log_dir, **self.options)
+        return made
+
+    def _check_options(self, scheduler: Callable[..., Scheduler]) -> None:
+        try:
+            inspect.signature(scheduler).bind(Path(), **self.options)
+        except TypeError as error:
+            accepted = ", ".join(list(inspect.signature(scheduler).parameters)[1:]) or "none"
+            raise ConfigError(
+                f"launcher.options: expected options of the scheduler {self.kind!r} ({accepted}), found "
+                f"{', '.join(self.options)}: {error}."
+            ) from error
+
+
+class Launcher:
+    """Starts servers, waits until they are ready, starts trainers, and supervises all of them.
+
+    Args:
+        scheduler: starts the processes. The launcher stops all of its workers when it is done.
+        config: see `LauncherConfig`.
+    """
+
+    def __init__(self, scheduler: Scheduler, config: LauncherConfig | None = None) -> None:
+        self._scheduler = scheduler
+        self._config = config or LauncherConfig()
+        self._key = secrets.token_urlsafe(32)
+        self._trainers: list[str] = []
+        self._on_tick: Callable[[list[Worker]], None] | None = None
+
+    @property
+    def key(self) -> str:
+        """The key of this run. Every worker has it in its environment as RL_RUN_KEY; never write it anywhere."""
+        return self._key
+
+    def run(
+        self,
+        servers: Sequence[JobSpec],
+        trainer_specs: TrainerSpecs,
+        on_tick: Callable[[list[Worker]], None] | None = None,
+    ) -> int:
+        """Run to the end. Whatever happens, no process and no port is left behind.
+
+        The first SIGINT (Ctrl-C) or SIGTERM asks the trainers to end, with SIGTERM and `grace_seconds` in which they
+        may write a recover point while the servers still answer; then everything else is stopped. A second one kills
+        everything at once. The handlers that were there before are put back.
+
+        Args:
+            servers: roles to start first, in this order; none for a run without servers.
+            trainer_specs: called with the ready servers' workers; returns the trainers' roles.
+            on_tick: called with all workers several times a second, to draw progress.
+
+        Returns:
+            exit code for the program: 0 when all trainers are done, 130 after SIGINT, 143 after SIGTERM.
+
+        Raises:
+            ConfigError: a role contradicts itself, there is no trainer, or the run key is in a command.
+            LaunchError: a worker could not be started, failed, or is a server that ended before the trainers. Names
+                the one that ended first, what it ended with, and the last lines of its log.
+        """
+        self._on_tick = on_tick
+        code = 0
+        with Interrupts() as interrupts:
+            try:
+                self._start(servers, trainer_specs, interrupts)
+                while not self._look(interrupts):
+                    interrupts.wait(self._config.tick_seconds)
+            except Interrupted as interruption:
+                code = 128 + interruption.number
+            finally:
+                self._stop(interrupts, patient=code != 0)
+        return code
+
+    def _start(self, servers: Sequence[JobSpec], trainer_specs: TrainerSpecs, interrupts: Interrupts) -> None:
+        for spec in servers:
+            self._scheduler.create_workers(self._with_key(spec))
+        ready: list[Worker] = []
+        for spec in servers:
+            ready += self._scheduler.wait_ready(spec.role, tick=lambda: self._look(interrupts))
+        specs = trainer_specs(ready)
+        require(len(specs) > 0, "trainer_specs", "at least one role", list(specs))
+        for spec in specs:
+            interrupts.check()
+            self._trainers.append(spec.role)
+            self._scheduler.create_workers(self._with_key(spec))
+
+    def _with_key(self, spec: JobSpec) -> JobSpec:
+        """The role with the run key in its environment, and a guard against it in a place that everybody can read."""
+        if any(self._key in part for part in spec.command):
+            raise ConfigError(
+                f"role {spec.role!r}: expected no secret in its command, which every user of the machine can read; "
+                f"found the run key. The process has it in its environment as {RUN_KEY_VARIABLE}."
+            )
+        return replace(spec, env={**spec.env, RUN_KEY_VARIABLE: self._key})
+
+    def _look(self, interrupts: Interrupts) -> bool:
+        """One look at everything: signals, progress, deaths. Returns whether all trainers are done."""
+        interrupts.check()
+        workers = self._scheduler.poll()
+        if self._on_tick is not None:
+            self._on_tick(workers)
+        trainers = [worker for worker in workers if worker.role in self._trainers]
+        if trainers and all(worker.status is WorkerStatus.DONE for worker in trainers):
+            return True
+        if any(self._ended_wrongly(worker) for worker in workers):
+            interrupts.wait(SETTLE_SECONDS)
+            dead = [worker for worker in self._scheduler.poll() if self._ended_wrongly(worker)]
+            raise LaunchError(self._post_mortem(dead))
+        return False
+
+    def _ended_wrongly(self, worker: Worker) -> bool:
+        """Whether it failed, or is a server that ended while there are trainers that need it."""
+        is_trainer = worker.role in self._trainers
+        return worker.status is WorkerStatus.FAILED or (worker.status is WorkerStatus.DONE and not is_trainer)
+
+    def _post_mortem(self, dead: list[Worker]) -> str:
+        """What happened: the first death is told in full, for the later ones are mostly its consequences."""
+        first, *others = sorted(dead, key=lambda worker: worker.ended_at or math.inf)
+        problem = f"{first.name} {describe_exit(first.exit_code)} while the run needed it, so the run was stopped."
+        for other in others:
+            problem += f"\nAfter it, {other.name} {describe_exit(other.exit_code)} (log: {other.log})."
+        return with_log(problem, first.log, self._scheduler.logs(first, self._config.log_lines))
+
+    def _stop(self, interrupts: Interrupts, patient: bool) -> None:
+        """Stop everything: where `patient`, the trainers first and with time to write a recover point."""
+        try:
+            if patient and not interrupts.hurried:
+                logger.warning(
+                    "Stopping: trainers have %g s. A second signal stops at once.", self._config.grace_seconds
+                )
+                deadline = time.monotonic() + self._config.grace_seconds
+                for role in self._trainers:
+                    self._scheduler.delete_workers(role, grace=max(0.0, deadline - time.monotonic()))
+            self._scheduler.delete_workers(grace=0.0 if interrupts.hurried else self._config.stop_seconds)
+        except Hurried:
+            self._scheduler.delete_workers(grace=0.0)

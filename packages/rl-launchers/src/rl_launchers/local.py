@@ -1,0 +1,253 @@
+"""The scheduler of one machine: workers are its processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_contracts.config import require
+from rl_contracts.errors import LaunchError
+from rl_contracts.scheduler import JobSpec, Scheduler, Worker
+from rl_launchers import report
+from rl_launchers.environment import fill_in, worker_environment
+from rl_launchers.keeper import Keeper
+from rl_launchers.ports import PortReservation
+from rl_launchers.process import LocalProcess
+from rl_launchers.resources import Pool, pinnable_cores, visible_gpus
+from rl_launchers.sessions import stop_sessions
+
+TICK = 0.1
+"""Seconds between two readiness checks."""
+
+
+@dataclass
+class _Role:
+    """What a role holds until it is deleted."""
+
+    spec: JobSpec
+    processes: list[LocalProcess] = field(default_factory=list)
+    ports: list[PortReservation] = field(default_factory=list)
+    master_port: int | None = None
+    gpus: list[str] = field(default_factory=list)
+    cores: list[str] = field(default_factory=list)
+
+
+class LocalScheduler(Scheduler):
+    """Starts workers as processes of this machine. To be used from one thread, and as a context manager.
+
+    Each worker leads its own process group and session and writes to `<log_dir>/<role>-<index>.log`. When the process
+    that holds the scheduler dies, even by SIGKILL, a keeper process ends the workers and their children.
+
+    Args:
+        log_dir: directory of the logs; made where it is missing.
+        host: address on which workers listen and are reached. Loopback unless told otherwise.
+        pin_cores: give each worker `JobSpec.cpus` cores of its own. Helps where many workers would wander over a
+            machine with enough cores for all; refused when there are not enough.
+        gpus: device names to hand out; None: those that this process may use.
+        log_lines: lines of a log shown in an error.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        host: str = "127.0.0.1",
+        pin_cores: bool = False,
+        gpus: Sequence[str] | None = None,
+        log_lines: int = 30,
+    ) -> None:
+        self._log_dir = Path(log_dir)
+        self._host = host
+        self._log_lines = log_lines
+        self._cores = Pool("cores", pinnable_cores()) if pin_cores else None
+        self._gpus = Pool("gpus", visible_gpus(os.environ) if gpus is None else gpus)
+        self._roles: dict[str, _Role] = {}
+        self._keeper: Keeper | None = None
+
+    def __enter__(self) -> LocalScheduler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.delete_workers()
+
+    def create_workers(self, spec: JobSpec) -> list[Worker]:
+        """Start the workers of a role and return at once.
+
+        Raises:
+            ConfigError: the role's description contradicts itself.
+            LaunchError: the command is not there, a fixed port is in use, devices or cores are lacking, or the role
+                exists already. Nothing of the role is running then.
+        """
+        _validate(spec)
+        if spec.role in self._roles:
+            raise LaunchError(f"role {spec.role!r} exists already. Delete its workers first, or choose another name.")
+        role = self._roles[spec.role] = _Role(spec)
+        try:
+            self._reserve(role)
+            for index in range(spec.count):
+                role.processes.append(self._start(role, index))
+        except (LaunchError, OSError) as error:
+            self.delete_workers(spec.role, grace=0)
+            if isinstance(error, OSError):
+                raise LaunchError(f"role {spec.role!r} cannot be started: {error}") from error
+            raise
+        return self.get_workers(spec.role)
+
+    def wait_ready(self, role: str, tick: Callable[[], object] | None = None) -> list[Worker]:
+        """Block until every worker of the role answers its readiness check; see the contract."""
+        if role not in self._roles:
+            raise LaunchError(f"there is no role {role!r} to wait for. Started: {', '.join(self._roles) or 'nothing'}.")
+        timeout = self._roles[role].spec.ready_timeout
+        processes = self._roles[role].processes
+        while True:
+            if tick is not None:
+                tick()
+            workers = self.get_workers(role)
+            for process in processes:
+                if process.worker.exit_code is not None:
+                    end = report.describe_exit(process.worker.exit_code)
+                    self._fail(process, f"{process.worker.name} {end} before its role was ready.")
+            waiting = [process for process in processes if not process.check_ready()]
+            if not waiting:
+                return workers
+            late = [process for process in waiting if time.monotonic() > process.started_at + timeout]
+            if late:
+                self._fail(late[0], late[0].not_ready(timeout))
+            time.sleep(TICK)
+
+    def get_workers(self, role: str) -> list[Worker]:
+        """The workers of a role, status refreshed; empty for an unknown role."""
+        processes = self._roles[role].processes if role in self._roles else []
+        for process in processes:
+            process.refresh()
+        return [process.worker for process in processes]
+
+    def poll(self) -> list[Worker]:
+        """All workers, status refreshed. Also replaces a keeper that was killed."""
+        if self._keeper is not None and not self._keeper.lives():
+            self._keeper.close()
+            self._keeper = Keeper()
+            for process in self._processes():
+                self._keeper.watch(process.session.pid)
+        return [worker for role in self._roles for worker in self.get_workers(role)]
+
+    def logs(self, worker: Worker, lines: int = 30) -> str:
+        """The last lines that a worker wrote; empty where there are none."""
+        for process in self._processes():
+            if process.worker.name == worker.name:
+                return process.log_tail(lines)
+        return report.tail(worker.log, lines)
+
+    def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:
+        """Stop a role, or all, with everything that the workers started, and free ports, devices and cores.
+
+        May be called at any time, also again after it was interrupted; unknown roles are fine.
+
+        Raises:
+            LaunchError: a process outlived SIGKILL.
+        """
+        names = [name for name in self._roles if role is None or name == role]
+        processes = [process for name in names for process in self._roles[name].processes]
+        left = stop_sessions([process.session for process in processes], grace)
+        if left:
+            stuck = ", ".join(str(process.pid) for process in left)
+            raise LaunchError(f"processes outlived SIGKILL: {stuck}. They may be stuck in a device driver.")
+        for process in processes:
+            process.collect(timeout=5.0)
+            if self._keeper is not None:
+                self._keeper.forget(process.session.pid)
+        for name in names:
+            self._release(self._roles.pop(name))
+        if self._keeper is not None and not self._roles:
+            keeper, self._keeper = self._keeper, None
+            keeper.close()
+
+    def _reserve(self, role: _Role) -> None:
+        """Take ports, devices and cores, all of them before anything starts."""
+        spec = role.spec
+        if not _listens(spec):
+            pass
+        elif spec.port is None:
+            role.ports = [PortReservation() for _ in range(spec.count)]
+        else:
+            for index in range(spec.count):
+                role.ports.append(PortReservation(self._host, spec.port + index))
+        if "CUDA_VISIBLE_DEVICES" not in spec.env:
+            role.gpus = self._gpus.take(spec.gpus * spec.count, spec.role)
+        if self._cores is not None:
+            role.cores = self._cores.take(spec.cpus * spec.count, spec.role)
+        if spec.spmd:
+            rendezvous = PortReservation()
+            role.ports.append(rendezvous)
+            role.master_port = rendezvous.port
+
+    def _start(self, role: _Role, index: int) -> LocalProcess:
+        spec = role.spec
+        port = role.ports[index].port if _listens(spec) else None
+        environment = worker_environment(
+            spec, os.environ, index, self._host, port, role.master_port, self._devices(role, index)
+        )
+        command = [fill_in(part, index, self._host, port) for part in spec.command]
+        if shutil.which(command[0], path=environment.get("PATH")) is None:
+            raise LaunchError(f"role {spec.role!r}: no program {command[0]!r} on PATH. Install it, or give its path.")
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        log = self._log_dir / f"{spec.role}-{index}.log"
+        if index == 0:
+            for reservation in role.ports:
+                reservation.hand_over()
+        if self._keeper is None:
+            self._keeper = Keeper()
+        return LocalProcess(
+            Worker(spec.role, index, self._host, port, log),
+            command,
+            environment,
+            self._keeper.fd,
+            role.cores[index * spec.cpus : (index + 1) * spec.cpus],
+            spec.ready_path,
+        )
+
+    def _devices(self, role: _Role, index: int) -> list[str] | None:
+        """Devices that a worker sees: its own; all of its role's for SPMD ranks, which choose by LOCAL_RANK."""
+        spec = role.spec
+        if "CUDA_VISIBLE_DEVICES" in spec.env or not len(self._gpus):
+            return None
+        return role.gpus if spec.spmd else role.gpus[index * spec.gpus : (index + 1) * spec.gpus]
+
+    def _release(self, role: _Role) -> None:
+        for reservation in role.ports:
+            reservation.release()
+        self._gpus.give_back(role.gpus)
+        if self._cores is not None:
+            self._cores.give_back(role.cores)
+
+    def _processes(self) -> list[LocalProcess]:
+        return [process for role in self._roles.values() for process in role.processes]
+
+    def _fail(self, process: LocalProcess, problem: str) -> None:
+        raise LaunchError(report.with_log(problem, process.worker.log, process.log_tail(self._log_lines)))
+
+
+def _listens(spec: JobSpec) -> bool:
+    return spec.needs_port or spec.port is not None or spec.ready_path is not None
+
+
+def _validate(spec: JobSpec) -> None:
+    """Raise a ConfigError for a role that cannot be meant as it is written."""
+    prefix = f"role {spec.role!r}"
+    named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", spec.role) is not None
+    require(named, "role", "a name of letters, digits, '_', '.' and '-', for it names the log files", spec.role)
+    require(len(spec.command) > 0, f"{prefix}: command", "a program and its arguments", spec.command)
+    require(spec.count >= 1, f"{prefix}: count", "at least 1", spec.count)
+    require(spec.cpus >= 1, f"{prefix}: cpus", "at least 1", spec.cpus)
+    require(spec.gpus >= 0, f"{prefix}: gpus", "0 or more", spec.gpus)
+    require(spec.ready_timeout > 0, f"{prefix}: ready_timeout", "more than 0 seconds", spec.ready_timeout)
+    if spec.port is not None:
+        last = 65536 - spec.count
+        require(1 <= spec.port <= last, f"{prefix}: port", f"between 1 and {last} for {spec.count} workers", spec.port)
+    path = spec.ready_path
+    require(path is None or path.startswith("/"), f"{prefix}: ready_path", "a path that starts with '/'", path)

@@ -1,0 +1,102 @@
+"""One worker on this machine: its process, its log and the news of its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rl_contracts.scheduler import Worker, WorkerStatus
+from rl_launchers import readiness, report
+from rl_launchers.sessions import Session
+
+_ENLIST = str(Path(__file__).with_name("enlist.py"))
+
+
+class LocalProcess:
+    """A started worker. It leads a session of its own, so a Ctrl-C in the terminal does not reach it by itself.
+
+    A thread waits for its end, so that ends are known in their order however seldom anybody asks.
+
+    Args:
+        worker: what others see of it; kept up to date by `refresh`.
+        command: program and arguments.
+        environment: the whole environment.
+        keeper: file descriptor on which the process enlists with the keeper.
+        cores: to pin it to; empty leaves it free.
+        ready_path: of its readiness check; None: ready as it is.
+
+    Raises:
+        OSError: the process cannot be started, or its log cannot be written.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        keeper: int,
+        cores: Sequence[str] = (),
+        ready_path: str | None = None,
+    ) -> None:
+        self.worker = worker
+        self.started_at = time.monotonic()
+        self._ready_path = ready_path
+        self._last_answer = "it was not asked yet"
+        self._end: tuple[int, float] | None = None
+        with worker.log.open("ab") as log:
+            self._log_start = log.tell()  # an earlier run's lines must not pass for this one's
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-S", _ENLIST, str(keeper), ",".join(cores), *command],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[keeper],
+                start_new_session=True,
+            )
+        worker.pid = self._popen.pid
+        worker.status = WorkerStatus.STARTING if ready_path else WorkerStatus.RUNNING
+        self.session = Session(self._popen.pid)
+        self._waiter = threading.Thread(target=self._await_end, name=f"wait-{worker.name}", daemon=True)
+        self._waiter.start()
+
+    def refresh(self) -> None:
+        """Bring the worker's status up to date."""
+        if self._end is not None and self.worker.exit_code is None:
+            self.worker.exit_code, self.worker.ended_at = self._end
+            self.worker.status = WorkerStatus.DONE if self.worker.exit_code == 0 else WorkerStatus.FAILED
+
+    def check_ready(self) -> bool:
+        """Ask a starting worker whether it is ready; the status tells from then on."""
+        worker = self.worker
+        if worker.status is WorkerStatus.STARTING and self._ready_path and worker.port is not None:
+            problem = readiness.probe(worker.host, worker.port, self._ready_path)
+            if problem is None:
+                worker.status = WorkerStatus.RUNNING
+            else:
+                self._last_answer = problem
+        return worker.status is WorkerStatus.RUNNING
+
+    def not_ready(self, timeout: float) -> str:
+        """Why it is not ready, in a sentence."""
+        return (
+            f"{self.worker.name} was not ready within {timeout:g} s: {self.worker.address}{self._ready_path} gave no "
+            f"200; last: {self._last_answer}. See its log, or raise ready_timeout."
+        )
+
+    def log_tail(self, lines: int) -> str:
+        """The last lines that this process wrote."""
+        return report.tail(self.worker.log, lines, self._log_start)
+
+    def collect(self, timeout: float) -> None:
+        """Wait until the process has been reaped, so that not even a zombie is left."""
+        self._waiter.join(timeout)
+        self.refresh()
+
+    def _await_end(self) -> None:
+        code = self._popen.wait()
+        self._end = (code, time.time())

@@ -1,0 +1,51 @@
+"""How the end of a process is told: what it died of, and the last lines of its log."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+TAIL_BYTES = 256 * 1024
+"""Read from the end of a log at most, so that a huge log costs nothing."""
+
+LIKELY_CAUSES = {
+    signal.SIGKILL: "out of memory?",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGABRT: "an assertion in native code",
+    signal.SIGBUS: "shared memory or disk full?",
+    signal.SIGILL: "built for another processor?",
+}
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code as `subprocess` gives it, in words: `"was killed by SIGKILL (out of memory?)"`."""
+    if code is None:
+        return "ended"
+    number = -code if code < 0 else code - 128
+    if number not in set(signal.Signals):
+        return f"ended with exit code {code}"
+    name = signal.Signals(number).name
+    cause = LIKELY_CAUSES.get(signal.Signals(number))
+    likely = f" ({cause})" if cause else ""
+    if code < 0:
+        return f"was killed by {name}{likely}"
+    return f"ended with exit code {code}, which a shell gives for {name}{likely}"
+
+
+def tail(log: Path, lines: int, offset: int = 0) -> str:
+    """The last lines of a log from byte `offset` on; empty where there are none."""
+    if lines < 1 or not log.exists():
+        return ""
+    with log.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(offset, size - TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def with_log(problem: str, log: Path, text: str) -> str:
+    """A message followed by what the log says, indented."""
+    if not text.strip():
+        return f"{problem}\nIts log, {log}, is empty."
+    shown = "\n".join(f"    {line}" for line in text.splitlines())
+    return f"{problem}\nThe last lines of {log}:\n{shown}"

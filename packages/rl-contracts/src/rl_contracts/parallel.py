@@ -66,14 +66,28 @@ class ParallelContext:
             dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self.dp_host_group)
         return values
 
-    def gather_tensors(self, tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Named CPU tensors of every data-parallel replica, in order of dp_rank; shapes may differ."""
-        if self.dp_host_group is None:
+    def gather_tensors(
+        self, tensors: dict[str, torch.Tensor], all_ranks: bool = False
+    ) -> list[dict[str, torch.Tensor]]:
+        """Named CPU tensors of every data-parallel replica, in order of dp_rank; shapes may differ.
+
+        Args:
+            tensors: this rank's.
+            all_ranks: gather from every rank instead, in order of rank.
+        """
+        group = self.host_group if all_ranks else self.dp_host_group
+        if group is None:
             return [tensors]
         from safetensors.torch import load, save
 
         contiguous = {k: v.contiguous() for k, v in tensors.items()}
-        return [load(part) for part in _gather_bytes(save(contiguous), self.dp_host_group)]
+        return [load(part) for part in _gather_bytes(save(contiguous), group)]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in order of rank."""
+        if self.host_group is None:
+            return [value]
+        return [json.loads(part) for part in _gather_bytes(json.dumps(value).encode(), self.host_group)]
 
     def broadcast_json(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank."""

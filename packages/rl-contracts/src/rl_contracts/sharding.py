@@ -59,10 +59,11 @@ def share(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) ->
 
 
 def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) -> TensorDict:
-    """Exchange rows between replicas (collective): from what each collected to what each learns from.
+    """Exchange rows between all ranks (collective): from what each collected to what its replica learns from.
 
     Args:
-        batch: this replica's rows; may be empty. Only tensors travel.
+        batch: this rank's rows; none on a rank that collects none, such as one that is not its replica's head. Only
+            tensors travel.
 
     Returns:
         its share of every minibatch, with the entry `minibatch`.
@@ -72,8 +73,11 @@ def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int 
 
     from rl_contracts.trajectory import concatenate
 
-    if parallel.dp_size == 1:
+    if parallel.world_size == 1:
         return share(batch, parallel, minibatches)
     mine = {str(k): v for k, v in batch.items() if isinstance(v, torch.Tensor)}
-    parts = [TensorDict(part, batch_size=part["input_ids"].shape[:1]) for part in parallel.gather_tensors(mine)]
+    parts = [
+        TensorDict(part, batch_size=part["input_ids"].shape[:1])
+        for part in parallel.gather_tensors(mine, all_ranks=True)
+    ]
     return share(concatenate([part for part in parts if part.batch_size[0]] or parts[:1]), parallel, minibatches)

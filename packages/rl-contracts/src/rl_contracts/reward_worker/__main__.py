@@ -1,0 +1,143 @@
+"""The worker process: reads calls of one reward function from stdin, writes results to what was stdout.
+
+The first frame names the function: `{"target": name or dotted path, "path": sys.path}`; the answer is
+`{"ready": true}` or `{"refused": text}`. Each further frame is a call, `[prompt, completions, prompt_ids,
+completion_ids, data]`; its answer is `{"value": number}` or `{"error": text}`. Whatever the function prints goes to
+stderr.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import inspect
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, BinaryIO
+
+from rl_contracts.registry import load
+from rl_contracts.reward_worker import wire
+
+_PR_SET_PDEATHSIG = 1
+_TRACE_LIMIT = 6000
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    calls, results = _claim_pipes()
+    _die_with_parent(calls.fileno())
+    faulthandler.enable()
+    try:
+        setup = wire.read(calls)
+    except EOFError:
+        return
+    sys.path[:] = setup["path"]
+    try:
+        function = load("rl.rewards", setup["target"])
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any code runs at import; the parent reports it
+        _write(results, {"refused": _describe(error)})
+        return
+    if not callable(function):
+        _write(results, {"refused": f"{setup['target']!r} stands for {function!r}, which cannot be called."})
+        return
+    _write(results, {"ready": True})
+    _serve(calls, results, function)
+
+
+def _serve(calls: BinaryIO, results: int, function: Callable[..., Any]) -> None:
+    score = _Caller(function)
+    while True:
+        try:
+            call = wire.read(calls)
+        except EOFError:
+            return
+        answer: dict[str, Any]
+        try:
+            answer = {"value": score(call)}
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own failure is the call's answer
+            answer = {"error": _describe(error)}
+        _write(results, answer)
+
+
+class _Caller:
+    """Calls the function, on an event loop of its own if it is async, and insists on a finite number."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._runner: Any = None
+
+    def __call__(self, call: list[Any]) -> float:
+        prompt, completions, prompt_ids, completion_ids, data = call
+        value = self._function(prompt, completions, prompt_ids, completion_ids, **data)
+        if inspect.isawaitable(value):
+            value = self._wait_for(value)
+        if not isinstance(value, Real):
+            raise TypeError(f"expected a number as reward, found {type(value).__name__}: {value!r:.200}")
+        if not math.isfinite(value):
+            raise ValueError(f"expected a finite reward, found {float(value)}")
+        return float(value)
+
+    def _wait_for(self, awaitable: Any) -> Any:
+        import asyncio
+
+        async def wait() -> Any:
+            return await awaitable
+
+        if self._runner is None:
+            self._runner = asyncio.Runner()  # one loop for all calls, so that the function may keep connections
+        return self._runner.run(wait())
+
+
+def _claim_pipes() -> tuple[BinaryIO, int]:
+    """Move the protocol off stdin and stdout, so that nothing the function reads or prints can disturb it."""
+    calls, results = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines before a crash must arrive
+    return os.fdopen(calls, "rb"), results
+
+
+def _write(results: int, answer: dict[str, Any]) -> None:
+    frame = memoryview(wire.encode(answer))
+    while frame:
+        frame = frame[os.write(results, frame) :]
+
+
+def _describe(error: BaseException) -> str:
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return f"{type(error).__name__}: {error}\n{trace[-_TRACE_LIMIT:]}"
+
+
+def _die_with_parent(calls: int) -> None:
+    """Leave no worker behind a parent that was killed, even when the function never comes back.
+
+    A thread waits for the other end of stdin to close and kills the process group, the function's own children
+    included. On Linux the kernel kills this process as well, in case the thread cannot run.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    hangup = select.poll()
+    hangup.register(calls, 0)  # no event but the hang-up, which is always reported
+
+    def watch() -> None:
+        hangup.poll()
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

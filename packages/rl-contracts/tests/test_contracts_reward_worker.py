@@ -1,0 +1,370 @@
+"""Reward functions in worker processes: what they return, and every way in which they can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_contracts.errors import ConfigError, RewardError
+from rl_contracts.reward_worker import AsyncRewardWrapper
+
+REWARDS = """
+import asyncio, ctypes, os, subprocess, sys, time
+
+def exact(prompt, completions, prompt_ids, completion_ids, answer, **data):
+    return 1.0 if completions == answer else 0.0
+
+async def later(prompt, completions, prompt_ids, completion_ids, **data):
+    await asyncio.sleep(0.01)
+    return float(len(completion_ids))
+
+def talkative(prompt, completions, prompt_ids, completion_ids, **data):
+    print("to stdout " * 1000)
+    os.write(1, b"raw bytes")
+    subprocess.run(["echo", "from a child"])
+    assert sys.stdin.read() == ""
+    return 2
+
+def acts(prompt, completions, prompt_ids, completion_ids, **data):
+    if completions == "raise":
+        raise LookupError("no gold answer")
+    if completions == "exit":
+        print("last words", flush=True)
+        os._exit(7)
+    if completions == "sys.exit":
+        sys.exit(3)
+    if completions == "segfault":
+        ctypes.string_at(0)
+    if completions == "hang":
+        time.sleep(1000)
+    if completions == "hang with a child":
+        child = subprocess.Popen(["sleep", "1000"])
+        with open(data["file"], "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        child.wait()
+    if completions == "close":
+        os.closerange(3, 100)
+        time.sleep(1000)
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0"}.get(completions, os.getpid())
+
+def modules(prompt, completions, prompt_ids, completion_ids, **data):
+    return float(sum(name in sys.modules for name in data["names"]))
+
+class Scorer:
+    @staticmethod
+    def score(prompt, completions, prompt_ids, completion_ids, **data):
+        return 0.5
+
+not_callable = 3
+decorated = (lambda f: lambda *a, **k: f(*a, **k))(exact)
+"""
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "worker_rewards.py").write_text(REWARDS)
+    (folder / "broken_rewards.py").write_text("raise RuntimeError('cannot be imported today')\n")
+    (folder / "slow_rewards.py").write_text("import time\ntime.sleep(1000)\n")
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module("worker_rewards")
+    sys.path.remove(str(folder))
+
+
+async def score(wrapper: AsyncRewardWrapper, completion: str, **data: Any) -> float:
+    return await wrapper("question", completion, [1, 2], [3, 4, 5], **data)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_call_plain_async_and_nested_functions_return_their_floats() -> None:
+    for target, expected in [("exact", 1.0), ("later", 3.0), ("Scorer.score", 0.5)]:
+        async with AsyncRewardWrapper(f"worker_rewards:{target}") as wrapper:
+            value = await score(wrapper, "4", answer="4")
+        assert type(value) is float
+        assert value == expected
+
+
+async def test_call_function_object_is_found_by_its_name(rewards: Any) -> None:
+    async with AsyncRewardWrapper(rewards.exact) as wrapper:
+        assert wrapper.target == "worker_rewards:exact"
+        assert await score(wrapper, "5", answer="4") == 0.0
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_many_concurrent_calls_keep_their_own_results() -> None:
+    async with AsyncRewardWrapper("worker_rewards:exact", workers=2) as wrapper:
+        values = await asyncio.gather(*(score(wrapper, str(i), answer=str(i - i % 2)) for i in range(500)))
+
+    assert values == [1.0, 0.0] * 250
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_large_arguments_pass_through_the_pipes() -> None:
+    text = "é" * 1_000_000
+    async with AsyncRewardWrapper("worker_rewards:exact") as wrapper:
+        assert await asyncio.gather(*(score(wrapper, text, answer=text) for _ in range(3))) == [1.0] * 3
+        assert await score(wrapper, "a", answer="a") == 1.0
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_printing_and_reading_stdin_does_not_disturb_the_protocol() -> None:
+    async with AsyncRewardWrapper("worker_rewards:talkative") as wrapper:
+        assert [await score(wrapper, "") for _ in range(20)] == [2.0] * 20
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_worker_imports_neither_torch_nor_transformers() -> None:
+    async with AsyncRewardWrapper("worker_rewards:modules") as wrapper:
+        assert await score(wrapper, "", names=["torch", "numpy", "transformers", "tensordict"]) == 0.0
+
+
+@pytest.mark.usefixtures("rewards")
+@pytest.mark.parametrize(
+    ("completion", "match"),
+    [
+        ("raise", r"(?s)'worker_rewards:acts' raised LookupError: no gold answer.*Traceback.*in acts"),
+        ("sys.exit", r"raised SystemExit: 3"),
+        ("exit", r"(?s)ended with exit code 7 while it scored\. Last lines.*last words"),
+        ("segfault", r"(?s)ended by signal SIGSEGV while it scored.*in acts"),
+        ("close", r"closed its pipe, but lived on, and was killed while it scored"),
+        ("nan", r"expected a finite reward, found nan"),
+        ("inf", r"expected a finite reward, found inf"),
+        ("none", r"expected a number as reward, found NoneType: None"),
+        ("text", r"expected a number as reward, found str: '1\.0'"),
+    ],
+)
+async def test_failing_call_raises_reward_error_and_the_next_call_works(completion: str, match: str) -> None:
+    async with AsyncRewardWrapper("worker_rewards:acts") as wrapper:
+        with pytest.raises(RewardError, match=match):
+            await score(wrapper, completion)
+
+        assert await score(wrapper, "fine") > 0
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_stuck_call_is_killed_with_its_children_and_others_go_on(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    async with AsyncRewardWrapper("worker_rewards:acts", timeout=0.5) as wrapper:
+        before = await score(wrapper, "fine")
+        stuck = asyncio.ensure_future(score(wrapper, "hang with a child", file=str(file)))
+        others = [asyncio.ensure_future(score(wrapper, "fine")) for _ in range(5)]
+
+        with pytest.raises(RewardError, match=r"'worker_rewards:acts' took longer than its limit of 0\.5 s"):
+            await stuck
+        values = await asyncio.gather(*others)
+
+    assert before not in values
+    pids = [int(p) for p in file.read_text().split()]
+    assert pids[0] == int(before)
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_deadline_counts_from_the_start_of_a_call_not_from_its_submission() -> None:
+    """Twenty calls of a worker that takes 0.1 s for each: the last waits four times the limit and is fine."""
+    async with AsyncRewardWrapper("time_rewards:pause", timeout=0.5) as wrapper:
+        assert await asyncio.gather(*(score(wrapper, "") for _ in range(20))) == [1.0] * 20
+
+
+@pytest.fixture(autouse=True)
+def _time_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "time_rewards.py").write_text("import time\ndef pause(*a, **k):\n    time.sleep(0.1)\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_result_that_arrived_while_the_loop_was_blocked_is_no_timeout() -> None:
+    async with AsyncRewardWrapper("worker_rewards:acts", timeout=0.3) as wrapper:
+        call = asyncio.ensure_future(score(wrapper, "fine"))
+        await asyncio.sleep(0)
+        time.sleep(0.6)  # noqa: ASYNC251 - the blocked loop is what is tested
+
+        assert await call > 0
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_cancelled_call_leaves_the_worker_usable() -> None:
+    async with AsyncRewardWrapper("worker_rewards:acts") as wrapper:
+        pid = await score(wrapper, "fine")
+        calls = [asyncio.ensure_future(score(wrapper, "fine")) for _ in range(3)]
+        await asyncio.sleep(0)
+        for call in calls[:2]:
+            call.cancel()
+
+        assert await calls[2] == pid
+
+
+@pytest.mark.usefixtures("rewards")
+@pytest.mark.parametrize(
+    ("data", "key"), [({"answer": {1, 2}}, "answer"), ({"a": 1, "image": b"x"}, "image"), ({"f": lambda: 0}, "f")]
+)
+async def test_data_that_is_no_json_raises_reward_error_naming_the_key(data: dict[str, Any], key: str) -> None:
+    async with AsyncRewardWrapper("worker_rewards:exact") as wrapper:
+        with pytest.raises(RewardError, match=f"'{key}' cannot be sent to the worker"):
+            await score(wrapper, "", **data)
+
+
+@pytest.mark.usefixtures("rewards")
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        ("no_such_reward", "nothing is called 'no_such_reward'"),
+        ("no_such_module:f", "cannot be imported"),
+        ("worker_rewards:missing", "cannot be imported"),
+        ("worker_rewards:not_callable", "cannot be called"),
+        ("broken_rewards:f", "(?s)RuntimeError: cannot be imported today.*Traceback"),
+    ],
+)
+async def test_function_that_cannot_be_had_raises_config_error_at_start_and_at_each_call(
+    target: str, match: str
+) -> None:
+    wrapper = AsyncRewardWrapper(target, workers=2)
+
+    with pytest.raises(ConfigError, match=match):
+        await wrapper.start()
+    for failed in await asyncio.gather(*(score(wrapper, "") for _ in range(5)), return_exceptions=True):
+        assert isinstance(failed, ConfigError)
+    await wrapper.aclose()
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_import_that_hangs_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_contracts.reward_worker.wrapper._START_TIMEOUT", 0.3)
+    wrapper = AsyncRewardWrapper("slow_rewards:f")
+
+    with pytest.raises(ConfigError, match=r"not ready after 0\.3 s"):
+        await wrapper.start()
+    await wrapper.aclose()
+
+
+def test_function_objects_that_no_worker_can_import_raise_config_error(rewards: Any) -> None:
+    def local() -> None: ...
+
+    main = type(sys)("__main__")
+    exec("def f(): ...", main.__dict__)
+    for function, why in [
+        (local, "lies inside another function"),
+        (lambda: 0, "is a lambda"),
+        (rewards.decorated, "is a lambda or lies inside"),
+        (main.f, "main program"),
+        (rewards.Scorer(), "without a name"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            AsyncRewardWrapper(function)
+
+
+async def test_close_fails_waiting_calls_and_leaves_no_process(rewards: Any) -> None:
+    wrapper = AsyncRewardWrapper(rewards.acts, workers=2)
+    await wrapper.start()
+    pids = {int(await score(wrapper, "fine")) for _ in range(8)}
+    calls = [asyncio.ensure_future(score(wrapper, "hang")) for _ in range(4)]
+    await asyncio.sleep(0)
+
+    wrapper.close()
+
+    failed = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(f) for f in failed] == [RewardError] * 4
+    assert len(pids) == 2
+    assert not any(map(is_alive, pids))
+    with pytest.raises(RewardError, match=r"used after close\(\)"):
+        await score(wrapper, "")
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.usefixtures("rewards")
+def test_loop_in_another_thread_works_and_can_be_closed_from_here(loop: str) -> None:
+    factory = asyncio.new_event_loop if loop == "asyncio" else pytest.importorskip("uvloop").new_event_loop
+    running = factory()
+    thread = threading.Thread(target=running.run_forever)
+    thread.start()
+    wrapper = AsyncRewardWrapper("worker_rewards:acts", timeout=0.5)
+
+    def run(completion: str) -> float:
+        return asyncio.run_coroutine_threadsafe(score(wrapper, completion), running).result(30)
+
+    pid = int(run("fine"))
+    with pytest.raises(RewardError, match="limit"):
+        run("hang")
+    second = int(run("fine"))
+    wrapper.close()
+
+    assert pid != second
+    assert not is_alive(pid)
+    assert not is_alive(second)
+    running.call_soon_threadsafe(running.stop)
+    thread.join()
+    running.close()
+
+
+def test_workers_move_to_the_loop_that_calls(rewards: Any) -> None:
+    wrapper = AsyncRewardWrapper(rewards.acts)
+
+    first = asyncio.run(score(wrapper, "fine"))
+    second = asyncio.run(score(wrapper, "fine"))
+    wrapper.close()
+
+    assert first != second
+    assert not is_alive(int(first))
+    assert not is_alive(int(second))
+
+
+PARENT = """
+import asyncio, sys
+from rl_contracts.reward_worker import AsyncRewardWrapper
+
+async def main():
+    wrapper = AsyncRewardWrapper("worker_rewards:acts")
+    await wrapper("", "hang with a child", [], [], file=sys.argv[1])
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_worker_that_hangs_dies_with_its_killed_parent(rewards: Any, tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    environment = {**os.environ, "PYTHONPATH": str(Path(rewards.__file__).parent)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file)], env=environment)
+    wait_until(lambda: file.exists() and len(file.read_text().split()) == 2, 30.0)
+    worker = int(file.read_text().split()[0])
+
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+
+    wait_until(lambda: not is_alive(worker))
+
+
+async def test_trivial_rewards_pass_at_three_thousand_a_second(rewards: Any) -> None:
+    async with AsyncRewardWrapper(rewards.exact) as wrapper:
+        best = 0.0
+        for _ in range(5):
+            begun = time.perf_counter()
+            await asyncio.gather(*(score(wrapper, "4", answer="4") for _ in range(1000)))
+            best = max(best, 1000 / (time.perf_counter() - begun))
+
+    assert best > 3000

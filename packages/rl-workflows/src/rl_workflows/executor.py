@@ -1,0 +1,227 @@
+"""From an admitted prompt to a finished group: fan out into episodes, collect the members, decide what the group is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.errors import DataError, RLError, boundary_of
+from rl_contracts.logging import get_logger
+from rl_workflows.budget import FailureBudget
+from rl_workflows.episode import EpisodeEngine, Progress
+from rl_workflows.runner import AsyncTaskRunner, Job
+from rl_workflows.workflow_context import EpisodeContext, set_current_episode
+
+if TYPE_CHECKING:
+    from rl_contracts.clock import Clock
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.trajectory import Trajectory
+    from rl_contracts.workflow import RolloutWorkflow
+    from rl_workflows.config import RolloutConfig
+    from rl_workflows.filters import ShouldAccept
+    from rl_workflows.staleness import Ticket
+
+log = get_logger("workflows")
+
+
+@dataclass(slots=True)
+class FinishedGroup:
+    """What became of one admission. Exactly one of accepted, rejected and failed."""
+
+    ticket: Ticket
+    row: dict[str, Any]
+    """The data row."""
+    rows: list[Trajectory]
+    """Of all members that succeeded, in order of (episode, row of the episode)."""
+    rejected: str | None = None
+    """Why it was rejected: `workflow` (too many members were) or `filter`."""
+    error: BaseException | None = None
+    """Why it failed."""
+
+
+class _Group:
+    """A group that runs."""
+
+    __slots__ = ("cache", "contexts", "error", "jobs", "left", "members", "rejected", "row", "ticket")
+
+    def __init__(self, ticket: Ticket, row: dict[str, Any], size: int) -> None:
+        self.ticket, self.row, self.left = ticket, row, size
+        self.jobs: list[Job] = []
+        self.contexts: dict[int, EpisodeContext] = {}
+        self.members: list[tuple[int, list[Trajectory]]] = []
+        self.rejected = 0
+        self.error: BaseException | None = None
+        self.cache: dict[str, Any] = {}
+
+
+class WorkflowExecutor:
+    """Runs groups on the running loop and reports each once.
+
+    Args:
+        workflow: says what happens in an episode.
+        engine: what the episodes generate with.
+        config: group size, what a missing member means, budget.
+        runner: runs the episodes.
+        progress: touched whenever something moves.
+        clock: of the runtime.
+        on_group: told of each finished group.
+        should_accept: filters of complete groups; all must agree.
+    """
+
+    def __init__(
+        self,
+        workflow: RolloutWorkflow,
+        engine: InferenceEngine,
+        config: RolloutConfig,
+        runner: AsyncTaskRunner,
+        progress: Progress,
+        clock: Clock,
+        on_group: Callable[[FinishedGroup], None],
+        should_accept: ShouldAccept | None = None,
+    ) -> None:
+        self._workflow, self._engine, self._config = workflow, engine, config
+        self._runner, self._progress, self._clock = runner, progress, clock
+        self._on_group, self._should_accept = on_group, should_accept
+        self._groups: dict[int, _Group] = {}
+        self.budget = FailureBudget(config.failure_budget, config.failure_min_groups, config.max_rejected_in_row)
+        self.failed_episodes: Counter[str] = Counter()
+
+    def submit(self, ticket: Ticket, row: dict[str, Any]) -> None:
+        """Start the episodes of a group."""
+        group = _Group(ticket, row, self._config.group_size)
+        self._groups[ticket.group_id] = group
+        group.jobs = [
+            self._runner.submit(partial(self._episode, group, sample)) for sample in range(self._config.group_size)
+        ]
+
+    def in_flight(self) -> list[tuple[Ticket, dict[str, Any]]]:
+        """Tickets and rows of the groups that run, in order of admission."""
+        return [(group.ticket, group.row) for group in self._groups.values()]
+
+    def oldest(self) -> EpisodeContext | None:
+        """An episode of the group that has run longest; None if nothing runs."""
+        for group in self._groups.values():
+            for context in group.contexts.values():
+                return context
+        return None
+
+    async def _episode(self, group: _Group, sample: int) -> None:
+        context = episode_context(group.row, group.ticket.group_id, sample, group.cache, self._clock)
+        group.contexts[sample] = context
+        rows, error = await run_episode(
+            self._workflow, self._engine, group.row, context, self._progress, self._config.seed
+        )
+        group.contexts.pop(sample, None)
+        if group.ticket.group_id in self._groups:
+            self._member_ended(group, sample, rows, error)
+
+    def _member_ended(
+        self, group: _Group, sample: int, rows: list[Trajectory] | None, error: BaseException | None
+    ) -> None:
+        group.left -= 1
+        if error is not None:
+            self.failed_episodes[boundary_of(error)] += 1
+            self.budget.episode_failed(error)
+            group.error = group.error or error
+        elif rows is None:
+            group.rejected += 1
+        else:
+            group.members.append((sample, rows))
+        possible = len(group.members) + group.left
+        if group.left and possible >= self._config.needed:
+            return
+        self._finish(group)
+
+    def _finish(self, group: _Group) -> None:
+        """Report the group, and end members whose answers can no longer matter."""
+        del self._groups[group.ticket.group_id]
+        if group.left:
+            current = asyncio.current_task()
+            for job in group.jobs:
+                if job.task is not current:
+                    self._runner.cancel(job)
+        result = self._judge(group)
+        self._progress.touch()
+        self._on_group(result)
+        if result.error is not None:
+            log.warning("group %d failed (%s): %s", group.ticket.group_id, boundary_of(result.error), result.error)
+            self.budget.failed(result.error)
+        elif result.rejected is not None:
+            self.budget.rejected()
+        else:
+            self.budget.accepted()
+
+    def _judge(self, group: _Group) -> FinishedGroup:
+        group.members.sort(key=_sample_of)
+        result = FinishedGroup(group.ticket, group.row, [row for _, rows in group.members for row in rows])
+        if len(group.members) < self._config.needed:
+            result.error = group.error
+            result.rejected = "workflow" if group.error is None else None
+        elif self._should_accept is not None:
+            try:
+                result.rejected = None if self._should_accept(result.rows) else "filter"
+            except Exception as error:  # noqa: BLE001 - user code: the group fails with it and the budget counts it
+                result.error = error
+        return result
+
+
+def _sample_of(member: tuple[int, list[Trajectory]]) -> int:
+    return member[0]
+
+
+def prompt_id_of(row: dict[str, Any]) -> int:
+    """The row's `prompt_id`.
+
+    Raises:
+        DataError: it has none, or one that is not an integer.
+    """
+    value = row.get("prompt_id")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise DataError(f"data row: expected an integer `prompt_id`, found {value!r}; its keys are {sorted(row)}.")
+
+
+def episode_context(
+    row: dict[str, Any], group_id: int, sample: int, cache: dict[str, Any], clock: Clock
+) -> EpisodeContext:
+    """The context of one sample of a row."""
+    return EpisodeContext(prompt_id_of(row), group_id, sample, int(row.get("epoch", 0)), cache, clock)
+
+
+async def run_episode(
+    workflow: RolloutWorkflow,
+    engine: InferenceEngine,
+    row: dict[str, Any],
+    context: EpisodeContext,
+    progress: Progress,
+    seed: int,
+    label: str = "train",
+    generation: GenerationConfig | None = None,
+) -> tuple[list[Trajectory] | None, BaseException | None]:
+    """Run one episode and stamp its rows.
+
+    Returns:
+        (rows, None), (None, None) if the workflow rejected it, or (None, the error) if it failed.
+    """
+    set_current_episode(context)
+    handle = EpisodeEngine(engine, context, progress, seed, label, generation)
+    try:
+        rows = await workflow.arun_episode(handle, row)
+    except RLError as error:
+        return None, error
+    except Exception as error:  # noqa: BLE001 - the boundary of user code: recorded, counted, held against the budget
+        return None, error
+    if rows is None:
+        return None, None
+    if not rows:
+        return None, DataError("arun_episode returned no trajectory; return None to reject an episode.")
+    for trajectory in rows:
+        trajectory.prompt_id = context.prompt_id
+        trajectory.group_id = context.group_id
+        trajectory.episode_id = context.sample
+    return rows, None

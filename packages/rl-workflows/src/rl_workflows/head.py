@@ -1,0 +1,252 @@
+"""The asynchronous side of one data-parallel head. Everything here runs on one event loop and never blocks it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.errors import RLError, boundary_of
+from rl_contracts.logging import get_logger
+from rl_workflows.episode import Progress
+from rl_workflows.executor import FinishedGroup, WorkflowExecutor, prompt_id_of
+from rl_workflows.runner import AsyncTaskRunner
+from rl_workflows.saving import groups_from_state, groups_to_state
+from rl_workflows.source import PromptSource, Row
+from rl_workflows.staleness import StalenessManager
+from rl_workflows.watchdog import STATS_TIMEOUT, Watchdog
+
+if TYPE_CHECKING:
+    from rl_contracts.clock import Clock
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.workflow import RolloutWorkflow
+    from rl_workflows.config import RolloutConfig
+    from rl_workflows.filters import ShouldAccept
+
+log = get_logger("workflows")
+
+ADMISSIONS_PER_TURN = 64
+"""Groups that start in one turn of the loop, so that answers are taken in between."""
+
+
+class RolloutHead:
+    """Admits prompts, runs their groups, keeps the accepted ones and hands out batches.
+
+    Args:
+        engine: what episodes generate with.
+        workflow: what happens in an episode.
+        prompts: data rows, finite or endless.
+        manager: admission.
+        config: settings of the runtime.
+        clock: all time.
+        should_accept: filter of complete groups.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        workflow: RolloutWorkflow,
+        prompts: Iterable[Row],
+        manager: StalenessManager,
+        config: RolloutConfig,
+        clock: Clock,
+        should_accept: ShouldAccept | None = None,
+    ) -> None:
+        self.engine, self.manager, self.clock = engine, manager, clock
+        self.source = PromptSource(prompts)
+        self.progress = Progress(clock)
+        limit = (manager.max_concurrent or (config.max_staleness + 1) * manager.batch_size) * config.group_size
+        self.runner = AsyncTaskRunner(limit, self.fail)
+        self.executor = WorkflowExecutor(
+            workflow, engine, config, self.runner, self.progress, clock, self._group_ended, should_accept
+        )
+        self.watchdog = Watchdog(
+            self.progress, engine, clock, config.stall_timeout, self.executor.oldest, manager.describe
+        )
+        self.accepted: dict[int, FinishedGroup] = {}
+        self.counts: Counter[str] = Counter()
+        self.started = False
+        self._paused = False
+        self._pump_is_due = False
+        self._error: BaseException | None = None
+        self._changed: asyncio.Future[None] | None = None
+
+    def start(self) -> None:
+        """Begin to admit prompts. Further calls do nothing."""
+        if not self.started:
+            self.started = True
+            self._pump()
+
+    def fail(self, error: BaseException) -> None:
+        """Something in the background died: whoever waits, now or later, gets the error."""
+        if self._error is None:
+            self._error = error
+        self._notify()
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further group will be admitted."""
+        return self.source.exhausted
+
+    async def begin_wait(self) -> None:
+        """Somebody begins to wait for a batch: from now on, nothing moving counts as a stall."""
+        self.progress.touch()
+        self.start()
+
+    async def fill(self, timeout: float | None = None) -> int | None:
+        """Wait until a batch may leave.
+
+        Args:
+            timeout: seconds to wait at most, of real time.
+
+        Returns:
+            the groups that it would have, 0 at the end of the data; None if the time passed first.
+
+        Raises:
+            RLError: something in the background failed, with its cause; or nothing moved for too long.
+        """
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        async with self.watchdog.over(self.fail):
+            while True:
+                self._raise_error()
+                if self.manager.ready(self.closed):
+                    return min(self.manager.accepted, self.manager.batch_size)
+                if not await self._wait_for_change(deadline):
+                    return None
+
+    async def take(self) -> list[FinishedGroup]:
+        """The groups of the batch that `fill` found ready, oldest first."""
+        tickets = self.manager.take_batch(self.closed)
+        for ticket in tickets:
+            age = self.manager.version - ticket.start
+            self.counts["consumed"] += 1
+            self.counts["staleness_sum"] += age
+            self.counts["staleness_max"] = max(self.counts["staleness_max"], age)
+        return [self.accepted.pop(ticket.group_id) for ticket in tickets]
+
+    async def end_step(self, version: int) -> None:
+        """Free the places of the batch and admit more."""
+        self.manager.end_step(version)
+        self._pump()
+
+    async def set_paused(self, paused: bool) -> None:
+        """Stop or go on admitting."""
+        self._paused = paused
+        self._pump()
+
+    async def stats(self) -> dict[str, float | None]:
+        """Counters since the last call, and the servers' own."""
+        counts, self.counts = self.counts, Counter()
+        consumed = counts.pop("consumed")
+        age_sum, age_max = counts.pop("staleness_sum"), counts.pop("staleness_max")
+        figures: dict[str, float | None] = {f"groups/{name}": 0.0 for name in ("accepted", "rejected", "failed")}
+        figures |= {f"groups/{name}": float(count) for name, count in counts.items()}
+        figures["groups/outstanding"] = float(self.manager.outstanding)
+        figures["groups/staleness_mean"] = age_sum / consumed if consumed else None
+        figures["groups/staleness_max"] = float(age_max) if consumed else None
+        failed = self.executor.failed_episodes
+        figures |= {f"episodes/failed/{name}": float(count) for name, count in failed.items()}
+        failed.clear()
+        figures["tokens/generated"], self.progress.tokens = float(self.progress.tokens), 0
+        try:
+            servers = await asyncio.wait_for(self.engine.stats(), STATS_TIMEOUT)
+        except (RLError, TimeoutError, OSError) as error:
+            log.warning("the servers give no figures: %s", error)
+            servers = {}
+        return figures | {f"server/{name}": value for name, value in servers.items()}
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Admission, prompts in flight, accepted groups, and the position in the data."""
+        manager = self.manager.state_dict()
+        groups = [self.accepted[group_id] for _, group_id in manager["accepted"]]
+        return {
+            "manager": manager,
+            "source": self.source.state_dict(),
+            "in_flight": [row for _, row in self.executor.in_flight()],
+            **groups_to_state(groups),
+        }
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`, before `begin_wait`.
+
+        Raises:
+            RLError: prompts were admitted already.
+        """
+        refused = {ticket.group_id for ticket in self.manager.load_state_dict(state["manager"])}
+        groups = groups_from_state(state)
+        self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
+        self.source.load_state_dict(state["source"])
+        again = [group.row for group in groups if group.ticket.group_id in refused]
+        self.source.requeue_first([*again, *state["in_flight"]])
+
+    async def close(self) -> None:
+        """Cancel all episodes."""
+        self.fail(RLError("the rollout runtime was destroyed"))
+        await self.runner.close()
+
+    def _pump(self) -> None:
+        """Admit while there are places and prompts, a slice per turn of the loop."""
+        self._pump_is_due = False
+        if self._paused or not self.started or self._error is not None:
+            return
+        try:
+            for _ in range(min(self.manager.capacity, ADMISSIONS_PER_TURN)):
+                row = self.source.take()
+                if row is None:
+                    self._notify()
+                    return
+                prompt_id_of(row)
+                self.executor.submit(self.manager.admit(), row)
+        except Exception as error:  # noqa: BLE001 - the data iterator is foreign code; next_batch raises what it raised
+            self.fail(error)
+            return
+        if self.manager.capacity:
+            self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _group_ended(self, group: FinishedGroup) -> None:
+        if group.error is not None:
+            self.manager.fail(group.ticket)
+            self.counts["failed"] += 1
+            self.counts[f"failed/{boundary_of(group.error)}"] += 1
+        elif group.rejected is not None:
+            self.manager.reject(group.ticket)
+            self.counts["rejected"] += 1
+            self.counts[f"rejected/{group.rejected}"] += 1
+        else:
+            self.manager.accept(group.ticket)
+            self.accepted[group.ticket.group_id] = group
+            self.counts["accepted"] += 1
+        if self._changed is not None and self.manager.ready(self.closed):
+            self._notify()
+        self._pump_soon()
+
+    def _notify(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    async def _wait_for_change(self, deadline: float | None) -> bool:
+        """Until `_notify`; False if the deadline, in seconds of the loop, came first."""
+        loop = asyncio.get_running_loop()
+        self._changed = loop.create_future()
+        try:
+            if deadline is None:
+                await self._changed
+                return True
+            done, _ = await asyncio.wait({self._changed}, timeout=max(deadline - loop.time(), 0))
+            return bool(done)
+        finally:
+            self._changed = None
+
+    def _raise_error(self) -> None:
+        error = self._error
+        if error is None:
+            return
+        if isinstance(error, RLError):
+            raise error
+        raise RLError(f"the rollout runtime failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,100 @@
+"""Reinforcement learning from verifiable rewards: one prompt, one answer, one score."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.data import ModelRequest
+from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
+from rl_contracts.rendering import ChatRenderer
+from rl_contracts.workflow import RolloutWorkflow
+from rl_workflows.workflow_context import group_cache, stage
+
+if TYPE_CHECKING:
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.trajectory import Trajectory
+
+NOT_FOR_REWARDS = frozenset(("messages", "prompt_id", "epoch", "prompt", "completions", "prompt_ids", "completion_ids"))
+"""Keys of a data row that a reward function gets in another form, or not at all."""
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """Renders `messages`, samples one answer, and scores it.
+
+    A data row has `messages` (the chat up to the answer) and whatever the reward function asks for, such as `answer`.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        generation: how answers are sampled; the template's stop ids are added.
+        reward: an `rl_contracts.reward.RewardFunction`, plain or async. A plain one runs on the event loop of all
+            episodes: it must be quick. Wrap others in `rl_contracts.reward_worker.AsyncRewardWrapper`.
+        max_length: tokens of prompt and answer that the model can hold; None: the server decides.
+        template_options: further variables of the chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        generation: GenerationConfig,
+        reward: Callable[..., Any],
+        max_length: int | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not callable(reward):
+            raise ConfigError(f"workflow.reward: expected a function, found {type(reward).__name__}.")
+        self._tokenizer, self._reward, self._max_length = tokenizer, reward, max_length
+        self._renderer = ChatRenderer(tokenizer, template_options)
+        stops = dict.fromkeys([*generation.stop_token_ids, *self._renderer.stop_ids])
+        self.generation = replace(generation, stop_token_ids=list(stops))
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One answer to one row; never rejects."""
+        from rl_contracts.trajectory import from_response
+
+        prompt, prompt_ids = self._prompt(data)
+        response = await engine.agenerate(ModelRequest(input_ids=prompt_ids, generation=self.generation))
+        completion = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
+        with stage("reward"):
+            reward = await self._score(prompt, completion, prompt_ids, response.output_ids, data)
+        info = {"prompt": prompt, "completion": completion, "answer": data.get("answer")}
+        return [from_response(response, reward=reward, temperature=self.generation.temperature, info=info)]
+
+    def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int]]:
+        """Text and ids of the prompt; rendered once for all samples of a group."""
+        cache = group_cache()
+        if "rlvr_prompt" not in cache:
+            if not data.get("messages"):
+                raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
+            ids = self._renderer.render(data["messages"])
+            self._refuse_too_long(ids)
+            cache["rlvr_prompt"] = (self._tokenizer.decode(ids), ids)
+        text, ids = cache["rlvr_prompt"]
+        return text, ids
+
+    def _refuse_too_long(self, ids: list[int]) -> None:
+        if self._max_length is not None and len(ids) >= self._max_length:
+            raise DataError(
+                f"the prompt has {len(ids)} tokens, but the model holds {self._max_length} with its answer. Leave such "
+                "rows out, or take a model with a longer context."
+            )
+
+    async def _score(
+        self, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], data: dict[str, Any]
+    ) -> float:
+        rest = {name: value for name, value in data.items() if name not in NOT_FOR_REWARDS}
+        try:
+            value = self._reward(prompt, completion, prompt_ids, completion_ids, **rest)
+            if inspect.isawaitable(value):
+                value = await value
+        except RLError:
+            raise
+        except Exception as error:
+            raise RewardError(f"the reward function raised {type(error).__name__}: {error}") from error
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise RewardError(f"the reward function returned {value!r}; expected a finite number.")
+        return float(value)

@@ -1,0 +1,241 @@
+"""The rollout runtime as a training loop sees it: blocking calls, collective over all ranks.
+
+Each data-parallel head runs a `RolloutHead` on an event loop of its own; the other ranks only take part in the
+exchange. Ranks meet at short intervals while they wait, so that one head's failure ends the wait of all within a
+second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.aio import LoopThread
+from rl_contracts.clock import Clock, SystemClock
+from rl_contracts.config import require
+from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.packing import cut
+from rl_contracts.parallel import ParallelContext
+from rl_contracts.rollout import RolloutRuntime
+from rl_workflows.config import RolloutConfig, head_share
+from rl_workflows.filters import ShouldAccept, dynamic_sampling
+from rl_workflows.head import RolloutHead
+from rl_workflows.staleness import StalenessManager
+from rl_workflows.waiting import wait_while_alive
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.trajectory import Trajectory
+    from rl_contracts.workflow import RolloutWorkflow
+    from rl_workflows.executor import FinishedGroup
+
+POLL_SECONDS = 0.5
+"""How often ranks meet while they wait."""
+
+CALL_SECONDS = 60.0
+"""Time that a call that waits for no episode may take on the loop; then the loop itself is stuck."""
+
+
+class DistRollout(RolloutRuntime):
+    """Asynchronous rollouts under the admission rule of `rl_workflows.staleness`.
+
+    Args:
+        engine: client of the inference servers; used on data-parallel heads only.
+        workflow: what happens in an episode.
+        prompts: this head's data rows: dicts with an integer `prompt_id` and, where the data is passed more than once,
+            an `epoch`. Finite or endless; see `rl_workflows.source` for what resuming asks of it.
+        batch_size: groups per step over all heads.
+        config: settings.
+        parallel: this rank among the trainer's.
+        minibatches: optimizer steps per batch; the batch's entry `minibatch` says which row belongs to which.
+        should_accept: filter of complete groups, besides `config.dynamic_sampling`.
+        on_batch: called with the trajectories of this head's groups in each batch, for example to write them to disk.
+        clock: all time; the real one unless a simulated one is given.
+        loop: the thread in which the engine's coroutines run; None: one of its own.
+        version: version that the servers hold at the start.
+
+    Raises:
+        ConfigError: the batch, or `max_concurrent`, does not divide over the heads.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        workflow: RolloutWorkflow,
+        prompts: Iterable[dict[str, Any]],
+        *,
+        batch_size: int,
+        config: RolloutConfig | None = None,
+        parallel: ParallelContext | None = None,
+        minibatches: int = 1,
+        should_accept: ShouldAccept | None = None,
+        on_batch: Callable[[list[Trajectory]], None] | None = None,
+        clock: Clock | None = None,
+        loop: LoopThread | None = None,
+        version: int = 0,
+    ) -> None:
+        self.config = config or RolloutConfig()
+        self.parallel = parallel or ParallelContext()
+        require(minibatches >= 1, "actor.minibatches", "at least 1", minibatches)
+        self.workflow, self.on_batch = workflow, on_batch
+        self.batch_size, self.minibatches = batch_size, minibatches
+        self._clock: Clock = clock or SystemClock()
+        heads = self.parallel.dp_size
+        concurrent = self.config.max_concurrent
+        manager = StalenessManager(
+            head_share(batch_size, heads, "data.batch_size"),
+            self.config.max_staleness,
+            None if concurrent is None else head_share(concurrent, heads, "rollout.max_concurrent"),
+            version=version,
+            first_id=self.parallel.dp_rank,
+            id_stride=heads,
+        )
+        self._owns_loop = loop is None
+        self.loop = loop or LoopThread(f"rollout-{self.parallel.rank}")
+        self.head = RolloutHead(
+            engine,
+            workflow,
+            prompts,
+            manager,
+            self.config,
+            self._clock,
+            _all_of(should_accept, dynamic_sampling if self.config.dynamic_sampling else None),
+        )
+        self._wait_seconds = 0.0
+        self._destroyed = False
+
+    def next_batch(self) -> TensorDict:
+        from rl_contracts.sharding import redistribute
+        from rl_workflows.assembly import assemble
+
+        begin = self._clock.now()
+        total = self._wait_for_all()
+        self._wait_seconds += self._clock.now() - begin
+        if not total:
+            raise StopIteration
+        batch, error = None, None
+        try:
+            groups = self._call(self.head.take()) if self.parallel.is_dp_head else []
+            batch = assemble(groups, self.head.manager.version)
+            self._refuse_unexchangeable(batch)
+            self._report(groups)
+        except Exception as caught:  # noqa: BLE001 - handed to every rank by agree, which raises it
+            error = caught
+        self.parallel.agree(error, "assembling the batch")
+        assert batch is not None
+        # only the last batch of a finite data set is smaller
+        minibatches = self.minibatches if total == self.batch_size else min(self.minibatches, total)
+        return redistribute(batch, self.parallel, minibatches)
+
+    def end_step(self, version: int) -> None:
+        if self.parallel.is_dp_head:
+            self._call(self.head.end_step(version))
+
+    def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
+        from rl_workflows.evaluation import Evaluator
+
+        share = cut(len(data), self.parallel.dp_size)[self.parallel.dp_rank]
+        answers: list[Trajectory] = []
+        error: BaseException | None = None
+        if self.parallel.is_dp_head:
+            evaluator = Evaluator(self.head.engine, self.workflow, self.config, self._clock, generation)
+            mine = data[share.start : share.stop]
+            try:
+                answers = self._wait(evaluator.run(mine, share.start, n, self.head.manager.version))
+            except Exception as caught:  # noqa: BLE001 - handed to every rank by agree, which raises it
+                error = caught
+        self.parallel.agree(error, "evaluating")
+        return answers
+
+    def pause(self) -> None:
+        self._call(self.head.set_paused(True))
+
+    def resume(self) -> None:
+        self._call(self.head.set_paused(False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state; see the contract. Call it between `end_step` and `next_batch`.
+
+        Raises:
+            RLError: a batch is being trained on.
+        """
+        layout = {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}
+        return {"layout": layout} | (self._call(self.head.state_dict()) if self.parallel.is_dp_head else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the state of the same rank.
+
+        Raises:
+            ConfigError: the saved run had another number of heads, or this is another head's state.
+        """
+        layout = {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}
+        if state["layout"] != layout:
+            raise ConfigError(
+                f"rollout state: expected one of {layout}, found {state['layout']}; resume with the same number of "
+                "trainer replicas, each with its own state."
+            )
+        if self.parallel.is_dp_head:
+            self._call(self.head.load_state_dict(state))
+
+    def stats(self) -> dict[str, float | None]:
+        """This head's counters since the last call: `groups/accepted`, `groups/rejected` (and per reason),
+        `groups/failed` (and per boundary), `episodes/failed/<boundary>`, `groups/outstanding` (now),
+        `groups/staleness_mean` and `groups/staleness_max` (versions from a group's start to its batch),
+        `groups/wait_seconds`, `tokens/generated`; and the servers' own as `server/<name>`.
+        """
+        if not self.parallel.is_dp_head:
+            return {}
+        figures = self._call(self.head.stats())
+        figures["groups/wait_seconds"], self._wait_seconds = self._wait_seconds, 0.0
+        return figures
+
+    def destroy(self) -> None:
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self._call(self.head.close())
+        if self._owns_loop:
+            self.loop.close()
+
+    def _wait_for_all(self) -> int:
+        """Wait until every head can fill its share; the groups of all of them together."""
+        poll = None if self.parallel.world_size == 1 else POLL_SECONDS
+        if self.parallel.is_dp_head:
+            self._call(self.head.begin_wait())
+        while True:
+            groups: int | None = 0
+            error: BaseException | None = None
+            if self.parallel.is_dp_head:
+                try:
+                    groups = self._wait(self.head.fill(poll))
+                except Exception as caught:  # noqa: BLE001 - handed to every rank by agree, which raises it
+                    error = caught
+            self.parallel.agree(error, "collecting rollouts")
+            everywhere = self.parallel.gather_json(groups)
+            if None not in everywhere:
+                return int(sum(everywhere))
+
+    def _refuse_unexchangeable(self, batch: TensorDict) -> None:
+        if self.parallel.world_size > 1 and "multi_modal" in batch:
+            raise DataError("rows with multi_modal entries cannot be exchanged between ranks; use one trainer process.")
+
+    def _report(self, groups: list[FinishedGroup]) -> None:
+        if self.on_batch is not None and groups:
+            self.on_batch([row for group in groups for row in group.rows])
+
+    def _call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run(coroutine, CALL_SECONDS)
+
+    def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run something that waits for episodes. The watchdog on the loop ends it; here only the loop is watched."""
+        return wait_while_alive(self.loop, coroutine, self.config.stall_timeout)
+
+
+def _all_of(*filters: ShouldAccept | None) -> ShouldAccept | None:
+    active = [f for f in filters if f is not None]
+    if not active:
+        return None
+    return lambda trajectories: all(accepts(trajectories) for accepts in active)

@@ -1,0 +1,84 @@
+"""Accepted groups as JSON and tensors, and back: what a recover point keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.errors import DataError
+from rl_workflows.executor import FinishedGroup
+from rl_workflows.staleness import Ticket
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rl_contracts.trajectory import Trajectory
+
+TOKEN_ARRAYS = {"input_ids": "int64", "loss_mask": "bool", "logprobs": "float32", "versions": "int32"}
+"""Per-token arrays of a trajectory and their dtypes."""
+
+ROW_VALUES = ("reward", "temperature", "truncated", "prompt_id", "group_id", "episode_id", "info")
+"""JSON values of a trajectory."""
+
+
+def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
+    """Groups as `{"groups": JSON, "tensors": {name: 1-D tensor}}`; rows lie end to end in the tensors.
+
+    Raises:
+        DataError: a row holds images or processor outputs, which cannot be saved.
+    """
+    import torch
+
+    trajectories = [row for group in groups for row in group.rows]
+    if any(row.multi_modal is not None for row in trajectories):
+        raise DataError("state_dict: rows with multi_modal entries cannot be saved; expected token rows only.")
+    tensors = {name: _joined(trajectories, name, dtype) for name, dtype in TOKEN_ARRAYS.items()}
+    given = [row for row in trajectories if row.token_rewards is not None]
+    tensors["token_rewards"] = _joined(given, "token_rewards", "float32")
+    return {
+        "groups": [
+            {"ticket": list(group.ticket), "row": group.row, "rows": [_row_values(row) for row in group.rows]}
+            for group in groups
+        ],
+        "tensors": {name: torch.from_numpy(array) for name, array in tensors.items()},
+    }
+
+
+def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
+    """Inverse of `groups_to_state`."""
+    arrays = {name: tensor.numpy() for name, tensor in state["tensors"].items()}
+    read = dict.fromkeys(arrays, 0)
+
+    def take(name: str, length: int) -> np.ndarray:
+        begin = read[name]
+        read[name] = begin + length
+        return arrays[name][begin : begin + length]
+
+    return [
+        FinishedGroup(
+            Ticket(*map(int, entry["ticket"])), entry["row"], [_trajectory(values, take) for values in entry["rows"]]
+        )
+        for entry in state["groups"]
+    ]
+
+
+def _joined(rows: Sequence[Trajectory], name: str, dtype: str) -> np.ndarray:
+    import numpy as np
+
+    arrays = [np.asarray(getattr(row, name), dtype=dtype) for row in rows]
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
+
+
+def _row_values(row: Trajectory) -> dict[str, Any]:
+    values = {name: getattr(row, name) for name in ROW_VALUES}
+    return {**values, "length": len(row), "has_token_rewards": row.token_rewards is not None}
+
+
+def _trajectory(values: dict[str, Any], take: Any) -> Trajectory:
+    from rl_contracts.trajectory import Trajectory
+
+    length = int(values["length"])
+    arrays = {name: take(name, length) for name in TOKEN_ARRAYS}
+    if values["has_token_rewards"]:
+        arrays["token_rewards"] = take("token_rewards", length)
+    return Trajectory(**arrays, **{name: values[name] for name in ROW_VALUES})

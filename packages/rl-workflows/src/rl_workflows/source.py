@@ -1,0 +1,76 @@
+"""Where prompts come from: an iterator of rows, and before it the prompts that a stopped run had in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rl_contracts.errors import DataError
+
+Row = dict[str, Any]
+
+
+class PromptSource:
+    """Hands out data rows once each, and can be saved between any two.
+
+    An iterable with `state_dict` and `load_state_dict` is saved and restored by them. Any other must give the same rows
+    in the same order in a new process: on restoring, the rows that were drawn before are skipped.
+
+    Args:
+        rows: dict rows with an integer `prompt_id`, finite or endless.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = rows
+        self._iterator: Iterator[Row] | None = None
+        self._requeued: deque[Row] = deque()
+        self._drawn = 0
+        self._exhausted = False
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last row was handed out."""
+        return self._exhausted and not self._requeued
+
+    def take(self) -> Row | None:
+        """The next row; None at the end."""
+        if self._requeued:
+            return self._requeued.popleft()
+        if self._exhausted:
+            return None
+        if self._iterator is None:
+            self._iterator = iter(self._rows)
+        row = next(self._iterator, None)
+        if row is None:
+            self._exhausted = True
+        else:
+            self._drawn += 1
+        return row
+
+    def requeue_first(self, rows: Iterable[Row]) -> None:
+        """Hand these rows out again, in this order, before all others."""
+        self._requeued.extendleft(reversed(list(rows)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values, as far as the iterable's own state is."""
+        state = self._rows.state_dict() if hasattr(self._rows, "state_dict") else None
+        return {"drawn": self._drawn, "requeued": list(self._requeued), "rows": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            DataError: the data is shorter than what was drawn before.
+        """
+        if state["rows"] is not None and hasattr(self._rows, "load_state_dict"):
+            self._rows.load_state_dict(state["rows"])
+            self._drawn = int(state["drawn"])
+        else:
+            for number in range(int(state["drawn"])):
+                if self.take() is None:
+                    raise DataError(
+                        f"resuming: {state['drawn']} rows were drawn before, but the data ends after {number}. "
+                        "Resume with the data set of the saved run."
+                    )
+        self._requeued.extend(state["requeued"])

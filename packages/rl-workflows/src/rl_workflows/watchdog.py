@@ -1,0 +1,107 @@
+"""Ending a wait in which nothing moves, with the name of what is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from rl_contracts.errors import RLError, StalledError
+from rl_contracts.logging import get_logger
+
+if TYPE_CHECKING:
+    from rl_contracts.clock import Clock
+    from rl_contracts.inference import InferenceEngine
+    from rl_workflows.episode import Progress
+    from rl_workflows.workflow_context import EpisodeContext
+
+log = get_logger("workflows")
+
+STATS_TIMEOUT = 10.0
+"""Seconds that the servers have to say whether they still generate."""
+
+STACKS_SHOWN = 8
+"""Tasks whose stacks are logged when nothing moves."""
+
+
+class Watchdog:
+    """Watches while somebody waits.
+
+    Args:
+        progress: when something last moved.
+        engine: asked whether servers still generate before the alarm is raised: a long answer is no stall.
+        clock: all time.
+        limit: clock seconds without progress after which the wait ends.
+        oldest: the episode that has run longest, or None.
+        describe: one line on the state of admission.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        engine: InferenceEngine,
+        clock: Clock,
+        limit: float,
+        oldest: Callable[[], EpisodeContext | None],
+        describe: Callable[[], str],
+    ) -> None:
+        self._progress, self._engine, self._clock, self._limit = progress, engine, clock, limit
+        self._oldest, self._describe = oldest, describe
+        self._served_tokens: float | None = None
+
+    @asynccontextmanager
+    async def over(self, on_stall: Callable[[BaseException], None]) -> AsyncIterator[None]:
+        """Call `on_stall` with a `StalledError` if nothing moves inside the block for too long."""
+        task = asyncio.create_task(self._watch(on_stall), name="rollout-watchdog")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self, on_stall: Callable[[BaseException], None]) -> None:
+        while True:
+            idle = self._clock.now() - self._progress.last
+            if idle < self._limit:
+                await self._clock.sleep(self._limit - idle)
+            elif await self._servers_moved():
+                self._progress.touch()
+            else:
+                on_stall(StalledError(self._diagnosis(idle)))
+                return
+
+    async def _servers_moved(self) -> bool:
+        """Whether the servers generated since this was last asked, or since they started."""
+        try:
+            stats = await asyncio.wait_for(self._engine.stats(), STATS_TIMEOUT)
+        except (RLError, TimeoutError, OSError) as error:
+            log.warning("watchdog: the servers do not answer: %s", error)
+            return False
+        before = self._served_tokens or 0.0
+        self._served_tokens = float(stats.get("generated_tokens", 0.0))
+        return self._served_tokens > before
+
+    def _diagnosis(self, idle: float) -> str:
+        log.error("nothing moved for %.1f s; stacks of some tasks:\n%s", idle, _stacks())
+        oldest = self._oldest()
+        if oldest is None:
+            stuck = "stuck stage: admission; no episode runs. Is the runtime paused?"
+        else:
+            stuck = (
+                f"stuck stage: {oldest.stage}, for {self._clock.now() - oldest.since:.1f} s, of prompt "
+                f"{oldest.prompt_id} (group {oldest.group_id}, sample {oldest.sample})"
+            )
+        return (
+            f"nothing was generated, accepted, rejected or failed for {idle:.1f} s (rollout.stall_timeout="
+            f"{self._limit:g}). {stuck}. {self._describe()}."
+        )
+
+
+def _stacks() -> str:
+    out = io.StringIO()
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks[:STACKS_SHOWN]:
+        task.print_stack(file=out)
+    return out.getvalue()

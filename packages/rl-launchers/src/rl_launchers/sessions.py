@@ -42,10 +42,15 @@ class Session:
         return _living(found)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process group, if there is anybody to receive it."""
-        if self.members():
+        """Send SIGTERM to the process group, and to the members outside of it."""
+        members = self.members()
+        outside = {process for process in members if _group_of(process.pid) != self.pid}
+        if members - outside:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGTERM)
+        for process in outside:
+            with suppress(psutil.Error):
+                process.terminate()
 
     def _leader_lives(self) -> bool:
         return self._leader is not None and self._leader.is_running()
@@ -101,6 +106,13 @@ def _lives(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _session_of(pid: int) -> int | None:

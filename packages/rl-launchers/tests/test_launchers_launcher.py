@@ -1,0 +1,192 @@
+"""The launcher's order of things, its supervision and its errors, with real processes."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
+from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
+from rl_launchers import Launcher, LauncherConfig, LocalScheduler
+
+CLIENT = """
+import sys, time, urllib.request
+while True:
+    urllib.request.urlopen(sys.argv[1] + "/health", timeout=5)
+    time.sleep(0.01)
+"""
+"""Fails as soon as its server does."""
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
+    with LocalScheduler(tmp_path / "logs") as scheduler:
+        yield scheduler
+
+
+def test_run_trainers_done_returns_0_and_stops_the_servers(scheduler: LocalScheduler) -> None:
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    seen: list[dict[str, WorkerStatus]] = []
+    servers: list[Worker] = []
+
+    def trainer_specs(workers: list[Worker]) -> list[JobSpec]:
+        servers.extend(workers)
+        program = "import sys, urllib.request; [urllib.request.urlopen(a + '/health') for a in sys.argv[1:]]"
+        return [JobSpec("actor", python(program, *(worker.address for worker in workers)), count=2)]
+
+    code = Launcher(scheduler).run(
+        [server(count=2, delay=0.3)],
+        trainer_specs,
+        on_tick=lambda workers: seen.append({worker.name: worker.status for worker in workers}),
+    )
+
+    assert code == 0
+    assert len(servers) == 2
+    assert not any(listens(worker) for worker in servers)
+    assert scheduler.poll() == []
+    assert seen[0] == {"server-0": WorkerStatus.STARTING, "server-1": WorkerStatus.STARTING}
+    assert seen[-1]["actor-0"] is seen[-1]["actor-1"] is WorkerStatus.DONE
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_run_without_servers_runs_the_trainers(scheduler: LocalScheduler) -> None:
+    assert Launcher(scheduler).run([], lambda workers: [JobSpec("actor", python("pass"))]) == 0
+
+
+def test_run_outside_the_main_thread_works(scheduler: LocalScheduler) -> None:
+    codes: list[int] = []
+    launcher = Launcher(scheduler)
+    thread = threading.Thread(
+        target=lambda: codes.append(launcher.run([], lambda _: [JobSpec("actor", python("pass"))]))
+    )
+    thread.start()
+    thread.join(30)
+    assert codes == [0]
+
+
+def test_run_trainer_fails_error_shows_its_log_and_everything_is_stopped(scheduler: LocalScheduler) -> None:
+    trainer = JobSpec("actor", python("import time; time.sleep(0.2); raise ValueError('nan in layer 3')"))
+    servers: list[Worker] = []
+
+    def trainer_specs(workers: list[Worker]) -> list[JobSpec]:
+        servers.extend(workers)
+        return [trainer]
+
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match=r"(?s)^actor-0 ended with exit code 1 .*nan in layer 3"):
+        Launcher(scheduler).run([server()], trainer_specs)
+
+    assert time.monotonic() - started < 8
+    assert scheduler.poll() == []
+    assert not listens(servers[0])
+
+
+def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_it(scheduler: LocalScheduler) -> None:
+    killed: list[float] = []
+
+    def kill_once(workers: list[Worker]) -> None:
+        if len(workers) == 2 and not killed:
+            killed.append(time.monotonic())
+            os.kill(workers[0].pid or 0, signal.SIGKILL)
+
+    with pytest.raises(LaunchError) as caught:
+        Launcher(scheduler).run(
+            [server("rollout")],
+            lambda workers: [JobSpec("actor", python(CLIENT, workers[0].address))],
+            on_tick=kill_once,
+        )
+
+    assert time.monotonic() - killed[0] < 4
+    assert str(caught.value).startswith("rollout-0 was killed by SIGKILL (out of memory?)")
+    assert "After it, actor-0 ended with exit code 1" in str(caught.value)
+
+
+def test_run_server_ends_well_before_the_trainers_is_an_error(scheduler: LocalScheduler) -> None:
+    early = JobSpec("rollout", python("import time; time.sleep(0.5); print('bye')"))
+    with pytest.raises(LaunchError, match=r"(?s)rollout-0 ended with exit code 0 .*bye"):
+        Launcher(scheduler).run([early], lambda workers: [JobSpec("actor", python(SLEEP))])
+
+
+def test_run_server_dies_while_another_starts_is_noticed_at_once(scheduler: LocalScheduler) -> None:
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match="quick-0 ended with exit code 4"):
+        Launcher(scheduler).run(
+            [server("slow", delay=600.0), JobSpec("quick", python("raise SystemExit(4)"))], lambda workers: []
+        )
+    assert time.monotonic() - started < 8
+
+
+def test_run_trainer_specs_raises_servers_are_stopped(scheduler: LocalScheduler) -> None:
+    def trainer_specs(workers: list[Worker]) -> list[JobSpec]:
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        Launcher(scheduler).run([server()], trainer_specs)
+    assert scheduler.poll() == []
+
+
+def test_run_no_trainers_raises(scheduler: LocalScheduler) -> None:
+    with pytest.raises(ConfigError, match="at least one role"):
+        Launcher(scheduler).run([], lambda workers: [])
+
+
+def test_run_key_travels_in_the_environment_only(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    launcher = Launcher(scheduler)
+    program = "import os, time; print(len(os.environ['RL_RUN_KEY']), flush=True); time.sleep(0.5)"
+    commands: list[str] = []
+
+    def read_commands(workers: list[Worker]) -> None:
+        for child in psutil.Process().children(recursive=True):
+            try:
+                commands.append(" ".join(child.cmdline()))
+            except psutil.Error:  # it ended meanwhile
+                continue
+
+    launcher.run([server()], lambda workers: [JobSpec("actor", python(program))], on_tick=read_commands)
+
+    assert any("RL_RUN_KEY" in command for command in commands)  # the trainer was seen
+    assert not any(launcher.key in command for command in commands)
+    logs = {log.name: log.read_text() for log in (tmp_path / "logs").iterdir()}
+    assert logs["actor-0.log"].strip() == str(len(launcher.key))
+    assert not any(launcher.key in text for text in logs.values())
+
+
+def test_run_key_in_a_command_is_refused(scheduler: LocalScheduler) -> None:
+    launcher = Launcher(scheduler)
+    with pytest.raises(ConfigError, match="secret") as caught:
+        launcher.run([], lambda workers: [JobSpec("actor", python(SLEEP, f"--api-key={launcher.key}"))])
+    assert launcher.key not in str(caught.value)
+
+
+def test_key_differs_from_launcher_to_launcher(scheduler: LocalScheduler) -> None:
+    assert Launcher(scheduler).key != Launcher(scheduler).key
+
+
+def test_config_makes_the_scheduler_of_its_kind(tmp_path: Path) -> None:
+    config = LauncherConfig(kind="local", options={"log_lines": 5})
+    assert isinstance(config.scheduler(tmp_path), LocalScheduler)
+    assert isinstance(LauncherConfig(kind="rl_launchers.local:LocalScheduler").scheduler(tmp_path), LocalScheduler)
+
+
+def test_config_unknown_kind_error_lists_what_is_installed() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)'locale'.*did you mean 'local'.*Installed: .*local"):
+        LauncherConfig(kind="locale")
+
+
+def test_config_unknown_option_error_lists_the_schedulers_own() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)pin_cores.*found pin_core"):
+        LauncherConfig(options={"pin_core": True})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"grace_seconds": -1}, {"stop_seconds": -1}, {"log_lines": 0}, {"tick_seconds": 0}, {"tick_seconds": 9}]
+)
+def test_config_value_out_of_range_raises_naming_the_field(fields: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=rf"launcher\.{next(iter(fields))}"):
+        LauncherConfig(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,234 @@
+"""The local scheduler: what goes beyond the contract's conformance suite."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_contracts.conformance.scheduler import (
+    IGNORE_TERMINATE,
+    SLEEP,
+    WRITE_ENVIRONMENT,
+    listens,
+    python,
+    server,
+    wait_for_end,
+    wait_until,
+)
+from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.scheduler import JobSpec
+from rl_launchers import LocalScheduler
+
+FAMILY = """
+import os, pathlib, subprocess, sys, time
+out = pathlib.Path(sys.argv[1])
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(sleep)
+apart = subprocess.Popen(sleep, start_new_session=True)
+orphan = subprocess.run(
+    [sys.executable, "-c", f"import subprocess; print(subprocess.Popen({sleep!r}, stdout=-3, stderr=-3).pid)"],
+    capture_output=True, text=True,
+).stdout
+out.with_suffix(".part").write_text(f"{child.pid} {apart.pid} {orphan}")
+out.with_suffix(".part").rename(out)
+time.sleep(600)
+"""
+"""Has a child, a child in a session of its own, and an orphaned grandchild; writes their process ids to a file."""
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
+    with LocalScheduler(tmp_path / "logs") as scheduler:
+        yield scheduler
+
+
+def environments(scheduler: LocalScheduler, folder: Path, spec: JobSpec) -> list[dict[str, str]]:
+    """What the workers of a role find in their environments; the role's command is replaced."""
+    command = python(WRITE_ENVIRONMENT, str(folder / f"{spec.role}-{{index}}.json"))
+    workers = scheduler.create_workers(JobSpec(**{**vars(spec), "command": command}))
+    wait_for_end(scheduler, spec.role)
+    return [json.loads((folder / f"{worker.name}.json").read_text())[1] for worker in workers]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_threads_nobody_set_are_the_cpus_of_the_role(
+    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("MKL_NUM_THREADS", "7")
+    (plain,) = environments(scheduler, tmp_path, JobSpec("plain", (), cpus=3))
+    (own,) = environments(scheduler, tmp_path, JobSpec("own", (), cpus=3, env={"OMP_NUM_THREADS": "2"}))
+    assert (plain["OMP_NUM_THREADS"], plain["MKL_NUM_THREADS"]) == ("3", "7")
+    assert own["OMP_NUM_THREADS"] == "2"
+
+
+def test_fixed_port_in_use_error_names_the_process_and_nothing_starts(
+    scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"port {port} is in use by process {os.getpid()} "):
+            scheduler.create_workers(server(port=port - 1, count=2))
+    assert scheduler.poll() == []
+    assert not list(tmp_path.glob("logs/*"))
+
+
+def test_free_port_is_given_to_nobody_else_while_the_role_exists(scheduler: LocalScheduler) -> None:
+    (worker,) = scheduler.create_workers(JobSpec("slow-to-listen", python(SLEEP), needs_port=True))
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(300)]
+    ports = {listener.getsockname()[1] for listener in sockets}
+    for listener in sockets:
+        listener.close()
+    assert worker.port not in ports
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can pin processes")
+def test_pin_cores_workers_get_cores_of_their_own(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    with LocalScheduler(tmp_path, pin_cores=True) as scheduler:
+        workers = scheduler.create_workers(JobSpec("role", python(SLEEP), count=len(cores)))
+        wait_until(lambda: all(len(os.sched_getaffinity(worker.pid or 0)) == 1 for worker in workers))
+        pinned = [next(iter(os.sched_getaffinity(worker.pid or 0))) for worker in workers]
+        with pytest.raises(LaunchError, match="cores"):
+            scheduler.create_workers(JobSpec("one-too-many", python(SLEEP)))
+    assert sorted(pinned) == cores
+
+
+def test_gpus_workers_see_their_own_and_spmd_ranks_see_the_roles(tmp_path: Path) -> None:
+    with LocalScheduler(tmp_path / "logs", gpus=["0", "1", "2", "3"]) as scheduler:
+        servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=1))
+        ranks = environments(scheduler, tmp_path, JobSpec("actor", (), count=2, gpus=1, spmd=True))
+        (none,) = environments(scheduler, tmp_path, JobSpec("cpu", ()))
+        (own,) = environments(scheduler, tmp_path, JobSpec("own", (), gpus=1, env={"CUDA_VISIBLE_DEVICES": "0"}))
+        with pytest.raises(LaunchError, match="needs 1 gpus, but 0 of this machine's 4 are free"):
+            scheduler.create_workers(JobSpec("more", python(SLEEP), gpus=1))
+        scheduler.delete_workers("server")
+        (again,) = environments(scheduler, tmp_path, JobSpec("more", (), gpus=1))
+    seen = [environment["CUDA_VISIBLE_DEVICES"] for environment in (*servers, *ranks, none, own, again)]
+    assert seen == ["0", "1", "2,3", "2,3", "", "0", "0"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        (JobSpec("a/b", python(SLEEP)), "role"),
+        (JobSpec("role", ()), "command"),
+        (JobSpec("role", python(SLEEP), count=0), "count"),
+        (JobSpec("role", python(SLEEP), port=65535, count=2), "port"),
+        (JobSpec("role", python(SLEEP), ready_path="health"), "ready_path"),
+        (JobSpec("role", python(SLEEP), ready_path="/", ready_timeout=0), "ready_timeout"),
+        (JobSpec("role", python(SLEEP, "{port}")), "needs_port"),
+    ],
+)
+def test_create_workers_contradictory_role_raises(scheduler: LocalScheduler, spec: JobSpec, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        scheduler.create_workers(spec)
+    assert scheduler.poll() == []
+
+
+def test_create_workers_log_cannot_be_written_raises(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file where the directory should be")
+    with LocalScheduler(tmp_path / "logs") as scheduler, pytest.raises(LaunchError, match="role"):
+        scheduler.create_workers(JobSpec("role", python(SLEEP)))
+
+
+def test_logs_of_an_earlier_run_are_kept_but_not_shown(tmp_path: Path) -> None:
+    for text in ("first run", "second run"):
+        with LocalScheduler(tmp_path) as scheduler:
+            scheduler.create_workers(JobSpec("role", python(f"print({text!r})")))
+            (worker,) = wait_for_end(scheduler, "role")
+            assert scheduler.logs(worker) == text
+    assert worker.log.read_text() == "first run\nsecond run\n"
+
+
+def test_delete_workers_descendants_and_orphans_are_gone(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    family = tmp_path / "family"
+    (worker,) = scheduler.create_workers(JobSpec("role", python(FAMILY, str(family))))
+    wait_until(family.exists)
+    pids = [worker.pid or 0, *map(int, family.read_text().split())]
+    assert len(pids) == 4
+
+    scheduler.delete_workers()
+
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_delete_workers_leader_ended_before_its_orphans_are_gone(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    leaver = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)"
+    scheduler.create_workers(JobSpec("role", python(leaver, SLEEP)))
+    (worker,) = wait_for_end(scheduler, "role")
+    orphan = int(scheduler.logs(worker))
+    assert not is_gone(orphan)
+
+    scheduler.delete_workers()
+
+    assert is_gone(orphan)
+
+
+def test_delete_workers_interrupted_can_be_repeated(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    deaf = tmp_path / "deaf"
+    (worker,) = scheduler.create_workers(JobSpec("role", python(IGNORE_TERMINATE, str(deaf)), needs_port=True))
+    wait_until(deaf.exists)
+    former = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.delete_workers(grace=60)
+    signal.signal(signal.SIGALRM, former)
+
+    scheduler.delete_workers(grace=0)
+
+    assert is_gone(worker.pid or 0)
+    assert scheduler.poll() == []
+
+
+def test_exit_after_an_error_leaves_no_process_and_no_port(tmp_path: Path) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    workers = []
+
+    def fail() -> None:
+        with LocalScheduler(tmp_path) as scheduler:
+            scheduler.create_workers(server())
+            workers.extend(scheduler.wait_ready("server"))
+            raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        fail()
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before  # not even a zombie
+    assert not listens(workers[0])
+
+
+def test_workers_outlive_the_thread_that_started_them(scheduler: LocalScheduler) -> None:
+    thread = threading.Thread(target=scheduler.create_workers, args=(server(),))
+    thread.start()
+    thread.join()
+    (worker,) = scheduler.wait_ready("server")
+    assert listens(worker)
+    assert worker.exit_code is None
+
+
+def test_ended_at_orders_deaths_that_one_poll_finds(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    follower = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.005)\nsys.exit(1)"
+    go = tmp_path / "go"
+    (second,) = scheduler.create_workers(JobSpec("second", python(follower, str(go))))
+    (first,) = scheduler.create_workers(JobSpec("first", python(f"open({str(go)!r}, 'w'); import os; os._exit(9)")))
+    wait_until(lambda: is_gone(first.pid or 0) and is_gone(second.pid or 0))
+    scheduler.poll()
+    assert first.ended_at is not None
+    assert second.ended_at is not None
+    assert first.ended_at < second.ended_at

@@ -1,0 +1,114 @@
+"""The small parts of the launchers: messages, logs, templates, ports, devices."""
+
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_contracts.errors import ConfigError, LaunchError
+from rl_launchers.environment import fill_in
+from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
+from rl_launchers.ports import PortReservation
+from rl_launchers.readiness import probe
+from rl_launchers.report import TAIL_BYTES, describe_exit, tail, with_log
+from rl_launchers.resources import visible_gpus
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0"),
+        (1, "ended with exit code 1"),
+        (255, "ended with exit code 255"),
+        (-9, "was killed by SIGKILL (out of memory?)"),
+        (-15, "was killed by SIGTERM"),
+        (-11, "was killed by SIGSEGV (a crash in native code)"),
+        (137, "ended with exit code 137, which a shell gives for SIGKILL (out of memory?)"),
+        (None, "ended"),
+    ],
+)
+def test_describe_exit_says_what_it_died_of(code: int | None, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+@given(st.lists(st.text("abc é", min_size=1, max_size=8), max_size=30), st.integers(1, 40), st.integers(0, 30))
+def test_tail_any_log_is_the_last_lines_after_the_offset(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], wanted: int, earlier: int
+) -> None:
+    log = tmp_path_factory.mktemp("logs") / "log"
+    log.write_text("".join(f"{line}\n" for line in lines))
+    offset = len("".join(f"{line}\n" for line in lines[:earlier]).encode())
+    assert tail(log, wanted, offset).splitlines() == lines[earlier:][-wanted:]
+
+
+def test_tail_of_a_huge_log_reads_only_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\xff\n" * TAIL_BYTES + b"the end\n")
+    assert tail(log, 2).splitlines() == ["�", "the end"]
+
+
+def test_tail_of_a_missing_log_is_empty(tmp_path: Path) -> None:
+    assert tail(tmp_path / "none", 5) == ""
+    assert "is empty" in with_log("problem", tmp_path / "none", "")
+
+
+@given(st.text(), st.integers(0, 99), st.integers(1, 65535))
+def test_fill_in_leaves_other_text_alone(text: str, index: int, port: int) -> None:
+    plain = text.replace("{index}", "").replace("{host}", "").replace("{port}", "")
+    assert fill_in(plain + "|{index}|{host}|{port}", index, "::", port) == f"{plain}|{index}|::|{port}"
+
+
+def test_fill_in_port_of_a_role_without_one_raises() -> None:
+    with pytest.raises(ConfigError, match="needs_port"):
+        fill_in("{port}", 0, "localhost", None)
+
+
+def test_port_reservation_address_of_another_machine_raises() -> None:
+    with pytest.raises(LaunchError, match=r"192\.0\.2\.1"):
+        PortReservation("192.0.2.1")
+
+
+def test_port_reservation_released_port_is_free() -> None:
+    reservation = PortReservation()
+    reservation.release()
+    reservation.release()
+    with socket.create_server(("127.0.0.1", reservation.port)) as listener:
+        assert listener.getsockname()[1] == reservation.port
+
+
+def test_port_reservation_handed_over_a_server_may_listen() -> None:
+    reservation = PortReservation()
+    reservation.hand_over()
+    with socket.create_server(("127.0.0.1", reservation.port)):
+        assert probe("127.0.0.1", reservation.port, "/", timeout=0.2) == "timed out"
+    reservation.release()
+    assert "refused" in str(probe("127.0.0.1", reservation.port, "/"))
+
+
+def test_visible_gpus_come_from_the_variable_else_from_the_device_files(tmp_path: Path) -> None:
+    for name in ("nvidia2", "nvidia7", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}, tmp_path) == ["3", "GPU-ab"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+
+
+def test_interrupts_first_signal_waits_for_check_second_raises_at_once_third_is_ignored() -> None:
+    former = signal.getsignal(signal.SIGTERM)
+    with Interrupts() as interrupts:
+        interrupts.check()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted) as caught:
+            interrupts.check()
+        assert caught.value.number == signal.SIGTERM
+        assert not interrupts.hurried
+        with pytest.raises(Hurried) as hurried:
+            signal.raise_signal(signal.SIGINT)
+        assert hurried.value.number == signal.SIGTERM  # the first request decides the exit code
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.hurried
+    assert signal.getsignal(signal.SIGTERM) is former

@@ -1,0 +1,167 @@
+"""What signals to a launcher do: a whole program with servers, trainers and grandchildren is run and shot at."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_contracts.conformance.scheduler import SERVER, wait_until
+
+PROGRAM = """
+import pathlib, subprocess, sys
+from rl_contracts.scheduler import JobSpec
+from rl_launchers import Launcher, LauncherConfig, LocalScheduler
+
+folder, trainer, delay = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+SERVER = sys.argv[4]
+
+def trainers(servers):
+    (folder / "port").write_text(str(servers[0].port))
+    return [JobSpec("actor", (sys.executable, "-c", trainer, str(folder), servers[0].address))]
+
+rollout = JobSpec("rollout", (sys.executable, "-c", SERVER, delay, "{host}", "{port}", str(folder)), ready_path="/")
+(folder / "started").touch()
+config = LauncherConfig(grace_seconds=40)
+sys.exit(Launcher(LocalScheduler(folder / "logs"), config).run([rollout], trainers))
+"""
+
+TRAINER = """
+import pathlib, signal, subprocess, sys, time, urllib.request
+folder = pathlib.Path(sys.argv[1])
+def recover(*_):
+    (folder / "recover").write_text("saved")
+    urllib.request.urlopen(sys.argv[2], timeout=5)
+    (folder / "recover").write_text("saved while the server answered")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, recover)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", str(folder)])
+(folder / "training").touch()
+time.sleep(600)
+"""
+"""Has a child of its own, and writes a recover point when it is asked to end."""
+
+DEAF_TRAINER = TRAINER.replace("signal.SIGTERM, recover", "signal.SIGTERM, signal.SIG_IGN")
+
+
+class Program:
+    """A running launcher program, whose processes are known by its folder in their command lines."""
+
+    def __init__(self, folder: Path, trainer: str = TRAINER, delay: float = 0.0) -> None:
+        self.folder = folder
+        command = [sys.executable, "-c", PROGRAM, str(folder), trainer, str(delay), SERVER]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def reaches(self, milestone: str) -> "Program":
+        """Wait until the program has written a file."""
+        wait_until((self.folder / milestone).exists)
+        return self
+
+    def ends_within(self, seconds: float) -> int:
+        """Its exit code."""
+        return self.process.wait(timeout=seconds)
+
+    def left_behind(self) -> list[str]:
+        """Command lines of its processes that still run, its keeper's included."""
+        marks = str(self.folder), f"rl_launchers.keeper {self.process.pid}"
+        commands = []
+        for process in psutil.process_iter():
+            try:
+                alive = process.status() != psutil.STATUS_ZOMBIE
+                command = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if alive and any(mark in command for mark in marks):
+                commands.append(command)
+        return commands
+
+    def port_is_free(self) -> bool:
+        """Whether nobody listens on the server's port."""
+        port = int((self.folder / "port").read_text())
+        return not any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in psutil.net_connections("tcp"))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    programs: list[Program] = []
+
+    def start(**options: object) -> Program:
+        programs.append(Program(tmp_path, **options))  # type: ignore[arg-type]
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.process.kill()  # the keeper ends the rest
+        program.process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_trainer_writes_its_recover_point_and_nothing_is_left(
+    start: Callable[..., Program], number: signal.Signals, code: int
+) -> None:
+    program = start().reaches("training")
+    assert len(program.left_behind()) >= 5  # launcher, keeper, server, trainer and its child
+
+    program.process.send_signal(number)
+
+    assert program.ends_within(15) == code
+    assert (program.folder / "recover").read_text() == "saved while the server answered"
+    assert program.left_behind() == []
+    assert program.port_is_free()
+
+
+def test_second_signal_kills_a_deaf_trainer_at_once(start: Callable[..., Program]) -> None:
+    program = start(trainer=DEAF_TRAINER).reaches("training")
+
+    program.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):  # it would wait for the trainer's 40 seconds
+        program.ends_within(1)
+    program.process.send_signal(signal.SIGINT)
+
+    assert program.ends_within(5) == 130
+    assert program.left_behind() == []
+
+
+def test_signal_while_a_server_starts_ends_the_wait(start: Callable[..., Program]) -> None:
+    program = start(delay=600.0).reaches("logs/rollout-0.log")
+    program.process.send_signal(signal.SIGINT)
+    assert program.ends_within(10) == 130
+    assert program.left_behind() == []
+
+
+@pytest.mark.parametrize("keeper_killed_first", [False, True])
+def test_launcher_killed_by_sigkill_its_processes_end_by_themselves(
+    start: Callable[..., Program], keeper_killed_first: bool
+) -> None:
+    program = start().reaches("training")
+    if keeper_killed_first:
+        keeper = find_keeper(program.process.pid)
+        keeper.kill()
+        wait_until(lambda: find_keeper(program.process.pid) not in (None, keeper))  # the launcher starts another
+
+    program.process.kill()
+
+    wait_until(lambda: program.left_behind() == [])
+    assert program.port_is_free()
+    assert (program.folder / "recover").exists()  # they were asked first
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.1])
+def test_launcher_killed_while_workers_start_none_is_left(start: Callable[..., Program], delay: float) -> None:
+    program = start(delay=600.0).reaches("started")
+    time.sleep(delay)  # falls before, in or after the start of the server
+    program.process.kill()
+    wait_until(lambda: program.left_behind() == [])
+
+
+def find_keeper(launcher: int) -> psutil.Process | None:
+    for child in psutil.Process(launcher).children():
+        with suppress(psutil.Error):  # a dead one that has not been replaced yet
+            if f"rl_launchers.keeper {launcher}" in " ".join(child.cmdline()):
+                return child
+    return None

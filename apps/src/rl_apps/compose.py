@@ -1,7 +1,7 @@
 """From the command line to a checked config: Hydra composes, unknown keys are refused with the nearest valid name.
 
-Commands take Hydra overrides with dotted keys (`total_steps=20 actor.optimizer.lr=1e-4`, `algorithm=<preset>`) and the flags
-`--dry-run`, `--help` and `--cfg job`.
+Commands take Hydra overrides with dotted keys (`total_steps=20 actor.optimizer.lr=1e-4`, `algorithm=<preset>`) and the
+flags `--dry-run`, `--help` and `--cfg job`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import re
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from rl_contracts.errors import ConfigError
 
 CONF = Path(__file__).parent / "conf"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def parse(argv: list[str]) -> CommandLine:
     return CommandLine(rest, known.dry_run, known.cfg is not None, known.help)
 
 
-def compose(name: str, schema: type[T], overrides: list[str]) -> T:
+def compose[T](name: str, schema: type[T], overrides: list[str]) -> T:
     """Compose `conf/<name>.yaml` over `schema` with overrides, into objects whose own checks have passed.
 
     Raises:
@@ -90,7 +88,7 @@ def explain(error: Exception, schema: type, overrides: list[str]) -> str:
         elif key not in keys and not any(k.startswith(key + ".") for k in keys):
             close = get_close_matches(key, keys, n=1, cutoff=0.5)
             same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-            nearest = (same_leaf or close or [None])[0]
+            nearest = next(iter([*same_leaf, *close]), None)
             hint = f" Did you mean {nearest!r}?" if nearest else ""
             return f"unknown setting {key!r}.{hint} `--help` lists all settings."
     first = str(error.__cause__ or error).strip()
@@ -112,6 +110,22 @@ def flatten(schema: Any, prefix: str = "") -> dict[str, Any]:
     return result
 
 
+def override[T](config: T, overrides: list[str]) -> T:
+    """A config object with dotted `key=value` overrides applied, checked again.
+
+    Raises:
+        ConfigError: an unknown key, or a value that is refused.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(overrides))
+        return cast(T, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error, type(config), overrides)) from error
+
+
 def to_yaml(config: Any) -> str:
     """A config object as YAML."""
     from omegaconf import OmegaConf
@@ -119,7 +133,7 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def from_yaml(path: Path, schema: type[T]) -> T:
+def from_yaml[T](path: Path, schema: type[T]) -> T:
     """Read back what `to_yaml` wrote.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What would run where: the allocation, the batch arithmetic and the run directory, checked before any process starts."""
+"""What would run where: allocation, batch arithmetic and run directory, checked before any process starts."""
 
 from __future__ import annotations
 

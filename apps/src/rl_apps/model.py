@@ -48,3 +48,19 @@ def check_model(path: str) -> None:
         raise ModelError(
             f"model.path={path}: expected a tokenizer (tokenizer.json) beside the weights, found {listing}."
         )
+
+
+def make_model(config: ModelConfig, data: DataConfig, seed: int, say: Callable[[str], None], *, warm_up: bool) -> Path:
+    """The directory (or hub id) of the model, made on the spot and cached if it is `embedded`.
+
+    The generated problems come with a model of their own, warmed up or not; for other data it is a tiny random one
+    whose tokenizer is trained on the training questions.
+    """
+    if config.path != EMBEDDED:
+        return Path(config.path)
+    from rl_apps.embedded import prepare_embedded, prepare_from_scratch
+
+    if data.name == GENERATED:
+        return prepare_embedded(seed)
+    rows = load_rows(data, "train", "rl", seed)
+    return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), seed)

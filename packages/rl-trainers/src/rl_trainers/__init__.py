@@ -26,7 +26,7 @@ _HOMES = {
     "SupervisedSource": "supervised",
     "WeightPublisher": "publish",
     "Weights": "loop",
-    "replay": "replay",
+    "replay_batch": "replay",
     "train": "loop",
 }
 

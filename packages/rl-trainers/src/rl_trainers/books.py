@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_contracts.logging import get_logger
-from rl_contracts.metrics import MetricsWriter
-
 from rl_contracts.config import require
 from rl_contracts.data import SaveLoadMeta
+from rl_contracts.logging import get_logger
+from rl_contracts.metrics import MetricsWriter
 from rl_contracts.trajectory import concatenate, save_batch
 from rl_trainers.summary import summarise
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.engine import TrainEngine
+    from rl_contracts.parallel import ParallelContext
     from rl_trainers.evaluation import Evaluation
 
 log = get_logger("trainers")
@@ -113,7 +113,7 @@ class Books:
             self._save()
         record |= self._timing(record)
         if self.counters is not None:
-            record |= self.counters()
+            record |= _over_replicas(self.counters(), self.engine.parallel)
             record["throughput/generated_tokens_per_s"] = _rate(record.get("tokens/generated"), record["time/step"])
         if self.evaluate_every and step % self.evaluate_every == 0:
             record |= self._evaluate()
@@ -172,6 +172,27 @@ class Books:
     def _write(self, record: dict[str, float | None]) -> None:
         if self._writer is not None:
             self._writer.write(record)
+
+
+def _over_replicas(figures: dict[str, float | None], parallel: ParallelContext) -> dict[str, float | None]:
+    """Counters of all replicas: sums, means of `..._mean`, the largest of `..._max`; of what every replica sees alike
+    (`server/...`) the first one's."""
+    import torch
+
+    mine = {name: torch.tensor([value], dtype=torch.float64) for name, value in figures.items() if value is not None}
+    parts = parallel.gather_tensors(mine)
+    result: dict[str, float | None] = {}
+    for name in sorted(set(figures).union(*parts)):
+        values = [part[name].item() for part in parts if name in part]
+        if not values:
+            result[name] = None
+        elif name.startswith("server/"):
+            result[name] = values[0]
+        elif name.endswith("_max"):
+            result[name] = max(values)
+        else:
+            result[name] = sum(values) / (len(values) if name.endswith("_mean") else 1)
+    return result
 
 
 def _rate(amount: float | None, seconds: float | None) -> float | None:

@@ -1,0 +1,79 @@
+"""`rl`: tools around runs. `rl replay` runs one saved batch through the actor, without servers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from rl_apps.config import GRPOConfig
+from rl_contracts.errors import ConfigError, DataError, RLError
+from rl_contracts.scheduler import JobSpec
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand. Returns its exit code."""
+    parser = argparse.ArgumentParser(prog="rl", description="Tools around runs.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    replay = commands.add_parser("replay", help="one saved batch through the actor, without servers")
+    replay.add_argument(
+        "run", type=Path, help="run directory (checkpoint.save_batches=true), or one file of its batches/"
+    )
+    replay.add_argument("--step", type=int, help="step whose batch to take; default: the last one saved")
+    replay.add_argument("--model", help="weights to start from; default: the model that the run started from")
+    replay.add_argument("--allocation", default="fsdp:d1", help="trainer processes, for example fsdp:d2")
+    replay.add_argument("overrides", nargs="*", help="settings to change, for example actor.optimizer.lr=0")
+    try:
+        return _replay(parser.parse_args(argv))
+    except RLError as error:
+        print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from rl_apps import compose
+    from rl_apps.layout import layout_of
+    from rl_launchers import Launcher
+
+    batch = find_batch(arguments.run, arguments.step)
+    config = compose.override(compose.from_yaml(batch.parent.parent / "config.yaml", GRPOConfig), arguments.overrides)
+    config.allocation = arguments.allocation
+    if arguments.model:
+        config.model.path = arguments.model
+    layout = layout_of(config.allocation, needs_servers=False)
+    with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
+        (Path(scratch) / "config.yaml").write_text(compose.to_yaml(config))
+        result = Path(scratch) / "result.json"
+        command = (sys.executable, "-m", "rl_apps.replay", scratch, str(batch), str(result))
+        job = JobSpec("actor", command, layout.actor.world_size, cpus=layout.cores_each, spmd=True)
+        launcher = Launcher(config.launcher.scheduler(Path(scratch) / "logs"), config.launcher)
+        code = launcher.run([], lambda _: [job])
+        if code == 0:
+            print(json.dumps(json.loads(result.read_text()), indent=2))
+    return code
+
+
+def find_batch(run: Path, step: int | None) -> Path:
+    """The file of a saved batch.
+
+    Raises:
+        DataError: the run saved none, or not that step's.
+        ConfigError: a step was given with a file.
+    """
+    if run.is_file():
+        if step is not None:
+            raise ConfigError("--step goes with a run directory, not with a batch file.")
+        return run.resolve()
+    found = {int(p.name.split("-")[0].removeprefix("step_")): p for p in (run / "batches").glob("step_*.safetensors")}
+    if not found:
+        raise DataError(f"{run}: no saved batches. Run with checkpoint.save_batches=true to keep them.")
+    chosen = max(found) if step is None else step
+    if chosen not in found:
+        raise DataError(f"{run}: no batch of step {chosen}; saved are {sorted(found)}.")
+    return found[chosen].resolve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

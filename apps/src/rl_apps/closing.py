@@ -1,0 +1,97 @@
+"""The last lines of a run: what was learned, where the files are, and what to try next."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rl_apps.config import GRPOConfig, SFTConfig
+from rl_apps.data import GENERATED, head, load_rows
+
+
+def after_grpo(config: GRPOConfig, run_dir: Path) -> list[str]:
+    """Accuracy before and after, by verb for the generated problems, then files and the next command."""
+    records = read_metrics(run_dir)
+    lines = ["", f"GRPO took {_last(records, 'step'):.0f} steps to version {_last(records, 'version'):.0f}."]
+    measured = [(r["step"], r["eval/accuracy"]) for r in records if r.get("eval/accuracy") is not None]
+    if len(measured) >= 2:
+        lines.append(
+            f"Held-out accuracy (greedy, {config.evaluation.rows} problems): "
+            f"{measured[0][1]:.3f} before, {measured[-1][1]:.3f} after."
+        )
+        if config.data.name == GENERATED:
+            lines += by_verb(config, run_dir, measured[0][0], measured[-1][0])
+    stale = [r["staleness/max"] for r in records if r.get("staleness/max") is not None]
+    if stale:
+        lines.append(f"Answers were up to {max(stale):.0f} version(s) old when they were learned from.")
+    checkpoint = last_checkpoint(run_dir)
+    return [
+        *lines,
+        "",
+        f"Run directory: {run_dir}",
+        "  metrics.jsonl (figures per step), rollouts/ (every answer), checkpoints/, logs/, config.yaml",
+        f"Model: {checkpoint}" if checkpoint else "No checkpoint was written.",
+        "Try next: uv run --package rl-apps gsm8k-grpo seed=2 rollout.max_staleness=0   (the same, on-policy)",
+    ]
+
+
+def after_sft(config: SFTConfig, run_dir: Path) -> list[str]:
+    """Loss before and after, then files and the next command."""
+    records = read_metrics(run_dir)
+    lines = [""]
+    for name, label in (("loss/train", "Training loss"), ("loss/eval", "Held-out loss"), ("eval/accuracy", "Accuracy")):
+        values = [r[name] for r in records if r.get(name) is not None]
+        if len(values) >= 2:
+            lines.append(
+                f"{label}: {values[0]:.4f} at first, {values[-1]:.4f} at last ({values[-1] / values[0] - 1:+.0%})."
+            )
+    checkpoint = last_checkpoint(run_dir)
+    data = f"data.name={config.data.name}" + (f" data.path={config.data.path}" if config.data.path else "")
+    return [
+        *lines,
+        "",
+        f"Run directory: {run_dir}",
+        f"Model: {checkpoint}" if checkpoint else "No checkpoint was written.",
+        f"Try next: uv run --package rl-apps gsm8k-grpo {data} model.path={checkpoint}",
+    ]
+
+
+def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[str]:
+    """Accuracy before and after of the held-out problems that use each verb."""
+    rows = head(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
+    before, after = (accuracy_by("verbs", rows, run_dir, step) for step in (first, last))
+    taught = {verb for row in rows for verb in row.get("taught", ())}
+    lines = ["By verb (before -> after):"]
+    for kind, chosen in (("taught by the warm-up", taught), ("left to the reward", set(before) - taught)):
+        parts = [f"{verb} {before[verb]:.2f} -> {after[verb]:.2f}" for verb in sorted(chosen & set(before))]
+        lines += [f"  {kind}: " + ", ".join(parts)] if parts else []
+    return lines
+
+
+def accuracy_by(key: str, rows: list[dict[str, Any]], run_dir: Path, step: int) -> dict[str, float]:
+    """Share of right answers among the evaluated rows whose entry `key`, a list, holds each of its values."""
+    right: dict[str, list[float]] = defaultdict(list)
+    of_prompt = {row["prompt_id"]: row for row in rows}
+    for path in sorted((run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            answer = json.loads(line)
+            for tag in of_prompt[answer["prompt_id"]][key]:
+                right[tag].append(float(answer["reward"] >= 1))
+    return {tag: sum(values) / len(values) for tag, values in right.items()}
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All records of a run."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line.strip()]
+
+
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint of the latest step, if there is one."""
+    found = {int(p.name.removeprefix("step_")): p for p in (run_dir / "checkpoints").glob("step_*")}
+    return found[max(found)] if found else None
+
+
+def _last(records: list[dict[str, Any]], name: str) -> float:
+    return next((r[name] for r in reversed(records) if r.get(name) is not None), 0)

@@ -1,0 +1,154 @@
+"""The settings of the commands: each component's own config, put together under the names of the book."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_apps.data import DataConfig
+from rl_apps.model import ModelConfig
+from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, require
+from rl_engines_fsdp import FSDPEngineConfig
+from rl_inference import InferenceConfig
+from rl_launchers import LauncherConfig
+from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers.books import CheckpointConfig
+from rl_trainers.evaluation import EvaluationConfig
+from rl_trainers.gap import GapConfig
+from rl_trainers.publish import PublishConfig
+from rl_workflows import RolloutConfig
+
+
+@dataclass
+class ActorConfig:
+    """The model that learns: its optimizer, and how a batch is cut."""
+
+    minibatches: int = 1
+    """Optimizer steps per training batch."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
+    micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
+    """How much is run at once; never changes the gradient."""
+    dtype: str = "float32"
+    """`float32`, or `bfloat16` with float32 master weights and reductions."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the train engine, for example `{gradient_checkpointing: true}`."""
+
+    def __post_init__(self) -> None:
+        require(self.minibatches >= 1, "actor.minibatches", "at least 1", self.minibatches)
+
+
+@dataclass
+class RolloutSettings(RolloutConfig):
+    """The rollout runtime, and what one episode is."""
+
+    workflow: str = "rlvr"
+    """Installed workflow, or a dotted path `package.module:Class`."""
+    reward: str = "gsm8k"
+    """Installed reward function, or a dotted path."""
+    reward_workers: int = 1
+    """Processes per data-parallel head that compute rewards."""
+    reward_timeout: float = 30.0
+    """Seconds for one reward; then its process is killed and the episode is recorded as a reward error."""
+    interrupt: str = "keep"
+    """What happens to unfinished answers at an update of the weights: `keep`, `recompute` or `wait`."""
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """How answers are sampled."""
+    port: int = 0
+    """Port of the first server, the others follow; 0: any free one."""
+    server: InferenceConfig = field(default_factory=InferenceConfig)
+    """The servers and their client."""
+
+
+@dataclass
+class RunConfig:
+    """What every command has."""
+
+    experiment: str = "rl"
+    """Name of the experiment; the folder of its runs."""
+    trial: str = ""
+    """Name of this run; empty: the time of day."""
+    run_dir: str = ""
+    """Where the run keeps its files; empty: `runs/<experiment>/<trial>`."""
+    seed: int = 1
+    """Makes generated data, embedded models, the order of the data and all sampling."""
+    total_steps: int = 100
+    """Training steps."""
+    total_epochs: int = 0
+    """Passes over the data after which the run also ends; 0: only `total_steps` counts."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy before the first step."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What is learned from."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """The model that learns."""
+    allocation: str = "embedded:d1+fsdp:d1"
+    """Which backend runs on how many devices: `embedded:d1+fsdp:d2`."""
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    """How processes are started and stopped."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is kept."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """When and how held-out rows are answered."""
+
+    def __post_init__(self) -> None:
+        require(self.total_steps >= 1, "total_steps", "at least 1", self.total_steps)
+        require(self.total_epochs >= 0, "total_epochs", "0 (no limit) or more", self.total_epochs)
+
+    @property
+    def epochs(self) -> int | None:
+        """`total_epochs`, None for no limit."""
+        return self.total_epochs or None
+
+    def engine_config(self) -> FSDPEngineConfig:
+        """The train engine's config.
+
+        Raises:
+            ConfigError: `actor.engine` has a key that the engine does not know.
+        """
+        known = set(FSDPEngineConfig.__dataclass_fields__) - {"optimizer", "micro_batch", "dtype"}
+        unknown = sorted(set(self.actor.engine) - known)
+        require(not unknown, "actor.engine", f"keys out of {', '.join(sorted(known))}", ", ".join(unknown))
+        actor = self.actor
+        return FSDPEngineConfig(actor.optimizer, actor.micro_batch, actor.dtype, **actor.engine)
+
+
+@dataclass
+class GRPOConfig(RunConfig):
+    """Reinforcement learning from verifiable rewards."""
+
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    """How prompts become groups of answers."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """What is learned from a batch; `algorithm=<preset>` takes one whole."""
+    publish: PublishConfig = field(default_factory=PublishConfig)
+    """How new weights reach the servers."""
+    gap: GapConfig = field(default_factory=GapConfig)
+    """When servers and trainer are said to disagree."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.algorithm.resolve_proximal(self.actor.minibatches)
+        require(
+            not self.rollout.generation.truncates,
+            "rollout.generation",
+            "top_p=1, top_k=0 and min_p=0 (the behaviour log-probs are those of the full distribution, so training on "
+            "truncated samples would be biased without notice)",
+            {k: getattr(self.rollout.generation, k) for k in ("top_p", "top_k", "min_p")},
+        )
+        require(
+            self.rollout.generation.temperature > 0,
+            "rollout.generation.temperature",
+            "more than 0: greedy answers of one prompt are all the same, and have no advantage",
+            self.rollout.generation.temperature,
+        )
+
+
+@dataclass
+class SFTConfig(RunConfig):
+    """Supervised learning from conversations."""
+
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    """Used by the evaluation of answers, where servers are allocated."""
+    allocation: str = "fsdp:d1"
+    """`fsdp:d1`; with servers (`embedded:d1+fsdp:d1`) held-out questions are also answered."""

@@ -1,0 +1,105 @@
+"""`gsm8k-grpo`: reinforcement learning of word problems with verifiable answers, asynchronously."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rl_apps import closing, driver, parts
+from rl_apps.config import GRPOConfig
+from rl_apps.data import load_rows
+from rl_apps.layout import Layout, check_batch, layout_of
+from rl_apps.model import check_model, make_model
+from rl_apps.progress import GRPO_COLUMNS
+from rl_contracts.scheduler import JobSpec
+
+
+def layout(config: GRPOConfig) -> Layout:
+    """Servers and trainers."""
+    return layout_of(config.allocation, needs_servers=True)
+
+
+def check(config: GRPOConfig, layout: Layout) -> list[str]:
+    """Everything that can be known before a process starts."""
+    check_model(config.model.path)
+    parts.check_rollout(config.rollout)
+    train_rows = load_rows(config.data, "train", "rl", config.seed)
+    if config.evaluation.rows:
+        load_rows(config.data, "test", "rl", config.seed)
+    step = check_batch(
+        config.data.batch_size, config.rollout.group_size, config.actor.minibatches, layout.actor.strategy.data
+    )
+    return [step, f"{len(train_rows)} prompts in the data, {config.total_steps} steps"]
+
+
+def build_model(config: GRPOConfig, say: Callable[[str], None]) -> Path:
+    """The model to improve; an embedded one is warmed up."""
+    return make_model(config.model, config.data, config.seed, say, warm_up=True)
+
+
+def servers(config: GRPOConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
+    """The servers that generate."""
+    return [parts.server_job(config, config.rollout, layout, run_dir)]
+
+
+def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str]) -> None:
+    """The work of one trainer process: what happens to a prompt, from the data set to the updated weights."""
+    from rl_datasets import PromptLoader
+    from rl_trainers import Books, PolicyActor
+    from rl_trainers import train as run_loop
+
+    with parts.Closing() as stack:
+        engine = stack.add(parts.make_engine(config, layout))
+        rows = load_rows(config.data, "train", "rl", config.seed)
+        prompts = PromptLoader(
+            rows,
+            seed=config.seed,
+            epochs=config.epochs,
+            num_shards=engine.parallel.dp_size,
+            shard=engine.parallel.dp_rank,
+        )
+        rollout, weights = parts.make_answering(
+            stack,
+            config,
+            config.rollout,
+            engine,
+            layout,
+            run_dir,
+            addresses,
+            prompts=prompts,
+            minibatches=config.actor.minibatches,
+            publish=config.publish,
+            gap=config.gap,
+        )
+        actor = PolicyActor(engine, config.algorithm, config.actor.minibatches)
+        evaluations = [parts.answer_evaluation(config, engine, rollout, run_dir)] if config.evaluation.rows else []
+        books = Books(
+            engine,
+            run_dir,
+            config.checkpoint,
+            evaluations=evaluations,
+            evaluate_every=config.evaluation.every,
+            counters=rollout.stats,
+            tokenizer_path=config.model.path,
+        )
+        run_loop(rollout, actor, weights, books, config.total_steps)
+
+
+APP = driver.App(
+    name="gsm8k_grpo",
+    title=__doc__,
+    schema=GRPOConfig,
+    layout=layout,
+    check=check,
+    make_model=build_model,
+    servers=servers,
+    train=train,
+    columns=GRPO_COLUMNS,
+    closing=closing.after_grpo,
+)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    sys.exit(driver.main(APP))

@@ -1,0 +1,190 @@
+"""The parts of a trainer process, made from the config: engine, client, runtime, publishing."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rl_apps.config import RolloutSettings, RunConfig
+from rl_apps.data import head, load_rows
+from rl_apps.layout import Layout
+from rl_contracts import registry
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.errors import ConfigError
+from rl_contracts.reward_worker import AsyncRewardWrapper
+from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
+from rl_inference import InferenceConfig
+from rl_trainers.gap import GapConfig
+from rl_trainers.publish import PublishConfig
+from rl_workflows import RolloutConfig
+
+if TYPE_CHECKING:
+    from rl_contracts.engine import TrainEngine
+    from rl_contracts.rendering import ChatRenderer
+    from rl_contracts.rollout import RolloutRuntime
+    from rl_trainers import AnswerEvaluation, Weights
+
+
+CLOSE_SECONDS = 10.0
+"""Time for a part to close when a run ends."""
+
+
+class Destroyable(Protocol):
+    """Anything that must be taken down."""
+
+    def destroy(self) -> None:
+        """Free what it holds."""
+        ...
+
+
+class Closing(ExitStack):
+    """Takes parts down in reverse order, whatever happens."""
+
+    def add[D: Destroyable](self, part: D) -> D:
+        """Register a part and return it."""
+        self.callback(part.destroy)
+        return part
+
+
+def make_engine(config: RunConfig, layout: Layout) -> TrainEngine:
+    """The train engine of this rank, initialised."""
+    engine: TrainEngine = registry.load("rl.train_engines", layout.actor.backend)(
+        config.engine_config(), layout.actor.strategy
+    )
+    steps = config.total_steps * config.actor.minibatches
+    engine.initialize(FinetuneSpec(config.model.path, steps, config.seed))
+    return engine
+
+
+def make_renderer(config: RunConfig) -> ChatRenderer:
+    """The chat template of the run's model."""
+    from rl_contracts.rendering import ChatRenderer
+
+    return ChatRenderer(make_tokenizer(config.model.path))
+
+
+def make_tokenizer(path: str) -> Any:
+    """The Hugging Face tokenizer of a model directory or hub id."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+OWN_SERVER_SETTINGS = ("model_path", "servers", "weights_dir", "version", "cpus")
+"""Settings of the servers that follow from others; setting them would do nothing."""
+
+
+def check_rollout(settings: RolloutSettings) -> None:
+    """Refuse unknown workflows and rewards, and settings that the command makes itself.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    registry.load("rl.workflows", settings.workflow)
+    registry.load("rl.rewards", settings.reward)
+    defaults = {item.name: item.default for item in fields(settings.server)}
+    for name in OWN_SERVER_SETTINGS:
+        if getattr(settings.server, name) != defaults[name]:
+            raise ConfigError(
+                f"rollout.server.{name} follows from model.path, allocation and run_dir; set those instead."
+            )
+
+
+def server_job(config: RunConfig, settings: RolloutSettings, layout: Layout, run_dir: Path) -> JobSpec:
+    """The servers as a role: which model, how many, where they read new weights."""
+    assert layout.rollout is not None
+    server = served(config, settings, layout, run_dir)
+    spec: JobSpec = registry.load("rl.inference_engines", layout.rollout.backend).server_spec(server)
+    return replace(spec, role=layout.rollout.name, port=settings.port or None)
+
+
+def served(config: RunConfig, settings: RolloutSettings, layout: Layout, run_dir: Path) -> InferenceConfig:
+    """The servers' and the client's config, with what follows from the rest of the run."""
+    assert layout.rollout is not None
+    return replace(
+        settings.server,
+        model_path=config.model.path,
+        servers=layout.rollout.strategy.data,
+        weights_dir=str(weights_directory(run_dir)),
+        cpus=layout.cores_each,
+    )
+
+
+def weights_directory(run_dir: Path) -> Path:
+    """Where new weights travel: in the memory file system where there is one, named after the run directory."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        return run_dir / "weights"
+    return memory / f"rl-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
+
+
+def make_answering(
+    stack: Closing,
+    config: RunConfig,
+    settings: RolloutSettings,
+    engine: TrainEngine,
+    layout: Layout,
+    run_dir: Path,
+    addresses: list[str],
+    *,
+    prompts: Iterable[dict[str, Any]] = (),
+    minibatches: int = 1,
+    publish: PublishConfig | None = None,
+    gap: GapConfig | None = None,
+) -> tuple[RolloutRuntime, Weights]:
+    """The client of the servers, the rollout runtime on top of it, and the way of new weights to the servers."""
+    from rl_contracts.aio import LoopThread
+    from rl_trainers import GapGate, RolloutWriter, WeightPublisher, Weights
+    from rl_workflows import DistRollout
+
+    assert layout.rollout is not None
+    loop = LoopThread("rollout")
+    stack.callback(loop.close)
+    client = registry.load("rl.inference_engines", layout.rollout.backend)(served(config, settings, layout, run_dir))
+    client.initialize(addresses, os.environ.get(RUN_KEY_VARIABLE, ""))
+    stack.callback(lambda: loop.run(client.destroy(), CLOSE_SECONDS))
+    reward = AsyncRewardWrapper(settings.reward, settings.reward_workers, settings.reward_timeout)
+    stack.callback(lambda: loop.run(reward.aclose(), CLOSE_SECONDS))
+    tokenizer = make_tokenizer(config.model.path)
+    workflow = registry.load("rl.workflows", settings.workflow)(tokenizer, settings.generation, reward)
+    writer = RolloutWriter(run_dir / "rollouts", engine.parallel.rank)
+    names = (f"step_{step}" for step in itertools.count(1))
+    rollout = DistRollout(
+        client,
+        workflow,
+        prompts,
+        batch_size=config.data.batch_size,
+        config=runtime_config(config, settings),
+        parallel=engine.parallel,
+        minibatches=minibatches,
+        on_batch=lambda rows: writer.write(next(names), rows) and None,
+        loop=loop,
+        version=engine.version,
+    )
+    stack.callback(rollout.destroy)
+    publishing = replace(publish or PublishConfig(), interrupt=settings.interrupt)
+    publisher = WeightPublisher(engine, client, loop.run, publishing, str(weights_directory(run_dir)))
+    return rollout, Weights(publisher, GapGate(engine, client, loop.run, gap or GapConfig()))
+
+
+def runtime_config(config: RunConfig, settings: RolloutSettings) -> RolloutConfig:
+    """The runtime's part of the rollout settings, seeded by the run's seed."""
+    values = {item.name: getattr(settings, item.name) for item in fields(RolloutConfig)}
+    return RolloutConfig(**{**values, "seed": config.seed + settings.seed})
+
+
+def answer_evaluation(
+    config: RunConfig, engine: TrainEngine, rollout: RolloutRuntime, run_dir: Path
+) -> AnswerEvaluation:
+    """The evaluation of answers on held-out rows."""
+    from rl_trainers import AnswerEvaluation, RolloutWriter
+
+    rows = head(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
+    writer = RolloutWriter(run_dir / "rollouts", engine.parallel.rank)
+    return AnswerEvaluation(rollout, rows, config.evaluation, engine.parallel, writer)

@@ -1,0 +1,38 @@
+"""A process of `rl replay`: `python -m rl_apps.replay <directory with config.yaml> <batch file> <result file>`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from rl_apps.compose import from_yaml
+from rl_apps.config import GRPOConfig
+from rl_apps.layout import layout_of
+from rl_contracts.logging import configure
+
+
+def main(argv: list[str]) -> int:
+    """Take one training step on a saved batch and write its statistics."""
+    from rl_apps.parts import make_engine
+    from rl_trainers import PolicyActor, replay_batch
+
+    directory, batch, result = Path(argv[0]), Path(argv[1]), Path(argv[2])
+    configure(rank=int(os.environ.get("RANK", "0")), role="replay")
+    config = from_yaml(directory / "config.yaml", GRPOConfig)
+    engine = make_engine(config, layout_of(config.allocation, needs_servers=False))
+    try:
+        actor = PolicyActor(engine, config.algorithm, config.actor.minibatches)
+        named = re.search(r"version_(\d+)", batch.name)
+        stats = replay_batch(actor, batch, int(named.group(1)) if named else None)
+        if engine.parallel.is_main:
+            result.write_text(json.dumps(stats))
+    finally:
+        engine.destroy()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Which backend runs on which devices, split how: the allocation grammar and what it stands for.
+"""Which backend runs on which devices, and how it is split over them.
 
     allocation := group ("+" group)*               separate devices
     group      := component ("|" component)*       the same devices, shared in turn
@@ -12,11 +12,9 @@ share.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NoReturn
 
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError
@@ -154,7 +152,7 @@ class Allocation:
     def __post_init__(self) -> None:
         if not self.groups or not all(self.groups):
             raise ConfigError("allocation: expected at least one component in every device group, found none")
-        conflict = _conflict(self.groups)
+        conflict = find_conflict(self.groups)
         if conflict is not None:
             raise ConfigError(f"allocation {self}: {conflict[1]}")
 
@@ -219,7 +217,7 @@ def parse_allocation(text: str, inference_backends: Collection[str] | None = Non
     """Read an allocation such as `"sglang:d4t2+fsdp:d8"`. Blanks between its parts are allowed.
 
     Args:
-        text: the allocation in the grammar of this module.
+        text: the allocation; the grammar heads this module.
         inference_backends: backends that serve, all others train. Default: `INFERENCE_BACKENDS` and whatever
             is installed under `rl.inference_engines`.
 
@@ -229,7 +227,9 @@ def parse_allocation(text: str, inference_backends: Collection[str] | None = Non
     """
     if inference_backends is None:
         inference_backends = INFERENCE_BACKENDS | registry.available("rl.inference_engines").keys()
-    return _Parser(text, inference_backends).allocation()
+    from rl_contracts.allocation_grammar import AllocationParser
+
+    return AllocationParser(text, inference_backends).parse()
 
 
 def _dims(**sizes: int) -> str:
@@ -237,7 +237,7 @@ def _dims(**sizes: int) -> str:
     return written or "d1"
 
 
-def _conflict(groups: tuple[tuple[Component, ...], ...]) -> tuple[int, str] | None:
+def find_conflict(groups: tuple[tuple[Component, ...], ...]) -> tuple[int, str] | None:
     """Position (over all groups) of the first component that cannot stand beside the others, and why."""
     names: set[str] = set()
     position = 0
@@ -257,136 +257,3 @@ def _conflict(groups: tuple[tuple[Component, ...], ...]) -> tuple[int, str] | No
             names.add(component.name)
             position += 1
     return None
-
-
-class _Parser:
-    """Recursive descent over `text`; one method per rule of the grammar."""
-
-    def __init__(self, text: str, inference_backends: Collection[str]) -> None:
-        self.text = text
-        self.at = 0
-        self.inference_backends = inference_backends
-
-    def allocation(self) -> Allocation:
-        starts: list[int] = []
-        groups = [self.group(starts)]
-        while self.accept("+"):
-            groups.append(self.group(starts))
-        self.blanks()
-        if self.at < len(self.text):
-            self.expected("another dimension, '+', '|' or the end")
-        conflict = _conflict(tuple(groups))
-        if conflict is not None:
-            self.fail(conflict[1], starts[conflict[0]])
-        return Allocation(tuple(groups))
-
-    def group(self, starts: list[int]) -> tuple[Component, ...]:
-        components = [self.component(starts)]
-        while self.accept("|"):
-            components.append(self.component(starts))
-        return tuple(components)
-
-    def component(self, starts: list[int]) -> Component:
-        self.blanks()
-        starts.append(self.at)
-        backend = self.identifier("the name of a backend, such as 'fsdp' or 'sglang'")
-        kind = ComponentKind.INFERENCE if backend in self.inference_backends else ComponentKind.TRAIN
-        name = DEFAULT_NAMES[kind]
-        if self.accept("["):
-            name = self.identifier("the name of the component")
-            self.require("]")
-        self.require(":")
-        self.blanks()
-        strategy = self.hybrid() if self.accept("(") else self.plain()
-        return Component(backend, name, strategy, kind)
-
-    def plain(self) -> ParallelStrategy:
-        start = self.at
-        size = self.dimensions("dtpce")
-        try:
-            return ParallelStrategy(size["d"], size["t"], size["p"], size["c"], size["e"])
-        except ConfigError as error:
-            self.fail(str(error), start)
-
-    def hybrid(self) -> ParallelStrategy:
-        """Attention and experts split apart over the same ranks (the opening bracket is read)."""
-        attention = self.part("attn", "dtpc")
-        self.require("|")
-        self.blanks()
-        start = self.at
-        experts = self.part("ffn", "dtpe")
-        self.require(")")
-        if attention["p"] != experts["p"]:
-            self.fail(f"attn and ffn need the same p, found {attention['p']} and {experts['p']}", start)
-        outer = attention["d"] * attention["t"] * attention["p"] * attention["c"]
-        inner = experts["d"] * experts["t"] * experts["p"] * experts["e"]
-        if outer != inner:
-            self.fail(
-                f"attn and ffn run on the same ranks, so attn d*t*p*c must equal ffn d*t*p*e: "
-                f"found {outer} and {inner}",
-                start,
-            )
-        return ParallelStrategy(
-            attention["d"], attention["t"], attention["p"], attention["c"], experts["e"], experts["t"]
-        )
-
-    def part(self, keyword: str, letters: str) -> dict[str, int]:
-        self.blanks()
-        start = self.at
-        if self.identifier(f"'{keyword}:'") != keyword:
-            self.at = start
-            self.expected(f"'{keyword}:'")
-        self.require(":")
-        self.blanks()
-        return self.dimensions(letters)
-
-    def dimensions(self, letters: str) -> dict[str, int]:
-        listing = ", ".join(letters)
-        sizes: dict[str, int] = {}
-        while self.at < len(self.text) and (self.text[self.at].isalnum() or not sizes):
-            letter = self.text[self.at]
-            if letter not in letters:
-                self.expected(f"a dimension (one of {listing}, then a number)")
-            if letter in sizes:
-                self.fail(f"dimension '{letter}' is given twice", self.at)
-            number = re.compile(r"[0-9]{1,9}").match(self.text, self.at + 1)
-            if number is None:
-                self.at += 1
-                self.expected(f"the size of dimension '{letter}', a number of at least 1")
-            if int(number[0]) == 0:
-                self.fail(f"expected a size of at least 1 for dimension '{letter}', found 0", self.at + 1)
-            sizes[letter] = int(number[0])
-            self.at = number.end()
-        if not sizes:
-            self.expected(f"a dimension (one of {listing}, then a number)")
-        return {letter: sizes.get(letter, 1) for letter in letters}
-
-    def identifier(self, what: str) -> str:
-        self.blanks()
-        word = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*").match(self.text, self.at)
-        if word is None:
-            self.expected(what)
-        self.at = word.end()
-        return word[0]
-
-    def blanks(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] == " ":
-            self.at += 1
-
-    def accept(self, symbol: str) -> bool:
-        self.blanks()
-        if not self.text.startswith(symbol, self.at):
-            return False
-        self.at += 1
-        return True
-
-    def require(self, symbol: str) -> None:
-        if not self.accept(symbol):
-            self.expected(f"'{symbol}'")
-
-    def expected(self, what: str) -> NoReturn:
-        found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
-        self.fail(f"expected {what}, found {found}", self.at)
-
-    def fail(self, message: str, at: int) -> NoReturn:
-        raise ConfigError(f"allocation: {message}\n  {self.text}\n  {' ' * at}^")

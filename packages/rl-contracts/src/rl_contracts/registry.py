@@ -44,7 +44,7 @@ def load(group: str, name: str) -> Any:
         value: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{group}: {name!r} stands for {target!r}, which cannot be imported: {error}") from error
     return value
 
@@ -52,7 +52,7 @@ def load(group: str, name: str) -> Any:
 def _unknown(group: str, name: str) -> str:
     installed = sorted(available(group))
     close = get_close_matches(name, installed, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "."
     listing = ", ".join(installed) if installed else "nothing"
     package = KNOWN_PACKAGES.get(group, "a package that registers it")
     return (

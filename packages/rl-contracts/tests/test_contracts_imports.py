@@ -1,0 +1,63 @@
+"""What an import costs, measured in modules: light ones stay light, and heavy libraries wait until they are used."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import rl_contracts
+
+LIGHT = (
+    "errors",
+    "registry",
+    "names",
+    "allocation",
+    "allocation_grammar",
+    "logging",
+    "metrics",
+    "trace",
+    "aio",
+    "rendering",
+)
+FOR_TESTS = ("testing", "conformance")
+HEAVY = ("transformers", "ray", "tensordict", "aiohttp")
+
+
+def _loaded_after_importing(modules: list[str]) -> set[str]:
+    imports = f"[importlib.import_module(module) for module in {modules!r}]"
+    code = f"import importlib, json, sys; {imports}; print(json.dumps([*sys.modules]))"
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120).stdout
+    return set(json.loads(output))
+
+
+def test_import_light_modules_needs_no_torch() -> None:
+    loaded = _loaded_after_importing([f"rl_contracts.{name}" for name in LIGHT])
+
+    assert loaded.isdisjoint({"torch", "numpy", *HEAVY})
+
+
+def test_import_any_module_needs_no_transformers_ray_tensordict_or_server() -> None:
+    modules = [
+        info.name
+        for info in pkgutil.walk_packages(rl_contracts.__path__, "rl_contracts.")
+        if info.name.split(".")[1] not in FOR_TESTS and not info.name.endswith("__main__")
+    ]
+
+    loaded = _loaded_after_importing(modules)
+
+    assert set(modules) <= loaded
+    assert loaded.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("name", ["allocation", "metrics"])
+def test_docstring_examples_are_true(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(f"rl_contracts.{name}"))
+
+    assert results.attempted > 0
+    assert results.failed == 0

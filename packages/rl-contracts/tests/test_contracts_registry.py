@@ -1,0 +1,73 @@
+"""The registry against a distribution with entry points, installed on the spot."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_contracts import registry
+from rl_contracts.errors import ConfigError, RLError
+
+GROUP = "rl.rewards"
+ENTRY_POINTS = """[rl.rewards]
+fixture_good = fixture_rewards:good_reward_fn
+fixture_nested = fixture_rewards:Rewards.nested
+fixture_gone = fixture_rewards:gone
+fixture_no_module = fixture_missing_module:x
+"""
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A third party's package that fills `rl.rewards`, as an installer would lay it out."""
+    (tmp_path / "fixture_rewards.py").write_text(
+        "def good_reward_fn(): return 1.0\nclass Rewards:\n    nested = staticmethod(good_reward_fn)\n"
+    )
+    info = tmp_path / "fixture_rewards-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fixture-rewards\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("fixture_rewards", None)
+
+
+def test_available_lists_what_is_installed() -> None:
+    assert registry.available(GROUP)["fixture_good"] == "fixture_rewards:good_reward_fn"
+
+
+@pytest.mark.parametrize("name", ["fixture_good", "fixture_nested", "fixture_rewards:good_reward_fn"])
+def test_load_name_or_dotted_path_gives_the_object(name: str) -> None:
+    assert registry.load(GROUP, name)() == 1.0
+
+
+def test_load_unknown_name_lists_installed_suggests_and_names_the_package() -> None:
+    with pytest.raises(ConfigError) as caught:
+        registry.load(GROUP, "fixture_goood")
+
+    message = str(caught.value)
+    assert "rl.rewards: nothing is called 'fixture_goood'; did you mean 'fixture_good'? Installed: " in message
+    assert "fixture_nested" in message
+    assert "Install rl-rewards, or give a dotted path" in message
+
+
+def test_load_unknown_name_without_a_near_one_makes_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"nothing is called 'zzzzzz'\. Installed: "):
+        registry.load(GROUP, "zzzzzz")
+
+
+def test_load_from_an_unknown_group_says_that_nothing_is_there() -> None:
+    with pytest.raises(ConfigError, match=r"Installed: nothing\. Install a package that registers it"):
+        registry.load("rl.fixture_group", "x")
+
+
+@pytest.mark.parametrize("name", ["fixture_gone", "fixture_no_module", "no_such_module:x", ":x", "fixture_rewards:"])
+def test_load_what_cannot_be_imported_says_why(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be imported") as caught:
+        registry.load(GROUP, name)
+
+    assert isinstance(caught.value, RLError)
+    assert caught.value.__cause__ is not None

@@ -1,4 +1,5 @@
-"""Parts that let every package test alone: a simulated clock and an inference engine without a server."""
+"""Parts that let every package test alone: a simulated clock, an inference engine without a server, a reference train
+engine, and tiny models made on the spot."""
 
 from __future__ import annotations
 
@@ -6,21 +7,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_contracts.testing.batches import make_batch
     from rl_contracts.testing.clock import SimulatedClock
+    from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
     from rl_contracts.testing.null_inference import Faults, NullInferenceConfig, NullInferenceEngine
+    from rl_contracts.testing.reference_engine import ReferenceTrainEngine
 
 _HOME = {
     "Faults": "null_inference",
     "NullInferenceConfig": "null_inference",
     "NullInferenceEngine": "null_inference",
+    "ReferenceTrainEngine": "reference_engine",
     "SimulatedClock": "clock",
+    "make_batch": "batches",
+    "make_tiny_model": "models",
+    "make_tiny_tokenizer": "models",
 }
 
 __all__ = [
     "Faults",
     "NullInferenceConfig",
     "NullInferenceEngine",
+    "ReferenceTrainEngine",
     "SimulatedClock",
+    "make_batch",
+    "make_tiny_model",
+    "make_tiny_tokenizer",
 ]
 
 

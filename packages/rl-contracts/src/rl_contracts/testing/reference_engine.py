@@ -1,0 +1,217 @@
+"""The train engine that every other one is compared with: plain torch, one process, one row at a time, full logits."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.config import OptimizerConfig
+from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
+from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
+from rl_contracts.errors import EngineError, ModelError
+from rl_contracts.parallel import ParallelContext
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.trajectory import PackedBatch
+
+
+class ReferenceTrainEngine(TrainEngine):
+    """Says what the numbers should be; nothing in it is fast.
+
+    Args:
+        optimizer: AdamW and its schedule.
+        model: a float32 module whose `model(input_ids=[1, T])` has or is logits [1, T, vocab]; None: the causal
+            language model at the spec's `model_path`.
+        entropy_grad: let the entropy carry gradient.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerConfig | None = None,
+        model: torch.nn.Module | None = None,
+        entropy_grad: bool = False,
+    ) -> None:
+        self.settings = optimizer or OptimizerConfig()
+        self.parallel = ParallelContext()
+        self.model: Any = model
+        self._entropy_grad = entropy_grad
+        self._route: WeightUpdateMeta | None = None
+        self._steps = self._skipped = 0
+
+    def initialize(self, spec: FinetuneSpec) -> None:
+        import torch
+
+        torch.manual_seed(spec.seed)
+        self._total_steps = spec.total_steps
+        if self.model is None:
+            self.model = _read_model(spec.model_path)
+        self.model.train()
+        decayed = [p for n, p in self.model.named_parameters() if p.ndim >= 2 and not n.endswith("bias")]
+        others = [p for n, p in self.model.named_parameters() if p.ndim < 2 or n.endswith("bias")]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": self.settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=self.settings.lr,
+            betas=(self.settings.beta1, self.settings.beta2),
+            eps=self.settings.eps,
+        )
+
+    def train_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        import torch
+
+        self._optimizer.zero_grad()
+        loss, result = self._loss(batch, loss_fn, loss_weight_fn)
+        loss.backward()
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+        rate = learning_rate(self.settings, self._steps, self._total_steps)
+        applied = math.isfinite(norm)
+        if applied:
+            if self.settings.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.max_grad_norm, torch.tensor(norm))
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            self._steps, self._skipped = self._steps + 1, 0
+        else:
+            self._skipped += 1
+            if self._skipped > self.settings.max_skipped_steps:
+                raise EngineError(f"gradients were not finite in {self._skipped} consecutive steps.")
+        tokens = float(batch["attention_mask"].sum())
+        return result | {"grad_norm": norm, "lr": rate, "applied": float(applied), "tokens": tokens}
+
+    def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        import torch
+
+        with torch.no_grad():
+            return self._loss(batch, loss_fn, loss_weight_fn)[1]
+
+    def forward(self, batch: TensorDict, output_fn: OutputFn) -> torch.Tensor:
+        import torch
+
+        result = torch.zeros(batch["attention_mask"].shape)
+        with torch.no_grad():
+            for row, (outputs, packed) in enumerate(self._rows(batch)):
+                result[row, : packed.num_tokens] = output_fn(outputs, packed)
+        return result
+
+    def _loss(
+        self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """The loss with its gradient, and `loss` and the statistics as numbers."""
+        import torch
+
+        denominator = float(loss_weight_fn(batch))
+        if not denominator > 0:
+            raise EngineError(f"minibatch: expected a positive denominator, found {denominator}.")
+        loss, found = torch.zeros(()), []
+        for outputs, packed in self._rows(batch):
+            part, stats = loss_fn(outputs, packed)
+            loss = loss + part
+            found.append(stats)
+        result = {"loss": float(loss.detach()) / denominator}
+        for name in found[0] if found else ():
+            if name.endswith("/max"):
+                result[name] = max(float(stats[name][0]) for stats in found)
+            else:
+                total = sum(float(stats[name][1]) for stats in found)
+                result[name] = sum(float(stats[name][0]) for stats in found) / total if total else math.nan
+        return loss / denominator, result
+
+    def _rows(self, batch: TensorDict) -> Iterator[tuple[TokenOutputs, PackedBatch]]:
+        import torch
+
+        from rl_contracts.trajectory import pack, select
+
+        for row in range(batch.batch_size[0]):
+            packed = pack(select(batch, [row]))
+            ids = packed["input_ids"]
+            out = self.model(input_ids=ids[None])
+            logits = getattr(out, "logits", out)[0].float() / packed["temperature"]
+            distribution = torch.log_softmax(logits[:-1], -1)
+            first = torch.zeros(1)
+            logprobs = distribution.gather(1, ids[1:, None])[:, 0]
+            entropy = -(distribution.exp() * distribution).sum(-1)
+            entropy = entropy if self._entropy_grad else entropy.detach()
+            yield TokenOutputs(torch.cat([first, logprobs]), torch.cat([first, entropy])), packed
+
+    def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
+        self._route = meta
+
+    def update_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
+        from rl_contracts.weights import staged_location, write_weights
+
+        if self._route is None:
+            raise EngineError("update_weights: no route; call connect_engine first.")
+        named = [(name, p.detach()) for name, p in self.model.named_parameters()]
+        specs = tuple(ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named)
+        location = staged_location(self._route.location, self._route.route, version)
+        return write_weights(WeightUpdateMeta(self._route.route, version, location, specs), named)
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        import torch
+
+        scratch = Path(meta.path).with_name(f".{Path(meta.path).name}.part")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        if meta.kind == "hf":
+            self.model.save_pretrained(scratch)
+            if meta.tokenizer_path is not None:
+                from transformers import AutoTokenizer
+
+                AutoTokenizer.from_pretrained(meta.tokenizer_path).save_pretrained(scratch)
+        else:
+            counters = {"version": self.version, "steps": self._steps, "skipped": self._skipped}
+            state = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "counters": counters}
+            torch.save(state, scratch / "state.pt")
+        scratch.rename(meta.path)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        import torch
+
+        if meta.kind == "hf":
+            self.model.load_state_dict(_read_model(meta.path).state_dict())
+            return
+        try:
+            state = torch.load(Path(meta.path) / "state.pt", weights_only=True)
+        except OSError as error:
+            raise ModelError(f"{meta.path}: expected a directory of kind state: {error}") from error
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        counters = state["counters"]
+        self.version, self._steps, self._skipped = counters["version"], counters["steps"], counters["skipped"]
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
+    def destroy(self) -> None:
+        self.model = self._route = None
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Rate of optimizer step `step`, counted from 0: the peak at the end of the warm-up, the minimum at the last."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    peak = max(config.warmup_steps - 1, 0)
+    progress = min((step - peak) / max(total_steps - 1 - peak, 1), 1.0)
+    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+
+
+def _read_model(path: str) -> torch.nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: expected a Hugging Face model directory with weights: {error}") from error

@@ -1,0 +1,162 @@
+"""The reference train engine against numbers worked out another way: padded rows, and AdamW written by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_contracts.config import OptimizerConfig
+from rl_contracts.data import FinetuneSpec, SaveLoadMeta
+from rl_contracts.engine import Stats, TokenOutputs
+from rl_contracts.errors import EngineError, ModelError
+from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
+from rl_contracts.testing.reference_engine import learning_rate
+from rl_contracts.trajectory import PackedBatch, select
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp(request.param)
+    return str(make_tiny_model(folder, request.param, tied=request.param == "qwen3", hidden=32))
+
+
+def weighted_nll(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
+    mask = packed["loss_mask"]
+    loss = -(outputs.logprobs * packed["advantages"])[mask].sum()
+    return loss, {
+        "entropy": (outputs.entropy[mask].detach().sum(), mask.sum()),
+        "logprob/max": (outputs.logprobs.detach()[mask].max(), mask.sum()),
+    }
+
+
+def trained_tokens(batch: Any) -> torch.Tensor:
+    return batch["loss_mask"].sum()
+
+
+def padded_outputs(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies, [B, T], from one padded forward."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long()).logits
+    distribution = (logits / batch["temperature"][:, None, None]).log_softmax(-1)[:, :-1]
+    logprobs = distribution.gather(2, batch["input_ids"][:, 1:, None])[..., 0]
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    zero = torch.zeros(len(logits), 1)
+    real = batch["attention_mask"]
+    return torch.cat([zero, logprobs], 1) * real, torch.cat([zero, entropy], 1) * real
+
+
+def test_forward_equals_padded_forward(model_path: str) -> None:
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(model_path, 1))
+    batch = make_batch(5)
+
+    logprobs = engine.forward(batch, lambda outputs, packed: outputs.logprobs)
+    entropy = engine.forward(batch, lambda outputs, packed: outputs.entropy)
+
+    with torch.no_grad():
+        expected = padded_outputs(engine.model, batch)
+    torch.testing.assert_close(logprobs, expected[0], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected[1], atol=2e-5, rtol=1e-5)
+
+
+def test_train_batch_equals_adamw_by_hand_on_a_padded_batch(model_path: str) -> None:
+    settings = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3)
+    engine, batch = ReferenceTrainEngine(settings), make_batch(5)
+    engine.initialize(FinetuneSpec(model_path, 1))
+    logprobs, entropy = padded_outputs(engine.model, batch)
+    mask = batch["loss_mask"]
+    loss = -(logprobs * batch["advantages"])[mask].sum() / mask.sum()
+    names, parameters = zip(*engine.model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss, parameters)
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+    expected = {}
+    for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
+        g = gradient * min(1.0, 0.3 / norm)
+        update = g / (g.abs() + 1e-8)  # the first step of Adam: both moments are unbiased
+        decay = 0.1 if parameter.ndim == 2 else 0.0
+        expected[name] = (parameter * (1 - 1e-2 * decay) - 1e-2 * update).detach()
+    firm = {n: g.abs() > 1e-4 * norm for n, g in zip(names, gradients, strict=True)}
+
+    result = engine.train_batch(batch, weighted_nll, trained_tokens)
+
+    assert result["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert result["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert result["entropy"] == pytest.approx(float(entropy[mask].mean().detach()), rel=1e-5)
+    assert result["logprob/max"] == pytest.approx(float(logprobs[mask].max().detach()), abs=1e-5)
+    assert (result["lr"], result["applied"], result["tokens"]) == (1e-2, 1.0, float(batch["attention_mask"].sum()))
+    for name, parameter in engine.model.named_parameters():
+        # where a gradient is about 0, its sign, and so Adam's first step, hangs on rounding
+        torch.testing.assert_close(
+            parameter.detach()[firm[name]], expected[name][firm[name]], atol=2e-4, rtol=1e-3, msg=name
+        )
+
+
+def test_train_batch_non_finite_gradients_are_skipped_then_refused(model_path: str) -> None:
+    engine, batch = ReferenceTrainEngine(OptimizerConfig(lr=0.1, max_skipped_steps=1)), make_batch(2)
+    engine.initialize(FinetuneSpec(model_path, 1))
+    before = engine.forward(batch, lambda outputs, packed: outputs.logprobs)
+
+    def explode(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
+        return outputs.logprobs.sum() * float("inf"), {}
+
+    assert engine.train_batch(batch, explode, trained_tokens)["applied"] == 0.0
+    torch.testing.assert_close(engine.forward(batch, lambda outputs, packed: outputs.logprobs), before)
+    with pytest.raises(EngineError, match="2 consecutive steps"):
+        engine.train_batch(batch, explode, trained_tokens)
+
+
+def test_given_module_whose_output_is_logits_is_used() -> None:
+    class Unigram(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logits = torch.nn.Parameter(torch.arange(6.0))
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.logits.expand(*input_ids.shape, -1)
+
+    engine = ReferenceTrainEngine(OptimizerConfig(lr=0.5, weight_decay=0.0), model=Unigram())
+    engine.initialize(FinetuneSpec("", 1))
+    batch = make_batch(3, vocab_size=6)
+
+    logprobs = engine.forward(batch, lambda outputs, packed: outputs.logprobs)
+
+    row = int(batch["attention_mask"][0].sum())
+    expected = (torch.arange(6.0) / batch["temperature"][0]).log_softmax(-1)[batch["input_ids"][0, 1:row]]
+    torch.testing.assert_close(logprobs[0, 1:row], expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ("cosine", [0.5, 1.0, 0.2 + 0.8 * (2 + math.sqrt(2)) / 4, 0.6, 0.2 + 0.8 * (2 - math.sqrt(2)) / 4, 0.2]),
+    ],
+)
+def test_learning_rate_rises_to_the_peak_and_falls_to_the_minimum_at_the_last_step(
+    schedule: str, rates: list[float]
+) -> None:
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.2)
+
+    assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(rates)
+
+
+def test_load_of_something_else_raises_model_error(model_path: str, tmp_path: Path) -> None:
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(model_path, 1))
+
+    for kind in ("state", "hf"):
+        with pytest.raises(ModelError, match="expected a"):
+            engine.load(SaveLoadMeta(str(tmp_path), kind))
+
+
+def test_select_rows_of_a_random_batch_keeps_it_valid() -> None:
+    from rl_contracts.trajectory import validate
+
+    batch = make_batch(9, seed=4)
+
+    validate(batch)
+    validate(select(batch, [8, 1]))

@@ -1,0 +1,257 @@
+"""The client of embedded servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rl_contracts.clock import Clock, SystemClock
+from rl_contracts.data import ModelRequest, ModelResponse, StopReason, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import ConfigError, InferenceError
+from rl_contracts.inference import InferenceEngine
+from rl_contracts.scheduler import JobSpec
+from rl_inference.answer import PartialAnswer
+from rl_inference.config import InferenceConfig
+from rl_inference.protocol import EmbeddedProtocol
+from rl_inference.routing import Router, Server
+from rl_inference.transport import ServerBusyError, ServerLostError, Transport
+from rl_inference.updates import WeightUpdates
+
+_LONGEST_RETRY = 5.0
+
+
+class EmbeddedEngine(InferenceEngine):
+    """An `InferenceEngine` over embedded servers.
+
+    Args:
+        config: settings.
+        clock: for cool-downs and deadlines.
+    """
+
+    def __init__(self, config: InferenceConfig, clock: Clock | None = None) -> None:
+        self.config = config
+        self._clock = clock or SystemClock()
+        self._protocol = EmbeddedProtocol()
+        self._limit = asyncio.Semaphore(config.max_concurrent)
+        self._closed = False
+        self._router = Router([], self._clock, config.affinity_slack)
+        self._transport = Transport(config, self._protocol, "")
+        self._updates = WeightUpdates(config, self._router, self._transport, self._protocol, self._clock)
+
+    @classmethod
+    def server_spec(cls, config: InferenceConfig) -> JobSpec:
+        """The servers of `config` as a job: role `rollout`, ready when `/health` answers 200."""
+        if not config.model_path:
+            raise ConfigError("inference.model_path: expected a model directory, found nothing.")
+        options = {
+            "model": config.model_path,
+            "host": "{host}",
+            "port": "{port}",
+            "name": "rollout-{index}",
+            "device": config.device,
+            "dtype": config.dtype,
+            "slots": config.slots,
+            "context-length": config.context_length,
+            "prefill-tokens": config.prefill_tokens,
+            "max-waiting": config.max_waiting,
+            "threads": config.cpus,
+            "weights-dir": str(Path(config.weights_dir).resolve()) if config.weights_dir else "",
+            "version": config.version,
+        }
+        return JobSpec(
+            role="rollout",
+            command=(
+                config.python or sys.executable,
+                "-m",
+                "rl_inference.server",
+                *(text for name, value in options.items() for text in (f"--{name}", str(value))),
+            ),
+            count=config.servers,
+            cpus=config.cpus,
+            gpus=1 if config.device.startswith("cuda") else 0,
+            needs_port=True,
+            ready_path="/health",
+            ready_timeout=config.ready_timeout,
+        )
+
+    def initialize(self, addresses: list[str], key: str = "") -> None:
+        """Remember the servers and the run key."""
+        if not addresses:
+            raise ConfigError("inference servers: expected at least one address, found none.")
+        for address in addresses:
+            parts = urlsplit(address)
+            if parts.scheme not in ("http", "https") or not parts.netloc:
+                raise ConfigError(f"inference servers: expected http://host:port, found {address!r}.")
+        servers = [Server(address.rstrip("/"), self.config.version) for address in addresses]
+        self._router = Router(servers, self._clock, self.config.affinity_slack)
+        self._transport = Transport(self.config, self._protocol, key)
+        self._updates = WeightUpdates(self.config, self._router, self._transport, self._protocol, self._clock)
+
+    @property
+    def version(self) -> int:
+        """The last version committed on all live servers."""
+        return min(
+            (server.version for server in self._router.live or self._router.servers),
+            default=self.config.version,
+        )
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Generate one answer, through interruptions and lost servers, to its end."""
+        started = self._clock.now()
+        answer = PartialAnswer(request, request.request_id or secrets.token_hex(8))
+        async with self._limit:
+            with self._router.member(request.group):
+                server = await self._finish(answer)
+        assert answer.finish is not None
+        return ModelResponse(
+            input_ids=request.input_ids,
+            output_ids=answer.output_ids,
+            logprobs=answer.logprobs,
+            versions=answer.versions,
+            stop_reason=StopReason(answer.finish),
+            server=server.address,
+            seconds=self._clock.now() - started,
+            resubmissions=answer.attempts - 1,
+        )
+
+    async def _finish(self, answer: PartialAnswer) -> Server:
+        """Ask servers until the answer is complete.
+
+        Returns:
+            the server that completed it.
+
+        Raises:
+            InferenceError: refused, or all live servers were tried in vain since the last token and the
+        deadline is over."""
+        progress, tried, delay = self._clock.now(), set[Server](), self.config.retry_seconds
+        while True:
+            server = self._pick(answer)
+            have = len(answer.output_ids)
+            try:
+                await self._attempt(server, answer)
+            except (ServerLostError, ServerBusyError) as error:
+                server.last_error = str(error)
+                if isinstance(error, ServerLostError):
+                    self._router.failed(server, str(error))
+            else:
+                self._router.succeeded(server)
+                if answer.done:
+                    return server
+            if len(answer.output_ids) > have:
+                progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
+                continue
+            tried.add(server)
+            waiting = self._clock.now() - progress
+            if tried.issuperset(self._router.live):
+                if waiting > self.config.progress_timeout or not self._router.live:
+                    raise InferenceError(self._give_up(answer, waiting))
+                await self._clock.sleep(min(delay, _LONGEST_RETRY))
+                delay *= 2
+
+    def _pick(self, answer: PartialAnswer) -> Server:
+        server = None if self._closed else self._router.choose(answer.request.group)
+        if server is None:
+            raise InferenceError("the client was closed." if self._closed else self._give_up(answer, 0.0))
+        return server
+
+    def _give_up(self, answer: PartialAnswer, waited: float) -> str:
+        listed = "; ".join(
+            f"{server.address}: {server.last_error or 'no error seen'}{'' if server.live else ' (evicted)'}"
+            for server in self._router.servers
+        )
+        return (
+            f"request {answer.rid}: no server goes on with it ({len(answer.output_ids)} tokens so far, "
+            f"{waited:.0f} s without progress). Last errors: {listed or 'no server known'}. See their logs."
+        )
+
+    async def _attempt(self, server: Server, answer: PartialAnswer) -> None:
+        """Let one server go on with the answer, in a task of its own that an eviction can cancel."""
+        task = asyncio.create_task(self._read(server, answer))
+        server.tasks.add(task)
+        server.open += 1
+        try:
+            await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise ServerLostError(server.evicted or "the client was closed") from None
+        finally:
+            server.open -= 1
+            server.tasks.discard(task)
+
+    async def _read(self, server: Server, answer: PartialAnswer) -> None:
+        oldest = server.version
+        stream = self._transport.stream(server, answer.next_call(self._protocol))
+        async with contextlib.aclosing(stream) as lines:
+            async for line in lines:
+                try:
+                    chunk = self._protocol.parse_chunk(line)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ServerLostError(
+                        f"{server.address}: an answer that cannot be read: {error!r}"
+                    ) from error
+                if chunk is None:
+                    continue
+                if chunk.error is not None:
+                    raise ServerLostError(f"{server.address}: {chunk.error}")
+                if chunk.versions and min(chunk.versions) < oldest:
+                    # it was restarted, and does not know what it had committed
+                    self._router.evict(
+                        server, f"serves version {min(chunk.versions)} after it had committed {oldest}"
+                    )
+                    raise ServerLostError(server.last_error)
+                answer.add(chunk)
+        if answer.finish is None:
+            raise ServerLostError(f"{server.address}: the stream ended before the answer")
+
+    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """Log-probs of given tokens at the current weights; entry 0 is 0."""
+        call = self._protocol.score(input_ids, temperature)
+        for server in sorted(self._router.live, key=lambda s: s.open):
+            try:
+                return self._protocol.parse_score(await self._transport.call(server, call))
+            except (ServerLostError, ServerBusyError) as error:
+                self._router.failed(server, str(error))
+        reasons = "; ".join(f"{server.address}: {server.last_error}" for server in self._router.servers)
+        raise InferenceError(f"no live server could score {len(input_ids)} tokens: {reasons}")
+
+    async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
+        """Load a version beside the served one on every server, while they go on generating."""
+        return await self._updates.stage(meta)
+
+    async def commit_weights(self, version: int, interrupt: str = "keep") -> float:
+        """pause -> swap -> commit -> resume the staged version on every server."""
+        return await self._updates.commit(version, interrupt)
+
+    async def pause(self) -> None:
+        """Stop generating on all servers; unfinished answers stay where they are."""
+        await self._updates.pause()
+
+    async def resume(self) -> None:
+        """Undo `pause`."""
+        await self._updates.resume()
+
+    async def stats(self) -> dict[str, float]:
+        """Sums over the servers that answer."""
+        live = self._router.live
+        answers = await asyncio.gather(
+            *(self._transport.call(server, self._protocol.stats()) for server in live), return_exceptions=True
+        )
+        found = [value for value in answers if isinstance(value, dict)]
+        names = ("running", "waiting", "generated_tokens", "busy_seconds")
+        sums = {name: float(sum(value[name] for value in found)) for name in names}
+        return {"servers": float(len(live)), **sums}
+
+    async def destroy(self) -> None:
+        """Close connections. Requests that still wait fail with an `InferenceError`."""
+        self._closed = True
+        tasks = [task for server in self._router.servers for task in server.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._transport.close()

@@ -1,0 +1,69 @@
+"""Settings of the client, and of the servers that a launcher starts for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_contracts.config import require, require_choice
+
+
+@dataclass
+class InferenceConfig:
+    """An `EmbeddedEngine` and its servers."""
+
+    model_path: str = ""
+    """Hugging Face model directory that the servers load."""
+    servers: int = 1
+    """Server processes."""
+    device: str = "auto"
+    """Where they run: `cpu`, `cuda`, or `auto` (a GPU if there is one)."""
+    dtype: str = "float32"
+    """Dtype in which they serve: `float32`, `bfloat16` or `float16`."""
+    slots: int = 64
+    """Sequences that one server generates at the same time."""
+    context_length: int = 0
+    """Tokens of prompt and answer together at most; 0: what the model says."""
+    prefill_tokens: int = 8192
+    """Tokens, padding included, that a server prefills in one pass at most."""
+    max_waiting: int = 4096
+    """Requests that may wait at one server; beyond, the client backs off."""
+    cpus: int = 1
+    """Cores, and threads of torch, per server."""
+    weights_dir: str = ""
+    """Directory in which weight updates are published; the servers read from nowhere else. Empty: no
+    updates."""
+    version: int = 0
+    """Version of the weights in `model_path`."""
+    python: str = ""
+    """Interpreter of the servers; empty: this one."""
+    ready_timeout: float = 180.0
+    """Seconds within which a started server must be ready."""
+    max_concurrent: int = 1024
+    """Requests that the client has open at the same time, over all servers."""
+    progress_timeout: float = 60.0
+    """Seconds without a byte (generation) or an answer (control) after which a server counts as lost, and
+    after which a request that no server moves on fails."""
+    update_timeout: float = 300.0
+    """Seconds within which a server must have staged a version."""
+    connect_timeout: float = 5.0
+    """Seconds for a connection to a server."""
+    retry_seconds: float = 0.2
+    """First pause before a request tries again; doubles up to 5 s."""
+    affinity_slack: int = 32
+    """A group follows its first member's server unless that has so many more open requests than the least
+    busy one."""
+
+    def __post_init__(self) -> None:
+        require(self.servers >= 1, "inference.servers", "at least 1", self.servers)
+        require_choice("inference.dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        require(self.slots >= 1, "inference.slots", "at least 1", self.slots)
+        require(self.cpus >= 1, "inference.cpus", "at least 1", self.cpus)
+        require(self.max_concurrent >= 1, "inference.max_concurrent", "at least 1", self.max_concurrent)
+        require(
+            self.progress_timeout > 0, "inference.progress_timeout", "seconds above 0", self.progress_timeout
+        )
+        require(self.update_timeout > 0, "inference.update_timeout", "seconds above 0", self.update_timeout)
+        require(
+            self.connect_timeout > 0, "inference.connect_timeout", "seconds above 0", self.connect_timeout
+        )
+        require(self.retry_seconds > 0, "inference.retry_seconds", "seconds above 0", self.retry_seconds)

@@ -1,0 +1,150 @@
+"""`python -m rl_inference.server --model DIR --port N`: load a model and serve it until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any
+
+from aiohttp import web
+
+from rl_contracts.errors import RLError
+from rl_contracts.logging import configure, get_logger
+from rl_inference.server.app import ServerApp
+from rl_inference.server.config import ServerConfig
+from rl_inference.server.loop import DecodeLoop
+from rl_inference.server.model import SlotModel
+from rl_inference.server.weights import ServedWeights
+
+logger = get_logger("inference.server")
+
+KEY_VARIABLE = "RL_RUN_KEY"
+"""Environment variable with the run key."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the server; returns the exit code."""
+    configure(role="server")
+    try:
+        config = parse(arguments)
+    except RLError as error:
+        logger.error("%s", error)
+        return 2
+    # The HTTP thread must not hold up the decode thread, which asks for the interpreter a thousand times per
+    # pass.
+    sys.setswitchinterval(0.0005)
+    try:
+        import uvloop
+
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    except ImportError:
+        runner = asyncio.Runner()
+    with runner:
+        return runner.run(serve(config, os.environ.get(KEY_VARIABLE, "")))
+
+
+def parse(arguments: list[str] | None) -> ServerConfig:
+    """The config from the command line, an option per field."""
+    parser = argparse.ArgumentParser(prog="python -m rl_inference.server", description=__doc__)
+    for field in fields(ServerConfig):
+        kind = int if field.type in (int, "int") else str
+        required = field.default is MISSING
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=kind,
+            required=required,
+            default=None if required else field.default,
+        )
+    return ServerConfig(**vars(parser.parse_args(arguments)))
+
+
+async def serve(config: ServerConfig, key: str) -> int:
+    """Listen, load the model, serve until a signal, `/shutdown` or a death of the decode thread.
+
+    Returns:
+        the exit code.
+    """
+    events = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = events.create_future()
+
+    def end(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    def crashed() -> None:
+        events.call_soon_threadsafe(end, 1)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        events.add_signal_handler(signum, end, 0)
+    http = ServerApp(config, key, lambda: end(0))
+    web_runner = web.AppRunner(http.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+    await web_runner.setup()
+    loop: DecodeLoop | None = None
+    try:
+        try:
+            site = web.TCPSite(web_runner, config.host, config.port)
+            await site.start()
+        except OSError as error:
+            logger.error("%s", _bind_error(config, error))
+            return 1
+        address = "{}:{}".format(*web_runner.addresses[0][:2])
+        loading = _load(config, config.name or address, lambda _: crashed())
+        watched: set[asyncio.Future[Any]] = {loading, ended}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            loop = loading.result()
+            loop.start()
+            http.serve(loop)
+            logger.info("ready: http://%s serves %s on %s", address, config.model, loop.model.device)
+        return await ended
+    except RLError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return 1
+    finally:
+        if loop is not None:
+            await asyncio.to_thread(loop.stop)
+        await web_runner.cleanup()
+
+
+def _load(
+    config: ServerConfig, holder: str, on_crash: Callable[[BaseException], None]
+) -> asyncio.Future[DecodeLoop]:
+    """Load in a daemon thread, so that a signal need not wait for it."""
+    events = asyncio.get_running_loop()
+    result: asyncio.Future[DecodeLoop] = events.create_future()
+
+    def work() -> None:
+        import torch
+
+        try:
+            if config.threads:
+                torch.set_num_threads(config.threads)
+            model = SlotModel.load(config)
+            weights = ServedWeights(model.model, config.weights_dir, holder, config.version)
+            loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash)
+        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+            events.call_soon_threadsafe(result.set_exception, error)
+        else:
+            events.call_soon_threadsafe(result.set_result, loop)
+
+    threading.Thread(target=work, name="load", daemon=True).start()
+    return result
+
+
+def _bind_error(config: ServerConfig, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {config.port} of {config.host} is in use; stop what listens there or give another --port."
+        )
+    return f"cannot listen on {config.host}:{config.port}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

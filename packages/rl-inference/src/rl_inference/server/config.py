@@ -1,0 +1,55 @@
+"""Settings of one server process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_contracts.config import require, require_choice
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class ServerConfig:
+    """What `python -m rl_inference.server` takes. Each field is the option of the same name."""
+
+    model: str
+    """Hugging Face model directory."""
+    port: int
+    """TCP port to listen on; 0 picks a free one."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one."""
+    dtype: str = "float32"
+    """Dtype in which the weights are served."""
+    slots: int = 64
+    """Sequences generated at the same time."""
+    context_length: int = 0
+    """Tokens of prompt and answer together at most; 0: what the model says."""
+    max_waiting: int = 4096
+    """Requests that may wait for a slot; beyond, 503."""
+    prefill_tokens: int = 8192
+    """Tokens, padding included, of one prefill pass at most; a single longer prompt is one pass of its
+    own."""
+    max_request_bytes: int = 64 * 2**20
+    """Larger request bodies are refused with 413."""
+    threads: int = 0
+    """Threads of torch; 0 leaves its choice."""
+    weights_dir: str = ""
+    """Directory that weight updates must lie in; empty: no updates."""
+    version: int = 0
+    """Version of the weights in `model`."""
+    name: str = ""
+    """Name in receipts; empty: `host:port`."""
+
+    def __post_init__(self) -> None:
+        require_choice("server.dtype", self.dtype, DTYPES)
+        require(0 <= self.port < 65536, "server.port", "between 0 and 65535", self.port)
+        require(self.slots >= 1, "server.slots", "at least 1", self.slots)
+        require(
+            self.context_length >= 0, "server.context_length", "0 (the model's) or more", self.context_length
+        )
+        require(self.max_waiting >= 0, "server.max_waiting", "0 or more", self.max_waiting)
+        require(self.prefill_tokens >= 1, "server.prefill_tokens", "at least 1", self.prefill_tokens)
+        require(self.threads >= 0, "server.threads", "0 (torch's choice) or more", self.threads)

@@ -1,0 +1,234 @@
+"""The decode thread: takes jobs, generates, and lets commands in between two passes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from enum import Enum
+from typing import TypeVar
+
+from rl_contracts.errors import InferenceError
+from rl_contracts.logging import get_logger
+from rl_inference.server.job import GenerationJob
+from rl_inference.server.model import SlotModel
+from rl_inference.server.slots import SlotTable
+from rl_inference.server.weights import ServedWeights
+
+logger = get_logger("inference.server.loop")
+
+T = TypeVar("T")
+
+_IDLE_BEAT = 0.5
+"""Seconds after which an idle thread shows that it is alive."""
+_SHUTDOWN = {"type": "abort", "message": "the server is shutting down"}
+
+
+class _State(Enum):
+    RUNNING = "running"
+    DRAINING = "draining"
+    PAUSED = "paused"
+
+
+class DecodeLoop:
+    """Owns model, cache and weights while it runs.
+
+    Whatever other threads want goes through one inbox of callables that the thread runs between two passes;
+    so nothing here needs a lock, and a version can only change where no token is being made.
+
+    Args:
+        on_crash: called in the decode thread if it dies; all unfinished jobs have been ended by then.
+    """
+
+    def __init__(
+        self,
+        model: SlotModel,
+        weights: ServedWeights,
+        slots: int,
+        prefill_tokens: int,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self.model = model
+        self.weights = weights
+        self.table = SlotTable(model, slots, prefill_tokens, lambda: weights.version)
+        self.beat = 0
+        self.busy_seconds = 0.0
+        self._on_crash = on_crash
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[GenerationJob] = deque()
+        self._state = _State.RUNNING
+        self._drained: list[Future[None]] = []
+        self._paused_since = 0.0
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End unfinished jobs as aborted and join the thread."""
+        self._inbox.put(self._stop)
+        self._thread.join(timeout)
+
+    def submit(self, job: GenerationJob) -> None:
+        """Queue a job. Its `wake` is called when it has ended."""
+        self._inbox.put(lambda: self._waiting.append(job))
+
+    def abort(self, wanted: Callable[[GenerationJob], bool], message: str) -> Future[int]:
+        """End the jobs that `wanted` selects, with the tokens they have.
+
+        Returns:
+            how many there were.
+        """
+        return self.run(lambda: self._abort(wanted, message))
+
+    def run(self, function: Callable[[], T]) -> Future[T]:
+        """Call `function` in the decode thread between two passes."""
+        future: Future[T] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if self._stopping or self._failure is not None:
+                future.set_exception(InferenceError("the decode thread has ended."))
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - handed to the caller
+                future.set_exception(error)
+
+        self._inbox.put(command)
+        return future
+
+    def pause(self, wait: bool) -> Future[None]:
+        """Stop generating after the current pass, or (`wait`) once every running job has ended; waiting ones
+        stay where they are."""
+        future: Future[None] = Future()
+        self._inbox.put(lambda: self._pause(wait, future))
+        return future
+
+    def resume(self) -> Future[float]:
+        """Undo `pause`.
+
+        Returns:
+            how long nothing was generated, in seconds.
+        """
+        return self.run(self._resume)
+
+    def commit(self, version: int, recompute: bool) -> Future[None]:
+        """Serve the staged version from the next pass on.
+
+        Args:
+            recompute: compute the KV cache of running jobs anew with the new weights, else they go on with
+        what they have."""
+        return self.run(lambda: self._commit(version, recompute))
+
+    def stats(self) -> dict[str, float]:
+        """Counters; read from any thread."""
+        return {
+            "running": len(self.table.jobs),
+            "waiting": len(self._waiting) + self._inbox.qsize(),
+            "generated_tokens": self.table.generated_tokens,
+            "busy_seconds": self.busy_seconds,
+            "version": self.weights.version,
+            "paused": float(self._state is not _State.RUNNING),
+        }
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:  # the thread's boundary: recorded, and the process is ended
+            self._failure = error
+            logger.critical("the decode thread died", exc_info=error)
+            self._end_all({"type": "error", "message": f"{type(error).__name__}: {error}"})
+            self._on_crash(error)
+        else:
+            self._take_commands()  # answers what came in after the last turn
+            self._end_all(_SHUTDOWN)
+
+    def _turn(self) -> None:
+        """Commands, then at most one prefill and one decode pass."""
+        self.beat += 1
+        self._take_commands()
+        if self._state is _State.DRAINING and not self.table.jobs:
+            self._enter_pause()
+        admit = self._state is _State.RUNNING and self._waiting and len(self.table.jobs) < self.table.slots
+        if self._stopping or self._state is _State.PAUSED or not (admit or self.table.jobs):
+            return
+        started = time.perf_counter()
+        if admit:
+            self.table.admit(self._waiting)
+        if self.table.jobs:
+            self.table.step()
+        self.busy_seconds += time.perf_counter() - started
+
+    def _take_commands(self) -> None:
+        """Run what is in the inbox; wait a moment for something to arrive where there is nothing else to
+        do."""
+        idle = self._state is _State.RUNNING and not self.table.jobs and not self._waiting
+        block = (idle or self._state is _State.PAUSED) and not self._stopping
+        while True:
+            try:
+                command = self._inbox.get(block=block, timeout=_IDLE_BEAT if block else None)
+            except queue.Empty:
+                return
+            command()
+            block = False
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._end_all(_SHUTDOWN)
+
+    def _end_all(self, reason: dict[str, str]) -> None:
+        for job in [*self.table.jobs, *self._waiting]:
+            job.finish(reason)
+        self.table.jobs.clear()
+        self._waiting.clear()
+        for future in self._drained:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(InferenceError("the decode thread has ended."))
+        self._drained.clear()
+
+    def _abort(self, wanted: Callable[[GenerationJob], bool], message: str) -> int:
+        chosen = [job for job in [*self.table.jobs, *self._waiting] if wanted(job)]
+        for job in chosen:
+            job.finish({"type": "abort", "message": message})
+        if chosen:
+            self.table.compact()
+            self._waiting = deque(job for job in self._waiting if job.finish_reason is None)
+        return len(chosen)
+
+    def _pause(self, wait: bool, future: Future[None]) -> None:
+        self._drained.append(future)
+        if self._state is _State.PAUSED or not (wait and self.table.jobs):
+            self._enter_pause()
+        else:
+            self._state = _State.DRAINING
+
+    def _enter_pause(self) -> None:
+        if self._state is not _State.PAUSED:
+            self._state = _State.PAUSED
+            self._paused_since = time.perf_counter()
+        for future in self._drained:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+        self._drained.clear()
+
+    def _resume(self) -> float:
+        paused = time.perf_counter() - self._paused_since if self._state is _State.PAUSED else 0.0
+        self._enter_pause()  # answers whoever still waits for a drain that is now called off
+        self._state = _State.RUNNING
+        return paused
+
+    def _commit(self, version: int, recompute: bool) -> None:
+        before = self.weights.version
+        self.weights.commit(version)
+        if recompute and version != before:
+            self._waiting.extendleft(reversed(self.table.take_all()))
+        logger.info("serving version %d", version)

@@ -1,0 +1,143 @@
+"""The slots: which job is in which row, and the forward passes that move them on.
+
+Running jobs always occupy rows 0..n-1, so every pass works on a view of the cache. When one ends, the last
+one moves into its place."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from rl_inference.server.job import GenerationJob
+from rl_inference.server.model import SlotModel
+from rl_inference.server.sampling import SamplingBatch
+from rl_inference.server.stops import matched_stop
+
+
+class SlotTable:
+    """Running jobs by row. Belongs to the decode thread.
+
+    Args:
+        model: the model and its cache.
+        slots: rows.
+        prefill_tokens: tokens, padding included, of one prefill pass at most.
+        version: the version of the weights now, stamped on every token at the step that samples it.
+    """
+
+    def __init__(self, model: SlotModel, slots: int, prefill_tokens: int, version: Callable[[], int]) -> None:
+        self.model = model
+        self.slots = slots
+        self.jobs: list[GenerationJob] = []
+        self.generated_tokens = 0
+        self._prefill_tokens = prefill_tokens
+        self._version = version
+        self._sampling: SamplingBatch | None = None
+        self._inputs = torch.empty(0)
+        self._positions = torch.empty(0)
+        self._longest = 0
+
+    @torch.inference_mode()
+    def admit(self, waiting: deque[GenerationJob]) -> None:
+        """Prefill as many of the first waiting jobs as there are free rows and room in one pass, and sample
+        their first tokens. Jobs with the same tokens are computed once and copied."""
+        sources, jobs = self._choose(waiting)
+        if not jobs:
+            return
+        first, unique = len(self.jobs), max(sources) + 1
+        prompts = [job.tokens for job in jobs]
+        logits = self.model.prefill(prompts[:unique], first)
+        if len(jobs) > unique:
+            copies = range(unique, len(jobs))
+            self.model.cache.copy_rows(
+                [first + sources[i] for i in copies], [first + i for i in copies], max(map(len, prompts))
+            )
+            logits = logits[torch.tensor(sources, device=logits.device)]
+        positions = torch.tensor([job.length for job in jobs], device=logits.device)
+        tokens, logprobs = SamplingBatch.of(jobs, logits.device).sample(logits, positions)
+        self.jobs.extend(jobs)
+        self._sampling = None
+        self._record(jobs, tokens, logprobs)
+
+    def _choose(self, waiting: deque[GenerationJob]) -> tuple[list[int], list[GenerationJob]]:
+        """Take jobs from the front; those with tokens of their own first, copies after them.
+
+        Returns:
+            for each job the index of the job whose tokens it shares (its own, if it is the first), and the
+        jobs."""
+        unique: dict[tuple[int, ...], int] = {}
+        firsts: list[GenerationJob] = []
+        copies: list[tuple[int, GenerationJob]] = []
+        longest = 0
+        while waiting and len(self.jobs) + len(firsts) + len(copies) < self.slots:
+            tokens = tuple(waiting[0].tokens)
+            if tokens in unique:
+                copies.append((unique[tokens], waiting.popleft()))
+                continue
+            if firsts and max(longest, len(tokens)) * (len(firsts) + 1) > self._prefill_tokens:
+                break
+            longest = max(longest, len(tokens))
+            unique[tokens] = len(firsts)
+            firsts.append(waiting.popleft())
+        return (
+            [*range(len(firsts)), *(source for source, _ in copies)],
+            [*firsts, *(job for _, job in copies)],
+        )
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Generate one token for every running job."""
+        if self._sampling is None:
+            self._gather()
+        assert self._sampling is not None
+        logits = self.model.decode(self._inputs, self._positions, self._longest)
+        self._positions += 1
+        self._longest += 1
+        self._inputs, logprobs = self._sampling.sample(logits, self._positions)
+        self._record(self.jobs, self._inputs, logprobs)
+
+    def _gather(self) -> None:
+        """Make the tensors of the running jobs anew, after rows changed."""
+        device = self.model.device
+        places = [job.length - 1 for job in self.jobs]
+        self._sampling = SamplingBatch.of(self.jobs, device)
+        self._inputs = torch.tensor([job.output_ids[-1] for job in self.jobs], device=device)
+        self._positions = torch.tensor(places, device=device)
+        self._longest = max(places)
+
+    def _record(self, jobs: list[GenerationJob], tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Append the sampled tokens and end the jobs that are done. The one transfer to the host per pass."""
+        ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
+        version, ended = self._version(), False
+        for job, token, logprob in zip(jobs, map(int, ids), values, strict=True):
+            job.append(token, logprob, version)
+            if token in job.end_ids:
+                job.finish({"type": "stop", "matched": token})
+            elif job.generation.stop and (text := matched_stop(job, self.model.tokenizer)) is not None:
+                job.finish({"type": "stop", "matched": text})
+            elif len(job.output_ids) >= job.generation.max_new_tokens:
+                job.finish({"type": "length", "length": len(job.output_ids)})
+            ended = ended or job.finish_reason is not None
+        self.generated_tokens += len(jobs)
+        if ended:
+            self.compact()
+
+    @torch.inference_mode()
+    def compact(self) -> None:
+        """Give up the rows of ended jobs, moving the last running ones into them."""
+        running = [row for row, job in enumerate(self.jobs) if job.finish_reason is None]
+        kept = len(running)
+        movers = [row for row in running if row >= kept]
+        holes = [row for row in range(kept) if self.jobs[row].finish_reason is not None]
+        if movers:
+            self.model.cache.copy_rows(movers, holes, max(self.jobs[row].length for row in movers))
+        for source, target in zip(movers, holes, strict=True):
+            self.jobs[target] = self.jobs[source]
+        del self.jobs[kept:]
+        self._sampling = None
+
+    def take_all(self) -> list[GenerationJob]:
+        """Empty the slots; the jobs keep their tokens and can be admitted again."""
+        jobs, self.jobs, self._sampling = self.jobs, [], None
+        return jobs

@@ -1,0 +1,124 @@
+"""The server's side of a weight update: stage beside the served tensors, take the receipt, exchange
+pointers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.weights import checksum, open_weights
+
+
+class ServedWeights:
+    """A model's parameters by name, the staged next version, and which version is served.
+
+    There are two sets of buffers. Staging fills the one that is not served, and a commit exchanges them, so
+    that after the first update nothing is allocated. `stage` may run beside generation; `commit` only between
+    two forward passes."""
+
+    def __init__(self, model: torch.nn.Module, directory: str, holder: str, version: int) -> None:
+        self.version = version
+        self.holder = holder
+        self._directory = Path(directory).resolve() if directory else None
+        self._live: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
+        first_name: dict[int, str] = {}
+        # tied parameters are one tensor under several names: the first one stands for it
+        self._canonical = {
+            name: first_name.setdefault(id(tensor), name) for name, tensor in self._live.items()
+        }
+        self._spare: dict[str, torch.Tensor] = {}
+        self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
+
+    def stage(self, meta: WeightUpdateMeta) -> WeightReceipt:
+        """Copy a version beside the served one.
+
+        Returns:
+            checksums of the staged tensors, which become the live ones at `commit`, under every name that was
+            sent.
+
+        Raises:
+            WeightUpdateError: a path outside the weights directory, unknown or missing parameters, wrong
+        shapes or dtypes."""
+        self._check_location(meta)
+        self._check_specs(meta)
+        self._staged = None
+        staged: dict[str, torch.Tensor] = {}
+        sent: list[str] = []
+        for name, tensor in open_weights(meta):
+            key = self._canonical.get(name)
+            if key is None:
+                raise WeightUpdateError(f"version {meta.version}: the model has no parameter {name!r}.")
+            sent.append(name)
+            if key in staged:
+                continue
+            live = self._live[key]
+            if tensor.shape != live.shape or tensor.dtype != live.dtype:
+                raise WeightUpdateError(
+                    f"version {meta.version}, parameter {name!r}: expected {_describe(live)}, "
+                    f"found {_describe(tensor)}."
+                )
+            target = self._spare.get(key)
+            if target is None:
+                target = torch.empty_like(live, memory_format=torch.contiguous_format, requires_grad=False)
+            staged[key] = target.copy_(tensor)
+        missing = sorted(set(self._canonical.values()) - set(staged))
+        if missing:
+            raise WeightUpdateError(
+                f"version {meta.version}: {len(missing)} parameters were not sent, the first {missing[:3]}. "
+                "Send every parameter of the served model."
+            )
+        sums = {key: checksum(tensor) for key, tensor in staged.items()}
+        self._spare = staged
+        self._staged = (meta.version, staged)
+        return WeightReceipt(self.holder, meta.version, {name: sums[self._canonical[name]] for name in sent})
+
+    def staged_version(self) -> int | None:
+        """The version that waits for its commit."""
+        return self._staged[0] if self._staged else None
+
+    def commit(self, version: int) -> None:
+        """Serve the staged tensors. Asking again for the served version does nothing, so that a client may
+        retry.
+
+        Raises:
+            WeightUpdateError: another version, or none, is staged.
+        """
+        if version == self.version and (self._staged is None or self._staged[0] != version):
+            return
+        if self._staged is None or self._staged[0] != version:
+            raise WeightUpdateError(
+                f"commit of version {version}: staged is {self.staged_version()}, served is {self.version}. "
+                "Stage it first."
+            )
+        _, staged = self._staged
+        for key, tensor in staged.items():
+            # `.data`, so that the parameter object stays: tied names and compiled graphs hold on to it
+            staged[key], self._live[key].data = self._live[key].data, tensor
+        self._spare, self._staged = staged, None
+        self.version = version
+
+    def _check_location(self, meta: WeightUpdateMeta) -> None:
+        if self._directory is None:
+            raise WeightUpdateError("this server takes no weight updates; start it with --weights-dir.")
+        if not Path(meta.location).resolve().is_relative_to(self._directory):
+            raise WeightUpdateError(
+                f"{meta.location}: outside the server's weights directory {self._directory}."
+            )
+
+    def _check_specs(self, meta: WeightUpdateMeta) -> None:
+        for spec in meta.params:
+            live = self._live.get(spec.name)
+            if live is None:
+                raise WeightUpdateError(f"version {meta.version}: the model has no parameter {spec.name!r}.")
+            if spec.shape != tuple(live.shape) or f"torch.{spec.dtype}" != str(live.dtype):
+                raise WeightUpdateError(
+                    f"version {meta.version}, parameter {spec.name!r}: expected {_describe(live)}, "
+                    f"found torch.{spec.dtype} {list(spec.shape)}."
+                )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,182 @@
+"""For tests: tiny models made on the spot, what transformers says of them, and real server processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rl_contracts.errors import InferenceError
+
+VOCAB_SIZE = 160
+"""Tokens of the tiny models."""
+END_ID = 2
+"""Their end token."""
+
+
+def tiny_model(path: Path, family: str = "qwen3", seed: int = 0, **settings: Any) -> Path:
+    """Save a random model, whose distributions are neither flat nor sharp, and a tokenizer with a token per character.
+
+    Args:
+        path: directory to make.
+        family: model type of transformers.
+        seed: of the weights.
+        settings: fields of its config.
+
+    Returns:
+        `path`.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "eos_token_id": END_ID,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "tie_word_embeddings": True,
+    }
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**base, **settings}))
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.25)
+    model.save_pretrained(path)
+    _tiny_tokenizer(path)
+    return path
+
+
+def _tiny_tokenizer(path: Path) -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<pad>": 0, "<unk>": 1, "<end>": END_ID}
+    for character in [chr(code) for code in range(32, 127)] + ["\n"]:
+        vocab[character] = len(vocab)
+    while len(vocab) < VOCAB_SIZE:
+        vocab[f"<extra{len(vocab)}>"] = len(vocab)
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(path)
+
+
+def reference_model(path: Path) -> Any:
+    """The model as transformers itself runs it: float32, its own attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def reference_logprobs(
+    model: Any, prompt: list[int], output: list[int], temperature: float = 1.0
+) -> list[float]:
+    """Log-probs of `output` after `prompt`, by one forward pass of a `reference_model`."""
+    import torch
+
+    with torch.no_grad():
+        ids = torch.tensor([prompt + output])
+        logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float() / temperature, -1)
+        chosen: list[float] = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    return chosen[len(prompt) - 1 :]
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class ServerProcess:
+    """One `python -m rl_inference.server`, alive from `start` to `stop`; a context manager does both.
+
+    Raises (from `wait_ready`):
+        InferenceError: it ended or was not ready in time; with its log.
+    """
+
+    model: Path
+    log: Path
+    """File for what it writes."""
+    key: str = ""
+    """Run key; empty: none."""
+    port: int = 0
+    """0: a free one."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further fields of `ServerConfig`."""
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """`http://127.0.0.1:port`."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> Self:
+        """Start it and return at once."""
+        self.port = self.port or free_port()
+        options = {"model": self.model, "port": self.port, "threads": 1, **self.options}
+        command = [sys.executable, "-m", "rl_inference.server"]
+        for name, value in options.items():
+            command += ["--" + name.replace("_", "-"), str(value)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RL_RUN_KEY": self.key}
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+        return self
+
+    def wait_ready(self, timeout: float = 60.0) -> Self:
+        """Return when `/health` answers 200."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if self.process is None or self.process.poll() is not None:
+                raise InferenceError(f"the server ended before it was ready:\n{self.log.read_text()}")
+            try:
+                with urllib.request.urlopen(self.address + "/health", timeout=5):
+                    return self
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.05)
+        raise InferenceError(f"the server was not ready within {timeout:g} s:\n{self.log.read_text()}")
+
+    def signal(self, signum: int) -> None:
+        """Send it a signal."""
+        assert self.process is not None
+        self.process.send_signal(signum)
+
+    def stop(self) -> int:
+        """Kill it, stopped or not, if it still runs.
+
+        Returns:
+            its exit code.
+        """
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        return self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self.start().wait_ready()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,14 @@
+"""One tiny model for all tests of the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_inference.testing import tiny_model
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "qwen3")

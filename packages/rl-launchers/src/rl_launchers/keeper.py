@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 from rl_launchers.sessions import Session, stop_sessions
@@ -28,13 +29,17 @@ LATE_ENLISTING = 1.0
 
 
 class Keeper:
-    """The launcher's end: starts the keeper process and tells it what to watch."""
+    """The launcher's end: starts the keeper process and tells it what it need not watch any more.
 
-    def __init__(self) -> None:
+    Args:
+        watched: sessions to watch from the start, for a keeper that replaces one that was killed.
+    """
+
+    def __init__(self, watched: Iterable[int] = ()) -> None:
         reader, self.fd = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rl_launchers.keeper", str(os.getpid())],
+                [sys.executable, "-m", "rl_launchers.keeper", str(os.getpid()), *map(str, watched)],
                 stdin=reader,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C in the terminal must not reach it
@@ -42,36 +47,23 @@ class Keeper:
         finally:
             os.close(reader)
 
-    @property
-    def pid(self) -> int:
-        """Process id of the keeper."""
-        return self._process.pid
-
     def lives(self) -> bool:
         """Whether the keeper process is there."""
         return self._process.poll() is None
 
-    def watch(self, pid: int) -> None:
-        """Add a session. Needed only when a keeper is replaced: workers enlist themselves."""
-        self._write(f"+{pid}\n")
-
     def forget(self, pid: int) -> None:
         """Remove a session that has been ended."""
-        self._write(f"-{pid}\n")
+        with suppress(BrokenPipeError):  # it died; the scheduler replaces it at its next poll
+            os.write(self.fd, b"-%d\n" % pid)
 
     def close(self) -> None:
         """End the keeper, and with it every session that it still watches. Returns when it is gone."""
         os.close(self.fd)
         self._process.wait(timeout=GRACE + 15.0)
 
-    def _write(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # it died; the scheduler replaces it at its next poll
-            os.write(self.fd, line.encode())
 
-
-def watch_until_orphaned(parent: int) -> dict[int, Session]:
-    """Read the pipe on standard input until the launcher is gone; the sessions that it leaves behind."""
-    sessions: dict[int, Session] = {}
+def watch_until_orphaned(parent: int, sessions: dict[int, Session]) -> None:
+    """Keep `sessions` up to date from the pipe on standard input until the launcher is gone."""
     buffer = b""
     orphaned_at: float | None = None
     while orphaned_at is None or time.monotonic() < orphaned_at + LATE_ENLISTING:
@@ -88,14 +80,15 @@ def watch_until_orphaned(parent: int) -> dict[int, Session]:
                     sessions.pop(pid, None)
         if orphaned_at is None and os.getppid() != parent:
             orphaned_at = time.monotonic()
-    return sessions
 
 
 def main() -> None:
     """The keeper process. It ends with its launcher and only then, so it ignores requests to end before."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sessions = watch_until_orphaned(int(sys.argv[1]))
+    parent, *watched = map(int, sys.argv[1:])
+    sessions = {pid: Session(pid) for pid in watched}
+    watch_until_orphaned(parent, sessions)
     stop_sessions(sessions.values(), GRACE)
 
 

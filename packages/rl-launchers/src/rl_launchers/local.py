@@ -131,9 +131,7 @@ class LocalScheduler(Scheduler):
         """All workers, status refreshed. Also replaces a keeper that was killed."""
         if self._keeper is not None and not self._keeper.lives():
             self._keeper.close()
-            self._keeper = Keeper()
-            for process in self._processes():
-                self._keeper.watch(process.session.pid)
+            self._keeper = Keeper(process.session.pid for process in self._processes())
         return [worker for role in self._roles for worker in self.get_workers(role)]
 
     def logs(self, worker: Worker, lines: int = 30) -> str:

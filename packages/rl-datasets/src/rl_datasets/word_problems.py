@@ -1,0 +1,233 @@
+"""Generated word problems in GSM8K's form, small enough for a tiny model to solve and endless enough to hold some out.
+
+    Ann has 11 eggs, finds 3, then sells 4. How many eggs does Ann have?
+
+    <<11+3=14>>14
+    <<14-4=10>>10
+    #### 10
+
+Which words mean adding and which mean taking away is all there is to understand; the rest is arithmetic with small
+numbers. Level n has n steps. Neither choice of operations can lead below zero, so that an answer with mistaken
+operations is as well-formed as the right one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from rl_contracts.config import require, require_choice
+from rl_contracts.errors import ConfigError
+
+ADDING = ("finds", "buys", "wins", "gets", "earns", "collects")
+TAKING = ("sells", "loses", "drops", "donates", "discards", "lends")
+OPERATION_OF: dict[str, str] = dict.fromkeys(ADDING, "+") | dict.fromkeys(TAKING, "-")
+"""What each verb does to the number of things."""
+
+NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Ida")
+ITEMS = ("eggs", "pens", "cards", "coins", "cups", "books", "shells", "stamps")
+
+MAX_LEVEL = 3
+MAX_AMOUNT = 4
+"""A step adds or takes away 1 to this many."""
+_STARTS = 5
+"""How many first numbers a level has; the smallest covers its steps even if all of them take away."""
+
+_DEFAULT_SIZES = {"train": 8192, "test": 512}
+_HELD_OUT_SHARE = 5
+"""One in so many problems is held out."""
+_MAX_FRUITLESS_DRAWS = 20_000
+"""Draws in a row without a new problem after which there are taken to be no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One clause: `finds 3`."""
+
+    verb: str
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One story: who, what, how many at first, and what happens."""
+
+    name: str
+    item: str
+    start: int
+    steps: tuple[Step, ...]
+
+    @property
+    def core(self) -> tuple[int, tuple[Step, ...]]:
+        """What has to be worked out, without who and what. Train and test share no core."""
+        return self.start, self.steps
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """`+` or `-` for each step, as its verb means it."""
+        return tuple(OPERATION_OF[step.verb] for step in self.steps)
+
+    @property
+    def question(self) -> str:
+        """The story and its question."""
+        clauses = [f"{step.verb} {step.amount}" for step in self.steps]
+        first, last = clauses[:-1], clauses[-1]
+        told = ", ".join([f"{self.name} has {self.start} {self.item}", *first])
+        joined = f"{told}, then {last}" if first else f"{told} and {last}"
+        return f"{joined}. How many {self.item} does {self.name} have?"
+
+    def worked_answer(self, operations: Sequence[str] | None = None) -> str:
+        """One line with calculator marks per step, then `#### n`.
+
+        Args:
+            operations: `+` or `-` per step; by default the right ones. Others give an answer whose arithmetic is right
+                and whose understanding is not.
+        """
+        value = self.start
+        lines = []
+        for step, operation in zip(self.steps, operations or self.operations, strict=True):
+            result = value + step.amount if operation == "+" else value - step.amount
+            lines.append(f"<<{value}{operation}{step.amount}={result}>>{result}")
+            value = result
+        return "\n".join([*lines, f"#### {value}"])
+
+
+@dataclass(frozen=True)
+class WordProblemsOptions:
+    """What may be set beyond split, form and seed."""
+
+    levels: tuple[int, ...] = (2,)
+    """Numbers of steps, 1 to 3, mixed in equal parts."""
+    size: int | None = None
+    """Number of distinct problems; by default 8192 to train on and 512 held out."""
+
+    def __post_init__(self) -> None:
+        known = range(1, MAX_LEVEL + 1)
+        valid = bool(self.levels) and all(level in known for level in self.levels)
+        require(valid, "word-problems data: levels", f"one or more of {list(known)}", list(self.levels))
+        require(self.size is None or self.size >= 1, "word-problems data: size", "at least 1, or none", self.size)
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> WordProblemsOptions:
+        """Options from a config's keys; a single level may be given as a number.
+
+        Raises:
+            ConfigError: a key is unknown or a value out of range.
+        """
+        unknown = sorted(set(options) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(
+                "word-problems data: expected the options "
+                f"{', '.join(cls.__dataclass_fields__)}, found {', '.join(unknown)}"
+            )
+        levels = options.get("levels", cls.levels)
+        return cls(**{**options, "levels": (levels,) if isinstance(levels, int) else tuple(levels)})
+
+
+class WordProblems(Sequence[dict[str, Any]]):
+    """Distinct generated problems of one split.
+
+    RL form: `{"prompt_id": row index, "messages": [the question], "answer": worked answer, "level": steps, "verbs":
+    [their verbs]}`. SFT form: `{"prompt_id": row index, "messages": [the question, the worked answer]}`.
+
+    A hash of the seed and the problem's core decides its split, so the splits stay disjoint whatever their sizes, and a
+    held-out problem is not a known one about other things.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        split: str = "train",
+        form: str = "rl",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Generate all rows.
+
+        Args:
+            path: part of every data set's signature; nothing is read, so it has to be empty.
+            split: `train` or `test` (held out).
+            form: `rl` or `sft`.
+            seed: makes the problems and decides which are held out.
+            **options: fields of `WordProblemsOptions`.
+
+        Raises:
+            ConfigError: a path, an unknown split, form or option, or more problems than there are.
+        """
+        require(not path, "word-problems data: path", "none, because the problems are generated", path)
+        require_choice("split", split, tuple(_DEFAULT_SIZES))
+        require_choice("form", form, ("rl", "sft"))
+        self.form = form
+        chosen = WordProblemsOptions.of(options)
+        size = _DEFAULT_SIZES[split] if chosen.size is None else chosen.size
+        self.problems: list[Problem] = _generate(split, seed, chosen.levels, size)
+        """The problems behind the rows, in the same order."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.problems)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        """The row, made anew each time: changing it changes nothing here."""
+        positions = range(len(self))[index]
+        return self._row(positions) if isinstance(positions, int) else [self._row(i) for i in positions]
+
+    def _row(self, index: int) -> dict[str, Any]:
+        problem = self.problems[index]
+        question = {"role": "user", "content": problem.question}
+        answer = problem.worked_answer()
+        if self.form == "sft":
+            return {"prompt_id": index, "messages": [question, {"role": "assistant", "content": answer}]}
+        return {
+            "prompt_id": index,
+            "messages": [question],
+            "answer": answer,
+            "level": len(problem.steps),
+            "verbs": [step.verb for step in problem.steps],
+        }
+
+
+def split_of(problem: Problem, seed: int) -> str:
+    """The split that a problem belongs to under a seed: `train` or `test`."""
+    digest = hashlib.blake2b(repr((seed, problem.core)).encode(), digest_size=8).digest()
+    return "test" if int.from_bytes(digest, "big") % _HELD_OUT_SHARE == 0 else "train"
+
+
+def draw_problem(rng: random.Random, level: int) -> Problem:
+    """A problem of `level` steps, of either split."""
+    lowest = MAX_AMOUNT * level
+    verbs = ADDING + TAKING
+    steps = tuple(Step(rng.choice(verbs), rng.randint(1, MAX_AMOUNT)) for _ in range(level))
+    start = rng.randrange(lowest, lowest + _STARTS)
+    return Problem(rng.choice(NAMES), rng.choice(ITEMS), start, steps)
+
+
+def _generate(split: str, seed: int, levels: Sequence[int], size: int) -> list[Problem]:
+    """`size` distinct problems of a split, the levels in turn.
+
+    Raises:
+        ConfigError: so many distinct problems were not found.
+    """
+    rng = random.Random(f"{seed} {split}")
+    found: dict[Problem, None] = {}  # a set that keeps the order
+    fruitless = 0
+    while len(found) < size and fruitless < _MAX_FRUITLESS_DRAWS:
+        problem = draw_problem(rng, levels[len(found) % len(levels)])
+        is_new = problem not in found and split_of(problem, seed) == split
+        fruitless = 0 if is_new else fruitless + 1
+        if is_new:
+            found[problem] = None
+    require(
+        len(found) == size,
+        "word-problems data: size",
+        f"at most about {len(found)} for levels {list(levels)} of the {split} split",
+        size,
+    )
+    return list(found)

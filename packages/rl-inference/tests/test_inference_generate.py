@@ -54,7 +54,7 @@ async def test_generate_logprobs_equal_transformers_forward(
 ) -> None:
     model = reference_model(model_path)
     settings = {"temperature": temperature, "max_new_tokens": 50, "ignore_eos": True, "min_new_tokens": 50}
-    prompts = [PROMPT[: 1 + i % 6] + [30 + i] for i in range(24)]
+    prompts = [[*PROMPT[:1 + i % 6], 30 + i] for i in range(24)]
 
     responses = await asyncio.gather(
         *(engine.agenerate(request(p, i, **settings)) for i, p in enumerate(prompts))

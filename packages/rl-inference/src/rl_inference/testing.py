@@ -24,7 +24,7 @@ END_ID = 2
 
 
 def tiny_model(path: Path, family: str = "qwen3", seed: int = 0, **settings: Any) -> Path:
-    """Save a random model, whose distributions are neither flat nor sharp, and a tokenizer with a token per character.
+    """Save a random model of neither flat nor sharp distributions, and a tokenizer of one token per character.
 
     Args:
         path: directory to make.

@@ -11,7 +11,8 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -19,9 +20,10 @@ from rl_contracts.errors import RLError
 from rl_contracts.logging import configure, get_logger
 from rl_inference.server.app import ServerApp
 from rl_inference.server.config import ServerConfig
-from rl_inference.server.loop import DecodeLoop
-from rl_inference.server.model import SlotModel
-from rl_inference.server.weights import ServedWeights
+from rl_inference.server.directory import check_directory
+
+if TYPE_CHECKING:
+    from rl_inference.server.loop import DecodeLoop
 
 logger = get_logger("inference.server")
 
@@ -116,14 +118,20 @@ async def serve(config: ServerConfig, key: str) -> int:
 def _load(
     config: ServerConfig, holder: str, on_crash: Callable[[BaseException], None]
 ) -> asyncio.Future[DecodeLoop]:
-    """Load in a daemon thread, so that a signal need not wait for it."""
+    """Load in a daemon thread, so that a signal need not wait for it. It also imports torch and transformers:
+    the port is bound, and /health answers, seconds before they are there."""
     events = asyncio.get_running_loop()
     result: asyncio.Future[DecodeLoop] = events.create_future()
 
     def work() -> None:
-        import torch
-
         try:
+            check_directory(Path(config.model))
+            import torch
+
+            from rl_inference.server.loop import DecodeLoop
+            from rl_inference.server.model import SlotModel
+            from rl_inference.server.weights import ServedWeights
+
             if config.threads:
                 torch.set_num_threads(config.threads)
             model = SlotModel.load(config)

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -15,8 +15,10 @@ from rl_contracts.errors import InferenceError, RLError, WeightUpdateError
 from rl_inference.server.answers import answer, event
 from rl_inference.server.config import ServerConfig
 from rl_inference.server.job import GenerationJob
-from rl_inference.server.loop import DecodeLoop
 from rl_inference.server.requests import Limits, is_batch, parse_ids, parse_jobs
+
+if TYPE_CHECKING:
+    from rl_inference.server.loop import DecodeLoop
 
 PROGRESS_SECONDS = 0.5
 """Longest silence of a stream while the decode thread is alive."""

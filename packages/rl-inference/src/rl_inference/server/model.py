@@ -14,10 +14,10 @@ from rl_contracts.logging import get_logger
 from rl_inference.server.attention import IMPLEMENTATION, SlotSpan
 from rl_inference.server.cache import SlotCache, padded_length
 from rl_inference.server.config import ServerConfig
+from rl_inference.server.directory import check_directory
 
 logger = get_logger("inference.server.model")
 
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _DEFAULT_CONTEXT = 32768
 
@@ -47,7 +47,7 @@ class SlotModel:
             ModelError: no directory, no weights, weights that do not fit the config, or an architecture that
         cannot be served."""
         path = Path(config.model)
-        _check_directory(path)
+        check_directory(path)
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         device = (
             config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -149,23 +149,6 @@ class SlotModel:
             return None
         hidden, last = inputs[0], self._span.last
         return (hidden[torch.arange(hidden.shape[0], device=hidden.device), last][:, None], *inputs[1:])
-
-
-def _check_directory(path: Path) -> None:
-    if not path.is_dir():
-        raise ModelError(f"model: expected a Hugging Face model directory, found no directory at {path}.")
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path}: expected a model directory with config.json, found {_listing(path)}.")
-    if not any(next(path.glob(pattern), None) for pattern in _WEIGHT_FILES):
-        raise ModelError(
-            f"{path}: expected weights (*.safetensors) beside config.json, found {_listing(path)}. "
-            "Save the model there with `save_pretrained`, or point to the directory that has them."
-        )
-
-
-def _listing(path: Path) -> str:
-    names = sorted(entry.name for entry in path.iterdir())
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "an empty directory"
 
 
 def _check_architecture(path: Path, model: Any) -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import difflib
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError, InferenceError
 from rl_inference.server.job import GenerationJob
-from rl_inference.server.model import SlotModel
+
+if TYPE_CHECKING:
+    from rl_inference.server.model import SlotModel
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "max_new_tokens": int,

@@ -1,0 +1,153 @@
+"""The slots in this process: every family's log-probs against transformers, whatever shares the batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_contracts.config import GenerationConfig
+from rl_inference.server.config import ServerConfig
+from rl_inference.server.job import GenerationJob
+from rl_inference.server.model import SlotModel
+from rl_inference.server.slots import SlotTable
+from rl_inference.testing import END_ID, reference_logprobs, reference_model, tiny_model
+
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3-sliding": {**SLIDING, "use_sliding_window": True},
+    "qwen2": {},
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {**SLIDING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    "gemma3_text": SLIDING,
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
+}
+
+
+def job(prompt: list[int], tokens: int, seed: int = 1, **settings: Any) -> GenerationJob:
+    """A job of exactly `tokens` tokens unless it is told otherwise."""
+    generation = GenerationConfig(**{"max_new_tokens": tokens, "min_new_tokens": tokens, **settings})
+    return GenerationJob("job", prompt, generation, seed, frozenset([END_ID]), frozenset([END_ID]))
+
+
+def load(path: Path, slots: int = 8, prefill_tokens: int = 512) -> SlotTable:
+    config = ServerConfig(model=str(path), port=0, device="cpu", slots=slots)
+    return SlotTable(SlotModel.load(config), slots, prefill_tokens, lambda: 0)
+
+
+def run(table: SlotTable, jobs: list[GenerationJob], stagger: int = 0) -> None:
+    """Generate all jobs, one admitted per `stagger` steps (0: as soon as there is room)."""
+    waiting, step = deque[GenerationJob](), 0
+    queue = deque(jobs)
+    while queue or waiting or table.jobs:
+        while queue and (not stagger or step % stagger == 0):
+            waiting.append(queue.popleft())
+            if stagger:
+                break
+        if waiting:
+            table.admit(waiting)
+        if table.jobs:
+            table.step()
+        step += 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode_any_family_equals_transformers_forward(family: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model", family.split("-")[0], **FAMILIES[family])
+    model, table = reference_model(path), load(path)
+    jobs = [job([5, 9, 30 + i, *range(40, 40 + 3 * i)], 6 + 5 * i, seed=i) for i in range(6)]
+
+    run(table, jobs, stagger=3)
+
+    for each in jobs:
+        assert len(each.output_ids) == each.generation.max_new_tokens
+        expected = reference_logprobs(model, each.prompt, each.output_ids)
+        assert each.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_score_any_family_equals_transformers_forward(family: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model", family.split("-")[0], **FAMILIES[family])
+    ids = [5, 9, 77, *range(40, 60)]
+
+    found = load(path).model.score(ids, 0.8)
+
+    expected = reference_logprobs(reference_model(path), ids[:1], ids[1:], 0.8)
+    assert found == pytest.approx([0.0, *expected], abs=1e-5)
+
+
+def test_batching_same_seed_gives_same_tokens_alone_and_among_others(model_path: Path) -> None:
+    table = load(model_path)
+    alone = job([5, 9, 30], 40, seed=7, temperature=0.9)
+    run(table, [alone])
+    among = job([5, 9, 30], 40, seed=7, temperature=0.9)
+    others = [
+        job([8, 9, 30 + i, *range(i)], 5 + 7 * i, seed=i, top_p=0.8 if i % 2 else 1.0) for i in range(10)
+    ]
+
+    run(table, [*others[:4], among, *others[4:]], stagger=2)
+
+    assert among.output_ids == alone.output_ids
+    assert among.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+def test_admit_same_prompts_share_one_prefill_and_stay_right(model_path: Path) -> None:
+    table, model = load(model_path), reference_model(model_path)
+    passes: list[int] = []
+    prefill = table.model.prefill
+    table.model.prefill = lambda rows, first: (passes.append(len(rows)), prefill(rows, first))[1]  # type: ignore[method-assign]
+    jobs = [job([5, 9, 30 + i % 2], 12, seed=i) for i in range(8)]
+
+    run(table, jobs)
+
+    assert passes == [2]
+    assert len({tuple(each.output_ids) for each in jobs}) == 8
+    for each in jobs:
+        assert each.logprobs == pytest.approx(
+            reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5
+        )
+
+
+def test_admit_more_tokens_than_a_pass_may_have_takes_several_passes(model_path: Path) -> None:
+    table = load(model_path, slots=6, prefill_tokens=64)
+    waiting = deque(job(list(range(3, 33 + i)), 4) for i in range(6))
+
+    table.admit(waiting)
+
+    assert len(table.jobs) == 2
+    assert len(waiting) == 4
+
+
+def test_take_all_and_admit_again_goes_on_where_it_was(model_path: Path) -> None:
+    table = load(model_path)
+    whole, broken = job([5, 9, 30], 30, seed=3), job([5, 9, 30], 30, seed=3)
+    run(table, [whole])
+
+    waiting = deque([broken])
+    table.admit(waiting)
+    for _ in range(11):
+        table.step()
+    run(table, table.take_all())
+
+    assert broken.output_ids == whole.output_ids
+
+
+def test_sample_end_token_blocked_until_minimum_then_allowed(model_path: Path) -> None:
+    table = load(model_path)
+    head = table.model.model.get_output_embeddings()
+    head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, torch.tensor([END_ID]), 50.0))
+    short, long = job([5], 20, min_new_tokens=0), job([6], 20, min_new_tokens=9)
+
+    run(table, [short, long])
+
+    assert short.output_ids == [END_ID]
+    assert len(long.output_ids) == 10
+    assert long.output_ids[-1] == END_ID
+    assert END_ID not in long.output_ids[:-1]
+    # what was sampled instead has its log-prob under the full distribution, in which the end token is all but certain
+    assert max(long.logprobs[:-1]) < -30

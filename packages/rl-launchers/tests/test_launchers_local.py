@@ -223,12 +223,13 @@ def test_workers_outlive_the_thread_that_started_them(scheduler: LocalScheduler)
 
 
 def test_ended_at_orders_deaths_that_one_poll_finds(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    follower = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.005)\nsys.exit(1)"
+    follower = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\ntime.sleep(0.1); sys.exit(1)"
     go = tmp_path / "go"
     (second,) = scheduler.create_workers(JobSpec("second", python(follower, str(go))))
     (first,) = scheduler.create_workers(JobSpec("first", python(f"open({str(go)!r}, 'w'); import os; os._exit(9)")))
     wait_until(lambda: is_gone(first.pid or 0) and is_gone(second.pid or 0))
-    scheduler.poll()
+    wait_for_end(scheduler, "first")
+    wait_for_end(scheduler, "second")
     assert first.ended_at is not None
     assert second.ended_at is not None
     assert first.ended_at < second.ended_at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -79,6 +80,7 @@ def _main(app: App, argv: list[str]) -> int:
 
 def launch(app: App, config: Any, layout: Layout, run_dir: Path) -> int:
     """Make the model, start servers and trainers, show progress, and close with what was learned."""
+    from rl_apps.parts import weights_directory
     from rl_apps.progress import RunProgress
     from rl_launchers import Launcher
 
@@ -89,11 +91,14 @@ def launch(app: App, config: Any, layout: Layout, run_dir: Path) -> int:
         (run_dir / "config.yaml").write_text(compose.to_yaml(config))
         launcher = Launcher(config.launcher.scheduler(run_dir / "logs"), config.launcher)
         progress.say("starting servers and trainers")
-        code = launcher.run(
-            app.servers(config, layout, run_dir),
-            lambda servers: [trainer_job(app, layout, run_dir, servers)],
-            on_tick=lambda _: progress.tick(),
-        )
+        try:
+            code = launcher.run(
+                app.servers(config, layout, run_dir),
+                lambda servers: [trainer_job(app, layout, run_dir, servers)],
+                on_tick=lambda _: progress.tick(),
+            )
+        finally:  # a trainer that was killed leaves its weights in memory
+            shutil.rmtree(weights_directory(run_dir), ignore_errors=True)
     print("\n".join(app.closing(config, run_dir) if code == 0 else [f"Stopped. Files: {run_dir}"]))
     return code
 

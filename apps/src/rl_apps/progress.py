@@ -98,7 +98,7 @@ class RunProgress:
     def tick(self) -> None:
         """Show what is new."""
         for record in self._tail.read():
-            self.console.print(step_line(record, self.columns, self.total_steps))
+            self.console.print(step_line(record, self.columns, self.total_steps), soft_wrap=True)
             self._bar.update(self._task, completed=record["step"], description="training")
 
 

@@ -1,0 +1,107 @@
+"""Tokenizers of the embedded models, with one chat template.
+
+<|user|>question<|assistant|>answer<|end|>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rl_contracts.errors import DataError
+from rl_datasets.word_problems import ITEMS, MAX_AMOUNT, MAX_LEVEL, NAMES, OPERATION_OF, Problem, Step
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+ROLES = ("system", "user", "assistant", "tool")
+SPECIAL_TOKENS = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}"
+    "{{ raise_exception('unknown role: ' + message['role']) }}"
+    "{%- endif -%}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{%- if message['role'] == 'assistant' -%}{{ '<|end|>' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+
+# A blank goes with the word after it, or, in front of a number, with the word before it: so a number is one token, the
+# same in questions and in answers, and the pieces joined are the text. Line breaks go with the mark that they announce.
+_PIECES = r"\n#### |\n<<|<<|>>|\d+| ?[A-Za-z]+(?: (?=\d))?|[\s\S]"
+
+_SINGLE_TOKEN_NUMBERS = 100
+
+
+def word_problem_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per word and per number up to 99, for the generated word problems and their answers.
+
+    Other words become the unknown token; every generated text comes back unchanged from its ids.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    split = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
+    pieces = {piece for text in _texts_with_every_word() for piece, _ in split.pre_tokenize_str(text)}
+    numbers = [str(n) for n in range(_SINGLE_TOKEN_NUMBERS)]
+    words = [*SPECIAL_TOKENS, UNKNOWN, *numbers, *sorted(pieces - set(numbers))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.Fuse()
+    return _with_chat_template(tokenizer, max_length, unk_token=UNKNOWN)
+
+
+def trained_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `texts`; it takes any text and gives it back unchanged.
+
+    Raises:
+        DataError: there are no texts.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    given = list(texts)
+    if not any(given):
+        raise DataError("a tokenizer cannot be trained: expected texts, found none; is the training split empty?")
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(given, trainer)
+    return _with_chat_template(tokenizer, max_length)
+
+
+def _with_chat_template(tokenizer: Tokenizer, max_length: int, **special: str) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=SPECIAL_TOKENS[2:],
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def _texts_with_every_word() -> list[str]:
+    """Questions and answers in which every name, item and verb stands in every place that it can have."""
+    texts = []
+    for level in range(1, MAX_LEVEL + 1):
+        for verb in OPERATION_OF:
+            for name, item in zip(NAMES, ITEMS, strict=True):
+                problem = Problem(name, item, MAX_AMOUNT * level, (Step(verb, 1),) * level)
+                texts += [problem.question, problem.worked_answer()]
+    return texts

@@ -1,0 +1,85 @@
+"""The supervised warm-up: a plain training loop on lessons."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rl_apps.embedded.lessons import chances_of_adding, lesson_answer
+from rl_apps.embedded.recipe import WarmUp
+from rl_datasets.word_problems import Problem
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+Progress = Callable[[int, int, float], None]
+"""Called after each step with the steps done, the steps to do, and the loss of the step."""
+
+_IGNORED = -100  # the target that torch's cross entropy skips
+
+
+def warm_up(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    config: WarmUp,
+    seed: int,
+    progress: Progress | None = None,
+) -> None:
+    """Train `model` in place on worked answers to `problems`, whose untaught verbs follow opinions (see `lessons`).
+
+    The loss is the mean cross entropy over the answers' tokens, the end token among them.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    rng = random.Random(f"{seed} warm-up")
+    chances = chances_of_adding(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas, weight_decay=0.0)
+    model.train()
+    for step in range(config.steps):
+        lessons = [(p, lesson_answer(p, chances, rng)) for p in rng.choices(problems, k=config.batch_size)]
+        input_ids, targets = _batch(lessons, tokenizer)
+        # Rows are padded on the right, so that under causal attention no real token sees a pad.
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=_IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * _rate(step, config)
+        optimizer.step()
+        if progress is not None:
+            progress(step + 1, config.steps, float(loss.detach()))
+    model.eval()
+
+
+def _rate(step: int, config: WarmUp) -> float:
+    """The learning rate of a step over its peak: a linear rise under half a cosine."""
+    return min(1.0, (step + 1) / config.lr_rise) * 0.5 * (1 + math.cos(math.pi * step / config.steps))
+
+
+def _batch(
+    lessons: Sequence[tuple[Problem, str]], tokenizer: PreTrainedTokenizerFast
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and targets of lessons, both int64 [lessons, longest]; prompts and pads are no targets."""
+    import torch
+
+    # The chat template's text, written out: rendering it 64 times a step would cost more than the training.
+    prompts = _ids(tokenizer, [f"<|user|>{problem.question}<|assistant|>" for problem, _ in lessons])
+    answers = _ids(tokenizer, [f"{answer}{tokenizer.eos_token}" for _, answer in lessons])
+    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    input_ids = torch.full((len(lessons), longest), tokenizer.pad_token_id)
+    targets = torch.full((len(lessons), longest), _IGNORED)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        input_ids[row, :end] = torch.tensor(prompt + answer)
+        targets[row, len(prompt) : end] = torch.tensor(answer)
+    return input_ids, targets
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]

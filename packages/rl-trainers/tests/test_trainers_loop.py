@@ -1,0 +1,93 @@
+"""The one loop, reinforcement and supervised, with its books."""
+
+import json
+
+import pytest
+
+from rl_contracts.config import OptimizerConfig
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.errors import DataError
+from rl_contracts.rendering import ChatRenderer
+from rl_contracts.sharding import share
+from rl_contracts.testing import ReferenceTrainEngine
+from rl_contracts.testing.batches import make_batch
+from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
+from rl_contracts.trajectory import load_batch
+from rl_trainers import Books, CheckpointConfig, LossEvaluation, PolicyActor, SupervisedLearner, SupervisedSource, train
+from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers.supervised import supervised_rows, whole_to_share
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
+    for i in range(8)
+]
+
+
+@pytest.fixture
+def engine(tmp_path):
+    engine = ReferenceTrainEngine(OptimizerConfig(lr=3e-3))
+    engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path / "model", layers=1, hidden=32)), 10))
+    yield engine
+    engine.destroy()
+
+
+def _records(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+class _Batches:
+    """A source of random batches that ends after `count` of them."""
+
+    def __init__(self, engine, count):
+        self.engine, self.count, self.ended = engine, count, []
+
+    def next_batch(self):
+        if len(self.ended) == self.count:
+            raise StopIteration
+        return share(make_batch(6, seed=len(self.ended)).exclude("advantages"), self.engine.parallel)
+
+    def end_step(self, version):
+        self.ended.append(version)
+
+
+def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine, tmp_path):
+    source = _Batches(engine, 5)
+    books = Books(engine, tmp_path / "run", CheckpointConfig(every=2, save_batches=True))
+    train(source, PolicyActor(engine, AlgorithmConfig()), None, books, total_steps=3)
+    records = _records(tmp_path / "run")
+    assert [r["step"] for r in records] == [1, 2, 3]
+    assert source.ended == [1, 2, 3]
+    for name in ("reward/mean", "staleness/max", "loss/policy", "grad_norm", "time/step", "entropy/mean"):
+        assert records[-1][name] is not None
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_2", "step_3"]
+    saved = load_batch(tmp_path / "run" / "batches" / "step_2-version_1.safetensors")
+    assert len(saved) == 6
+    assert "advantages" not in saved
+
+
+def test_train_data_that_ends_early_ends_the_run(engine, tmp_path):
+    books = Books(engine, tmp_path / "run", CheckpointConfig())
+    train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), None, books, total_steps=9)
+    assert [r["step"] for r in _records(tmp_path / "run")] == [1, 2]
+
+
+def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
+    renderer = ChatRenderer(make_tiny_tokenizer())
+    held_out = whole_to_share(supervised_rows(ROWS, renderer, 64), engine.parallel)
+    books = Books(
+        engine,
+        tmp_path / "run",
+        CheckpointConfig(),
+        evaluations=[LossEvaluation(engine, held_out)],
+        renamed={"loss": "loss/train"},
+    )
+    source = SupervisedSource([ROWS] * 10, renderer, 64, engine.parallel)
+    train(source, SupervisedLearner(engine), None, books, total_steps=10)
+    losses = [r["loss/eval"] for r in _records(tmp_path / "run") if "loss/eval" in r]
+    assert losses[-1] < 0.8 * losses[0]
+    assert _records(tmp_path / "run")[1]["loss/train"] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_supervised_rows_too_long_row_is_refused_by_name():
+    with pytest.raises(DataError, match=r"row 0 .*data.max_length \(4\)"):
+        supervised_rows(ROWS, ChatRenderer(make_tiny_tokenizer()), 4)

@@ -42,6 +42,15 @@ time.sleep(600)
 """
 """Has a child, a child in a session of its own, and an orphaned grandchild; writes their process ids to a file."""
 
+FOLLOWER = """
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+time.sleep(0.1)
+sys.exit(1)
+"""
+"""Fails a tenth of a second after a file appears."""
+
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
@@ -223,9 +232,8 @@ def test_workers_outlive_the_thread_that_started_them(scheduler: LocalScheduler)
 
 
 def test_ended_at_orders_deaths_that_one_poll_finds(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    follower = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\ntime.sleep(0.1); sys.exit(1)"
     go = tmp_path / "go"
-    (second,) = scheduler.create_workers(JobSpec("second", python(follower, str(go))))
+    (second,) = scheduler.create_workers(JobSpec("second", python(FOLLOWER, str(go))))
     (first,) = scheduler.create_workers(JobSpec("first", python(f"open({str(go)!r}, 'w'); import os; os._exit(9)")))
     wait_until(lambda: is_gone(first.pid or 0) and is_gone(second.pid or 0))
     wait_for_end(scheduler, "first")

@@ -1,0 +1,308 @@
+"""What every train engine promises. Subclass `TrainEngineConformance` and override `make_engine`.
+
+The numbers are those of `rl_contracts.testing.ReferenceTrainEngine`. Tests run in one process; the ranks of an engine
+are compared with one rank by its own tests, on the same batches (`rl_contracts.testing.make_batch`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rl_contracts.config import OptimizerConfig
+from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
+from rl_contracts.errors import EngineError, ModelError
+from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
+from rl_contracts.trajectory import PackedBatch, empty_like, pad_to, select
+from rl_contracts.weights import checksum, open_weights
+
+OPTIMIZER = OptimizerConfig(
+    lr=3e-3, weight_decay=0.1, eps=1e-4, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1, max_grad_norm=0.5
+)
+"""Every part of the step counts; eps is large so that gradients of about 0 do not turn rounding into whole steps."""
+STEPS = 5
+
+
+def policy_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
+    """A clipped policy-gradient loss with a sum, a mean and a maximum among its statistics."""
+    mask = packed["loss_mask"]
+    ratio = (outputs.logprobs - packed["logprobs"]).clamp(-1, 1).exp()
+    loss = -(ratio * packed["advantages"])[mask].sum()
+    logprobs = outputs.logprobs.detach()[mask]
+    return loss, {
+        "entropy": (outputs.entropy.detach()[mask].sum(), mask.sum()),
+        "row_reward": (packed["rewards"].sum(), torch.tensor(packed.num_rows)),
+        "logprob/max": (logprobs.max() if len(logprobs) else torch.tensor(-math.inf), torch.tensor(1)),
+    }
+
+
+def exploding_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
+    """A loss whose gradients are not finite."""
+    return outputs.logprobs.sum() * math.inf, {}
+
+
+def trained_tokens(batch: TensorDict) -> torch.Tensor:
+    """The denominator of `policy_loss`."""
+    return batch["loss_mask"].sum()
+
+
+def logprobs_of(engine: TrainEngine, batch: TensorDict) -> torch.Tensor:
+    """Log-probs of a batch at the engine's weights, [B, T]."""
+    return engine.forward(batch, lambda outputs, packed: outputs.logprobs)
+
+
+class TrainEngineConformance:
+    """Tests of the `TrainEngine` contract."""
+
+    tolerance = 2e-5
+    """Absolute tolerance of log-probs and losses; relative of gradient norms, ten times. For float32."""
+
+    def make_engine(self, optimizer: OptimizerConfig, micro_batch_tokens: int) -> TrainEngine:
+        """Override: a float32 engine that is not initialized and computes in micro-batches of at most so many
+        tokens."""
+        raise NotImplementedError("override make_engine")
+
+    @pytest.fixture
+    def model_path(self, tmp_path_factory: pytest.TempPathFactory) -> str:
+        """A Hugging Face model directory with a tokenizer; override to test another architecture."""
+        return str(make_tiny_model(tmp_path_factory.mktemp("conformance-model"), hidden=32))
+
+    @pytest.fixture
+    def start(self, model_path: str) -> Iterator[Any]:
+        """Makes initialized engines, `start(optimizer=..., micro_batch_tokens=..., path=...)`, and destroys them."""
+        made: list[TrainEngine] = []
+
+        def start(
+            optimizer: OptimizerConfig = OPTIMIZER, micro_batch_tokens: int = 64, path: str = model_path
+        ) -> TrainEngine:
+            engine = self.make_engine(optimizer, micro_batch_tokens)
+            made.append(engine)
+            engine.initialize(FinetuneSpec(path, total_steps=STEPS))
+            return engine
+
+        yield start
+        for engine in made:
+            engine.destroy()
+            engine.destroy()  # is safe twice
+
+    @pytest.fixture
+    def reference(self, model_path: str) -> ReferenceTrainEngine:
+        """The reference engine on the same model."""
+        engine = ReferenceTrainEngine(OPTIMIZER)
+        engine.initialize(FinetuneSpec(model_path, total_steps=STEPS))
+        return engine
+
+    def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        """Assert that log-probs agree."""
+        torch.testing.assert_close(found, expected, atol=self.tolerance, rtol=self.tolerance)
+
+    def close_stats(self, found: dict[str, float], expected: dict[str, float]) -> None:
+        """Assert that the results of a step agree, all names included."""
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            rel = 10 * self.tolerance if name == "grad_norm" else self.tolerance
+            assert found[name] == pytest.approx(value, rel=rel, abs=self.tolerance), name
+
+    # ---- forward
+
+    def test_forward_equals_reference_in_the_order_of_the_rows(self, start: Any, reference: Any) -> None:
+        batch = make_batch(7)
+
+        for output in ("logprobs", "entropy"):
+            found = start().forward(batch, lambda outputs, packed, o=output: getattr(outputs, o))
+            expected = reference.forward(batch, lambda outputs, packed, o=output: getattr(outputs, o))
+
+            assert found.device.type == "cpu"
+            assert found.dtype == torch.float32
+            self.close(found, expected)
+
+    def test_forward_entry_0_and_padding_are_0_and_entry_t_sees_tokens_up_to_t(self, start: Any) -> None:
+        batch, engine = make_batch(4, lengths=(8, 12)), start()
+        changed = batch.clone()
+        changed["input_ids"][:, 5] = (batch["input_ids"][:, 5] + 1) % 256
+
+        before, after = logprobs_of(engine, batch), logprobs_of(engine, changed)
+
+        assert (before[:, 0] == 0).all()
+        assert (before[~batch["attention_mask"]] == 0).all()
+        assert (before[:, 1:8] < 0).all()
+        self.close(after[:, :5], before[:, :5])
+        assert ((after[:, 5] - before[:, 5]).abs() > 1e-3).all()
+        assert ((after[:, 6] - before[:, 6]).abs() > 1e-3).all()
+
+    def test_forward_divides_logits_by_the_temperature_of_each_row(self, start: Any) -> None:
+        row = select(make_batch(1, lengths=(10, 10)), [0, 0, 0])
+        row["temperature"] = torch.tensor([1.0, 0.5, 1e6])
+
+        found = logprobs_of(start(), row)
+
+        assert ((found[0] - found[1]).abs()[1:] > 1e-3).all()
+        torch.testing.assert_close(found[2, 1:], torch.full((9,), -math.log(259)), atol=1e-3, rtol=0)
+
+    def test_forward_without_rows_is_empty_and_row_that_fits_nowhere_raises_engine_error(self, start: Any) -> None:
+        batch, engine = make_batch(2, lengths=(20, 20)), start(micro_batch_tokens=20)
+
+        assert logprobs_of(engine, empty_like(batch)).shape == (0, 20)
+        with pytest.raises(EngineError):
+            logprobs_of(start(micro_batch_tokens=19), batch)
+
+    # ---- training
+
+    def test_train_batch_equals_reference_over_several_steps(self, start: Any, reference: Any) -> None:
+        engine = start()
+
+        for step in range(STEPS):
+            batch = make_batch(6, seed=step)
+            found = engine.train_batch(batch, policy_loss, trained_tokens)
+            self.close_stats(found, reference.train_batch(batch, policy_loss, trained_tokens))
+
+        probe = make_batch(4, seed=99)
+        torch.testing.assert_close(logprobs_of(engine, probe), logprobs_of(reference, probe), atol=2e-4, rtol=1e-3)
+
+    @pytest.mark.parametrize("split", ["one row each", "one micro-batch", "other order", "wider padding"])
+    def test_train_batch_is_the_same_for_every_split(self, start: Any, reference: Any, split: str) -> None:
+        batch, size = make_batch(6, seed=3), 64
+        if split == "one row each":
+            size = batch["input_ids"].shape[1]
+        elif split == "one micro-batch":
+            size = 1 << 20
+        elif split == "other order":
+            batch = select(batch, [3, 1, 5, 0, 4, 2])
+        else:
+            batch = pad_to(batch, 77)
+
+        found = start(micro_batch_tokens=size).train_batch(batch, policy_loss, trained_tokens)
+
+        self.close_stats(found, reference.train_batch(make_batch(6, seed=3), policy_loss, trained_tokens))
+
+    def test_train_batch_zero_denominator_or_no_rows_raises_engine_error(self, start: Any) -> None:
+        batch, engine = make_batch(3), start()
+        nothing = batch.clone()
+        nothing["loss_mask"][:] = False
+
+        for refused in (nothing, empty_like(batch)):
+            with pytest.raises(EngineError):
+                engine.train_batch(refused, policy_loss, trained_tokens)
+            with pytest.raises(EngineError):
+                engine.eval_batch(refused, policy_loss, trained_tokens)
+
+    def test_train_batch_non_finite_gradients_change_nothing_and_stop_past_the_limit(self, start: Any) -> None:
+        batch, engine = make_batch(3), start(replace(OPTIMIZER, max_skipped_steps=1))
+        before = logprobs_of(engine, batch)
+
+        assert engine.train_batch(batch, exploding_loss, trained_tokens)["applied"] == 0.0
+        self.close(logprobs_of(engine, batch), before)
+        assert engine.train_batch(batch, policy_loss, trained_tokens)["applied"] == 1.0
+        assert engine.train_batch(batch, exploding_loss, trained_tokens)["applied"] == 0.0
+        with pytest.raises(EngineError):
+            engine.train_batch(batch, exploding_loss, trained_tokens)
+
+    def test_eval_batch_equals_the_loss_of_train_batch_and_changes_nothing(self, start: Any, reference: Any) -> None:
+        batch, engine = make_batch(5), start()
+        before = logprobs_of(engine, batch)
+
+        evaluated = engine.eval_batch(batch, policy_loss, trained_tokens)
+
+        assert torch.equal(logprobs_of(engine, batch), before)
+        self.close_stats(evaluated, reference.eval_batch(batch, policy_loss, trained_tokens))
+        trained = engine.train_batch(batch, policy_loss, trained_tokens)
+        assert evaluated["loss"] == pytest.approx(trained["loss"], abs=self.tolerance)
+
+    def test_offload_and_onload_keep_the_numbers(self, start: Any) -> None:
+        batch, engine = make_batch(3), start()
+        engine.train_batch(batch, policy_loss, trained_tokens)
+        before = logprobs_of(engine, batch)
+
+        engine.offload()
+        engine.onload()
+
+        self.close(logprobs_of(engine, batch), before)
+        assert engine.train_batch(batch, policy_loss, trained_tokens)["applied"] == 1.0
+
+    # ---- weights out, saving, loading
+
+    @pytest.mark.parametrize("route", ["shm", "disk"])
+    def test_update_weights_puts_named_weights_and_their_receipt_on_the_route(
+        self, start: Any, model_path: str, tmp_path: Path, route: str
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        batch, engine = make_batch(3), start()
+        engine.connect_engine(None, WeightUpdateMeta(route, 0, str(tmp_path)))
+        sums = []
+        for version in (1, 2):
+            engine.train_batch(batch, policy_loss, trained_tokens)
+
+            meta, receipt = engine.update_weights(version)
+
+            assert (meta.route, meta.version, receipt.version) == (route, version, version)
+            held = {name: tensor.clone() for name, tensor in open_weights(meta)}
+            assert {name: checksum(tensor) for name, tensor in held.items()} == receipt.checksums
+            sums.append(receipt.checksums)
+        assert sums[0].keys() == sums[1].keys()
+        assert sums[0] != sums[1]
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        assert held.keys() == {name for name, _ in model.named_parameters()}
+        model.load_state_dict(held, strict=False)
+        self.close(logprobs_of(_served(model), batch), logprobs_of(engine, batch))
+
+    def test_save_hf_loads_with_transformers_and_tokenizer(self, start: Any, model_path: str, tmp_path: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        batch, engine, path = make_batch(3), start(), tmp_path / "deep" / "saved"
+        engine.train_batch(batch, policy_loss, trained_tokens)
+
+        engine.save(SaveLoadMeta(str(path), "hf", tokenizer_path=model_path))
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.close(logprobs_of(_served(model), batch), logprobs_of(engine, batch))
+        assert AutoTokenizer.from_pretrained(path).chat_template
+        assert [p.name for p in path.parent.iterdir()] == ["saved"]
+        self.close(logprobs_of(start(path=str(path)), batch), logprobs_of(engine, batch))
+
+    def test_save_state_and_load_continue_exactly_with_their_version(self, start: Any, tmp_path: Path) -> None:
+        first, path = start(), str(tmp_path / "state")
+        for step in range(2):
+            first.train_batch(make_batch(4, seed=step), policy_loss, trained_tokens)
+        first.version = 17
+        first.save(SaveLoadMeta(path, "state"))
+
+        second = start()
+        second.load(SaveLoadMeta(path, "state"))
+
+        assert second.version == 17
+        for step in range(2, 4):
+            batch = make_batch(4, seed=step)
+            expected = first.train_batch(batch, policy_loss, trained_tokens)
+            assert second.train_batch(batch, policy_loss, trained_tokens) == expected
+
+    def test_load_of_something_else_raises_model_error(self, start: Any, tmp_path: Path) -> None:
+        engine = start()
+        for kind in ("hf", "state"):
+            with pytest.raises(ModelError):
+                engine.load(SaveLoadMeta(str(tmp_path), kind))
+
+    def test_initialize_directory_without_weights_raises_model_error(self, model_path: str, tmp_path: Path) -> None:
+        config = Path(model_path, "config.json").read_text()
+        (tmp_path / "config.json").write_text(config)
+
+        for path in (tmp_path, tmp_path / "missing"):
+            engine = self.make_engine(OPTIMIZER, 64)
+            with pytest.raises(ModelError):
+                engine.initialize(FinetuneSpec(str(path), total_steps=1))
+            engine.destroy()
+
+
+def _served(model: torch.nn.Module) -> ReferenceTrainEngine:
+    """What a reader of exported weights computes with them."""
+    engine = ReferenceTrainEngine(model=model.eval())
+    engine.initialize(FinetuneSpec("", total_steps=1))
+    return engine

@@ -26,6 +26,18 @@ UNCLOSED = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+CLOSED_ONCE_MORE = CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
+FORCED_REASONING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+PARTS = (  # reads content as a list of parts only: the characters of plain text have no type, so nothing is shown
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNCLOSED_ANSWERS = (  # questions are closed; of the answers, only the last
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% if m['role'] != 'assistant' or loop.last %}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}" + CHATML
 CONVERSATION = [
     {"role": "system", "content": "be brief"},
@@ -145,6 +157,52 @@ def test_render_sft_template_that_rewrites_turns_is_refused() -> None:
     assert _learned(ChatRenderer(tokenizer), tokenizer, messages[:3]) == messages[2]["content"] + "<|im_end|>"
 
 
+def test_render_sft_template_that_closes_the_conversation_once_more_is_learned_up_to_the_turn() -> None:
+    tokenizer = _tokenizer(CLOSED_ONCE_MORE)
+
+    learned = _learned(ChatRenderer(tokenizer), tokenizer, CONVERSATION)
+
+    assert learned == "it is 2<|im_end|>it is 4<|im_end|>"
+
+
+def test_render_sft_template_that_opens_reasoning_needs_it_in_the_data() -> None:
+    tokenizer = _tokenizer(FORCED_REASONING)
+    renderer = ChatRenderer(tokenizer)
+    reasoned = [CONVERSATION[1], {"role": "assistant", "content": "<think>\nhm</think>2"}]
+
+    assert _learned(renderer, tokenizer, reasoned) == "hm</think>2<|im_end|>"
+    with pytest.raises(ConfigError, match="does not begin with the generation prompt"):
+        renderer.render_sft(CONVERSATION[1:3])
+
+
+def test_template_that_shows_only_parts_gets_plain_text_as_parts() -> None:
+    tokenizer = _tokenizer(PARTS)
+    renderer = ChatRenderer(tokenizer)
+
+    assert renderer.stop_ids == RENDERER.stop_ids
+    assert renderer.render(CONVERSATION) == RENDERER.render(CONVERSATION)
+    assert _learned(renderer, tokenizer, CONVERSATION[:3]) == "it is 2<|im_end|>"
+
+
+def test_append_turn_template_that_opens_reasoning_keeps_the_message() -> None:
+    tokenizer = _tokenizer(FORCED_REASONING)
+    renderer = ChatRenderer(tokenizer)
+    sampled = renderer.render(CONVERSATION[:2]) + tokenizer.encode("hm</think>2<|im_end|>")
+
+    added = tokenizer.decode(renderer.append_turn(sampled, CONVERSATION[3:4])[len(sampled) :])
+
+    assert added == "\n<|im_start|>user\nand 2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
+def test_template_that_closes_only_the_last_answer_is_refused_for_several_turns() -> None:
+    renderer = ChatRenderer(_tokenizer(UNCLOSED_ANSWERS))
+
+    with pytest.raises(ConfigError, match="right after an answer"):
+        renderer.append_turn(RENDERER.render(CONVERSATION[:2]), CONVERSATION[3:4])
+    with pytest.raises(ConfigError, match="rewrites earlier turns"):
+        renderer.render_sft(CONVERSATION)
+
+
 def test_render_sft_template_that_leaves_turns_open_is_refused() -> None:
     with pytest.raises(ConfigError, match="would never end its answer"):
         ChatRenderer(_tokenizer(UNCLOSED)).render_sft(CONVERSATION)
@@ -223,5 +281,5 @@ def test_append_turn_works_with_a_template_that_rewrites_turns() -> None:
 def test_append_turn_nothing_or_open_template_is_refused() -> None:
     with pytest.raises(DataError, match="at least one message"):
         RENDERER.append_turn([1, 2], [])
-    with pytest.raises(ConfigError, match="expected one of the stop ids"):
+    with pytest.raises(ConfigError, match="right after an answer"):
         ChatRenderer(_tokenizer(UNCLOSED)).append_turn([1, 2], CONVERSATION[3:4])

@@ -15,10 +15,12 @@ from rl_contracts.errors import ConfigError, DataError
 Message = Mapping[str, Any]
 """One chat message: `role`, `content`, and what the template knows besides (`tool_calls`, `reasoning_content`)."""
 
+_ANSWER = "sample-answer"
 _PROBE: tuple[Message, ...] = (
-    {"role": "user", "content": "question"},
-    {"role": "assistant", "content": "answer"},
+    {"role": "user", "content": "sample-question"},
+    {"role": "assistant", "content": _ANSWER},
 )
+"""A conversation whose answer can be found again in what a template makes of it."""
 
 
 class ChatTokenizer(Protocol):
@@ -50,6 +52,8 @@ class ChatRenderer:
             )
         self._tokenizer = cast(ChatTokenizer, tokenizer)
         self._options = dict(template_options or {})
+        self._parts = False
+        self._parts = self._needs_parts()
 
     def render(
         self,
@@ -79,8 +83,7 @@ class ChatRenderer:
         Raises:
             ConfigError: neither exists, so that a model could never end its answer.
         """
-        text = self._apply(_PROBE, None, False, tokenize=False)
-        closing = self._tokenizer.encode(text.rpartition("answer")[2], add_special_tokens=False)
+        closing = self._encode(self._after_answer(_PROBE, None, False))
         special = self._special_ids()
         end_of_turn = next((token for token in closing if token in special), None)
         found = (end_of_turn, self._tokenizer.eos_token_id)
@@ -114,15 +117,8 @@ class ChatRenderer:
             if message["role"] != "assistant":
                 continue
             self._refuse_stop_tokens(message, index)
-            start = len(self._prefix(messages, index, tools, True, ids))
-            end = len(self._prefix(messages, index + 1, tools, False, ids))
-            stop = self._first_stop(ids, start, end)
-            if stop is None:
-                raise ConfigError(
-                    f"chat template: message {index} (assistant) does not end with one of the stop ids "
-                    f"{self.stop_ids}; a model trained on it would never end its answer. Use a template that "
-                    f"closes the assistant's turn."
-                )
+            start = len(self._prompt_of(messages, index, tools, ids))
+            stop = self._end_of(messages, index, tools, ids, start)
             mask[start : stop + 1] = [True] * (stop + 1 - start)
         if not any(mask):
             roles = [message["role"] for message in messages]
@@ -149,16 +145,18 @@ class ChatRenderer:
         """
         if not messages:
             raise DataError("expected at least one message to append after the answer, found none")
-        start = len(self.render(_PROBE[:1], tools))
-        rendered = self.render([*_PROBE, *messages], tools)
-        stop = self._first_stop(rendered, start, len(rendered))
-        if stop is None:
+        following = self._after_answer([*_PROBE, *messages], tools, True)
+        ends = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
+        # Anything but the end of the turn here means that the first stop token closes some later turn.
+        if not following.lstrip().startswith(tuple(ends)):
             raise ConfigError(
-                f"chat template: expected one of the stop ids {self.stop_ids} after an assistant turn that is "
-                f"followed by another, found none; conversations of several turns need a template that closes them"
+                f"chat template: expected one of {ends} right after an answer that another message follows, found "
+                f"{following[:40]!r}; conversations of several turns need a template that closes each turn alike"
             )
+        added = self._encode(following)
+        stop = next(i for i, token in enumerate(added) if token in self.stop_ids)
         closed = bool(ids) and ids[-1] in self.stop_ids
-        return [*ids, *rendered[stop + 1 if closed else stop :]]
+        return [*ids, *added[stop + 1 if closed else stop :]]
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool, **options: Any) -> Any:
         from jinja2 import TemplateError
@@ -166,7 +164,7 @@ class ChatRenderer:
         roles = [message.get("role") for message in messages]
         try:
             return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [self._message(message) for message in messages],
                 tools=None if tools is None else list(tools),
                 add_generation_prompt=generate,
                 **options,
@@ -175,46 +173,98 @@ class ChatRenderer:
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(f"the chat template refuses messages with the roles {roles}: {error}") from error
 
+    def _message(self, message: Message) -> dict[str, Any]:
+        content = message.get("content")
+        if self._parts and isinstance(content, str):
+            return {**message, "content": [{"type": "text", "text": content}]}
+        return dict(message)
+
+    def _needs_parts(self) -> bool:
+        """Whether the template shows text only as a list of parts, as those of multi-modal models may.
+
+        Given plain text, such a template refuses it, or renders the conversation without what was said in it.
+        """
+        try:
+            return _ANSWER not in self._apply(_PROBE, None, False, tokenize=False)
+        except DataError:
+            return True
+
+    def _after_answer(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool) -> str:
+        """What the template puts after the answer of the probe, with which `messages` begin."""
+        text: str = self._apply(messages, tools, generate, tokenize=False)
+        _, found, after = text.partition(_ANSWER)
+        if not found:
+            raise ConfigError("chat template: expected it to show the text of an assistant message, found none")
+        return after
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
     def _special_ids(self) -> set[int]:
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         marked = {index for index, token in added.items() if getattr(token, "special", False)}
         return marked | set(self._tokenizer.all_special_ids)
 
-    def _first_stop(self, ids: Sequence[int], start: int, end: int) -> int | None:
-        return next((i for i in range(start, end) if ids[i] in self.stop_ids), None)
-
     def _refuse_stop_tokens(self, message: Message, index: int) -> None:
         content = message.get("content")
+        parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content or ()]
         for token in self._tokenizer.convert_ids_to_tokens(list(self.stop_ids)):
-            if isinstance(content, str) and token in content:
+            if any(token in part for part in parts):
                 raise DataError(
-                    f"message {index} (assistant) contains the end token {token!r} in its text; the model would stop "
-                    f"there and never generate the rest. Remove it from the data: the template adds it."
+                    f"message {index} (assistant) contains the end token {token!r} in its text; the model would "
+                    f"stop there and never generate the rest. Remove it from the data: the template adds it."
                 )
 
-    def _prefix(
+    def _prompt_of(
+        self, messages: Sequence[Message], index: int, tools: Sequence[Any] | None, whole: Sequence[int]
+    ) -> list[int]:
+        """Ids of what a rollout sees before the assistant message `index`; the whole does begin with them."""
+        if index == 0:
+            raise DataError("expected a message before the first assistant message, found none")
+        prompt = self.render(messages[:index], tools)
+        if list(whole[: len(prompt)]) == prompt:
+            return prompt
+        text = self._apply(messages, tools, False, tokenize=False)
+        if text.startswith(self._apply(messages[:index], tools, True, tokenize=False)):
+            raise DataError(
+                f"message {index} (assistant): the tokenizer merges the first characters of its text with the end "
+                f"of the generation prompt, so a rollout would never see these ids. Strip the text's leading blanks, "
+                f"or let the template's prompt end without any."
+            )
+        if text.startswith(self._apply(messages[:index], tools, False, tokenize=False)):
+            raise ConfigError(
+                f"chat template: message {index} (assistant) does not begin with the generation prompt, so a rollout "
+                f"would start from other tokens than this row teaches. Give the message what the prompt opens "
+                f"(reasoning, say), or set template_options so that both agree."
+            )
+        raise ConfigError(_rewritten(index))
+
+    def _end_of(
         self,
         messages: Sequence[Message],
-        count: int,
+        index: int,
         tools: Sequence[Any] | None,
-        generate: bool,
         whole: Sequence[int],
-    ) -> list[int]:
-        """Ids of the first `count` messages, once it is sure that the ids of the whole begin with them."""
-        if count == 0:
-            raise DataError("expected a message before the first assistant message, found none")
-        prefix = self.render(messages[:count], tools, generate)
-        if list(whole[: len(prefix)]) == prefix:
-            return prefix
-        text = self._apply(messages[:count], tools, generate, tokenize=False)
-        if self._apply(messages, tools, False, tokenize=False).startswith(text):
-            raise DataError(
-                f"message {count} ({messages[count]['role']}): the tokenizer merges the first characters of its "
-                f"text with the end of what precedes it, so a rollout would never see these ids. Strip the text's "
-                f"leading blanks."
+        start: int,
+    ) -> int:
+        """Position of the token that ends the assistant message `index`, whose answer begins at `start`."""
+        ids = self.render(messages[: index + 1], tools, add_generation_prompt=False)
+        stop = next((i for i in range(start, len(ids)) if ids[i] in self.stop_ids), None)
+        if stop is None:
+            raise ConfigError(
+                f"chat template: message {index} (assistant) does not end with one of the stop ids "
+                f"{self.stop_ids}; a model trained on it would never end its answer. Use a template that "
+                f"closes the assistant's turn."
             )
-        raise ConfigError(
-            f"chat template: the first {count} messages, rendered alone, do not begin the whole conversation, so "
-            f"no mask can be right: the template rewrites earlier turns, for example by dropping their reasoning. "
-            f"Make one row of each answer, or use a template that keeps turns as they were."
-        )
+        # What follows the end of the turn may differ: some templates close a whole conversation once more.
+        if list(whole[: stop + 1]) != ids[: stop + 1]:
+            raise ConfigError(_rewritten(index + 1))
+        return stop
+
+
+def _rewritten(count: int) -> str:
+    return (
+        f"chat template: the first {count} messages, rendered alone, do not begin the whole conversation, so no mask "
+        f"can be right: the template rewrites earlier turns, for example by dropping their reasoning. Make one row of "
+        f"each answer, or use a template that keeps turns as they were."
+    )

@@ -205,8 +205,8 @@ def test_prompt_loader_resume_costs_the_same_wherever_it_stopped():
     state["loader"]["_index_sampler_state"]["epoch"] = 10**9  # would take hours if it were replayed
     state["loader"]["_sampler_iter_yielded"] = 10**12
 
-    started = time.perf_counter()
+    started = time.process_time()
     loader.load_state_dict(state)
 
     assert next(loader)["epoch"] == 10**9
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5

@@ -118,3 +118,9 @@ def test_validate_command_with_the_gsm8k_reward_finds_the_broken_row(tmp_path, c
 
     assert main(["gsm8k", str(tmp_path), "--split", "train"]) == 1
     assert "row 1: RewardError: expected `answer` to be a worked answer" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not entry_points(group="rl.rewards", name="gsm8k"), reason="rl-rewards is not installed")
+def test_validate_command_of_the_generated_problems_succeeds(capsys):
+    assert main(["word-problems", "--seed", "5"]) == 0
+    assert "word-problems test: 512 of 512 gold answers score 1.0" in capsys.readouterr().out

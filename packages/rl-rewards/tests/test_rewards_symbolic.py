@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from rl_contracts.errors import RewardError
+from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_rewards import math_reward_fn
 
 
@@ -47,6 +48,15 @@ def test_math_reward_in_a_thread_needs_no_signal():
     thread.join(30)
 
     assert rewards == [1.0]
+
+
+async def test_math_reward_of_an_endless_comparison_is_an_error_at_the_deadline():
+    reward = AsyncRewardWrapper("math", timeout=3.0)
+
+    with pytest.raises(RewardError):
+        await reward("", r"\boxed{9^{9^{9^{9}}}}", [], [], answer="5")
+
+    reward.close()
 
 
 def test_import_of_rl_rewards_loads_neither_torch_nor_sympy():

@@ -86,8 +86,9 @@ def _offence(index: int, row: dict[str, Any], reward_fn: RewardFunction, runner:
             f"validate: expected an 'answer' in row {index}, found only {', '.join(row)}; load the data in its RL form"
         )
     prompt = row["messages"][-1]["content"] if row.get("messages") else ""
+    data = {key: value for key, value in row.items() if key not in ("messages", "prompt_id")}
     try:
-        score = reward_fn(prompt, str(row["answer"]), [], [], **row)
+        score = reward_fn(prompt, str(row["answer"]), [], [], **data)
         value = runner.run(_awaited(score)) if inspect.isawaitable(score) else score
     except Exception as error:  # noqa: BLE001 (a boundary: the report records it)
         return f"{type(error).__name__}: {error}"

@@ -60,11 +60,12 @@ def after_sft(config: SFTConfig, run_dir: Path) -> list[str]:
 
 def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[str]:
     """Accuracy before and after of the held-out problems that use each verb."""
+    from rl_apps.embedded.lessons import TAUGHT_VERBS
+
     rows = head(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
     before, after = (accuracy_by("verbs", rows, run_dir, step) for step in (first, last))
-    taught = {verb for row in rows for verb in row.get("taught", ())}
     lines = ["By verb (before -> after):"]
-    for kind, chosen in (("taught by the warm-up", taught), ("left to the reward", set(before) - taught)):
+    for kind, chosen in (("taught by the warm-up", TAUGHT_VERBS), ("left to the reward", set(before) - TAUGHT_VERBS)):
         parts = [f"{verb} {before[verb]:.2f} -> {after[verb]:.2f}" for verb in sorted(chosen & set(before))]
         lines += [f"  {kind}: " + ", ".join(parts)] if parts else []
     return lines

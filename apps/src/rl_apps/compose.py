@@ -66,12 +66,18 @@ def compose[T](name: str, schema: type[T], overrides: list[str]) -> T:
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = hydra.compose(name, overrides=overrides)
+            composed = hydra.compose(name, overrides=_opened(overrides, schema))
         result = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, schema, overrides)) from error
     assert isinstance(result, schema)
     return result
+
+
+def _opened(overrides: list[str], schema: type) -> list[str]:
+    """Overrides of keys below an open mapping (`data.options.level=2`) in the form in which Hydra adds them."""
+    mappings = tuple(f"{key}." for key, value in flatten(schema).items() if isinstance(value, dict))
+    return [f"++{text}" if text.startswith(mappings) else text for text in overrides]
 
 
 def explain(error: Exception, schema: type, overrides: list[str]) -> str:

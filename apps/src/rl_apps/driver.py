@@ -24,7 +24,7 @@ class App:
     """
 
     name: str
-    """Command, and stem of its config file."""
+    """Command; with underscores, its module and its config file."""
     title: str
     """One line for `--help`."""
     schema: type[RunConfig]
@@ -43,6 +43,11 @@ class App:
     """What a step's line shows."""
     closing: Callable[[Any, Path], list[str]]
     """`(config, run directory) -> lines`: what was learned, and what to try next."""
+
+    @property
+    def stem(self) -> str:
+        """Name of its module and config file."""
+        return self.name.replace("-", "_")
 
 
 def main(app: App, argv: list[str] | None = None) -> int:
@@ -63,9 +68,9 @@ def _main(app: App, argv: list[str]) -> int:
     if line.show_help:
         from rl_apps.settings_help import render
 
-        print(render(f"{app.name}: {app.title}", compose.compose(app.name, app.schema, line.overrides)))
+        print(render(f"{app.name}: {app.title}", compose.compose(app.stem, app.schema, line.overrides)))
         return 0
-    config = compose.compose(app.name, app.schema, line.overrides)
+    config = compose.compose(app.stem, app.schema, line.overrides)
     if line.show_config:
         print(compose.to_yaml(config), end="")
         return 0

@@ -87,7 +87,7 @@ def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str
 
 
 APP = driver.App(
-    name="gsm8k_grpo",
+    name="gsm8k-grpo",
     title=__doc__,
     schema=GRPOConfig,
     layout=layout,

@@ -72,7 +72,7 @@ def train(config: SFTConfig, layout: Layout, run_dir: Path, addresses: list[str]
 
 
 APP = driver.App(
-    name="gsm8k_sft",
+    name="gsm8k-sft",
     title=__doc__,
     schema=SFTConfig,
     layout=layout,

@@ -58,9 +58,24 @@ def make_model(config: ModelConfig, data: DataConfig, seed: int, say: Callable[[
     """
     if config.path != EMBEDDED:
         return Path(config.path)
-    from rl_apps.embedded import prepare_embedded, prepare_from_scratch
+    from rl_apps.embedded.prepare import prepare_embedded, prepare_from_scratch
+    from rl_apps.embedded.recipe import EmbeddedRecipe
 
     if data.name == GENERATED:
-        return prepare_embedded(seed)
+        recipe = EmbeddedRecipe() if warm_up else EmbeddedRecipe(warm_up=None)
+        say("making the embedded model" + (" and warming it up" if warm_up else ""))
+        return prepare_embedded(seed, recipe, _WarmUpProgress(say))
+    say("making a small model from scratch, with a tokenizer trained on the questions")
     rows = load_rows(data, "train", "rl", seed)
     return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), seed)
+
+
+class _WarmUpProgress:
+    """Tells of the warm-up now and then."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def __call__(self, step: int, steps: int, loss: float) -> None:
+        if step % 100 == 0 or step == steps:
+            self._say(f"warm-up {step}/{steps}, loss {loss:.3f}")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A float32 model with freshly drawn weights for the tokenizer's vocabulary; torch's own generator is left alone."""
+    """A float32 model with fresh weights for the tokenizer's vocabulary; torch's global generator is left alone."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -32,7 +32,7 @@ def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: in
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float()
+        model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).float()
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -44,5 +44,13 @@ def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: in
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write weights, configs, tokenizer and chat template in Hugging Face format."""
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    from transformers.utils import logging
+
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a bar for one small file would break the caller's own progress line
+    try:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()

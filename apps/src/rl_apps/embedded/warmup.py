@@ -82,4 +82,5 @@ def _batch(
 
 
 def _ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return ids

@@ -1,0 +1,139 @@
+"""What a command refuses, and how it says so; nothing here starts a process of a run."""
+
+import json
+
+import pytest
+
+from rl_apps import compose, gsm8k_grpo, gsm8k_sft
+from rl_apps.config import GRPOConfig, SFTConfig
+from rl_apps.driver import main
+from rl_apps.layout import check_batch, layout_of, run_directory
+from rl_apps.model import check_model
+from rl_apps.settings_help import describe
+from rl_contracts.errors import ConfigError, ModelError
+
+
+def _grpo(*overrides):
+    return compose.compose("gsm8k_grpo", GRPOConfig, list(overrides))
+
+
+def _run(capsys, *arguments, app=gsm8k_grpo.APP):
+    code = main(app, list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_compose_defaults_are_the_demo():
+    config = _grpo()
+    assert (config.model.path, config.data.name) == ("embedded", "word-problems")
+    assert config.rollout.max_staleness >= 1
+
+
+def test_compose_dotted_override_reaches_its_component():
+    config = _grpo("actor.optimizer.lr=1e-4", "total_steps=20", "rollout.generation.max_new_tokens=7")
+    assert (config.actor.optimizer.lr, config.total_steps, config.rollout.generation.max_new_tokens) == (1e-4, 20, 7)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.max_stalness=1", "Did you mean 'rollout.max_staleness'"),
+        ("actor.lr=1", "Did you mean 'actor.optimizer.lr'"),
+        ("total_steps=many", "total_steps"),
+        ("rollout.group_size=0", "rollout.group_size: expected at least 1, found 0"),
+        ("algorithm=ppoo", "unknown preset; there are"),
+        ("rollout.generation.top_p=0.9", "biased without notice"),
+        ("rollout.generation.temperature=0", "have no advantage"),
+        ("algorithm.proximal=current actor.minibatches=2", "moves within the step"),
+        ("publish.route=carrier-pigeon", "one of shm, disk"),
+        ("launcher.kind=kubernetes", "Installed: local"),
+    ],
+)
+def test_compose_setting_that_cannot_work_is_refused_with_what_to_do(override, message):
+    with pytest.raises(ConfigError, match=message):
+        _grpo(*override.split(" "))
+
+
+def test_config_written_and_read_back_is_the_same(tmp_path):
+    config = _grpo("seed=7", "data.options.level=2")
+    (tmp_path / "config.yaml").write_text(compose.to_yaml(config))
+    assert compose.from_yaml(tmp_path / "config.yaml", GRPOConfig) == config
+    assert config.data.options == {"level": 2}
+
+
+@pytest.mark.parametrize("schema", [GRPOConfig, SFTConfig])
+def test_help_every_setting_says_what_it_means(schema):
+    missing = [key for key, _, meaning in describe(schema()) if not meaning]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["oops"], "expected key=value"),
+        (["data.name=gsm8k", "data.path=/nowhere/gsm8k"], "/nowhere/gsm8k"),
+        (["model.path=/nowhere/model"], "there is no such directory"),
+        (["data.batch_size=15", "allocation=embedded:d1+fsdp:d2"], "does not divide over 2"),
+        (["data.batch_size=3", "rollout.group_size=3", "actor.minibatches=2"], "9 rows do not divide"),
+        (["allocation=embedded:d1"], "expected one trainer"),
+        (["allocation=fsdp:d1"], "expected servers of one kind"),
+        (["allocation=embedded:d1+fsdp:x2"], r"\^"),
+        (["rollout.reward=unheard-of"], "Installed: "),
+        (["rollout.server.model_path=/m"], "follows from model.path"),
+    ],
+)
+def test_command_that_cannot_work_ends_with_one_message_before_anything_starts(capsys, arguments, message):
+    code, out, err = _run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("gsm8k-grpo: ")
+    assert "Traceback" not in err
+    import re
+
+    assert re.search(message, err), err
+
+
+def test_command_row_without_an_answer_names_file_and_line(capsys, tmp_path):
+    rows = [{"question": "1+1?", "answer": "#### 2"}, {"question": "2+2?"}]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, _, err = _run(capsys, "data.name=gsm8k", f"data.path={tmp_path}")
+    assert code == 2
+    assert "train.jsonl" in err
+    assert "answer" in err
+
+
+def test_check_model_directory_without_weights_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"expected weights .* found config.json"):
+        check_model(str(tmp_path))
+
+
+def test_dry_run_shows_config_arithmetic_and_processes_and_starts_nothing(capsys, tmp_path):
+    code, out, _ = _run(capsys, "--dry-run", f"run_dir={tmp_path / 'run'}")
+    assert code == 0
+    assert "rows a step" in out
+    assert "rl_inference.server" in out
+    assert "rl_apps.worker" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_cfg_job_prints_yaml_that_composes_again(capsys):
+    code, out, _ = _run(capsys, "--cfg", "job", "total_steps=3", app=gsm8k_sft.APP)
+    assert code == 0
+    assert "total_steps: 3" in out
+
+
+def test_run_directory_that_holds_a_run_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_directory(str(tmp_path), "e", "t")
+
+
+def test_check_batch_says_the_arithmetic():
+    assert "16 prompts x 8 answers = 128 rows a step" in check_batch(16, 8, 2, 2)
+
+
+def test_layout_of_counts_processes():
+    layout = layout_of("embedded:d2+fsdp:d4", needs_servers=True)
+    assert layout.processes == 6

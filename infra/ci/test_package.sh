@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Test one package in an environment that holds that package alone, so that an import which only works in the full
+# workspace fails here.
+#
+#   infra/ci/test_package.sh rl-rewards
+#   PYTHON=3.13 infra/ci/test_package.sh rl-launchers -k signals
+#
+# Further arguments go to pytest. The environment, .venv-alone, is reused from package to package; uv removes what
+# the next one does not need. Your own .venv is left as it is.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+if [ $# -lt 1 ]; then
+    echo "usage: $0 PACKAGE [PYTEST ARGUMENTS]" >&2
+    exit 2
+fi
+package=$1
+shift
+folder=packages/$package
+[ "$package" = rl-apps ] && folder=apps
+if [ ! -f "$folder/pyproject.toml" ]; then
+    names=(packages/*)
+    echo "$0: no package is called '$package'; there are: ${names[*]#packages/} rl-apps" >&2
+    exit 2
+fi
+
+export UV_PROJECT_ENVIRONMENT=${ALONE_ENVIRONMENT:-.venv-alone}
+unset VIRTUAL_ENV
+uv sync --quiet --locked --package "$package" ${PYTHON:+--python "$PYTHON"}
+
+module=${package//-/_}
+uv run --no-sync python -c "import $module"
+if [ -z "$(find "$folder/tests" -name 'test_*.py' -print -quit)" ]; then
+    echo "$package: can be imported alone; it has no tests yet"
+    exit 0
+fi
+uv run --no-sync python -m pytest "$folder/tests" -m "not nightly" -q "$@"

@@ -88,7 +88,7 @@ def packed_attention(
         return _varlen_attention(query, key, value, packed, scale, sliding_window), None
     pieces = [
         _one_segment(q, k, v, scale, sliding_window, softcap)
-        for q, k, v in zip(*(torch.split(t, packed.lengths, dim=2) for t in (query, key, value)), strict=True)
+        for q, k, v in zip(*(torch.split(t, list(packed.lengths), dim=2) for t in (query, key, value)), strict=True)
     ]
     return torch.cat(pieces, dim=2).transpose(1, 2), None
 

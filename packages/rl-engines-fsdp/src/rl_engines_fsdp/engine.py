@@ -14,10 +14,11 @@ from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightU
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.trajectory import PackedBatch, lengths
-from rl_engines_fsdp import checkpoint, loading, micro_batches, sharding
+from rl_engines_fsdp import loading, micro_batches, sharding, state_checkpoint
 from rl_engines_fsdp.attention import Segments
 from rl_engines_fsdp.causal_lm import PackedCausalLM
 from rl_engines_fsdp.config import FSDPEngineConfig, check_strategy
+from rl_engines_fsdp.hf_checkpoint import Description, save_hugging_face
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
 from rl_engines_fsdp.process_group import Membership, RankInfo, join, pick_device, read_environment
 from rl_engines_fsdp.publishing import WeightPublisher
@@ -45,7 +46,7 @@ class FSDPEngine(TrainEngine):
     _model: PackedCausalLM
     _device: torch.device
     _spec: FinetuneSpec
-    _hf_config: Any
+    _described: Description
 
     def __init__(self, config: FSDPEngineConfig, strategy: ParallelStrategy | None = None) -> None:
         if strategy is not None:
@@ -65,7 +66,7 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.initialize`."""
         info = read_environment()
         self._check_ranks(info)
-        self._hf_config = loading.read_config(spec.model_path)
+        config = loading.read_config(spec.model_path)
         self._device = pick_device(self.config.device, info.local_rank)
         sharded = info.world_size > 1 or self.config.dtype != "float32"
         self._membership = join(info, self._device, self.config.timeout_seconds, need_group=sharded)
@@ -73,6 +74,8 @@ class FSDPEngine(TrainEngine):
         self._spec = spec
         torch.manual_seed(spec.seed)
         source = self._read_source(spec.model_path)
+        generation: Any = None if source is None else source.model.generation_config
+        self._described = Description(config, generation)
         self._model = self._sharded(source) if sharded else self._whole(source)
         if self.config.gradient_checkpointing:
             inner: Any = self._model.model
@@ -113,7 +116,7 @@ class FSDPEngine(TrainEngine):
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(self._device.type, (self.parallel.world_size,), mesh_dim_names=("data",))
-        model = self._wrap(loading.empty_model(copy.deepcopy(self._hf_config)))
+        model = self._wrap(loading.empty_model(copy.deepcopy(self._described.config)))
         sharding.shard(model, mesh, self.config.dtype, self.config.reshard_after_forward)
         sharding.fill(model, source, self._device)
         return model
@@ -126,7 +129,7 @@ class FSDPEngine(TrainEngine):
             self._publisher.close(self.parallel)
             self._publisher = None
         self._optimizer = None
-        del self._model
+        self.__dict__.pop("_model", None)  # absent where initialize failed
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._membership.leave()
@@ -145,7 +148,8 @@ class FSDPEngine(TrainEngine):
         # FSDP averages gradients over ranks; the loss is a sum
         factor = self.parallel.dp_size / denominator
         for index, (_, packed) in enumerate(micro_batches.packed(batch, bins)):
-            self._sync_gradients(index == len(bins) - 1)
+            last = index == len(bins) - 1
+            sharding.sync_gradients(self._model, last or self.config.sync_every_micro_batch, last)
             self._backward(packed, loss_fn, factor, sums)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         sums.put("grad_norm", squared_norm(gradients))
@@ -163,19 +167,12 @@ class FSDPEngine(TrainEngine):
             [loss_weight_fn(batch).detach().to("cpu", torch.float64), lengths(batch).sum().to(torch.float64)]
         )
         denominator, tokens = self.parallel.sum_over_replicas(share).tolist()
-        if not denominator > 0:
+        if not (denominator > 0 and tokens > 0):
             raise EngineError(
-                f"minibatch: expected a positive denominator over all ranks, found {denominator}: there is nothing to "
-                "learn from. Is every loss_mask False, or the minibatch empty?"
+                f"minibatch: expected tokens and a positive denominator over all ranks, found {int(tokens)} tokens and "
+                f"a denominator of {denominator}: there is nothing to learn from. Is every loss_mask False?"
             )
         return bins, denominator, int(tokens)
-
-    def _sync_gradients(self, last: bool) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(last or self.config.sync_every_micro_batch)
-            self._model.set_is_last_backward(last)
 
     def _backward(self, packed: PackedBatch, loss_fn: LossFn, factor: float, sums: StepSums) -> None:
         outputs, moved = self._outputs(packed)
@@ -245,15 +242,10 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.forward`."""
         bins = micro_batches.plan(batch, self.config.micro_batch.max_tokens, self.parallel)
         result = torch.zeros(batch["attention_mask"].shape)
-        mask = batch["attention_mask"]
         for rows, outputs, packed in self._run(batch, bins):
-            values = output_fn(outputs, packed).to("cpu")
-            result = result.to(values.dtype)
-            index = torch.tensor(rows)
-            part = mask[index]
-            filled = values.new_zeros(part.shape)
-            filled[part] = values
-            result[index] = filled
+            values = output_fn(outputs, packed)
+            row_of_token = torch.tensor(rows)[packed.row_of_token.cpu()]
+            result[row_of_token, packed.position_ids.cpu()] = values.cpu().to(result.dtype)
         return result
 
     def _run(self, batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int], TokenOutputs, PackedBatch]]:
@@ -276,24 +268,24 @@ class FSDPEngine(TrainEngine):
 
     def save(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.save`."""
-        checkpoint.check_kind(meta)
+        _check_kind(meta)
         if meta.kind == "hf":
             dtype = self.config.served_dtype
-            checkpoint.save_hugging_face(self._model, self._hf_config, meta, dtype, self.parallel)
+            save_hugging_face(self._model, self._described, meta, dtype, self.parallel)
         else:
             counters = {"version": self.version, "steps": self._steps, "skipped": self._skipped}
-            checkpoint.save_state(self._model, self._optimizer, counters, meta.path, self.parallel)
+            state_checkpoint.save_state(self._model, self._optimizer, counters, meta.path, self.parallel)
 
     def load(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced."""
-        checkpoint.check_kind(meta)
+        _check_kind(meta)
         if meta.kind == "hf":
             loading.check_directory(meta.path)
             source = self._read_source(meta.path)
             sharding.copy_parameters(self._model, source, self._device)
         else:
-            counters = checkpoint.load_state(self._model, self._optimizer, meta.path, self.parallel)
-            self.version, self._steps, self._skipped = (counters[name] for name in checkpoint.COUNTERS)
+            counters = state_checkpoint.load_state(self._model, self._optimizer, meta.path, self.parallel)
+            self.version, self._steps, self._skipped = (counters[name] for name in state_checkpoint.COUNTERS)
 
     def offload(self) -> None:
         """See `TrainEngine.offload`."""
@@ -312,3 +304,8 @@ class FSDPEngine(TrainEngine):
             for moments in self._optimizer.state.values():
                 for name, value in moments.items():
                     moments[name] = value.to(device)
+
+
+def _check_kind(meta: SaveLoadMeta) -> None:
+    if meta.kind not in ("hf", "state"):
+        raise ModelError(f"{meta.path}: expected a kind of hf or state, found {meta.kind!r}.")

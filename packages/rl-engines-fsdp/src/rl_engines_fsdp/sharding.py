@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_engines_fsdp.causal_lm import PackedCausalLM
@@ -28,6 +28,13 @@ def shard(model: PackedCausalLM, mesh: DeviceMesh, dtype: str, reshard_after_for
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=root)
+
+
+def sync_gradients(model: nn.Module, now: bool, last: bool) -> None:
+    """Say whether the next backward reduces gradients over ranks, and whether it is the last of the step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+        model.set_is_last_backward(last)
 
 
 def decoder_layers(model: PackedCausalLM) -> list[nn.Module]:

@@ -1,0 +1,139 @@
+"""States from which training continues exactly, also with another number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from rl_contracts.errors import ModelError
+from rl_contracts.parallel import ParallelContext
+from rl_engines_fsdp.causal_lm import PackedCausalLM
+from rl_engines_fsdp.new_directory import NewDirectory
+
+COUNTERS = ("version", "steps", "skipped")
+"""Training batches applied, optimizer steps done, consecutive steps skipped."""
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each parameter."""
+
+
+def save_state(
+    model: PackedCausalLM,
+    optimizer: torch.optim.Optimizer | None,
+    counters: dict[str, int],
+    path: str,
+    parallel: ParallelContext,
+) -> None:
+    """Write weights, optimizer, counters and each rank's random state (collective); every rank writes its shards."""
+    target = NewDirectory(path, parallel)
+    target.prepare()
+    error: Exception | None = None
+    try:
+        with _alone_without_warning():
+            save(
+                _state(model, optimizer, counters, parallel),
+                checkpoint_id=target.scratch,
+                process_group=parallel.host_group,
+                no_dist=parallel.host_group is None,
+            )
+    except (OSError, RuntimeError, ValueError) as failure:
+        error = failure
+    target.commit(error)
+
+
+def load_state(
+    model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, path: str, parallel: ParallelContext
+) -> dict[str, int]:
+    """Read what `save_state` wrote, with any number of ranks, in place (collective).
+
+    Returns:
+        the counters.
+
+    Raises:
+        ModelError: the directory is no saved state, or not of this model.
+    """
+    directory = Path(path)
+    if not (directory / ".metadata").is_file():
+        found = sorted(entry.name for entry in directory.iterdir())[:6] if directory.is_dir() else "nothing"
+        raise ModelError(
+            f"{path}: expected a saved state (a directory with .metadata and *.distcp files), found {found}. "
+            "Give a directory that was saved with kind 'state', or load it with kind 'hf'."
+        )
+    reader = FileSystemReader(directory)
+    stored = reader.read_metadata().state_dict_metadata
+    state = _state(model, optimizer, dict.fromkeys(COUNTERS, 0), parallel)
+    random = [key for key in state if key.startswith("random.")]
+    for key in random:
+        if key not in stored:  # another number of ranks, or another kind of device: this rank keeps its own
+            del state[key]
+    missing = sorted(set(state) - set(stored))
+    if missing:
+        raise ModelError(
+            f"{path}: expected the state of this model and optimizer, but {len(missing)} entries are missing, "
+            f"{missing[:3]} first. Was it saved by an engine with another model, or without an optimizer?"
+        )
+    try:
+        with _alone_without_warning():
+            load(
+                state,
+                storage_reader=reader,
+                process_group=parallel.host_group,
+                no_dist=parallel.host_group is None,
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{path}: the saved state cannot be loaded into this model: {error}") from error
+    _restore_random(state, parallel)
+    return {name: int(state[f"counter.{name}"]) for name in COUNTERS}
+
+
+def _state(
+    model: PackedCausalLM,
+    optimizer: torch.optim.Optimizer | None,
+    counters: dict[str, int],
+    parallel: ParallelContext,
+) -> dict[str, Any]:
+    """One flat mapping; its tensors are the live ones, so that loading fills them."""
+    state: dict[str, Any] = {}
+    for name, parameter in model.hugging_face_parameters():
+        state[f"model.{name}"] = parameter.detach()
+        if optimizer is not None:
+            moments = _moments(optimizer, parameter)
+            state.update({f"optimizer.{moment}.{name}": moments[moment] for moment in MOMENTS})
+    state.update({f"counter.{name}": torch.tensor(value) for name, value in counters.items()})
+    state[f"random.{parallel.rank}.cpu"] = torch.get_rng_state()
+    if parallel.device.startswith("cuda"):
+        state[f"random.{parallel.rank}.cuda"] = torch.cuda.get_rng_state(parallel.device)
+    return state
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+    moments: dict[str, Tensor] = optimizer.state[parameter]
+    if not moments:  # before the first step
+        moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        moments["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+        moments["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+    return moments
+
+
+@contextmanager
+def _alone_without_warning() -> Iterator[None]:
+    """One process needs no process group, and torch need not tell us so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _restore_random(state: dict[str, Any], parallel: ParallelContext) -> None:
+    cpu, cuda = (state.get(f"random.{parallel.rank}.{kind}") for kind in ("cpu", "cuda"))
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, parallel.device)

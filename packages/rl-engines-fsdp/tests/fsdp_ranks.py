@@ -1,0 +1,93 @@
+"""One rank of `test_fsdp_ranks.py`: runs a few scenes and writes what it saw to a JSON or safetensors file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, weights_of
+from safetensors.torch import save_file
+
+from rl_contracts.config import OptimizerConfig
+from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
+from rl_contracts.errors import RLError
+from rl_contracts.trajectory import select
+
+
+def share(batch, parallel, empty_rank: int | None = None):
+    """Rows of this rank: every other one, or all of them on the rank that is not empty."""
+    rows = list(range(len(batch)))
+    if empty_rank is not None:
+        return select(batch, [] if parallel.rank == empty_rank else rows)
+    return select(batch, rows[parallel.rank :: parallel.world_size])
+
+
+def error_of(call) -> str:
+    try:
+        call()
+    except RLError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def main(models: Path, out: Path) -> None:
+    seen: dict = {}
+    tensors: dict = {}
+    for family in ("Qwen3", "Llama", "Gemma2"):
+        engine = make_engine(str(models / family))
+        rank = engine.parallel.rank
+        seen[family] = [
+            engine.train_batch(share(make_batch(seed=s), engine.parallel), loss_fn, loss_weight_fn) for s in range(3)
+        ]
+        tensors |= {f"{family}.{name}": value for name, value in weights_of(engine).items()}
+        engine.destroy()
+
+    engine = make_engine(str(models / "Qwen3"), sync_every_micro_batch=True, reshard_after_forward=False)
+    batch = share(make_batch(), engine.parallel, empty_rank=1)
+    seen["evaluated with an empty rank"] = engine.eval_batch(batch, loss_fn, loss_weight_fn)
+    tensors[f"forward.{rank}"] = engine.forward(batch, logprobs_of)
+    seen["empty rank"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
+    tensors |= {f"empty.{name}": value for name, value in weights_of(engine).items()}
+
+    def exploding(outputs, packed):
+        return outputs.logprobs.sum() * (torch.inf if engine.parallel.rank == 0 else 1.0), {}
+
+    batch = share(make_batch(seed=1), engine.parallel)
+    seen["exploding on rank 0"] = engine.train_batch(batch, exploding, loss_weight_fn)
+
+    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(out / "route")))
+    meta, receipt = engine.update_weights(1)
+    seen["published"] = {"meta": meta.to_json(), "sums": {k: str(v) for k, v in receipt.checksums.items()}}
+    tensors |= {f"published.{name}": value for name, value in weights_of(engine).items()}
+    engine.version = 7
+    engine.save(SaveLoadMeta(str(out / "state"), kind="state"))
+    engine.save(SaveLoadMeta(str(out / "hf")))
+    seen["after saving"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
+    engine.load(SaveLoadMeta(str(out / "state"), kind="state"))
+    seen["after loading"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
+    engine.load(SaveLoadMeta(str(models / "Qwen3")))
+    tensors |= {f"reloaded.{name}": value for name, value in weights_of(engine).items()}
+
+    # errors on one rank reach both
+    crowded = select(make_batch(), [0] if engine.parallel.rank else [0, 1])
+    crowded["attention_mask"][:] = True
+    small = make_engine(str(models / "Qwen3"), micro_batch=2 if engine.parallel.rank else 99)
+    seen["too long on rank 1"] = error_of(lambda: small.train_batch(crowded, loss_fn, loss_weight_fn))
+    seen["nothing there"] = error_of(lambda: make_engine(str(models / "broken")))
+    small.destroy()  # the group goes on: another engine uses it
+
+    half = make_engine(
+        str(models / "Qwen3"), dtype="bfloat16", gradient_checkpointing=True, optimizer=OptimizerConfig(lr=1e-2)
+    )
+    seen["bfloat16"] = [half.train_batch(share(make_batch(), half.parallel), loss_fn, loss_weight_fn) for _ in range(3)]
+    seen["groups alive"] = torch.distributed.is_initialized()
+    half.destroy()
+    engine.destroy()
+    (out / f"seen-{rank}.json").write_text(json.dumps(seen))
+    save_file({k: v.contiguous() for k, v in tensors.items()}, out / f"tensors-{rank}.safetensors")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

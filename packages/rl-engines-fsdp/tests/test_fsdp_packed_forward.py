@@ -1,0 +1,135 @@
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp_toys import FAMILIES, logprobs_of, make_batch, make_engine, make_model
+
+from rl_contracts.errors import ModelError
+
+SUPPORTED = ["Qwen3", "Llama", "Mistral", "Gemma2", "Phi", "Granite", "Cohere", "Qwen3Moe"]
+
+
+def plain_logprobs_and_entropy(path: str, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers' own forward, one row at a time: [B, T]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    logprobs, entropy = torch.zeros(2, *batch["input_ids"].shape)
+    for row in range(len(batch)):
+        ids = batch["input_ids"][row][batch["attention_mask"][row]]
+        with torch.no_grad():
+            logits = model(ids[None], use_cache=False).logits[0, :-1].float() / batch["temperature"][row]
+        distribution = logits.log_softmax(-1)
+        logprobs[row, 1 : len(ids)] = distribution.gather(1, ids[1:, None])[:, 0]
+        entropy[row, 1 : len(ids)] = -(distribution.exp() * distribution).sum(-1)
+    return logprobs, entropy
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_forward_of_packed_rows_equals_plain_transformers_row_by_row(family, tmp_path):
+    path, batch = make_model(tmp_path, family), make_batch()
+    expected_logprobs, expected_entropy = plain_logprobs_and_entropy(path, batch)
+
+    engine = make_engine(path)
+
+    torch.testing.assert_close(engine.forward(batch, logprobs_of), expected_logprobs, atol=1e-5, rtol=1e-5)
+    entropy = engine.forward(batch, lambda outputs, packed: outputs.entropy)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
+def test_forward_when_one_sequence_changes_leaves_the_others_as_they_were(family, tmp_path):
+    engine, batch = make_engine(make_model(tmp_path, family), micro_batch=10_000), make_batch()
+    before = engine.forward(batch, logprobs_of)
+
+    changed = batch.clone()
+    changed["input_ids"][4] = (changed["input_ids"][4] + 1) % 50
+    after = engine.forward(changed, logprobs_of)
+
+    assert not torch.equal(before[4], after[4])
+    others = [row for row in range(len(batch)) if row != 4]
+    torch.testing.assert_close(after[others], before[others], atol=0, rtol=0)
+
+
+def test_forward_is_zero_at_first_tokens_and_padding(tmp_path):
+    engine, batch = make_engine(make_model(tmp_path)), make_batch()
+
+    result = engine.forward(batch, logprobs_of)
+
+    assert result.shape == batch["input_ids"].shape
+    assert (result[:, 0] == 0).all()
+    assert (result[~batch["attention_mask"]] == 0).all()
+    assert (result[batch["attention_mask"]] < 0).sum() == batch["attention_mask"].sum() - len(batch)
+
+
+def test_forward_with_any_micro_batch_size_gives_the_same(tmp_path):
+    path, batch = make_model(tmp_path), make_batch()
+
+    results = [make_engine(path, micro_batch=size).forward(batch, logprobs_of) for size in (19, 40, 10_000)]
+
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("GptOss", "s_aux"),  # attention sinks
+        ("StableLm", "does not hand its keyword arguments on"),
+        ("Mamba", "mix packed sequences"),  # a state that runs on over the row
+    ],
+)
+def test_initialize_with_an_unsupported_architecture_says_why(family, reason, tmp_path):
+    assert family in FAMILIES
+    with pytest.raises(ModelError, match=reason):
+        make_engine(make_model(tmp_path, family))
+
+
+def test_initialize_with_a_directory_without_weights_says_what_is_there(tmp_path):
+    path = make_model(tmp_path)
+    Path(path, "model.safetensors").unlink()
+
+    with pytest.raises(ModelError, match=r"expected weights .*found config.json, generation_config.json"):
+        make_engine(path)
+
+
+def test_initialize_with_a_directory_without_config_says_what_is_there(tmp_path):
+    path = make_model(tmp_path)
+    Path(path, "config.json").unlink()
+
+    with pytest.raises(ModelError, match=r"expected config.json, found .*model.safetensors"):
+        make_engine(path)
+
+
+def test_initialize_with_a_missing_directory_says_so(tmp_path):
+    with pytest.raises(ModelError, match="found nothing there"):
+        make_engine(str(tmp_path / "nowhere"))
+
+
+def test_initialize_with_weights_of_part_of_the_model_refuses_to_start_at_random(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = Path(make_model(tmp_path), "model.safetensors")
+    tensors = load_file(file)
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    with pytest.raises(ModelError, match="up_proj"):
+        make_engine(str(tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 5])
+def test_varlen_attention_on_cuda_equals_one_segment_at_a_time(window):
+    from rl_engines_fsdp.attention import Segments, _one_segment, _varlen_attention
+
+    lengths = (7, 19, 3)
+    edges = torch.tensor([0, 7, 26, 29], dtype=torch.int32, device="cuda")
+    query, key, value = (torch.randn(1, h, 29, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+
+    found = _varlen_attention(query, key, value, Segments(lengths, edges), 0.125, window)
+
+    pieces = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
+    expected = torch.cat([_one_segment(q, k, v, 0.125, window, None) for q, k, v in pieces], dim=2)
+    torch.testing.assert_close(found, expected.transpose(1, 2), atol=2e-2, rtol=2e-2)

@@ -1,0 +1,89 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_engines_fsdp import token_logprobs as module
+from rl_engines_fsdp.token_logprobs import HeadOptions, LogitTransform, token_logprobs
+
+
+def reference(hidden, weight, bias, targets, temperature, transform):
+    raw = torch.nn.functional.linear(hidden, weight, bias) * transform.scale
+    logits = raw if transform.cap is None else transform.cap * torch.tanh(raw / transform.cap)
+    distribution = (logits / temperature[:, None]).log_softmax(-1)
+    return distribution.gather(1, targets[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    vocabulary=st.integers(2, 13),
+    max_logits=st.integers(1, 200),
+    cap=st.sampled_from([None, 2.0]),
+    scale=st.sampled_from([1.0, 0.25]),
+    with_bias=st.booleans(),
+    entropy_grad=st.booleans(),
+)
+def test_token_logprobs_and_gradients_in_any_chunks_equal_the_full_softmax(
+    tokens, vocabulary, max_logits, cap, scale, with_bias, entropy_grad
+):
+    torch.manual_seed(tokens * 100 + vocabulary)
+    hidden, weight = torch.randn(tokens, 5), torch.randn(vocabulary, 5)
+    bias = torch.randn(vocabulary) if with_bias else None
+    inputs = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    targets, temperature = torch.randint(vocabulary, (tokens,)), torch.rand(tokens) + 0.5
+    transform = LogitTransform(scale, cap)
+    first, second = torch.randn(2, tokens)
+
+    def gradients(pair):
+        total = (pair[0] * first).sum() + ((pair[1] * second).sum() if entropy_grad else 0)
+        return torch.autograd.grad(total, inputs)
+
+    options = HeadOptions(transform, max_logits, entropy_grad)
+    found = token_logprobs(hidden, weight, bias, targets, temperature, options)
+    expected = reference(hidden, weight, bias, targets, temperature, transform)
+
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(found), gradients(expected), atol=2e-5, rtol=1e-4)
+
+
+def test_token_logprobs_entropy_without_being_asked_carries_no_gradient():
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
+
+    _, entropy = token_logprobs(
+        hidden, weight, None, torch.zeros(3, dtype=torch.int64), torch.ones(3), HeadOptions(LogitTransform(), 99, False)
+    )
+
+    assert not entropy.requires_grad
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Remembers the most entries that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.entries = max(self.entries, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_token_logprobs_never_hold_more_logits_than_allowed(entropy_grad, monkeypatch):
+    monkeypatch.setattr(module, "KEEP_AT_MOST", 0)
+    hidden = torch.randn(100, 4, requires_grad=True)
+    weight = torch.randn(50, 4, requires_grad=True)
+    options = HeadOptions(LogitTransform(), 500, entropy_grad)
+
+    with _LargestTensor() as largest:
+        logprobs, entropy = token_logprobs(
+            hidden, weight, None, torch.zeros(100, dtype=torch.int64), torch.ones(100), options
+        )
+        (logprobs.sum() + (entropy.sum() if entropy_grad else 0)).backward()
+
+    assert largest.entries <= 500

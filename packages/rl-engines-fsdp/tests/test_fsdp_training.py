@@ -1,0 +1,265 @@
+import math
+
+import pytest
+import torch
+from fsdp_toys import (
+    EPS,
+    loss_fn,
+    loss_weight_fn,
+    make_batch,
+    make_engine,
+    make_model,
+    weights_of,
+)
+
+from rl_contracts.config import OptimizerConfig
+from rl_contracts.errors import EngineError
+from rl_contracts.trajectory import pad_to, select
+from rl_engines_fsdp.optimizer import learning_rate
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def one_step(path, batch, **settings):
+    engine = make_engine(path, **settings)
+    return engine.train_batch(batch, loss_fn, loss_weight_fn), weights_of(engine)
+
+
+def test_train_batch_equals_one_step_of_plain_torch(model_path):
+    from transformers import AutoModelForCausalLM
+
+    batch = make_batch()
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.01},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        eps=EPS,
+    )
+    loss = torch.zeros(())
+    for row in range(len(batch)):
+        length = int(batch["attention_mask"][row].sum())
+        ids = batch["input_ids"][row, :length]
+        logits = model(ids[None], use_cache=False).logits[0, :-1] / batch["temperature"][row]
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        loss = loss - (logprobs * batch["advantages"][row, 1:length] * batch["loss_mask"][row, 1:length]).sum()
+    loss = loss / batch["loss_mask"].sum()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+    result, weights = one_step(model_path, batch)
+
+    assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert result["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert (result["applied"], result["lr"]) == (1.0, 1e-2)
+    assert result["tokens"] == batch["attention_mask"].sum()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), atol=1e-5, rtol=1e-5)
+
+
+def reordered(batch):
+    return select(batch, list(range(len(batch)))[::-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (lambda batch: batch, {"micro_batch": 19}),
+        (lambda batch: batch, {"micro_batch": 10_000}),
+        (reordered, {}),
+        (lambda batch: pad_to(batch, 40), {}),
+        (lambda batch: batch, {"max_logits": 61 * 5}),
+        (lambda batch: batch, {"gradient_checkpointing": True}),
+    ],
+    ids=["smallest micro-batches", "one micro-batch", "other order", "more padding", "chunks", "checkpointing"],
+)
+def test_train_batch_does_not_depend_on_how_the_batch_is_run(change, settings, model_path):
+    expected, expected_weights = one_step(model_path, make_batch(), micro_batch=40)
+
+    found, weights = one_step(model_path, change(make_batch()), **settings)
+
+    assert found == pytest.approx(expected, rel=1e-5)
+    for name, value in expected_weights.items():
+        torch.testing.assert_close(weights[name], value, atol=2e-6, rtol=1e-5)
+
+
+def test_train_batch_repeated_lowers_the_loss(model_path):
+    engine, batch = make_engine(model_path, total_steps=8), make_batch()
+    batch["advantages"] = torch.ones_like(batch["advantages"])
+
+    losses = [engine.train_batch(batch, loss_fn, loss_weight_fn)["loss"] for _ in range(8)]
+
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_train_batch_in_bfloat16_keeps_float32_master_weights_and_stays_near(model_path):
+    expected, _ = one_step(model_path, make_batch())
+
+    found, weights = one_step(model_path, make_batch(), dtype="bfloat16")
+
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert found["loss"] == pytest.approx(expected["loss"], rel=0.05, abs=0.02)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+
+
+def test_train_batch_decays_matrices_but_neither_norms_nor_biases(tmp_path):
+    path = make_model(tmp_path, "Phi")
+    engine = make_engine(path, optimizer=OptimizerConfig(lr=0.1, weight_decay=0.5))
+    before = weights_of(engine)
+
+    def no_gradient(outputs, packed):
+        return outputs.logprobs.sum() * 0.0, {}
+
+    engine.train_batch(make_batch(), no_gradient, loss_weight_fn)
+
+    for name, value in weights_of(engine).items():
+        factor = 0.95 if value.ndim > 1 else 1.0
+        torch.testing.assert_close(value, before[name] * factor, atol=1e-6, rtol=1e-5)
+
+
+def test_train_batch_with_a_constant_loss_gives_no_gradient_and_no_error(model_path):
+    result, _ = one_step(model_path, make_batch(), optimizer=OptimizerConfig(lr=0.0))
+    engine = make_engine(model_path)
+
+    result = engine.train_batch(make_batch(), lambda outputs, packed: (torch.tensor(3.0), {}), loss_weight_fn)
+
+    assert result["grad_norm"] == 0.0
+    assert result["applied"] == 1.0
+
+
+def test_train_batch_entropy_bonus_has_gradient_only_when_asked(model_path):
+    def entropy_only(outputs, packed):
+        return -(outputs.entropy * packed["loss_mask"]).sum(), {}
+
+    without = make_engine(model_path).train_batch(make_batch(), entropy_only, loss_weight_fn)
+    asked = make_engine(model_path, entropy_grad=True).train_batch(make_batch(), entropy_only, loss_weight_fn)
+
+    assert without["grad_norm"] == 0.0
+    assert asked["grad_norm"] > 0.0
+    assert asked["loss"] == pytest.approx(without["loss"])
+
+
+# ---- what must not be applied
+
+
+def exploding(outputs, packed):
+    return (outputs.logprobs * math.inf).sum(), {}
+
+
+def test_train_batch_with_non_finite_gradients_skips_the_step_and_the_schedule(model_path):
+    settings = OptimizerConfig(lr=1e-2, warmup_steps=4, max_skipped_steps=2)
+    engine = make_engine(model_path, optimizer=settings)
+    before = weights_of(engine)
+
+    skipped = engine.train_batch(make_batch(), exploding, loss_weight_fn)
+
+    assert skipped["applied"] == 0.0
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(engine).items())
+    after = engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
+    assert (after["applied"], after["lr"]) == (1.0, 1e-2 / 4)
+
+
+def test_train_batch_with_too_many_non_finite_steps_in_a_row_stops(model_path):
+    engine = make_engine(model_path, optimizer=OptimizerConfig(max_skipped_steps=2))
+    for _ in range(2):
+        engine.train_batch(make_batch(), exploding, loss_weight_fn)
+    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)  # begins the count anew
+    for _ in range(2):
+        engine.train_batch(make_batch(), exploding, loss_weight_fn)
+
+    with pytest.raises(EngineError, match="3 consecutive steps"):
+        engine.train_batch(make_batch(), exploding, loss_weight_fn)
+
+
+def test_train_batch_with_nothing_to_learn_from_refuses_before_touching_weights(model_path):
+    engine, batch = make_engine(model_path), make_batch()
+    before = weights_of(engine)
+    batch["loss_mask"][:] = False
+
+    with pytest.raises(EngineError, match="nothing to learn from"):
+        engine.train_batch(batch, loss_fn, loss_weight_fn)
+
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(engine).items())
+
+
+def test_train_batch_with_no_rows_refuses(model_path):
+    with pytest.raises(EngineError, match="0 tokens"):
+        make_engine(model_path).train_batch(make_batch()[:0], loss_fn, lambda batch: torch.tensor(1.0))
+
+
+def test_train_batch_with_a_row_longer_than_a_micro_batch_says_both_numbers(model_path):
+    batch = make_batch()
+    longest = int(batch["attention_mask"].sum(-1).max())
+
+    with pytest.raises(EngineError, match=rf"has {longest} tokens, but a micro-batch holds 4"):
+        make_engine(model_path, micro_batch=4).train_batch(batch, loss_fn, loss_weight_fn)
+
+
+def test_train_batch_without_optimizer_refuses_but_forward_works(model_path):
+    engine = make_engine(model_path, optimizer=None)
+
+    assert engine.forward(make_batch(), lambda outputs, packed: outputs.logprobs).isfinite().all()
+    with pytest.raises(EngineError, match="without an optimizer"):
+        engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
+
+
+def test_train_batch_with_a_statistic_named_like_a_result_refuses(model_path):
+    def shadowing(outputs, packed):
+        return outputs.logprobs.sum(), {"lr": (torch.ones(()), torch.ones(()))}
+
+    with pytest.raises(EngineError, match="'lr'"):
+        make_engine(model_path).train_batch(make_batch(), shadowing, loss_weight_fn)
+
+
+# ---- evaluation, statistics, schedule
+
+
+def test_eval_batch_gives_the_loss_of_training_and_changes_nothing(model_path):
+    engine = make_engine(model_path, micro_batch=30)
+    before = weights_of(engine)
+
+    evaluated = engine.eval_batch(make_batch(), loss_fn, loss_weight_fn)
+
+    trained = engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
+    assert evaluated == pytest.approx({name: trained[name] for name in ("loss", "entropy/mean", "logprob/max")})
+    assert before.keys() == weights_of(engine).keys()
+
+
+def test_eval_batch_statistic_without_denominator_is_not_a_number(model_path):
+    def empty(outputs, packed):
+        return outputs.logprobs.sum(), {"nothing": (torch.zeros(()), torch.zeros(()))}
+
+    assert math.isnan(make_engine(model_path).eval_batch(make_batch(), empty, loss_weight_fn)["nothing"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, *(1 - 0.9 * k / 6 for k in range(1, 7))]),
+        ("cosine", [0.25, 0.5, 0.75, 1.0, *(0.1 + 0.45 * (1 + math.cos(math.pi * k / 6)) for k in range(1, 7))]),
+    ],
+)
+def test_learning_rate_warms_up_then_follows_its_schedule_to_the_last_step(schedule, expected):
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=4, min_lr_ratio=0.1)
+
+    rates = [learning_rate(config, step, 10) for step in range(10)]
+
+    assert rates == pytest.approx(expected)
+    assert learning_rate(config, 50, 10) == pytest.approx(rates[-1])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_learning_rate_without_warmup_starts_at_the_peak(schedule):
+    config = OptimizerConfig(lr=2.0, schedule=schedule)
+
+    assert learning_rate(config, 0, 5) == 2.0
+    assert learning_rate(config, 4, 5) == pytest.approx(0.0)
+    assert learning_rate(config, 0, 1) == 2.0

@@ -1,0 +1,196 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, make_model, weights_of
+
+from rl_contracts.data import ParamSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import EngineError, ModelError, WeightUpdateError
+from rl_contracts.weights import checksum, open_weights, verify_receipt
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+# ---- weights to servers
+
+
+@pytest.mark.parametrize("route", ["shm", "disk"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_update_weights_arrive_as_sent_under_hugging_face_names(route, dtype, model_path, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    engine = make_engine(model_path, serve_dtype=dtype)
+    engine.connect_engine(None, WeightUpdateMeta(route, 0, str(tmp_path)))
+    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
+
+    meta, receipt = engine.update_weights(1)
+
+    received = {name: tensor.clone() for name, tensor in open_weights(meta)}
+    held = WeightReceipt("server", 1, {name: checksum(tensor) for name, tensor in received.items()})
+    verify_receipt(receipt, held, route)
+    for name, value in weights_of(engine).items():
+        assert torch.equal(received[name], value.to(getattr(torch, dtype)))
+    server = AutoModelForCausalLM.from_pretrained(model_path)
+    report = server.load_state_dict(received, strict=False)
+    assert report.missing_keys == ["lm_head.weight"]  # tied: sent once
+    assert not report.unexpected_keys
+
+
+def test_update_weights_twice_keeps_the_version_before(model_path, tmp_path):
+    engine = make_engine(model_path)
+    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(tmp_path)))
+    first, first_receipt = engine.update_weights(1)
+    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
+
+    second, second_receipt = engine.update_weights(2)
+
+    assert first.location != second.location
+    assert first_receipt.checksums != second_receipt.checksums
+    assert {n: checksum(t) for n, t in open_weights(first)} == first_receipt.checksums
+
+
+def test_update_weights_in_the_dtypes_that_the_server_names(model_path, tmp_path):
+    engine = make_engine(model_path)
+    wanted = (ParamSpec("model.norm.weight", (32,), "bfloat16"),)
+    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(tmp_path), wanted))
+
+    meta, _ = engine.update_weights(1)
+
+    dtypes = {spec.name: spec.dtype for spec in meta.params}
+    assert dtypes.pop("model.norm.weight") == "bfloat16"
+    assert set(dtypes.values()) == {"float32"}
+
+
+def test_connect_engine_with_a_parameter_of_another_model_refuses(model_path, tmp_path):
+    wanted = (ParamSpec("model.other", (3,), "float32"),)
+
+    with pytest.raises(WeightUpdateError, match=r"model\.other"):
+        make_engine(model_path).connect_engine(None, WeightUpdateMeta("shm", 0, str(tmp_path), wanted))
+
+
+def test_connect_engine_with_an_unknown_route_refuses(model_path, tmp_path):
+    with pytest.raises(WeightUpdateError, match="pigeon"):
+        make_engine(model_path).connect_engine(None, WeightUpdateMeta("pigeon", 0, str(tmp_path)))
+
+
+def test_update_weights_without_a_route_refuses(model_path):
+    with pytest.raises(EngineError, match="connect_engine"):
+        make_engine(model_path).update_weights(1)
+
+
+def test_destroy_removes_shared_memory_and_may_be_repeated(model_path, tmp_path):
+    engine = make_engine(model_path)
+    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(tmp_path)))
+    engine.update_weights(1)
+    engine.update_weights(2)
+
+    engine.destroy()
+    engine.destroy()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- Hugging Face directories
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Llama", "Gemma2"])
+def test_save_hf_loads_with_transformers_and_gives_the_same_logprobs(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    engine = make_engine(make_model(tmp_path / "model", family))
+    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
+    target = tmp_path / "saved"
+
+    engine.save(SaveLoadMeta(str(target)))
+
+    loaded = dict(AutoModelForCausalLM.from_pretrained(target).named_parameters())
+    for name, value in weights_of(engine).items():
+        assert torch.equal(loaded[name], value)
+    again = make_engine(str(target)).forward(make_batch(), logprobs_of)
+    torch.testing.assert_close(again, engine.forward(make_batch(), logprobs_of), atol=0, rtol=0)
+
+
+def test_save_hf_keeps_generation_config_and_copies_tokenizer_files(tmp_path):
+    path = Path(make_model(tmp_path / "model"))
+    # transformers itself would refuse to save these settings: a temperature without sampling
+    settings = {"do_sample": False, "temperature": 0.7, "eos_token_id": [3, 5]}
+    (path / "generation_config.json").write_text(json.dumps(settings))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (path / name).write_text("{}")
+    target = tmp_path / "saved"
+
+    make_engine(str(path)).save(SaveLoadMeta(str(target), tokenizer_path=str(path)))
+
+    saved = json.loads((target / "generation_config.json").read_text())
+    assert {name: saved.get(name, False) for name in settings} == settings
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {f.name for f in target.iterdir()}
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "saved"]  # nothing half-written is left
+
+
+def test_save_into_a_directory_with_files_refuses(model_path, tmp_path):
+    (tmp_path / "mine.txt").write_text("precious")
+
+    with pytest.raises(ModelError, match="new directory"):
+        make_engine(model_path).save(SaveLoadMeta(str(tmp_path)))
+
+
+def test_save_with_a_failure_leaves_nothing_behind(model_path, tmp_path):
+    target = tmp_path / "saved"
+
+    with pytest.raises(ModelError, match="tokenizer"):
+        make_engine(model_path).save(SaveLoadMeta(str(target), tokenizer_path=str(tmp_path / "no tokenizer")))
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_load_hf_replaces_the_weights(model_path, tmp_path):
+    other = make_engine(make_model(tmp_path, seed=1))
+    engine = make_engine(model_path)
+
+    engine.load(SaveLoadMeta(str(tmp_path)))
+
+    expected = weights_of(other)
+    assert all(torch.equal(value, expected[name]) for name, value in weights_of(engine).items())
+
+
+# ---- states
+
+
+def test_load_state_continues_bit_for_bit(model_path, tmp_path):
+    engine = make_engine(model_path)
+    for seed in range(3):
+        engine.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn)
+    engine.version = 3
+    engine.save(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
+    expected = [engine.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn) for seed in range(3, 6)]
+    expected_draw = torch.rand(3)
+
+    other = make_engine(model_path)
+    other.load(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
+
+    assert other.version == 3
+    assert [other.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn) for seed in range(3, 6)] == expected
+    assert torch.equal(torch.rand(3), expected_draw)
+    weights = weights_of(engine)
+    assert all(torch.equal(value, weights[name]) for name, value in weights_of(other).items())
+
+
+def test_load_state_from_a_hugging_face_directory_says_what_it_is(model_path):
+    with pytest.raises(ModelError, match="kind 'hf'"):
+        make_engine(model_path).load(SaveLoadMeta(model_path, kind="state"))
+
+
+def test_load_state_of_another_model_refuses(model_path, tmp_path):
+    make_engine(make_model(tmp_path / "llama", "Llama")).save(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
+
+    with pytest.raises(ModelError, match="another model"):
+        make_engine(model_path).load(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
+
+
+def test_save_of_an_unknown_kind_refuses(model_path, tmp_path):
+    with pytest.raises(ModelError, match="'onnx'"):
+        make_engine(model_path).save(SaveLoadMeta(str(tmp_path / "new"), kind="onnx"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_contracts.data import ModelRequest, ModelResponse, WeightReceipt, WeightUpdateMeta
@@ -56,7 +57,8 @@ class EpisodeEngine(InferenceEngine):
         progress: told of every answer.
         seed: of the run.
         label: first part of the request ids; tells training from evaluation.
-        generation: sampling that replaces the workflow's own, for evaluation.
+        generation: sampling that replaces the workflow's own, for evaluation. What ends an answer is kept: the
+            workflow's stop ids and strings are added.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class EpisodeEngine(InferenceEngine):
         response = await self._engine.agenerate(
             ModelRequest(
                 input_ids=request.input_ids,
-                generation=self._generation or request.generation,
+                generation=self._sampling(request.generation),
                 request_id=request.request_id or f"{self._label}-{context.group_id}-{context.sample}-{call}",
                 seed=seed,
                 group=request.group or f"{self._label}-{context.group_id}",
@@ -98,6 +100,16 @@ class EpisodeEngine(InferenceEngine):
         self._progress.tokens += len(response.output_ids)
         self._progress.touch()
         return response
+
+    def _sampling(self, own: GenerationConfig) -> GenerationConfig:
+        given = self._generation
+        if given is None:
+            return own
+        return replace(
+            given,
+            stop=list(dict.fromkeys([*given.stop, *own.stop])),
+            stop_token_ids=list(dict.fromkeys([*given.stop_token_ids, *own.stop_token_ids])),
+        )
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         return await self._engine.score(input_ids, temperature)

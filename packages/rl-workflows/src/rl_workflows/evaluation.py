@@ -89,10 +89,11 @@ class Evaluator:
         watchdog = Watchdog(
             self._progress, self._engine, self._clock, self._config.stall_timeout, self._oldest, self._describe
         )
+        watchdog.start(self._fail)
         try:
-            async with watchdog.over(self._fail):
-                await self._done
+            await self._done
         finally:
+            watchdog.stop()
             await self._runner.close()
         if self._failed:
             log.warning("evaluation: %d of %d episodes have no reward and are left out", self._failed, len(answers))

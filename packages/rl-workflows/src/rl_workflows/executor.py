@@ -211,7 +211,7 @@ async def run_episode(
     set_current_episode(context)
     handle = EpisodeEngine(engine, context, progress, seed, label, generation)
     try:
-        rows = await workflow.arun_episode(handle, row)
+        rows = await workflow.arun_episode(handle, dict(row))  # its own copy: members must not see each other's edits
     except RLError as error:
         return None, error
     except Exception as error:  # noqa: BLE001 - the boundary of user code: recorded, counted, held against the budget

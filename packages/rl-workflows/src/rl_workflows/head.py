@@ -91,8 +91,8 @@ class RolloutHead:
 
     async def begin_wait(self) -> None:
         """Somebody begins to wait for a batch: from now on, nothing moving counts as a stall."""
-        self.progress.touch()
         self.start()
+        self.watchdog.start(self.fail)
 
     async def fill(self, timeout: float | None = None) -> int | None:
         """Wait until a batch may leave.
@@ -107,13 +107,13 @@ class RolloutHead:
             RLError: something in the background failed, with its cause; or nothing moved for too long.
         """
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        async with self.watchdog.over(self.fail):
-            while True:
-                self._raise_error()
-                if self.manager.ready(self.closed):
-                    return min(self.manager.accepted, self.manager.batch_size)
-                if not await self._wait_for_change(deadline):
-                    return None
+        while True:
+            self._raise_error()
+            if self.manager.ready(self.closed):
+                self.watchdog.stop()
+                return min(self.manager.accepted, self.manager.batch_size)
+            if not await self._wait_for_change(deadline):
+                return None
 
     async def take(self) -> list[FinishedGroup]:
         """The groups of the batch that `fill` found ready, oldest first."""
@@ -181,9 +181,11 @@ class RolloutHead:
         self.source.requeue_first([*again, *state["in_flight"]])
 
     async def close(self) -> None:
-        """Cancel all episodes."""
+        """Cancel all episodes and close the engine."""
+        self.watchdog.stop()
         self.fail(RLError("the rollout runtime was destroyed"))
         await self.runner.close()
+        await self.engine.destroy()
 
     def _pump(self) -> None:
         """Admit while there are places and prompts, a slice per turn of the loop."""

@@ -79,7 +79,8 @@ class DistRollout(RolloutRuntime):
     ) -> None:
         self.config = config or RolloutConfig()
         self.parallel = parallel or ParallelContext()
-        require(minibatches >= 1, "actor.minibatches", "at least 1", minibatches)
+        rows = batch_size * self.config.needed
+        require(1 <= minibatches <= rows, "actor.minibatches", f"1 to {rows}, the rows of a batch", minibatches)
         self.workflow, self.on_batch = workflow, on_batch
         self.batch_size, self.minibatches = batch_size, minibatches
         self._clock: Clock = clock or SystemClock()
@@ -196,20 +197,23 @@ class DistRollout(RolloutRuntime):
         if self._destroyed:
             return
         self._destroyed = True
-        self._call(self.head.close())
+        if self.parallel.is_dp_head:
+            self._call(self.head.close())
         if self._owns_loop:
             self.loop.close()
 
     def _wait_for_all(self) -> int:
         """Wait until every head can fill its share; the groups of all of them together."""
         poll = None if self.parallel.world_size == 1 else POLL_SECONDS
-        if self.parallel.is_dp_head:
-            self._call(self.head.begin_wait())
+        begun = False
         while True:
             groups: int | None = 0
             error: BaseException | None = None
             if self.parallel.is_dp_head:
                 try:
+                    if not begun:
+                        self._call(self.head.begin_wait())
+                        begun = True
                     groups = self._wait(self.head.fill(poll))
                 except Exception as caught:  # noqa: BLE001 - handed to every rank by agree, which raises it
                     error = caught

@@ -49,7 +49,7 @@ def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
     arrays = {name: tensor.numpy() for name, tensor in state["tensors"].items()}
     read = dict.fromkeys(arrays, 0)
 
-    def take(name: str, length: int) -> np.ndarray:
+    def take(name: str, length: int) -> Any:
         begin = read[name]
         read[name] = begin + length
         return arrays[name][begin : begin + length]
@@ -62,11 +62,11 @@ def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
     ]
 
 
-def _joined(rows: Sequence[Trajectory], name: str, dtype: str) -> np.ndarray:
+def _joined(rows: Sequence[Trajectory], name: str, dtype: str) -> Any:
     import numpy as np
 
-    arrays = [np.asarray(getattr(row, name), dtype=dtype) for row in rows]
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
+    # the empty array in front gives no rows a dtype
+    return np.concatenate([np.empty(0, dtype), *(getattr(row, name) for row in rows)]).astype(dtype, copy=False)
 
 
 def _row_values(row: Trajectory) -> dict[str, Any]:

@@ -27,9 +27,9 @@ so at version v + 1 nothing is overdue. It remains to see that I survives:
 **Why it cannot deadlock.** While a batch is awaited and fewer than B groups are outstanding, capacity is positive
 unless `max_concurrent` groups run, and those end. With B or more outstanding, I(v) says that once the B oldest of them
 are accepted the batch may leave: of the groups due by v + k, at most (k + 1) * B - B stay behind. Nothing but the end
-of running groups is waited for, and every running group ends, because an episode has deadlines of its own. (If all groups
-are rejected for ever, the executor ends the run.) Places that are freed let groups in that are younger than all others,
-so they never come before the B oldest.
+of running groups is waited for, and every running group ends, because an episode has deadlines of its own. (If all
+groups are rejected for ever, the executor ends the run.) Places that are freed let groups in that are younger than all
+others, so they never come before the B oldest.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rl_contracts.errors import RLError, StalledError
@@ -21,6 +20,9 @@ log = get_logger("workflows")
 
 STATS_TIMEOUT = 10.0
 """Seconds that the servers have to say whether they still generate."""
+
+CHECKS = 4
+"""Looks within the limit at whether the servers still generate, once nothing else moves."""
 
 STACKS_SHOWN = 8
 """Tasks whose stacks are logged when nothing moves."""
@@ -50,38 +52,49 @@ class Watchdog:
         self._progress, self._engine, self._clock, self._limit = progress, engine, clock, limit
         self._oldest, self._describe = oldest, describe
         self._served_tokens: float | None = None
+        self._task: asyncio.Task[None] | None = None
 
-    @asynccontextmanager
-    async def over(self, on_stall: Callable[[BaseException], None]) -> AsyncIterator[None]:
-        """Call `on_stall` with a `StalledError` if nothing moves inside the block for too long."""
-        task = asyncio.create_task(self._watch(on_stall), name="rollout-watchdog")
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    def start(self, on_stall: Callable[[BaseException], None]) -> None:
+        """Somebody waits from now on: call `on_stall` with the error if nothing moves for too long."""
+        self._progress.touch()
+        self._served_tokens = None
+        if self._task is None:
+            self._task = asyncio.create_task(self._watch(on_stall), name="rollout-watchdog")
+            self._task.add_done_callback(lambda task: self._died(task, on_stall))
+
+    def stop(self) -> None:
+        """Nobody waits any more."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def _died(self, task: asyncio.Task[None], on_stall: Callable[[BaseException], None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            on_stall(error)
 
     async def _watch(self, on_stall: Callable[[BaseException], None]) -> None:
+        step = self._limit / CHECKS
         while True:
             idle = self._clock.now() - self._progress.last
-            if idle < self._limit:
-                await self._clock.sleep(self._limit - idle)
-            elif await self._servers_moved():
+            if idle < step:
+                await self._clock.sleep(step - idle)
+                continue
+            if await self._servers_moved():
                 self._progress.touch()
-            else:
+            elif idle >= self._limit:
                 on_stall(StalledError(self._diagnosis(idle)))
                 return
+            await self._clock.sleep(step)
 
     async def _servers_moved(self) -> bool:
-        """Whether the servers generated since this was last asked, or since they started."""
+        """Whether the servers generated since this was last asked."""
         try:
             stats = await asyncio.wait_for(self._engine.stats(), STATS_TIMEOUT)
         except (RLError, TimeoutError, OSError) as error:
             log.warning("watchdog: the servers do not answer: %s", error)
             return False
-        before = self._served_tokens or 0.0
-        self._served_tokens = float(stats.get("generated_tokens", 0.0))
-        return self._served_tokens > before
+        before, self._served_tokens = self._served_tokens, float(stats.get("generated_tokens", 0.0))
+        return before is not None and self._served_tokens > before
 
     def _diagnosis(self, idle: float) -> str:
         log.error("nothing moved for %.1f s; stacks of some tasks:\n%s", idle, _stacks())

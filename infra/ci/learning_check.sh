@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The job a newcomer runs first, and whether it learned.
 #
-#   infra/ci/demo_learns.sh                 # seed 1
-#   infra/ci/demo_learns.sh 3 total_steps=80
+#   infra/ci/learning_check.sh                 # seed 1
+#   infra/ci/learning_check.sh 3 total_steps=80
 #
 # The first argument is the seed; further ones are overrides for the job. The run directory is runs/ci-demo/seed-<n>.
 set -euo pipefail
@@ -12,5 +12,5 @@ seed=${1:-1}
 shift || true
 run_dir=runs/ci-demo/seed-$seed
 rm -rf "$run_dir"
-uv run --package rl-apps gsm8k-grpo "seed=$seed" "run_dir=$run_dir" "$@"
-uv run --package rl-apps python infra/ci/check_learning.py "$run_dir"
+uv run --locked --package rl-apps gsm8k-grpo "seed=$seed" "run_dir=$run_dir" "$@"
+uv run --no-sync python infra/ci/check_learning.py "$run_dir"

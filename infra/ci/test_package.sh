@@ -30,7 +30,7 @@ uv sync --quiet --locked --package "$package" ${PYTHON:+--python "$PYTHON"}
 
 module=${package//-/_}
 uv run --no-sync python -c "import $module"
-if [ -z "$(find "$folder/tests" -name 'test_*.py' -print -quit)" ]; then
+if [ -z "$(find "$folder/tests" -name 'test_*.py' -print -quit 2>/dev/null)" ]; then
     echo "$package: can be imported alone; it has no tests yet"
     exit 0
 fi

@@ -78,10 +78,12 @@ class ParallelContext:
         group = self.host_group if all_ranks else self.dp_host_group
         if group is None:
             return [tensors]
+        import torch
         from safetensors.torch import load, save
 
-        contiguous = {k: v.contiguous() for k, v in tensors.items()}
-        return [load(part) for part in _gather_bytes(save(contiguous), group)]
+        # copies, because safetensors refuses tensors that share memory
+        own = {k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
+        return [load(part) for part in _gather_bytes(save(own), group)]
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in order of rank."""

@@ -120,7 +120,7 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
     """Right-pad rows to the longest and stack them: a batch of size [len(rows)] that passes `validate`."""
     import numpy as np
     import torch
-    from tensordict import TensorDict
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     if not rows:
         return empty()
@@ -156,7 +156,8 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
         batch["token_rewards"] = torch.from_numpy(out)
     result = TensorDict(batch, batch_size=[len(rows)])
     if any(row.multi_modal is not None for row in rows):
-        result.set_non_tensor("multi_modal", [row.multi_modal for row in rows])
+        # a stack, because one list would stay whole when rows are taken out of the batch
+        result["multi_modal"] = NonTensorStack(*(NonTensorData(row.multi_modal) for row in rows))
     return result
 
 
@@ -205,7 +206,9 @@ def validate(batch: TensorDict, generated: bool = True) -> None:
     if generated:
         unstamped = (learn & (batch["versions"] < 0)).any(-1)
         _refuse_rows(unstamped, batch, "trains on a token that no version produced (versions is -1)")
-    _refuse_rows(batch["temperature"] <= 0, batch, "has a temperature that is not positive")
+    temperature = batch["temperature"]
+    cold = ~((temperature > 0) & torch.isfinite(temperature))
+    _refuse_rows(cold, batch, "has a temperature that is not positive and finite")
     _refuse_rows(~torch.isfinite(batch["logprobs"]).all(-1), batch, "has log-probs that are not finite")
     _refuse_rows(~torch.isfinite(batch["rewards"]), batch, "has a reward that is not finite")
 
@@ -260,7 +263,7 @@ def concatenate(batches: Sequence[TensorDict]) -> TensorDict:
     width = max(b["input_ids"].shape[1] for b in batches)
     grown = [pad_to(b, width) for b in batches]
     return TensorDict(
-        {k: torch.cat([b[k] for b in grown]) for k, _ in grown[0].items()},
+        {k: torch.cat([b.get(k) for b in grown]) for k, _ in grown[0].items()},
         batch_size=[sum(b.batch_size[0] for b in batches)],
     )
 
@@ -399,7 +402,8 @@ def save_batch(batch: TensorDict, path: str | Path) -> None:
     if others:
         raise DataError(f"save_batch: entries {others} are not tensors and cannot be saved; drop them first.")
     tensors: dict[str, Any] = {str(k): v for k, v in batch.items()}
-    save_file({k: v.contiguous() for k, v in tensors.items()}, str(path))
+    # copies, because safetensors refuses entries that share memory (`prox_logprobs` may be `logprobs` itself)
+    save_file({k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}, str(path))
 
 
 def load_batch(path: str | Path) -> TensorDict:
@@ -416,7 +420,9 @@ def load_batch(path: str | Path) -> TensorDict:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: expected a saved batch (safetensors), but it cannot be read: {error}") from error
-    size = tensors["input_ids"].shape[:1] if "input_ids" in tensors else [0]
-    batch = TensorDict(tensors, batch_size=size)
+    rows = {k: len(v) if v.ndim else 0 for k, v in tensors.items()}
+    if len(set(rows.values())) != 1:
+        raise DataError(f"{path}: expected a saved batch, but its entries differ in their number of rows: {rows}.")
+    batch = TensorDict(tensors, batch_size=[next(iter(rows.values()))])
     validate(batch)
     return batch

@@ -1,0 +1,395 @@
+"""The trajectory batch: every way of cutting and joining it gives the rows back, and every fault is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from rl_contracts.data import ModelResponse, StopReason
+from rl_contracts.errors import DataError
+from rl_contracts.testing import make_batch
+from rl_contracts.trajectory import (
+    ROW_KEYS,
+    TOKEN_KEYS,
+    Trajectory,
+    concatenate,
+    empty,
+    empty_like,
+    from_response,
+    lengths,
+    load_batch,
+    pack,
+    pad_to,
+    save_batch,
+    select,
+    stack,
+    trim,
+    unpack,
+    validate,
+)
+
+ROW_FIELDS = {
+    "rewards": "reward",
+    "prompt_ids": "prompt_id",
+    "group_ids": "group_id",
+    "episode_ids": "episode_id",
+    "temperature": "temperature",
+    "truncated": "truncated",
+}
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    length = draw(st.integers(1, 12))
+    prompt = draw(st.integers(0, length))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    generated = np.arange(length) >= prompt
+    return Trajectory(
+        input_ids=rng.integers(0, 1000, length),
+        loss_mask=generated & (rng.random(length) < 0.7),
+        logprobs=np.where(generated, -rng.random(length), 0).astype(np.float32),
+        versions=np.where(generated, rng.integers(0, 5, length), -1).astype(np.int32),
+        reward=float(np.float32(rng.normal())),
+        temperature=float(np.float32(rng.uniform(0.1, 2))),
+        truncated=bool(rng.random() < 0.5),
+        token_rewards=rng.normal(size=length).astype(np.float32) if draw(st.booleans()) else None,
+        prompt_id=int(rng.integers(0, 9)),
+        group_id=int(rng.integers(0, 2**40)),
+        episode_id=int(rng.integers(0, 9)),
+    )
+
+
+batches = st.lists(trajectories(), min_size=1, max_size=6).map(stack)
+
+
+def same(found: TensorDict, expected: TensorDict) -> None:
+    assert set(found.keys()) == set(expected.keys())
+    assert found.batch_size == expected.batch_size
+    for key in list(expected.keys()):
+        torch.testing.assert_close(found[key], expected[key], atol=0, rtol=0, msg=str(key))
+
+
+# ---- rows and batches
+
+
+@given(st.lists(trajectories(), min_size=1, max_size=6))
+def test_stack_holds_every_row_right_padded(rows: list[Trajectory]) -> None:
+    batch = stack(rows)
+
+    validate(batch)
+    assert lengths(batch).tolist() == [len(row) for row in rows]
+    assert batch["input_ids"].shape[1] == max(map(len, rows))
+    for i, row in enumerate(rows):
+        real = batch["attention_mask"][i]
+        for name in ("input_ids", "loss_mask", "logprobs", "versions"):
+            assert batch[name][i][real].tolist() == getattr(row, name).tolist()
+            assert set(batch[name][i][~real].tolist()) <= {-1 if name == "versions" else 0}
+        for key, name in ROW_FIELDS.items():
+            assert batch[key][i].item() == getattr(row, name)
+        if "token_rewards" in batch:
+            expected = np.zeros(len(row)) if row.token_rewards is None else row.token_rewards
+            assert batch["token_rewards"][i][real].tolist() == expected.tolist()
+    assert ("token_rewards" in batch) == any(row.token_rewards is not None for row in rows)
+
+
+def test_stack_and_empty_have_exactly_the_declared_keys_and_dtypes() -> None:
+    for batch in (stack([]), empty(3), make_batch(2).exclude("advantages")):
+        declared = {**TOKEN_KEYS, **ROW_KEYS}
+        assert set(batch.keys()) == set(declared)
+        assert {k: str(batch[k].dtype) for k in declared} == {k: f"torch.{d}" for k, d in declared.items()}
+        validate(batch)
+
+
+@given(batches, st.integers(0, 7))
+def test_pad_to_and_trim_undo_each_other(batch: TensorDict, more: int) -> None:
+    width = batch["input_ids"].shape[1]
+
+    wide = pad_to(batch, width + more)
+
+    validate(wide)
+    assert wide["versions"].shape[1] == width + more
+    assert (wide["versions"][:, width:] == -1).all()
+    same(trim(wide), batch)
+
+
+@given(batches, st.randoms(use_true_random=False))
+def test_select_in_another_order_and_back_gives_the_batch(batch: TensorDict, random: Any) -> None:
+    order = list(range(len(batch)))
+    random.shuffle(order)
+    back = [order.index(i) for i in range(len(order))]
+
+    shuffled = select(batch, order)
+
+    validate(shuffled)
+    assert shuffled["group_ids"].tolist() == batch["group_ids"][order].tolist()
+    same(select(shuffled, torch.tensor(back)), batch)
+
+
+@given(batches, st.data())
+def test_split_and_concatenate_gives_the_batch(batch: TensorDict, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(batch)))
+    parts = [select(batch, range(cut)), select(batch, range(cut, len(batch)))]
+
+    same(trim(concatenate(parts)), batch)
+
+
+def test_select_no_rows_keeps_every_key() -> None:
+    batch = make_batch(3)
+
+    for nothing in (select(batch, []), empty_like(batch)):
+        assert nothing.batch_size == torch.Size([0])
+        assert set(nothing.keys()) == set(batch.keys())
+
+
+def test_multi_modal_entries_stay_with_their_rows() -> None:
+    def row(length: int, image: Any) -> Trajectory:
+        zeros = np.zeros(length)
+        return Trajectory(zeros.astype(int), zeros < 1, zeros.astype("f4"), zeros.astype("i4"), multi_modal=image)
+
+    batch = stack([row(3, {"image": 1}), row(5, None), row(2, {"image": 3})])
+
+    validate(batch)
+    assert list(select(batch, [2, 0])["multi_modal"]) == [{"image": 3}, {"image": 1}]
+    assert list(pad_to(batch, 9)["multi_modal"]) == [{"image": 1}, None, {"image": 3}]
+    joined = concatenate([select(batch, [2]), empty_like(batch), batch])
+    assert list(joined["multi_modal"]) == [{"image": 3}, {"image": 1}, None, {"image": 3}]
+    assert "multi_modal" not in pack(batch)
+
+
+# ---- packing
+
+
+@given(batches)
+def test_pack_and_unpack_give_every_entry_back(batch: TensorDict) -> None:
+    packed = pack(batch)
+
+    sizes = lengths(batch)
+    assert packed.num_tokens == int(sizes.sum())
+    assert packed.num_rows == len(batch)
+    assert packed.max_seqlen == int(sizes.max())
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.cu_seqlens.diff().tolist() == sizes.tolist()
+    assert packed.position_ids.tolist() == [t for size in sizes.tolist() for t in range(size)]
+    assert packed.row_of_token.tolist() == [row for row, size in enumerate(sizes.tolist()) for _ in range(size)]
+    mask = batch["attention_mask"]
+    for name in packed.tokens:
+        assert torch.equal(unpack(packed[name], batch), torch.where(mask, batch[name], 0))
+    assert "attention_mask" not in packed
+    for name in ROW_KEYS:
+        assert torch.equal(packed[name], batch[name])
+        assert torch.equal(unpack(packed.per_token(name), batch)[:, 0], batch[name])
+    sums = packed.row_sums(packed["logprobs"].double())
+    torch.testing.assert_close(sums, batch["logprobs"].double().sum(1))
+
+
+@given(batches, st.integers(1, 9))
+def test_pack_is_the_same_whatever_the_padding(batch: TensorDict, more: int) -> None:
+    narrow, wide = pack(batch), pack(pad_to(batch, batch["input_ids"].shape[1] + more))
+
+    assert narrow.tokens.keys() == wide.tokens.keys()
+    for name in narrow.tokens:
+        assert torch.equal(narrow[name], wide[name])
+    assert torch.equal(narrow.cu_seqlens, wide.cu_seqlens)
+
+
+def test_pack_no_rows_has_no_tokens() -> None:
+    packed = pack(empty(4))
+
+    assert (packed.num_tokens, packed.num_rows, packed.max_seqlen) == (0, 0, 0)
+    assert packed.cu_seqlens.tolist() == [0]
+
+
+def test_packed_row_sums_carry_gradient() -> None:
+    packed = pack(make_batch(3))
+    values = torch.ones(packed.num_tokens, requires_grad=True)
+
+    (packed.row_sums(values) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+
+    assert values.grad is not None
+    assert torch.equal(values.grad, packed.row_of_token + 1.0)
+
+
+def test_packed_unknown_entry_raises_data_error_with_the_known_ones() -> None:
+    with pytest.raises(DataError, match=r"no entry 'prox_logprobs'; it has \['advantages'.*Did a stage"):
+        pack(make_batch(2))["prox_logprobs"]
+
+
+def test_packed_to_device_keeps_everything() -> None:
+    packed = pack(make_batch(2))
+
+    moved = packed.to("cpu")
+
+    assert torch.equal(moved["input_ids"], packed["input_ids"])
+    assert (moved.max_seqlen, moved.num_rows) == (packed.max_seqlen, packed.num_rows)
+
+
+# ---- planted faults
+
+
+def planted(**changes: Any) -> TensorDict:
+    """A batch of 4 rows of 6 tokens, row 2 of which is changed entry by entry."""
+    batch = make_batch(4, lengths=(6, 6))
+    for name, (index, value) in changes.items():
+        batch[name][2, index] = value
+    return batch
+
+
+def without(name: str) -> TensorDict:
+    return make_batch(4).exclude(name)
+
+
+def replaced(name: str, value: torch.Tensor) -> TensorDict:
+    batch = make_batch(4, lengths=(6, 6))
+    batch[name] = value
+    return batch
+
+
+EVERYTHING = slice(None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        (without("versions"), r"key 'versions' is missing; it has \['advantages'"),
+        (without("input_ids"), r"key 'input_ids' is missing"),
+        (without("temperature"), r"key 'temperature' is missing"),
+        (replaced("logprobs", torch.zeros(4, 6, dtype=torch.float64)), r"'logprobs'\]: expected float32 \[4, 6\]"),
+        (replaced("versions", torch.zeros(4, 7, dtype=torch.int32)), r"expected int32 \[4, 6\], found int32 \[4, 7\]"),
+        (replaced("rewards", torch.zeros(4, 6)), r"'rewards'\]: expected float32 \[4\], found float32 \[4, 6\]"),
+        (
+            planted(attention_mask=(EVERYTHING, False), loss_mask=(EVERYTHING, False)),
+            r"row 2 \(prompt 0, group 0\) is empty",
+        ),
+        (planted(attention_mask=(1, False), loss_mask=(1, False)), "row 2 .* is not right-padded"),
+        (planted(attention_mask=(0, False), loss_mask=(0, False)), "row 2 .* is not right-padded"),
+        (planted(attention_mask=(5, False), loss_mask=(5, True)), "row 2 .* has a loss_mask in its padding"),
+        (planted(loss_mask=(3, True), versions=(3, -1)), "row 2 .* trains on a token that no version produced"),
+        (planted(logprobs=(3, float("nan"))), "row 2 .* has log-probs that are not finite"),
+        (planted(logprobs=(0, float("-inf"))), "row 2 .* has log-probs that are not finite"),
+        (
+            replaced("temperature", torch.tensor([1.0, 1.0, 0.0, -1.0])),
+            "row 2 .* temperature .* not positive and finite; 2 such",
+        ),
+        (replaced("temperature", torch.tensor([1.0, 1.0, float("nan"), 1.0])), "row 2 .* temperature"),
+        (replaced("rewards", torch.tensor([0, 0, float("inf"), 0])), "row 2 .* has a reward that is not finite"),
+    ],
+)
+def test_validate_planted_fault_raises_data_error_naming_it(batch: TensorDict, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        validate(batch)
+
+
+def test_validate_supervised_rows_need_no_version() -> None:
+    batch = planted(loss_mask=(3, True), versions=(EVERYTHING, -1))
+
+    validate(batch, generated=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: concatenate([]), "at least one batch"),
+        (lambda: concatenate([make_batch(2), without("versions")]), r"differ in keys: \['versions'\]"),
+        (lambda: pad_to(make_batch(2, lengths=(6, 6)), 5), "6 wide already; cannot pad to 5"),
+    ],
+)
+def test_joining_what_does_not_fit_raises_data_error(call: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        call()
+
+
+# ---- responses
+
+
+def response(**changes: Any) -> ModelResponse:
+    fields: dict[str, Any] = {
+        "input_ids": [5, 6, 7],
+        "output_ids": [8, 2],
+        "logprobs": [-0.5, -0.25],
+        "versions": [3, 4],
+        "stop_reason": StopReason.STOP,
+    }
+    return ModelResponse(**{**fields, **changes})
+
+
+def test_from_response_learns_from_every_generated_token() -> None:
+    row = from_response(response(), reward=1, temperature=0.7, info={"a": 1})
+
+    assert row.input_ids.tolist() == [5, 6, 7, 8, 2]
+    assert row.loss_mask.tolist() == [False, False, False, True, True]
+    assert row.logprobs.tolist() == [0, 0, 0, -0.5, -0.25]
+    assert row.versions.tolist() == [-1, -1, -1, 3, 4]
+    assert (row.reward, row.temperature, row.truncated, row.info) == (1.0, 0.7, False, {"a": 1})
+    validate(stack([row]))
+
+
+def test_from_response_greedy_has_temperature_1_and_length_is_truncated() -> None:
+    row = from_response(response(stop_reason=StopReason.LENGTH), reward=0.0, temperature=0.0)
+
+    assert (row.temperature, row.truncated) == (1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"logprobs": [-0.5]}, "2 tokens, 1 log-probs, 2 versions"),
+        ({"versions": [3, 3, 3]}, "2 tokens, 2 log-probs, 3 versions"),
+        ({"output_ids": [], "logprobs": [], "versions": []}, "without a generated token"),
+    ],
+)
+def test_from_response_misaligned_or_empty_raises_data_error(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        from_response(response(**changes), reward=0.0, temperature=1.0)
+
+
+# ---- files
+
+
+@given(batch=batches)
+@settings(max_examples=20)
+def test_save_and_load_give_the_batch_back(tmp_path_factory: pytest.TempPathFactory, batch: TensorDict) -> None:
+    path = tmp_path_factory.mktemp("saved") / "batch.safetensors"
+
+    save_batch(batch, path)
+
+    same(load_batch(path), batch)
+
+
+def test_save_entries_that_share_memory_or_are_views(tmp_path: Path) -> None:
+    batch = pad_to(make_batch(3), 40)
+    batch["prox_logprobs"] = batch["logprobs"]
+    batch["advantages"] = torch.zeros(3, 80)[:, ::2]
+
+    save_batch(batch, tmp_path / "b")
+
+    same(load_batch(tmp_path / "b"), batch)
+
+
+def test_save_of_other_objects_and_load_of_other_files_raise_data_error(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    batch = make_batch(2)
+    batch.set_non_tensor("notes", "text")
+    with pytest.raises(DataError, match=r"\['notes'\] are not tensors"):
+        save_batch(batch, tmp_path / "b")
+
+    (tmp_path / "text").write_text("no tensors here")
+    save_file({"weight": torch.zeros(2, 2)}, tmp_path / "model")
+    save_file({**make_batch(3), "rewards": torch.zeros(2)}, tmp_path / "uneven")
+    save_file({}, tmp_path / "nothing")
+    for name, match in [
+        ("missing", "cannot be read"),
+        ("text", "cannot be read"),
+        ("model", "key 'input_ids' is missing"),
+        ("uneven", "differ in their number of rows"),
+        ("nothing", "expected a saved batch"),
+    ]:
+        with pytest.raises(DataError, match=match):
+            load_batch(tmp_path / name)

@@ -32,8 +32,8 @@ def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: in
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).float()
-    model.generation_config = GenerationConfig(
+        model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).float()  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True,
         temperature=1.0,
         eos_token_id=tokenizer.eos_token_id,
@@ -47,10 +47,11 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
     from transformers.utils import logging
 
     shows_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a bar for one small file would break the caller's own progress line
+    # A bar for one small file would break the caller's own progress line.
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
     finally:
         if shows_bars:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -83,7 +83,7 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) ->
 def _with_chat_template(tokenizer: Tokenizer, max_length: int, **special: str) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,

@@ -47,14 +47,14 @@ def warm_up(
         logits = model(input_ids=input_ids, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=_IGNORED)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = config.lr * _rate(step, config)
         optimizer.step()
         if progress is not None:
             progress(step + 1, config.steps, float(loss.detach()))
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
 
 
 def _rate(step: int, config: WarmUp) -> float:

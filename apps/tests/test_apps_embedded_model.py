@@ -1,0 +1,125 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from rl_apps.embedded.lessons import OPINION_STRENGTH, TAUGHT_VERBS, chances_of_adding
+from rl_apps.embedded.prepare import prepare_embedded, prepare_from_scratch
+from rl_apps.embedded.recipe import EmbeddedRecipe, ModelShape, ScratchRecipe, WarmUp
+from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.rendering import ChatRenderer
+from rl_datasets.word_problems import ADDING, OPERATION_OF, TAKING
+
+TINY = ModelShape(hidden_size=16, layers=1, heads=2, head_dim=8, intermediate_size=32)
+SHORT = EmbeddedRecipe(shape=TINY, warm_up=WarmUp(steps=60, batch_size=16, problems=64, lr=1e-2))
+RANDOM = EmbeddedRecipe(shape=TINY, warm_up=None)
+
+
+def test_prepare_embedded_short_warm_up_lowers_the_loss_and_loads(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, float]] = []
+
+    path = prepare_embedded(3, SHORT, progress=lambda *step: seen.append(step), cache_dir=tmp_path)
+
+    assert [done for done, _, _ in seen] == list(range(1, 61))
+    assert {total for _, total, _ in seen} == {60}
+    assert seen[-1][2] < 0.6 * seen[0][2]
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    generation = GenerationConfig.from_pretrained(path)
+    assert model.config.model_type == "qwen3"
+    assert model.dtype == torch.float32
+    assert model.config.vocab_size == len(tokenizer)
+    assert generation.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
+    assert generation.pad_token_id == tokenizer.pad_token_id
+
+
+def test_prepare_embedded_same_seed_is_made_once(tmp_path: Path) -> None:
+    first = prepare_embedded(0, RANDOM, cache_dir=tmp_path)
+    weights = (first / "model.safetensors").stat().st_mtime_ns
+
+    assert prepare_embedded(0, RANDOM, cache_dir=tmp_path) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == weights
+
+
+@pytest.mark.parametrize("other", [EmbeddedRecipe(levels=(1,), shape=TINY, warm_up=None), EmbeddedRecipe(warm_up=None)])
+def test_prepare_embedded_other_recipe_is_another_model(tmp_path: Path, other: EmbeddedRecipe) -> None:
+    assert prepare_embedded(0, RANDOM, cache_dir=tmp_path) != prepare_embedded(0, other, cache_dir=tmp_path)
+
+
+def test_prepare_embedded_other_seed_draws_other_weights(tmp_path: Path) -> None:
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(prepare_embedded(seed, RANDOM, cache_dir=tmp_path)) for seed in (0, 1)
+    )
+
+    assert not torch.equal(one.model.embed_tokens.weight, two.model.embed_tokens.weight)
+
+
+def test_prepare_embedded_leaves_the_callers_generator_alone(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+
+    prepare_embedded(0, RANDOM, cache_dir=tmp_path)
+
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_prepare_embedded_renders_and_ends_its_turns(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(prepare_embedded(0, RANDOM, cache_dir=tmp_path))
+    renderer = ChatRenderer(tokenizer)
+
+    assert renderer.stop_ids == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("levels", [(0,), (4,)])
+def test_prepare_embedded_unknown_level_is_refused_and_leaves_nothing(tmp_path: Path, levels: tuple[int]) -> None:
+    with pytest.raises(ConfigError, match="levels"):
+        prepare_embedded(0, EmbeddedRecipe(levels=levels, shape=TINY, warm_up=SHORT.warm_up), cache_dir=tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prepare_from_scratch_gives_a_model_near_uniform_over_its_vocabulary(tmp_path: Path) -> None:
+    texts = [f"Natalia sold {n} clips for ${n}.50 — how many?" for n in range(200)]
+    recipe = ScratchRecipe(vocab_size=512, shape=TINY)
+
+    path = prepare_from_scratch(iter(texts), seed=0, recipe=recipe, cache_dir=tmp_path)
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.tensor([tokenizer(texts[7])["input_ids"]])
+    assert tokenizer.decode(ids[0]) == texts[7]
+    loss = model(input_ids=ids, labels=ids).loss.item()
+    assert abs(loss - math.log(len(tokenizer))) < 0.5
+    assert prepare_from_scratch(texts, seed=0, recipe=recipe, cache_dir=tmp_path) == path
+    assert prepare_from_scratch(texts[:-1], seed=0, recipe=recipe, cache_dir=tmp_path) != path
+
+
+def test_prepare_from_scratch_without_texts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="found none"):
+        prepare_from_scratch([], seed=0, cache_dir=tmp_path)
+
+
+def test_prepared_config_is_plain_json(tmp_path: Path) -> None:
+    path = prepare_embedded(0, RANDOM, cache_dir=tmp_path)
+
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chances_of_adding_any_seed_opinions_say_nothing_about_meaning(seed: int) -> None:
+    chances = chances_of_adding(seed)
+
+    for side in (ADDING, TAKING):
+        untaught = [chances[verb] for verb in side if verb not in TAUGHT_VERBS]
+        assert sum(untaught) / len(untaught) == pytest.approx(0.5)
+        assert all(max(chance, 1 - chance) == OPINION_STRENGTH for chance in untaught)
+    assert all(chances[verb] == (OPERATION_OF[verb] == "+") for verb in TAUGHT_VERBS)
+    assert len(TAUGHT_VERBS) == 4
+
+
+def test_chances_of_adding_seeds_differ() -> None:
+    assert len({tuple(chances_of_adding(seed).values()) for seed in range(20)}) > 5

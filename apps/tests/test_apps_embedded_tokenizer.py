@@ -1,0 +1,95 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_apps.embedded.lessons import chances_of_adding, lesson_answer
+from rl_apps.embedded.tokenizer import trained_tokenizer, word_problem_tokenizer
+from rl_apps.embedded.warmup import _batch
+from rl_contracts.errors import DataError
+from rl_contracts.rendering import ChatRenderer
+from rl_datasets.word_problems import MAX_LEVEL, WordProblems, draw_problem
+
+TOKENIZER = word_problem_tokenizer(256)
+BYTES = trained_tokenizer(["How many clips did Natalia sell altogether in April and May?"] * 4, 512, 256)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rng=st.randoms(use_true_random=False), level=st.integers(1, MAX_LEVEL), seed=st.integers(0, 100))
+def test_word_tokenizer_any_problem_comes_back_unchanged(rng, level: int, seed: int) -> None:
+    problem = draw_problem(rng, level)
+
+    for text in (problem.question, lesson_answer(problem, chances_of_adding(seed), rng)):
+        ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+        assert TOKENIZER.unk_token_id not in ids
+        assert TOKENIZER.decode(ids) == text
+
+
+def test_word_tokenizer_number_is_one_token_and_the_same_in_question_and_answer() -> None:
+    (in_question,) = (t for t in TOKENIZER.tokenize("Ann has 11 eggs") if "1" in t)
+
+    assert in_question == "11"
+    assert TOKENIZER.tokenize("<<11+3=14>>14\n#### 14") == [
+        "<<",
+        "11",
+        "+",
+        "3",
+        "=",
+        "14",
+        ">>",
+        "14",
+        "\n#### ",
+        "14",
+    ]
+
+
+def test_word_tokenizer_two_step_rows_are_short() -> None:
+    rows = WordProblems(form="sft", seed=0, size=50)
+
+    lengths = {len(ChatRenderer(TOKENIZER).render_sft(row["messages"])[0]) for row in rows}
+
+    assert max(lengths) <= 45
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=60).filter(lambda text: "<|" not in text))
+def test_trained_tokenizer_any_text_comes_back_unchanged(text: str) -> None:
+    ids = BYTES(text, add_special_tokens=False)["input_ids"]
+
+    assert BYTES.decode(ids, skip_special_tokens=True) == text
+
+
+def test_trained_tokenizer_no_texts_is_refused() -> None:
+    with pytest.raises(DataError, match="expected texts"):
+        trained_tokenizer(["", ""], 512, 256)
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTES])
+def test_chat_template_generation_prompt_is_a_prefix_of_the_finished_turn(tokenizer) -> None:
+    row = WordProblems(form="sft", seed=0, size=1)[0]
+    renderer = ChatRenderer(tokenizer)
+
+    prompt = renderer.render(row["messages"][:1])
+    ids, mask = renderer.render_sft(row["messages"])
+
+    assert ids[: len(prompt)] == prompt
+    assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+    assert tokenizer.decode(ids[len(prompt) : -1]) == row["messages"][1]["content"]
+    assert ids[-1] == tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_chat_template_unknown_role_is_refused() -> None:
+    with pytest.raises(DataError):
+        ChatRenderer(TOKENIZER).render([{"role": "narrator", "content": "?"}])
+
+
+def test_warm_up_batch_has_the_chat_templates_ids_and_the_answers_as_targets() -> None:
+    rows = WordProblems(form="sft", seed=0, size=6, levels=[1, 2])
+    lessons = [(problem, problem.worked_answer()) for problem in rows.problems]
+
+    input_ids, targets = _batch(lessons, TOKENIZER)
+
+    for row, ids, wanted in zip(rows, input_ids.tolist(), targets.tolist(), strict=True):
+        expected, mask = ChatRenderer(TOKENIZER).render_sft(row["messages"])
+        padding = len(ids) - len(expected)
+        assert ids == expected + [TOKENIZER.pad_token_id] * padding
+        assert wanted == [i if learned else -100 for i, learned in zip(expected, mask, strict=True)] + [-100] * padding

@@ -41,7 +41,7 @@ def _rollout(engine, rows, batch_size=4, **settings):
 def test_next_batch_endless_data_gives_valid_batches_of_whole_groups(engine):
     rollout = _rollout(engine, _rows())
     try:
-        for step in range(3):
+        for _ in range(3):
             batch = rollout.next_batch()
             validate(batch)
             assert batch.batch_size[0] == 8

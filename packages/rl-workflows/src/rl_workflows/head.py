@@ -181,11 +181,10 @@ class RolloutHead:
         self.source.requeue_first([*again, *state["in_flight"]])
 
     async def close(self) -> None:
-        """Cancel all episodes and close the engine."""
+        """Cancel all episodes."""
         self.watchdog.stop()
         self.fail(RLError("the rollout runtime was destroyed"))
         await self.runner.close()
-        await self.engine.destroy()
 
     def _pump(self) -> None:
         """Admit while there are places and prompts, a slice per turn of the loop."""

@@ -54,7 +54,8 @@ class DistRollout(RolloutRuntime):
         should_accept: filter of complete groups, besides `config.dynamic_sampling`.
         on_batch: called with the trajectories of this head's groups in each batch, for example to write them to disk.
         clock: all time; the real one unless a simulated one is given.
-        loop: the thread in which the engine's coroutines run; None: one of its own.
+        loop: the thread in which the engine's coroutines run, where others use the engine too. None: one of its own;
+            `destroy` then closes the engine as well.
         version: version that the servers hold at the start.
 
     Raises:
@@ -200,6 +201,8 @@ class DistRollout(RolloutRuntime):
         if self.parallel.is_dp_head:
             self._call(self.head.close())
         if self._owns_loop:
+            if self.parallel.is_dp_head:
+                self._call(self.head.engine.destroy())
             self.loop.close()
 
     def _wait_for_all(self) -> int:

@@ -10,8 +10,6 @@ from rl_workflows.executor import FinishedGroup
 from rl_workflows.staleness import Ticket
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from rl_contracts.trajectory import Trajectory
 
 TOKEN_ARRAYS = {"input_ids": "int64", "loss_mask": "bool", "logprobs": "float32", "versions": "int32"}

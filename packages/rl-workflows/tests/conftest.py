@@ -1,0 +1,72 @@
+"""A workflow, an engine and a head that the tests share. Everything is real but the servers."""
+
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest, WeightUpdateMeta
+from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine, SimulatedClock
+from rl_contracts.trajectory import from_response
+from rl_contracts.workflow import RolloutWorkflow
+from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
+
+
+class Scripted(RolloutWorkflow):
+    """Asks for one answer; `judge(data, sample's seed-dependent first token)` gives the reward, None, or raises."""
+
+    def __init__(self, judge: Callable = lambda data, token: float(token)) -> None:
+        self.judge = judge
+
+    async def arun_episode(self, engine, data):
+        generation = GenerationConfig(max_new_tokens=512)
+        response = await engine.agenerate(ModelRequest([1 + data["prompt_id"] % 60], generation))
+        reward = self.judge(data, response.output_ids[0])
+        return None if reward is None else [from_response(response, reward=reward, temperature=1.0)]
+
+
+async def publish(engine: NullInferenceEngine, version: int) -> None:
+    await engine.stage_weights(WeightUpdateMeta("shm", version, "nowhere"))
+    await engine.commit_weights(version)
+
+
+def endless_rows():
+    return ({"prompt_id": i} for i in count())
+
+
+@pytest.fixture
+def clock():
+    return SimulatedClock()
+
+
+@pytest.fixture
+def null_engine(clock):
+    """Long-tailed answers on the simulated clock."""
+    config = NullInferenceConfig(mean_tokens=24, sigma=1.2, seconds_per_token=0.05, read_weights=False)
+    return NullInferenceEngine(config, clock)
+
+
+@pytest.fixture
+def make_head(clock, null_engine):
+    """`make_head(rows=..., judge=..., batch_size=..., engine=..., should_accept=..., **RolloutConfig fields)`."""
+
+    def make(rows=None, judge=None, batch_size=4, engine=None, should_accept=None, **settings):
+        config = RolloutConfig(**({"group_size": 2, "max_staleness": 1, "stall_timeout": 1e6} | settings))
+        manager = StalenessManager(batch_size, config.max_staleness, config.max_concurrent)
+        return RolloutHead(
+            engine or null_engine,
+            Scripted(judge) if judge else Scripted(),
+            endless_rows() if rows is None else rows,
+            manager,
+            config,
+            clock,
+            should_accept,
+        )
+
+    return make
+
+
+@pytest.fixture(name="publish")
+def publish_fixture():
+    return publish

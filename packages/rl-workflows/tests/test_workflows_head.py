@@ -1,0 +1,366 @@
+"""One head on the simulated clock: batches, staleness, members that are missing, filters, budgets, alarms."""
+
+import math
+
+import pytest
+
+from rl_contracts.errors import DataError, InferenceError, RewardError, RLError, StalledError
+from rl_workflows.assembly import assemble
+from rl_workflows.filters import dynamic_sampling
+
+
+async def _batch(head):
+    await head.begin_wait()
+    groups = await head.fill() and await head.take()
+    return groups or []
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_batches_long_tailed_answers_are_never_older_than_max_staleness(
+    clock, null_engine, make_head, publish, staleness
+):
+    head = make_head(max_staleness=staleness, group_size=3)
+    ages = []
+
+    async def main():
+        for version in range(25):
+            groups = await _batch(head)
+            batch = assemble(groups, version)  # compares every token's version with its group's admission
+            assert len(groups) == 4
+            ages.append(max(version - group.ticket.start for group in groups))
+            stamped = batch["versions"][batch["versions"] >= 0]
+            assert int(stamped.min()) >= version - staleness
+            if staleness == 0:
+                assert stamped.eq(version).all(), "exactly on-policy"
+            await clock.sleep(0.7)  # training, while generation goes on
+            await publish(null_engine, version + 1)
+            await head.end_step(version + 1)
+        await head.close()
+
+    clock.run(main())
+    assert max(ages) == staleness, "asynchrony was not used"
+
+
+def test_batches_skipped_steps_go_on_at_the_same_version(clock, make_head):
+    head = make_head(max_staleness=0)
+
+    async def main():
+        for _ in range(5):
+            assert len(await _batch(head)) == 4
+            await head.end_step(0)
+        await head.close()
+
+    clock.run(main())
+
+
+def test_group_failed_member_goes_on_without_it_down_to_min_group(clock, make_head, null_engine):
+    null_engine.faults.generate = lambda request: (
+        InferenceError("planted") if request.request_id.split("-")[2] == "1" else None
+    )
+    head = make_head(group_size=3, min_group=2)
+
+    async def main():
+        groups = await _batch(head)
+        assert [[row.episode_id for row in group.rows] for group in groups] == [[0, 2]] * 4
+        stats = await head.stats()
+        assert stats["episodes/failed/inference"] >= 4
+        assert stats["groups/failed"] == 0
+        await head.close()
+
+    clock.run(main())
+
+
+def test_group_failed_member_without_min_group_fails_and_is_replaced(clock, make_head, null_engine):
+    null_engine.faults.generate = lambda request: (
+        InferenceError("planted") if request.request_id == "train-1-0-0" else None
+    )
+    head = make_head(failure_budget=0.9)
+
+    async def main():
+        groups = await _batch(head)
+        assert sorted(group.ticket.group_id for group in groups) != [0, 1, 2, 3]
+        assert len(groups) == 4
+        assert all(len(group.rows) == 2 for group in groups)
+        stats = await head.stats()
+        assert stats["groups/failed"] == stats["groups/failed/inference"] == 1
+        assert head.manager.outstanding <= 8
+        await head.close()
+
+    clock.run(main())
+
+
+def test_group_that_failed_ends_its_other_members(clock, make_head, null_engine):
+    null_engine.faults.hang = lambda request: request.request_id == "train-0-1-0"
+    null_engine.faults.generate = lambda request: (
+        InferenceError("planted") if request.request_id == "train-0-0-0" else None
+    )
+    head = make_head(rows=iter([{"prompt_id": 0}]), failure_budget=1.0)
+
+    async def main():
+        assert await _batch(head) == []
+        await clock.sleep(1e-6)  # a turn of the loop for the cancellation
+        assert head.runner.running == 0
+        await head.close()
+
+    clock.run(main())
+
+
+def test_group_rejected_by_the_workflow_is_counted_and_replaced(clock, make_head):
+    head = make_head(judge=lambda data, token: None if data["prompt_id"] < 3 else 1.0)
+
+    async def main():
+        groups = await _batch(head)
+        assert min(group.row["prompt_id"] for group in groups) >= 3
+        stats = await head.stats()
+        assert stats["groups/rejected"] == stats["groups/rejected/workflow"] == 3
+        await head.close()
+
+    clock.run(main())
+
+
+def test_dynamic_sampling_equal_rewards_are_rejected_and_the_batch_is_full(clock, make_head):
+    head = make_head(
+        judge=lambda data, token: 1.0 if data["prompt_id"] % 2 else float(token),
+        should_accept=dynamic_sampling,
+        group_size=4,
+    )
+
+    async def main():
+        groups = await _batch(head)
+        assert len(groups) == 4
+        assert all(group.row["prompt_id"] % 2 == 0 for group in groups)
+        assert (await head.stats())["groups/rejected/filter"] > 0
+        await head.close()
+
+    clock.run(main())
+
+
+def test_filter_that_rejects_everything_ends_the_run_with_advice(clock, make_head):
+    head = make_head(should_accept=lambda rows: False, max_rejected_in_row=50)
+
+    async def main():
+        with pytest.raises(RLError, match="50 groups in a row were rejected"):
+            await _batch(head)
+        await head.close()
+
+    clock.run(main())
+
+
+def test_filter_that_raises_fails_the_group(clock, make_head):
+    def broken(rows):
+        raise ZeroDivisionError("in the filter")
+
+    head = make_head(should_accept=broken, failure_min_groups=3)
+
+    async def main():
+        with pytest.raises(RLError, match="3 of 3 groups failed \\(internal 3\\)") as caught:
+            await _batch(head)
+        assert "in the filter" in str(caught.value)
+        await head.close()
+
+    clock.run(main())
+
+
+def test_failure_budget_exceeded_ends_the_run_with_the_first_trace_by_boundary(clock, make_head):
+    def judge(data, token):
+        if data["prompt_id"] % 3 == 0:
+            raise RewardError("planted: no gold answer")
+        return 1.0
+
+    head = make_head(judge=judge, failure_budget=0.1, failure_min_groups=8)
+
+    async def ten_steps():
+        for _ in range(10):
+            await _batch(head)
+            await head.end_step(0)
+
+    async def main():
+        with pytest.raises(RLError) as caught:
+            await ten_steps()
+        await head.close()
+        return caught.value
+
+    error = clock.run(main())
+    assert "groups failed (reward " in str(error)
+    assert "in judge" in str(error), "the first failure's trace"
+    assert isinstance(error.__cause__, RewardError)
+
+
+def test_failure_budget_not_exceeded_goes_on(clock, make_head):
+    def judge(data, token):
+        if data["prompt_id"] == 5:
+            raise ValueError("a defect of the workflow")
+        return 1.0
+
+    head = make_head(judge=judge, failure_budget=0.2)
+
+    async def main():
+        for _ in range(6):
+            await _batch(head)
+            await head.end_step(0)
+        assert (await head.stats())["groups/failed/internal"] == 1
+        await head.close()
+
+    clock.run(main())
+
+
+def test_data_iterator_that_dies_ends_the_wait_with_its_cause(clock, make_head):
+    def rows():
+        yield {"prompt_id": 0}
+        raise OSError("the disk is gone")
+
+    head = make_head(rows=rows())
+
+    async def main():
+        with pytest.raises(RLError, match="OSError: the disk is gone") as caught:
+            await _batch(head)
+        assert isinstance(caught.value.__cause__, OSError)
+        await head.close()
+
+    clock.run(main())
+
+
+def test_row_without_prompt_id_ends_the_wait_and_names_its_keys(clock, make_head):
+    head = make_head(rows=iter([{"question": "1 + 1"}]))
+
+    async def main():
+        with pytest.raises(DataError, match=r"integer `prompt_id`.*\['question'\]"):
+            await _batch(head)
+        await head.close()
+
+    clock.run(main())
+
+
+def test_server_that_never_answers_raises_the_alarm_and_names_the_stage(clock, make_head, null_engine, publish):
+    null_engine.faults.hang = lambda request: request.group == "train-2"
+    head = make_head(stall_timeout=30.0)
+
+    async def main():
+        for _ in range(50):
+            await _batch(head)
+            version = head.manager.version + 1
+            await publish(null_engine, version)
+            await head.end_step(version)
+
+    with pytest.raises(
+        StalledError, match=r"stuck stage: generation, for .* of prompt 2 \(group 2, sample 0\)"
+    ) as caught:
+        clock.run(main())
+    assert "rollout.stall_timeout=30" in str(caught.value)
+    assert "running" in str(caught.value)
+
+
+def test_slow_answer_that_still_grows_on_the_server_is_no_stall(clock, make_head, null_engine):
+    null_engine.config.mean_tokens, null_engine.config.sigma = 400, 0.0
+    null_engine.config.seconds_per_token = 1.0
+
+    async def growing():
+        return {"generated_tokens": clock.now()}
+
+    null_engine.stats = growing
+    head = make_head(stall_timeout=30.0)
+
+    async def main():
+        assert len(await _batch(head)) == 4
+        await head.close()
+
+    clock.run(main())
+    assert clock.now() > 300
+
+
+def test_paused_runtime_that_is_waited_for_raises_the_alarm(clock, make_head):
+    head = make_head(stall_timeout=5.0)
+
+    async def main():
+        await head.set_paused(True)
+        with pytest.raises(StalledError, match="Is the runtime paused"):
+            await _batch(head)
+        await head.close()
+
+    clock.run(main())
+
+
+def test_pause_admits_nothing_until_resume(clock, make_head):
+    head = make_head()
+
+    async def main():
+        await _batch(head)
+        await head.set_paused(True)
+        admitted = head.manager.outstanding
+        await head.end_step(0)
+        assert head.manager.outstanding == admitted - 4
+        await head.set_paused(False)
+        assert len(await _batch(head)) == 4
+        await head.close()
+
+    clock.run(main())
+
+
+def test_server_that_serves_an_older_version_than_committed_is_refused(clock, make_head):
+    head = make_head(max_staleness=0)
+
+    async def main():
+        await _batch(head)
+        await head.end_step(1)  # claims a commit that the servers never made
+        with pytest.raises(
+            InferenceError, match="admitted at version 1, trained on at 1, but its tokens carry versions 0"
+        ):
+            assemble(await _batch(head), head.manager.version)
+        await head.close()
+
+    clock.run(main())
+
+
+def test_seeds_depend_on_what_is_asked_and_not_on_when(clock, make_head, null_engine):
+    seen = []
+    generate = null_engine.agenerate
+
+    async def recording(request):
+        seen.append((request.group, request.input_ids[0], request.seed))
+        return await generate(request)
+
+    null_engine.agenerate = recording
+
+    async def main(rows):
+        head = make_head(rows=iter(rows), batch_size=2)
+        await _batch(head)
+        await head.close()
+
+    rows = [{"prompt_id": 7}, {"prompt_id": 8}]
+    clock.run(main(rows))
+    forward = {(prompt, seed) for _, prompt, seed in seen}
+    seen.clear()
+    clock.run(main(rows[::-1]))
+    assert {(prompt, seed) for _, prompt, seed in seen} == forward
+    assert len({seed for _, seed in forward}) == 4
+    seen.clear()
+    clock.run(main([{**row, "epoch": 1} for row in rows]))
+    assert not {(prompt, seed) for _, prompt, seed in seen} & forward
+
+
+def test_state_lost_process_resumes_with_nothing_lost_or_repeated(clock, make_head):
+    async def first():
+        head = make_head(rows=iter([{"prompt_id": i} for i in range(20)]), max_staleness=2)
+        used = [group.row["prompt_id"] for group in await _batch(head)]
+        await head.end_step(0)
+        await clock.sleep(1.0)
+        assert head.manager.accepted > 0
+        assert head.manager.running > 0
+        state = await head.state_dict()
+        await _batch(head)  # lost with the process
+        await head.close()
+        return used, state
+
+    async def second(state):
+        head = make_head(rows=iter([{"prompt_id": i} for i in range(20)]), max_staleness=2)
+        await head.load_state_dict(state)
+        used = []
+        while groups := await _batch(head):
+            used += [group.row["prompt_id"] for group in groups]
+            assert all(math.isfinite(row.reward) and len(row) for group in groups for row in group.rows)
+            await head.end_step(0)
+        await head.close()
+        return used
+
+    used, state = clock.run(first())
+    assert sorted(used + clock.run(second(state))) == list(range(20))

@@ -92,6 +92,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, "optimizer.lr", "0 or more", self.lr)
+        require(self.weight_decay >= 0, "optimizer.weight_decay", "0 or more", self.weight_decay)
+        require(self.eps > 0, "optimizer.eps", "more than 0", self.eps)
         require_choice("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", "0 or more", self.warmup_steps)
         require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", "in [0, 1]", self.min_lr_ratio)
@@ -102,6 +104,7 @@ class OptimizerConfig:
             "in [0, 1)",
             (self.beta1, self.beta2),
         )
+        require(self.max_skipped_steps >= 0, "optimizer.max_skipped_steps", "0 or more", self.max_skipped_steps)
 
 
 @dataclass

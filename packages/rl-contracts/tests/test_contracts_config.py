@@ -1,0 +1,124 @@
+"""Configs refuse what cannot work and name the field; plain data survives JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, require, require_choice
+from rl_contracts.data import ParamSpec, WeightUpdateMeta
+from rl_contracts.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("max_new_tokens", 0, "at least 1"),
+        ("min_new_tokens", -1, r"between 0 and max_new_tokens \(256\)"),
+        ("min_new_tokens", 257, r"between 0 and max_new_tokens \(256\)"),
+        ("temperature", -0.1, r"0 \(greedy\) or more"),
+        ("temperature", float("nan"), r"0 \(greedy\) or more"),
+        ("top_p", 0.0, r"in \(0, 1\]"),
+        ("top_p", 1.1, r"in \(0, 1\]"),
+        ("top_k", -1, r"0 \(off\) or more"),
+        ("min_p", 1.0, r"in \[0, 1\)"),
+        ("min_p", -0.1, r"in \[0, 1\)"),
+    ],
+)
+def test_generation_config_out_of_range_names_field_and_range(field: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=rf"generation\.{field}: expected {expected}, found {value}"):
+        GenerationConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "greedy", "truncates"),
+    [
+        ({}, False, False),
+        ({"top_p": 0.9}, False, True),
+        ({"top_k": 5}, False, True),
+        ({"min_p": 0.1}, False, True),
+        ({"temperature": 0.0}, True, False),
+        ({"temperature": 0.0, "top_p": 0.9}, True, False),
+        ({"temperature": 1e-9}, False, False),
+    ],
+)
+def test_generation_config_greedy_and_truncates(fields: dict[str, Any], greedy: bool, truncates: bool) -> None:
+    config = GenerationConfig(**fields)
+
+    assert (config.greedy, config.truncates) == (greedy, truncates)
+
+
+def test_generation_config_lists_are_not_shared() -> None:
+    first, second = GenerationConfig(), GenerationConfig()
+    first.stop.append("\n")
+    first.stop_token_ids.append(2)
+
+    assert (second.stop, second.stop_token_ids) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"lr": -1.0}, r"optimizer\.lr"),
+        ({"lr": float("nan")}, r"optimizer\.lr"),
+        ({"weight_decay": -0.1}, r"optimizer\.weight_decay"),
+        ({"eps": 0.0}, r"optimizer\.eps"),
+        ({"schedule": "cosin"}, r"optimizer\.schedule: expected one of constant, linear, cosine, found 'cosin'"),
+        ({"warmup_steps": -1}, r"optimizer\.warmup_steps"),
+        ({"min_lr_ratio": 1.5}, r"optimizer\.min_lr_ratio"),
+        ({"max_grad_norm": -1.0}, r"optimizer\.max_grad_norm"),
+        ({"beta1": 1.0}, r"optimizer\.beta1/beta2"),
+        ({"beta2": -0.1}, r"optimizer\.beta1/beta2"),
+        ({"max_skipped_steps": -1}, r"optimizer\.max_skipped_steps"),
+    ],
+)
+def test_optimizer_config_out_of_range_names_the_field(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        OptimizerConfig(**fields)
+
+
+def test_micro_batch_config_without_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"micro_batch\.max_tokens: expected at least 1, found 0"):
+        MicroBatchConfig(max_tokens=0)
+
+
+def test_require_passes_or_names_everything() -> None:
+    require(True, "a.b", "anything", 1)
+    require_choice("a.b", "x", ("x", "y"))
+    with pytest.raises(ConfigError, match=r"^a\.b: expected one of x, y, found 'z'\.$"):
+        require_choice("a.b", "z", ("x", "y"))
+
+
+specs = st.builds(
+    ParamSpec,
+    st.text(max_size=8),
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    st.sampled_from(["float32", "bfloat16"]),
+)
+
+
+@given(
+    st.builds(
+        WeightUpdateMeta,
+        st.sampled_from(["shm", "disk"]),
+        st.integers(0, 9),
+        st.text(max_size=8),
+        st.lists(specs, max_size=3).map(tuple),
+    )
+)
+def test_weight_update_meta_survives_json(meta: WeightUpdateMeta) -> None:
+    assert WeightUpdateMeta.from_json(json.loads(json.dumps(meta.to_json()))) == meta
+    moved = meta.with_version(meta.version + 1, "elsewhere")
+    assert (moved.version, moved.location, moved.params) == (meta.version + 1, "elsewhere", meta.params)
+
+
+@pytest.mark.parametrize(
+    "broken", [{}, {"route": "shm"}, {"route": "shm", "version": "x", "location": "", "params": []}]
+)
+def test_weight_update_meta_from_broken_json_raises(broken: dict[str, Any]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        WeightUpdateMeta.from_json(broken)

@@ -1,0 +1,147 @@
+"""Collectives of `ParallelContext` with two real processes on gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from rl_contracts.errors import EngineError
+from rl_contracts.parallel import ParallelContext
+
+PROGRAM = """
+import json, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from rl_contracts.errors import DataError, EngineError
+from rl_contracts.parallel import ParallelContext
+
+rank, world, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+limit = timedelta(seconds=60)
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world, timeout=limit)
+group = dist.group.WORLD
+context = ParallelContext(rank, world, rank, world, host_group=group, dp_host_group=group)
+found = {}
+
+mine = {
+    "rows": torch.arange(3 * rank, dtype=torch.int64).view(rank, 3),
+    "flags": torch.tensor([rank == 0]),
+    "half": torch.full((2, 2), rank + 0.5, dtype=torch.bfloat16).t(),
+}
+mine["alias"] = mine["flags"]
+parts = context.gather_tensors(mine)
+found["gathered"] = [{k: [str(v.dtype), list(v.shape), v.tolist()] for k, v in sorted(p.items())} for p in parts]
+found["nothing"] = [sorted(p) for p in context.gather_tensors({})]
+found["uneven"] = [sorted(p) for p in context.gather_tensors({"x": torch.zeros(2)} if rank else {}, all_ranks=True)]
+
+value = {"text": "é" * 5000, "list": [1, None, 2.5]} if rank == 0 else {"mine": rank}
+found["broadcast"] = context.broadcast_json(value) == {"text": "é" * 5000, "list": [1, None, 2.5]}
+found["broadcast_none"] = context.broadcast_json(None if rank == 0 else 5)
+found["json"] = context.gather_json({"rank": rank, "pad": "x" * rank})
+
+values = torch.tensor([1.0 + rank, -5.0 * rank])
+found["sum"] = context.sum_over_replicas(values).tolist()
+found["max"] = context.max_over_replicas(values).tolist()
+found["untouched"] = values.tolist() == [1.0 + rank, -5.0 * rank]
+
+context.agree(None, "nothing bad")
+for name, failing in (("one", [1]), ("both", [0, 1])):
+    own = DataError(f"disk of {rank} is full") if rank in failing else None
+    try:
+        context.agree(own, "saving")
+    except EngineError as error:
+        found[name] = [str(error), error.__cause__ is own]
+context.barrier()
+found["main"] = context.is_main
+print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    file = tmp_path_factory.mktemp("gloo") / "store"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if sys.platform == "darwin":
+        environment["GLOO_SOCKET_IFNAME"] = "lo0"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), "2", str(file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    results = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err.decode()
+            results.append(json.loads(out))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return results
+
+
+def test_gather_tensors_gives_every_replicas_tensors_in_order_whatever_their_shape(ranks: Any) -> None:
+    expected = [
+        {
+            "alias": ["torch.bool", [1], [rank == 0]],
+            "flags": ["torch.bool", [1], [rank == 0]],
+            "half": ["torch.bfloat16", [2, 2], [[rank + 0.5] * 2] * 2],
+            "rows": ["torch.int64", [rank, 3], [[0, 1, 2]] * rank],
+        }
+        for rank in range(2)
+    ]
+    for found in ranks:
+        assert found["gathered"] == expected
+        assert found["nothing"] == [[], []]
+        assert found["uneven"] == [[], ["x"]]
+
+
+def test_broadcast_json_is_rank_0s_value_and_gather_json_everybodys(ranks: Any) -> None:
+    for found in ranks:
+        assert found["broadcast"] is True
+        assert found["broadcast_none"] is None
+        assert found["json"] == [{"rank": 0, "pad": ""}, {"rank": 1, "pad": "x"}]
+
+
+def test_sum_and_max_over_replicas_are_new_tensors(ranks: Any) -> None:
+    for found in ranks:
+        assert found["sum"] == [3.0, -5.0]
+        assert found["max"] == [2.0, 0.0]
+        assert found["untouched"] is True
+
+
+def test_agree_failure_on_one_rank_raises_on_all_and_names_it(ranks: Any) -> None:
+    for rank, found in enumerate(ranks):
+        message, own_is_cause = found["one"]
+        assert message == "saving failed on 1 of 2 ranks. rank 1: DataError: disk of 1 is full"
+        assert own_is_cause is True
+        assert "rank 0: DataError: disk of 0 is full; rank 1: DataError: disk of 1 is full" in found["both"][0]
+        assert found["main"] is (rank == 0)
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    context, tensors = ParallelContext(), {"x": torch.ones(2)}
+
+    assert context.is_main
+    assert context.is_dp_head
+    assert context.gather_tensors(tensors) == [tensors]
+    assert context.broadcast_json({"a": 1}) == {"a": 1}
+    assert context.gather_json(3) == [3]
+    assert torch.equal(context.sum_over_replicas(tensors["x"]), tensors["x"])
+    assert context.sum_over_replicas(tensors["x"]) is not tensors["x"]
+    context.barrier()
+    context.agree(None, "nothing")
+    with pytest.raises(EngineError, match="mine"):
+        context.agree(EngineError("mine"), "saving")

@@ -1,0 +1,290 @@
+"""Checksums, receipts and the two routes, with every way in which weights can arrive wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rl_contracts.data import ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.weights import checksum, open_weights, staged_location, verify_receipt, write_weights
+
+ROUTES = ["shm", "disk"]
+CONSTANT = 0x1E3779B97F4A7C15
+
+
+def as_tensor(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def formula(data: bytes, first: int = 0) -> int:
+    """The checksum's definition, word by word."""
+    words = [int.from_bytes(data[i : i + 8].ljust(8, b"\0"), "little", signed=True) for i in range(0, len(data), 8)]
+    return sum((w + CONSTANT) * (2 * i + 1) for i, w in enumerate(words, start=first)) % 2**64
+
+
+# ---- checksum
+
+
+@given(st.binary(max_size=200), st.integers(0, 1000))
+def test_checksum_equals_its_definition(data: bytes, first: int) -> None:
+    assert checksum(as_tensor(data), offset_bytes=8 * first) == formula(data, first)
+
+
+@pytest.mark.parametrize("size", [8 * 4096 - 8, 8 * 4096, 8 * 4096 * 2 + 13])
+def test_checksum_equals_its_definition_around_the_block_size(size: int) -> None:
+    data = os.urandom(size)
+
+    assert checksum(as_tensor(data)) == formula(data)
+
+
+@given(st.binary(min_size=1, max_size=100), st.integers(0), st.integers(1, 255))
+def test_checksum_changes_with_any_one_byte(data: bytes, index: int, change: int) -> None:
+    other = bytearray(data)
+    other[index % len(data)] ^= change
+
+    assert checksum(as_tensor(bytes(other))) != checksum(as_tensor(data))
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, min_value=-4, max_value=4), min_size=4, max_size=64), st.data())
+def test_checksum_changes_when_two_elements_change_places(values: list[float], data: st.DataObject) -> None:
+    i, j = data.draw(st.integers(0, len(values) - 1)), data.draw(st.integers(0, len(values) - 1))
+    tensor = torch.tensor(values, dtype=torch.float32)
+    swapped = tensor.clone()
+    swapped[[i, j]] = tensor[[j, i]]
+    assume(tensor.numpy().tobytes() != swapped.numpy().tobytes())
+
+    assert checksum(swapped) != checksum(tensor)
+
+
+def test_checksum_tells_rows_from_columns_and_zeros_from_nothing() -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    rolled = [weight.roll(1, 0), weight.roll(1, 1), weight.t().contiguous(), weight.flip(0)]
+
+    assert len({checksum(weight), *map(checksum, rolled)}) == 5
+    assert len({checksum(torch.zeros(n)) for n in (0, 2, 4, 6)}) == 4
+
+
+@given(st.binary(max_size=400), st.lists(st.integers(0, 50), max_size=4))
+def test_checksum_of_shards_adds_up_to_that_of_the_whole(data: bytes, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(8 * c, len(data) // 8 * 8) for c in cuts), len(data)]
+
+    parts = [checksum(as_tensor(data[a:b]), offset_bytes=a) for a, b in pairwise(edges)]
+
+    assert sum(parts) % 2**64 == checksum(as_tensor(data))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.int64])
+def test_checksum_is_that_of_the_bytes_for_every_dtype_and_alignment(dtype: torch.dtype) -> None:
+    whole = torch.arange(-40, 41).to(dtype)
+
+    for start in range(9):
+        part = whole[start:]
+        assert checksum(part) == checksum(part.clone()) == formula(part.view(torch.uint8).numpy().tobytes())
+    assert checksum(whole[3]) == formula(whole[3:4].view(torch.uint8).numpy().tobytes())
+
+
+def test_checksum_of_memory_at_an_odd_address() -> None:
+    buffer = torch.frombuffer(bytearray(range(200)), dtype=torch.uint8)
+    for first in range(8):
+        shifted = torch.frombuffer(buffer.numpy()[first:], dtype=torch.uint8)
+        for second in range(9):
+            part = shifted[second : second + 32]
+            assert checksum(part) == formula(part.numpy().tobytes())
+
+
+def test_checksum_of_strided_tensor_or_odd_offset_raises() -> None:
+    with pytest.raises(WeightUpdateError, match="expected a contiguous tensor"):
+        checksum(torch.zeros(4, 4).t()[1:])
+    with pytest.raises(WeightUpdateError, match="multiple of 8 bytes, found 4"):
+        checksum(torch.zeros(4), offset_bytes=4)
+
+
+# ---- receipts
+
+SENT = WeightReceipt("trainer", 3, {"a": 1, "b": 2})
+
+
+@pytest.mark.parametrize(
+    ("found", "match"),
+    [
+        (
+            WeightReceipt("server-0", 2, {"a": 1, "b": 2}),
+            "route shm, version 3, server-0: the receipt is for version 2",
+        ),
+        (WeightReceipt("server-0", 3, {"a": 1}), r"'b' was sent but not received \(1 of 2 arrived\)"),
+        (WeightReceipt("server-0", 3, {"a": 1, "b": 7}), "'b' differs: sent checksum 2, held 7"),
+        (WeightReceipt("server-0", 3, {"a": 1, "b": 2, "c": 3}), r"also loaded \['c'\]"),
+        (WeightReceipt("server-0", 3, {}), "'a' was sent but not received"),
+    ],
+)
+def test_verify_receipt_names_route_version_server_and_first_wrong_parameter(found: WeightReceipt, match: str) -> None:
+    with pytest.raises(WeightUpdateError, match=match):
+        verify_receipt(SENT, found, "shm")
+
+
+def test_verify_receipt_of_the_same_weights_passes() -> None:
+    verify_receipt(SENT, WeightReceipt("server-1", 3, {"b": 2, "a": 1}), "disk")
+
+
+# ---- routes
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "matrix": torch.randn(5, 7, generator=generator),
+        "odd": torch.randn(3, generator=generator),
+        "nothing": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5),
+        "vector": torch.randn(33, generator=generator),
+    }
+
+
+def meta_for(route: str, folder: Path, version: int = 1, dtype: str = "float32") -> WeightUpdateMeta:
+    specs = tuple(ParamSpec(name, tuple(t.shape), dtype) for name, t in weights().items())
+    return WeightUpdateMeta(route, version, staged_location(folder, route, version), specs)
+
+
+def held(meta: WeightUpdateMeta) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in open_weights(meta)}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_route_delivers_what_was_written_and_its_receipt(tmp_path: Path, route: str, dtype: str) -> None:
+    meta = meta_for(route, tmp_path / "new" / "folder", dtype=dtype)
+    sent = {name: torch.stack([t, t], -1)[..., 0] for name, t in weights().items()}  # not contiguous
+
+    returned, receipt = write_weights(meta, iter(sent.items()))
+
+    found = held(WeightUpdateMeta.from_json(returned.to_json()))
+    assert found.keys() == sent.keys()
+    for name, tensor in weights().items():
+        assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
+    assert receipt.holder == "trainer"
+    verify_receipt(receipt, WeightReceipt("server", 1, {n: checksum(t) for n, t in found.items()}), route)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_route_keeps_the_version_before_readable_while_the_next_is_written(tmp_path: Path, route: str) -> None:
+    for version in (1, 2, 3):
+        write_weights(meta_for(route, tmp_path, version), ((n, t + version) for n, t in weights().items()))
+
+    assert torch.equal(held(meta_for(route, tmp_path, 2))["odd"], weights()["odd"] + 2)
+    assert torch.equal(held(meta_for(route, tmp_path, 3))["odd"], weights()["odd"] + 3)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_write_weights_other_names_order_or_shapes_raises(tmp_path: Path, route: str) -> None:
+    meta, named = meta_for(route, tmp_path), list(weights().items())
+    cases = [
+        (named[:-1], "parameter 'vector' is in the specs but was not given"),
+        ([], "parameter 'matrix' is in the specs"),
+        ([*named, ("more", torch.zeros(1))], r"expected no more parameters, found more \[1\]"),
+        ([named[1], named[0], *named[2:]], r"expected matrix \[5, 7\], found odd \[3\]"),
+        ([("matrix", torch.zeros(7, 5)), *named[1:]], r"expected matrix \[5, 7\], found matrix \[7, 5\]"),
+    ]
+    for given_, match in cases:
+        with pytest.raises(WeightUpdateError, match=match):
+            write_weights(meta, given_)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_write_weights_unknown_dtype_raises(tmp_path: Path, route: str) -> None:
+    for dtype in ("float31", "nn"):
+        with pytest.raises(WeightUpdateError, match=f"'{dtype}' is not a torch dtype"):
+            write_weights(meta_for(route, tmp_path, dtype=dtype), weights().items())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_open_weights_missing_raises_naming_place_and_version(tmp_path: Path, route: str) -> None:
+    with pytest.raises(WeightUpdateError, match=r"slot-1.*weights of version 1 cannot be"):
+        held(meta_for(route, tmp_path))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("keep", [0, 10, 300])
+def test_open_weights_torn_file_raises(tmp_path: Path, route: str, keep: int) -> None:
+    meta = meta_for(route, tmp_path)
+    write_weights(meta, weights().items())
+    file = Path(meta.location) if route == "shm" else Path(meta.location) / "model.safetensors"
+    os.truncate(file, keep)
+
+    with pytest.raises(WeightUpdateError):
+        held(meta)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_changed_byte_on_the_route_fails_the_receipt_naming_the_parameter(tmp_path: Path, route: str) -> None:
+    meta = meta_for(route, tmp_path)
+    _, receipt = write_weights(meta, weights().items())
+    file = Path(meta.location) if route == "shm" else Path(meta.location) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    place = data.index(weights()["odd"].numpy().tobytes())
+    data[place + 5] ^= 1
+    file.write_bytes(data)
+
+    found = WeightReceipt("server", 1, {n: checksum(t) for n, t in open_weights(meta)})
+
+    with pytest.raises(WeightUpdateError, match="'odd' differs"):
+        verify_receipt(receipt, found, route)
+
+
+def test_shm_views_do_not_write_back(tmp_path: Path) -> None:
+    meta = meta_for("shm", tmp_path)
+    write_weights(meta, weights().items())
+
+    for _, tensor in open_weights(meta):
+        tensor.zero_()
+
+    assert torch.equal(held(meta)["matrix"], weights()["matrix"])
+
+
+def test_shm_file_is_private_and_another_model_gets_another_size(tmp_path: Path) -> None:
+    meta = meta_for("shm", tmp_path)
+    write_weights(meta, weights().items())
+    small = WeightUpdateMeta("shm", 3, meta.location, meta.params[1:2])
+    write_weights(small, [("odd", weights()["odd"])])
+
+    assert Path(meta.location).stat().st_mode & 0o777 == 0o600
+    assert held(small).keys() == {"odd"}
+    with pytest.raises(WeightUpdateError, match="was another model connected"):
+        held(meta)
+
+
+def test_disk_reader_never_sees_half_a_version(tmp_path: Path) -> None:
+    """A writer that dies in the middle leaves the version that was there."""
+    meta = meta_for("disk", tmp_path)
+    write_weights(meta, weights().items())
+
+    def dies() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "matrix", weights()["matrix"] + 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_weights(meta, dies())
+
+    assert torch.equal(held(meta)["matrix"], weights()["matrix"])
+
+
+def test_unknown_route_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightUpdateError, match="expected one of shm, disk, found 'carrier pigeon'"):
+        staged_location(tmp_path, "carrier pigeon", 1)
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=20)
+def test_staged_locations_of_neighbouring_versions_differ(version: int) -> None:
+    for route in ROUTES:
+        now, then = (staged_location("/x", route, v) for v in (version, version + 1))
+        assert now != then
+        assert now == staged_location("/x", route, version + 2)

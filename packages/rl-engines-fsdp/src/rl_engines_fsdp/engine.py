@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
-from rl_contracts.errors import ConfigError, EngineError, ModelError
+from rl_contracts.errors import ConfigError, EngineError, ModelError, RLError
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_fsdp import loading, micro_batches, sharding, state_checkpoint
 from rl_engines_fsdp.attention import Segments
@@ -73,7 +73,14 @@ class FSDPEngine(TrainEngine):
         self.parallel = self._membership.parallel
         self._spec = spec
         torch.manual_seed(spec.seed)
-        source = self._read_source(spec.model_path)
+        try:
+            self._make_model(config, sharded)
+        except RLError:
+            self.destroy()
+            raise
+
+    def _make_model(self, config: Any, sharded: bool) -> None:
+        source = self._read_source(self._spec.model_path)
         generation: Any = None if source is None else source.model.generation_config
         self._described = Description(config, generation)
         self._model = self._sharded(source) if sharded else self._whole(source)

@@ -65,6 +65,7 @@ def read_model(path: str) -> nn.Module:
     Raises:
         ModelError: the weights cannot be read, or do not fill the model.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     attention.register()
@@ -74,7 +75,7 @@ def read_model(path: str) -> nn.Module:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {path}: its weights cannot be loaded: {error}") from error
     model, report = loaded
     missing = sorted(report["missing_keys"])

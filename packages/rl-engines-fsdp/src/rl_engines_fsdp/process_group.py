@@ -18,6 +18,10 @@ _users = 0
 """Engines of this process that share the default process group."""
 _ours = False
 """Whether this module made the default process group, and so ends it."""
+_store: Any = None
+"""Where the ranks meet; kept while the process lives, so that a group can be made anew after another was destroyed."""
+_generation = 0
+"""Default groups made so far; gives each its own names in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +135,28 @@ def join(info: RankInfo, device: torch.device, timeout_seconds: float, need_grou
 
 
 def _make_default_group(info: RankInfo, device: torch.device, timeout: timedelta) -> None:
+    global _generation
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        if info.world_size == 1:
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        else:
-            dist.init_process_group(backend, rank=info.rank, world_size=info.world_size, timeout=timeout)
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"rl_engines_fsdp/{_generation}", _meeting_place(info, timeout)
+        )
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise EngineError(
             f"rank {info.rank} of {info.world_size} could not join the process group at {address} within "
             f"{timeout.total_seconds():.0f} s: {error}"
         ) from error
+    _generation += 1
+
+
+def _meeting_place(info: RankInfo, timeout: timedelta) -> Any:
+    global _store
+    if _store is None and info.world_size == 1:
+        _store = dist.HashStore()  # type: ignore[attr-defined]
+    elif _store is None:
+        from torch.distributed.rendezvous import rendezvous
+
+        _store, _, _ = next(iter(rendezvous("env://", info.rank, info.world_size, timeout=timeout)))
+    return _store

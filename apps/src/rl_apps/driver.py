@@ -113,7 +113,12 @@ def trainer_job(app: App, layout: Layout, run_dir: Path, servers: list[Worker]) 
     addresses = ",".join(worker.address for worker in servers)
     command = (sys.executable, "-m", "rl_apps.worker", app.name, str(run_dir), addresses)
     return JobSpec(
-        role=layout.actor.name, command=command, count=layout.actor.world_size, cpus=layout.cores_each, spmd=True
+        role=layout.actor.name,
+        command=command,
+        count=layout.actor.world_size,
+        cpus=layout.cores_each,
+        gpus=layout.gpus_each,
+        spmd=True,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rl_contracts.allocation import Allocation, Component
 from rl_contracts.errors import ConfigError
+from rl_launchers.resources import visible_gpus
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Layout:
     def cores_each(self) -> int:
         """Cores and threads per process, so that together they fill this machine."""
         return max(1, (os.cpu_count() or 1) // self.processes)
+
+    @property
+    def gpus_each(self) -> int:
+        """Devices per process: 1 where this machine has one for each, else 0, and everything runs on the CPU."""
+        return int(len(visible_gpus(os.environ)) >= self.processes)
 
 
 def layout_of(allocation: str, needs_servers: bool) -> Layout:

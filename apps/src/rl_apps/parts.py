@@ -101,7 +101,7 @@ def server_job(config: RunConfig, settings: RolloutSettings, layout: Layout, run
     assert layout.rollout is not None
     server = served(config, settings, layout, run_dir)
     spec: JobSpec = registry.load("rl.inference_engines", layout.rollout.backend).server_spec(server)
-    return replace(spec, role=layout.rollout.name, port=settings.port or None)
+    return replace(spec, role=layout.rollout.name, port=settings.port or None, gpus=layout.gpus_each)
 
 
 def served(config: RunConfig, settings: RolloutSettings, layout: Layout, run_dir: Path) -> InferenceConfig:

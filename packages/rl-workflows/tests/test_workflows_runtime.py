@@ -1,11 +1,15 @@
 """The runtime on the real clock, in one process."""
 
+import time
 from itertools import count
 
 import pytest
+import torch
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ModelRequest
+from rl_contracts.data import ModelRequest, WeightUpdateMeta
+from rl_contracts.errors import ConfigError, InferenceError, RLError, StalledError
+from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
 from rl_contracts.trajectory import from_response, validate
 from rl_contracts.workflow import RolloutWorkflow
@@ -58,16 +62,185 @@ def test_next_batch_endless_data_gives_valid_batches_of_whole_groups(engine):
     assert stats["server/servers"] == 1
 
 
+def _to_the_end(rollout):
+    """Prompts of every batch until the data ends."""
+    prompts = []
+    while True:
+        try:
+            batch = rollout.next_batch()
+        except StopIteration:
+            return prompts
+        prompts.append(sorted(batch["prompt_ids"].unique().tolist()))
+        rollout.end_step(0)
+
+
 def test_next_batch_finite_data_ends_with_a_smaller_batch_and_every_prompt_once(engine):
     rollout = _rollout(engine, _rows(10))
-    prompts = []
     try:
-        with pytest.raises(StopIteration):
-            while True:
-                prompts += rollout.next_batch()["prompt_ids"].unique().tolist()
-                rollout.end_step(0)
+        prompts = _to_the_end(rollout)
+        assert [len(batch) for batch in prompts] == [4, 4, 2]
+        assert sorted(prompt for batch in prompts for prompt in batch) == list(range(10))
         with pytest.raises(StopIteration):
             rollout.next_batch()
     finally:
         rollout.destroy()
-    assert sorted(prompts) == list(range(10))
+
+
+def test_next_batch_deterministic_when_on_policy_whatever_the_speed(engine):
+    def batches(seconds_per_token):
+        engine = NullInferenceEngine(
+            NullInferenceConfig(mean_tokens=6, sigma=1.0, seconds_per_token=seconds_per_token, read_weights=False)
+        )
+        rollout = _rollout(engine, _rows(12), max_staleness=0, seed=5)
+        try:
+            result = []
+            for _ in range(3):
+                result.append(rollout.next_batch())
+                rollout.end_step(0)
+            return result
+        finally:
+            rollout.destroy()
+
+    for fast, slow in zip(batches(0.0), batches(0.001), strict=True):
+        for key in sorted(fast.keys()):
+            assert torch.equal(fast[key], slow[key]), key
+
+
+def test_on_batch_gets_the_trajectories_of_every_batch(engine):
+    seen = []
+    rollout = DistRollout(
+        engine, Echo(), _rows(8), batch_size=4, config=RolloutConfig(group_size=2), on_batch=seen.append
+    )
+    try:
+        prompts = _to_the_end(rollout)
+    finally:
+        rollout.destroy()
+    assert [sorted({row.prompt_id for row in rows}) for rows in seen] == prompts
+
+
+def test_evaluate_answers_in_order_and_leaves_training_counters_alone(engine):
+    rollout = _rollout(engine, _rows())
+    rows = [{"prompt_id": 100 + i} for i in range(7)]
+    try:
+        rollout.next_batch()
+        rollout.stats()
+        rollout.pause()
+        before = rollout.head.manager.outstanding
+        answers = rollout.evaluate(rows, GenerationConfig(max_new_tokens=5, temperature=0.0), n=2)
+        rollout.resume()
+        assert [row.prompt_id for row in answers] == [100 + i // 2 for i in range(14)]
+        assert [row.episode_id for row in answers] == [0, 1] * 7
+        assert {row.temperature for row in answers} == {1.0}, "greedy log-probs are those of the undivided logits"
+        assert max(len(row) for row in answers) <= 6, "the evaluation's own length limit"
+        assert rollout.head.manager.outstanding <= before
+        assert rollout.stats()["groups/accepted"] <= 4, "training groups only"
+        rollout.end_step(0)
+        rollout.next_batch()
+    finally:
+        rollout.destroy()
+
+
+def test_evaluate_keeps_the_workflows_own_stop_ids(engine):
+    seen = []
+    generate = engine.agenerate
+
+    async def recording(request):
+        seen.append(request.generation)
+        return await generate(request)
+
+    class Stopping(Echo):
+        async def arun_episode(self, engine, data):
+            generation = GenerationConfig(max_new_tokens=8, stop_token_ids=[11])
+            response = await engine.agenerate(ModelRequest([1], generation))
+            return [from_response(response, reward=0.0, temperature=1.0)]
+
+    engine.agenerate = recording
+    rollout = DistRollout(engine, Stopping(), _rows(), batch_size=1, config=RolloutConfig(group_size=1))
+    try:
+        rollout.evaluate([{"prompt_id": 0}], GenerationConfig(max_new_tokens=3, temperature=0.5, stop_token_ids=[7]))
+    finally:
+        rollout.destroy()
+    assert [(g.max_new_tokens, g.temperature, g.stop_token_ids) for g in seen] == [(3, 0.5, [7, 11])]
+
+
+def test_evaluate_during_a_publication_is_refused(engine):
+    class Publishing(Echo):
+        async def arun_episode(self, handle, data):
+            if data["prompt_id"] == 3:
+                await engine.stage_weights(WeightUpdateMeta("shm", 1, "nowhere"))
+                await engine.commit_weights(1)
+            return await super().arun_episode(handle, data)
+
+    rollout = DistRollout(
+        engine, Publishing(), _rows(), batch_size=1, config=RolloutConfig(group_size=1, eval_concurrent=1)
+    )
+    try:
+        with pytest.raises(InferenceError, match=r"versions \[0, 1\]"):
+            rollout.evaluate([{"prompt_id": i} for i in range(6)], GenerationConfig(max_new_tokens=4))
+    finally:
+        rollout.destroy()
+
+
+def test_evaluate_where_every_episode_fails_is_an_error_and_no_accuracy(engine):
+    engine.faults.generate = lambda request: InferenceError("planted")
+    rollout = _rollout(engine, _rows())
+    try:
+        with pytest.raises(RLError, match="groups failed \\(inference"):
+            rollout.evaluate([{"prompt_id": 0}], GenerationConfig())
+    finally:
+        rollout.destroy()
+
+
+def test_next_batch_reward_that_blocks_the_loop_is_named_with_its_stack(engine):
+    class Blocking(Echo):
+        async def arun_episode(self, engine, data):
+            time.sleep(4)  # noqa: ASYNC251 - the planted fault
+            return await super().arun_episode(engine, data)
+
+    rollout = DistRollout(
+        engine, Blocking(), _rows(), batch_size=1, config=RolloutConfig(group_size=1, stall_timeout=1.0)
+    )
+    try:
+        with pytest.raises(StalledError, match=r"is blocked for more than 1 s[\s\S]*in arun_episode"):
+            rollout.next_batch()
+    finally:
+        rollout.destroy()
+
+
+def test_destroy_twice_and_with_running_episodes_ends_quietly(engine):
+    engine.faults.hang = lambda request: True
+    rollout = _rollout(engine, _rows())
+    rollout.evaluate([], GenerationConfig())
+    rollout.loop.run(rollout.head.begin_wait(), 5)
+    rollout.destroy()
+    rollout.destroy()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 3}, "3 groups per step cannot be shared equally by 2 data-parallel heads. Use 2 or 4"),
+        ({"batch_size": 2, "minibatches": 5}, "1 to 4, the rows of a batch"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_the_numbers(engine, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        DistRollout(
+            engine,
+            Echo(),
+            _rows(),
+            config=RolloutConfig(group_size=2),
+            parallel=ParallelContext(dp_size=2, world_size=2),
+            **settings,
+        )
+
+
+def test_load_state_dict_of_another_layout_is_refused(engine):
+    rollout = _rollout(engine, _rows())
+    try:
+        state = rollout.state_dict()
+        state["layout"]["heads"] = 2
+        with pytest.raises(ConfigError, match="same number of trainer replicas"):
+            rollout.load_state_dict(state)
+    finally:
+        rollout.destroy()

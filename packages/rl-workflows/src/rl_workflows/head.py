@@ -138,8 +138,7 @@ class RolloutHead:
     async def stats(self) -> dict[str, float | None]:
         """Counters since the last call, and the servers' own."""
         counts, self.counts = self.counts, Counter()
-        consumed = counts.pop("consumed")
-        age_sum, age_max = counts.pop("staleness_sum"), counts.pop("staleness_max")
+        consumed, age_sum, age_max = (counts.pop(name, 0) for name in ("consumed", "staleness_sum", "staleness_max"))
         figures: dict[str, float | None] = {f"groups/{name}": 0.0 for name in ("accepted", "rejected", "failed")}
         figures |= {f"groups/{name}": float(count) for name, count in counts.items()}
         figures["groups/outstanding"] = float(self.manager.outstanding)

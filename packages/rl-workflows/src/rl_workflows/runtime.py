@@ -36,7 +36,7 @@ POLL_SECONDS = 0.5
 """How often ranks meet while they wait."""
 
 CALL_SECONDS = 60.0
-"""Time that a call that waits for no episode may take on the loop; then the loop itself is stuck."""
+"""Time that a call that waits for no episode may take."""
 
 
 class DistRollout(RolloutRuntime):
@@ -199,10 +199,10 @@ class DistRollout(RolloutRuntime):
             return
         self._destroyed = True
         if self.parallel.is_dp_head:
-            self._call(self.head.close())
+            self.loop.run(self.head.close(), CALL_SECONDS)
         if self._owns_loop:
             if self.parallel.is_dp_head:
-                self._call(self.head.engine.destroy())
+                self.loop.run(self.head.engine.destroy(), CALL_SECONDS)
             self.loop.close()
 
     def _wait_for_all(self) -> int:
@@ -234,7 +234,7 @@ class DistRollout(RolloutRuntime):
             self.on_batch([row for group in groups for row in group.rows])
 
     def _call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run(coroutine, CALL_SECONDS)
+        return wait_while_alive(self.loop, coroutine, self.config.stall_timeout, CALL_SECONDS)
 
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run something that waits for episodes. The watchdog on the loop ends it; here only the loop is watched."""

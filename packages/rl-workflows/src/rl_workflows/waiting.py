@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
@@ -19,20 +20,24 @@ BEAT_SECONDS = 1.0
 """How often the loop is asked whether it still turns."""
 
 
-def wait_while_alive[T](loop: LoopThread, coroutine: Coroutine[Any, Any, T], limit: float) -> T:
-    """The coroutine's result, however long it takes, as long as the loop turns.
+def wait_while_alive[T](
+    loop: LoopThread, coroutine: Coroutine[Any, Any, T], limit: float, timeout: float | None = None
+) -> T:
+    """The coroutine's result, as long as the loop turns.
 
     Args:
         loop: where it runs.
-        coroutine: what to wait for; it has deadlines of its own.
+        coroutine: what to wait for.
         limit: seconds for which the loop may be blocked.
+        timeout: seconds for all of it; None where the coroutine has deadlines of its own.
 
     Raises:
-        StalledError: the loop is blocked: something on it does not await. Names the place.
+        StalledError: the loop is blocked: something on it does not await. Names the place. Or the time is over.
         RLError: the loop was closed.
     """
     what = getattr(coroutine, "__qualname__", "a coroutine")
     future = loop.submit(coroutine)
+    deadline = None if timeout is None else time.monotonic() + timeout
     try:
         while True:
             try:
@@ -41,6 +46,8 @@ def wait_while_alive[T](loop: LoopThread, coroutine: Coroutine[Any, Any, T], lim
                 if future.done():
                     raise
             _beat(loop, limit)
+            if deadline is not None and time.monotonic() > deadline:
+                raise StalledError(f"loop {loop.name!r}: {what} did not finish within {timeout:g} s")
     except CancelledError as error:
         raise RLError(f"loop {loop.name!r} was closed while {what} was awaited") from error
     finally:

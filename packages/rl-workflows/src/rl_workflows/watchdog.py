@@ -74,17 +74,27 @@ class Watchdog:
 
     async def _watch(self, on_stall: Callable[[BaseException], None]) -> None:
         step = self._limit / CHECKS
+        self._progress.touch()
         while True:
             idle = self._clock.now() - self._progress.last
             if idle < step:
-                await self._clock.sleep(step - idle)
+                await self._sleep(step - idle)
                 continue
             if await self._servers_moved():
                 self._progress.touch()
             elif idle >= self._limit:
                 on_stall(StalledError(self._diagnosis(idle)))
                 return
-            await self._clock.sleep(step)
+            await self._sleep(step)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep; if the loop was blocked meanwhile, nobody could move, and that is no stall of theirs."""
+        begin = self._clock.now()
+        await self._clock.sleep(seconds)
+        late = self._clock.now() - begin - seconds
+        if late > self._limit / CHECKS:
+            log.warning("the event loop was blocked for about %.1f s; is a plain reward function slow?", late)
+            self._progress.touch()
 
     async def _servers_moved(self) -> bool:
         """Whether the servers generated since this was last asked."""

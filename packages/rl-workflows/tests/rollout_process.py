@@ -1,0 +1,120 @@
+"""A trainer process for the tests that need real ones: no model, but the real runtime.
+
+rollout_process.py heads RANK DIRECTORY     one of two data-parallel heads; writes DIRECTORY/RANK.json
+rollout_process.py lineage DIRECTORY        trains on 60 prompts, saving after every step; meant to be killed
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest
+from rl_contracts.errors import InferenceError, RLError
+from rl_contracts.parallel import ParallelContext
+from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+from rl_contracts.trajectory import from_response, lengths
+from rl_contracts.workflow import RolloutWorkflow
+from rl_workflows import DistRollout, RolloutConfig
+
+
+class Answer(RolloutWorkflow):
+    async def arun_episode(self, engine, data):
+        response = await engine.agenerate(ModelRequest([1 + data["prompt_id"]], GenerationConfig(max_new_tokens=200)))
+        return [from_response(response, reward=1.0, temperature=1.0)]
+
+
+def make_rollout(rows, **options):
+    config = NullInferenceConfig(mean_tokens=20, sigma=1.0, seconds_per_token=0.001, read_weights=False)
+    engine = NullInferenceEngine(config)
+    settings = RolloutConfig(group_size=3, max_staleness=1, stall_timeout=60, failure_min_groups=1)
+    return engine, DistRollout(engine, Answer(), rows, config=settings, **options)
+
+
+def numbers(batch, name):
+    return batch[name].tolist()
+
+
+def heads(rank: int, directory: Path) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=90)
+    )
+    parallel = ParallelContext(rank, 2, rank, 2, host_group=dist.group.WORLD, dp_host_group=dist.group.WORLD)
+    result: dict = {"batches": []}
+
+    # each head has prompts of its own; the second has fewer
+    rows = [{"prompt_id": 100 * rank + i} for i in range(6 - 3 * rank)]
+    _, rollout = make_rollout(rows, batch_size=4, parallel=parallel, minibatches=2)
+    result["eval"] = [
+        row.prompt_id for row in rollout.evaluate([{"prompt_id": i} for i in range(5)], GenerationConfig(), n=2)
+    ]
+    while True:
+        try:
+            batch = rollout.next_batch()
+        except StopIteration:
+            break
+        keys = ("prompt_ids", "group_ids", "episode_ids", "minibatch")
+        result["batches"].append({key: numbers(batch, key) for key in keys} | {"lengths": lengths(batch).tolist()})
+        rollout.end_step(0)
+    rollout.destroy()
+
+    # one head fails while the other waits for answers that never come
+    engine, rollout = make_rollout(({"prompt_id": i} for i in range(100)), batch_size=2, parallel=parallel)
+    if rank == 0:
+        engine.faults.hang = lambda request: True
+    else:
+        engine.faults.generate = lambda request: InferenceError("planted on rank 1")
+    try:
+        rollout.next_batch()
+    except RLError as error:
+        result["error"] = str(error)
+    rollout.destroy()
+    (directory / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def lineage(directory: Path) -> None:
+    trained: list[int] = []
+    _, rollout = make_rollout([{"prompt_id": i} for i in range(60)], batch_size=4)
+    latest = directory / "latest"
+    if latest.is_symlink():
+        saved = json.loads((latest / "state.json").read_text())
+        trained = saved.pop("trained")
+        rollout.load_state_dict(saved | {"tensors": load_file(latest / "state.safetensors")})
+    while True:
+        try:
+            batch = rollout.next_batch()
+        except StopIteration:
+            break
+        trained += sorted(set(numbers(batch, "prompt_ids")))
+        rollout.end_step(0)
+        save(directory, rollout.state_dict(), trained)
+    rollout.destroy()
+    (directory / "done.json").write_text(json.dumps(trained))
+
+
+def save(directory: Path, state: dict, trained: list[int]) -> None:
+    """A recover point: written aside, then made the latest by one rename."""
+    point = directory / f"point-{os.getpid()}-{len(trained)}"
+    point.mkdir()
+    tensors = state.pop("tensors")
+    save_file(tensors, point / "state.safetensors")
+    (point / "state.json").write_text(json.dumps(state | {"trained": trained}))
+    link = directory / f"link-{os.getpid()}-{len(trained)}"
+    link.symlink_to(point)
+    link.rename(directory / "latest")
+    print(len(trained), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "heads":
+        heads(int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        lineage(Path(sys.argv[2]))

@@ -1,0 +1,122 @@
+"""The RLVR workflow: prompt, answer, score."""
+
+import pytest
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.conformance.workflow import WorkflowConformance
+from rl_contracts.errors import ConfigError, DataError, RewardError
+from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+from rl_contracts.testing.models import make_tiny_tokenizer
+from rl_workflows import RLVRWorkflow
+
+ROW = {"messages": [{"role": "user", "content": "2 + 3?"}], "answer": "5", "prompt_id": 0}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tiny_tokenizer()
+
+
+@pytest.fixture
+def answering(tokenizer):
+    """An engine that always writes the same."""
+    ids = tokenizer.encode("it is 5<|im_end|>", add_special_tokens=False)
+    return NullInferenceEngine(NullInferenceConfig(seconds_per_token=0.0), answer=lambda request: ids)
+
+
+def _workflow(tokenizer, reward, **options):
+    return RLVRWorkflow(tokenizer, GenerationConfig(max_new_tokens=64, temperature=0.7), reward, **options)
+
+
+class TestConformance(WorkflowConformance):
+    def make_workflow(self):
+        return _workflow(make_tiny_tokenizer(), lambda *given, **data: float(len(given[1])), max_length=256)
+
+    def rows(self):
+        other = {"messages": [{"role": "system", "content": "Be brief."}, *ROW["messages"]], "answer": "5"}
+        return [ROW, {**other, "prompt_id": 1}]
+
+
+async def test_episode_reward_sees_texts_ids_and_the_rows_other_entries(tokenizer, answering):
+    seen = {}
+
+    def reward(prompt, completions, prompt_ids, completion_ids, **data):
+        seen.update(data, prompt=prompt, completions=completions, prompt_ids=prompt_ids, completion_ids=completion_ids)
+        return 0.5
+
+    [row] = await _workflow(tokenizer, reward).arun_episode(answering, {**ROW, "epoch": 3, "level": "easy"})
+
+    assert seen["completions"] == "it is 5"
+    assert seen["prompt"] == "<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    assert seen["prompt_ids"] + seen["completion_ids"] == row.input_ids.tolist()
+    assert (seen["answer"], seen["level"]) == ("5", "easy")
+    assert not {"messages", "prompt_id", "epoch"} & seen.keys()
+    assert (row.reward, row.temperature, row.truncated) == (0.5, pytest.approx(0.7), False)
+    assert row.info == {"prompt": seen["prompt"], "completion": "it is 5", "answer": "5"}
+
+
+async def test_episode_async_reward_is_awaited(tokenizer, answering):
+    async def reward(*given, **data):
+        return 1
+
+    [row] = await _workflow(tokenizer, reward).arun_episode(answering, ROW)
+
+    assert row.reward == 1.0
+
+
+@pytest.mark.parametrize("value", [None, "1.0", float("nan"), float("inf"), [1.0]])
+async def test_episode_reward_that_is_no_finite_number_is_an_error_and_never_zero(tokenizer, answering, value):
+    with pytest.raises(RewardError, match="expected a finite number"):
+        await _workflow(tokenizer, lambda *given, **data: value).arun_episode(answering, ROW)
+
+
+async def test_episode_reward_that_raises_is_a_reward_error_with_its_cause(tokenizer, answering):
+    def broken(*given, **data):
+        raise KeyError("gold")
+
+    with pytest.raises(RewardError, match="KeyError: 'gold'") as caught:
+        await _workflow(tokenizer, broken).arun_episode(answering, ROW)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_episode_prompt_too_long_for_the_model_is_a_data_error_with_both_numbers(tokenizer, answering):
+    with pytest.raises(DataError, match="prompt has 48 tokens, but the model holds 48"):
+        await _workflow(tokenizer, float, max_length=48).arun_episode(
+            answering, {"messages": [{"role": "user", "content": "x" * 29}]}
+        )
+
+
+async def test_episode_row_without_messages_is_a_data_error_that_names_its_keys(tokenizer, answering):
+    with pytest.raises(DataError, match=r"`messages`.*\['question'\]"):
+        await _workflow(tokenizer, float).arun_episode(answering, {"question": "2 + 3?"})
+
+
+def test_workflow_adds_the_templates_stop_ids(tokenizer):
+    generation = GenerationConfig(stop_token_ids=[9])
+    workflow = RLVRWorkflow(tokenizer, generation, float)
+    assert workflow.generation.stop_token_ids == [9, tokenizer.eos_token_id]
+    assert generation.stop_token_ids == [9], "the caller's own is left as it was"
+
+
+def test_workflow_reward_that_cannot_be_called_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match="expected a function, found str"):
+        RLVRWorkflow(tokenizer, GenerationConfig(), "gsm8k")
+
+
+async def test_group_renders_its_prompt_once(tokenizer, answering, monkeypatch):
+    from rl_contracts.clock import SystemClock
+    from rl_workflows.episode import Progress
+    from rl_workflows.executor import episode_context, run_episode
+
+    workflow, cache, clock = _workflow(tokenizer, lambda *given, **data: 1.0), {}, SystemClock()
+    calls = []
+    render = workflow._renderer.render
+    monkeypatch.setattr(workflow._renderer, "render", lambda messages: calls.append(1) or render(messages))
+
+    for sample in range(3):
+        context = episode_context(ROW, 0, sample, cache, clock)
+        rows, error = await run_episode(workflow, answering, ROW, context, Progress(clock), seed=0)
+        assert error is None
+        assert rows[0].episode_id == sample
+
+    assert len(calls) == 1

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_contracts.errors import ConfigError, RewardError
+from rl_contracts.logging import get_logger
 from rl_contracts.reward_worker import wire
 
 _CHUNK = 1 << 16
 _STDERR_BYTES = 4000
+_log = get_logger("reward")
 
 
 @dataclass(slots=True)
@@ -156,6 +158,7 @@ class WorkerProcess:
             chunk = os.read(self._err, _CHUNK)
             if not chunk:
                 self._loop.remove_reader(self._err)
+            _log.debug("%s (pid %d): %s", self._target, self.process.pid, chunk.decode(errors="replace").rstrip())
             self._stderr += chunk
             del self._stderr[:-_STDERR_BYTES]
 

@@ -1,0 +1,209 @@
+"""The commands as a user starts them: real servers, real trainers, tiny models."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_contracts.testing.models import make_tiny_model
+
+BIN = Path(sys.executable).parent
+SMALL = ("data.batch_size=4", "rollout.group_size=4", "rollout.generation.max_new_tokens=12", "evaluation.rows=8")
+ENDLESS = ("total_steps=100000", "evaluation.rows=0")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden=32)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    """A data set of GSM8K's form."""
+    directory = tmp_path_factory.mktemp("gsm8k")
+    for split, first, count in (("train", 0, 120), ("test", 500, 24)):
+        rows = (
+            {
+                "question": f"Tom has {n} nuts and eats {n % 7}. How many are left?",
+                "answer": f"{n}-{n % 7}=<<{n}-{n % 7}={n - n % 7}>>{n - n % 7}\n#### {n - n % 7}",
+            }
+            for n in range(first, first + count)
+        )
+        (directory / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return directory
+
+
+def _command(name, *arguments):
+    return [str(BIN / name), *map(str, arguments)]
+
+
+def _run(name, *arguments, timeout=280):
+    return subprocess.run(_command(name, *arguments), capture_output=True, text=True, timeout=timeout)
+
+
+def _records(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _processes_of(run_dir):
+    """Processes whose command names the run directory or its weights."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if str(run_dir) in " ".join(process.info["cmdline"] or ()) and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def _wait_for(condition, seconds, what):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def finished_run(model, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "grpo"
+    done = _run(
+        "gsm8k-grpo",
+        f"run_dir={run_dir}",
+        f"model.path={model}",
+        "total_steps=4",
+        "checkpoint.save_batches=true",
+        *SMALL,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return run_dir, done
+
+
+def test_grpo_asynchronous_run_leaves_what_the_book_promises(finished_run):
+    from transformers import AutoModelForCausalLM
+
+    run_dir, done = finished_run
+    assert "Try next:" in done.stdout
+    assert str(run_dir) in done.stdout
+    records = _records(run_dir)
+    assert [r["step"] for r in records] == [0, 1, 2, 3, 4, 4]
+    steps = [r for r in records if "reward/mean" in r]
+    assert max(r["staleness/max"] for r in steps) == 1
+    assert all(r["version"] == r["step"] for r in records)
+    AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "step_4")
+    assert (run_dir / "config.yaml").exists()
+    assert len((run_dir / "rollouts" / "step_1-0.jsonl").read_text().splitlines()) == 16
+
+
+def test_grpo_servers_and_trainer_compute_the_same_log_probs(finished_run):
+    gaps = [r["gap/max_abs"] for r in _records(finished_run[0]) if "gap/max_abs" in r]
+    assert len(gaps) == 4
+    assert max(gaps) < 1e-5
+
+
+def test_grpo_finished_run_leaves_no_process_and_no_shared_memory(finished_run):
+    from rl_apps.parts import weights_directory
+
+    assert _processes_of(finished_run[0]) == []
+    assert not weights_directory(finished_run[0]).exists()
+
+
+def test_replay_two_trainer_processes_give_the_loss_and_gradient_of_one(finished_run):
+    results = []
+    for allocation in ("fsdp:d1", "fsdp:d2"):
+        done = _run("rl", "replay", finished_run[0], "--step", 3, "--allocation", allocation)
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout))
+    one, two = results
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    assert two["entropy/mean"] == pytest.approx(one["entropy/mean"], rel=1e-5)
+
+
+def test_grpo_two_trainer_processes_run(model, tmp_path):
+    done = _run(
+        "gsm8k-grpo",
+        f"run_dir={tmp_path / 'run'}",
+        f"model.path={model}",
+        "total_steps=2",
+        "allocation=embedded:d1+fsdp:d2",
+        "actor.minibatches=2",
+        *SMALL,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [r["rows"] for r in _records(tmp_path / "run") if "rows" in r] == [16, 16]
+
+
+def test_sft_then_grpo_on_a_data_set_of_gsm8ks_form_lowers_the_loss(questions, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data = ("data.name=gsm8k", f"data.path={questions}")
+    done = _run("gsm8k-sft", *data, "total_steps=12", "data.batch_size=8", f"run_dir={tmp_path / 'sft'}")
+    assert done.returncode == 0, done.stderr
+    losses = [r["loss/train"] for r in _records(tmp_path / "sft") if "loss/train" in r]
+    assert losses[-1] < 0.8 * losses[0]
+    checkpoint = tmp_path / "sft" / "checkpoints" / "step_12"
+    done = _run(
+        "gsm8k-grpo", *data, f"model.path={checkpoint}", "total_steps=1", f"run_dir={tmp_path / 'grpo'}", *SMALL
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def endless_run(model, tmp_path):
+    """A run that only ends if something ends it."""
+    run_dir = tmp_path / "run"
+    command = _command("gsm8k-grpo", f"run_dir={run_dir}", f"model.path={model}", *SMALL, *ENDLESS)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_for(lambda: _steps(run_dir) >= 2 or process.poll() is not None, 150, "two steps")
+        assert process.poll() is None, process.communicate()
+        yield process, run_dir
+    finally:
+        for left in [process, *_processes_of(run_dir)]:
+            left.kill()
+
+
+def _steps(run_dir):
+    path = run_dir / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_grpo_server_that_dies_ends_the_run_with_its_name_and_log(endless_run):
+    process, run_dir = endless_run
+    server = next(p for p in _processes_of(run_dir) if "rl_inference.server" in " ".join(p.cmdline()))
+    begin = time.monotonic()
+    server.kill()
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - begin < 30
+    assert process.returncode == 1
+    assert "rollout-0" in err
+    assert "SIGKILL" in err
+    assert "serving version" in err, "the last lines of its log are in the error"
+    _wait_for(lambda: not _processes_of(run_dir), 10, "no process left")
+
+
+def test_grpo_interrupted_by_ctrl_c_leaves_no_process_and_no_port(endless_run):
+    process, run_dir = endless_run
+    server = next(p for p in _processes_of(run_dir) if "rl_inference.server" in " ".join(p.cmdline()))
+    port = int(server.cmdline()[server.cmdline().index("--port") + 1])
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    _wait_for(lambda: not _processes_of(run_dir), 10, "no process left")
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_grpo_port_in_use_is_one_error_that_names_it(model, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = _run("gsm8k-grpo", f"run_dir={tmp_path}", f"model.path={model}", f"rollout.port={port}", *SMALL)
+    assert done.returncode == 1
+    assert str(port) in done.stderr
+    assert "Traceback" not in done.stderr

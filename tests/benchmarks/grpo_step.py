@@ -1,0 +1,228 @@
+"""Completions and tokens per second of the whole GRPO loop, on this machine's cores, beside TRL's GRPOTrainer.
+
+    uv run python tests/benchmarks/grpo_step.py --peer trl
+
+A step is 64 completions, 8 of each of 8 prompts, and one optimizer step, on a random Qwen3 model of 4 layers of width
+128 in float32. Lengths are imposed: `uniform` 64 tokens each, `long_tail` log-normal with a mean of about 54 and at
+most 256. Ours is the program `gsm8k-grpo` as it stands: a server process, a trainer process and a reward process,
+asynchronous, checks and records on, its time taken from `metrics.jsonl`. The peer is one process with all cores, or
+with one thread where a trial shows that to be faster, as it is on a machine that is busy with other things. The two
+run in turn, never at the same time. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from imposed_lengths import CASES, WORKFLOWS
+
+HERE = Path(__file__).resolve().parent
+DEADLINE = 1800.0
+"""Seconds for one run."""
+LENGTH_TOLERANCE = 0.05
+"""Relative difference of the two sides' mean lengths that is accepted: the same prompts in nearly the same order."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What both sides do."""
+
+    case: str
+    """Key of `imposed_lengths.CASES`."""
+    model: str
+    """Hugging Face directory."""
+    warmup: int
+    """Steps before the clock starts."""
+    steps: int
+    """Steps that are timed."""
+    prompts: int = 8
+    """Prompts per step."""
+    group: int = 8
+    """Completions per prompt."""
+    lr: float = 1e-5
+    """Constant learning rate of AdamW."""
+    weight_decay: float = 0.01
+    beta2: float = 0.95
+    seed: int = 1
+
+
+def make_model(directory: Path, layers: int, hidden: int) -> str:
+    """A random float32 model with a tokenizer trained on the questions."""
+    from rl_apps.embedded.prepare import prepare_from_scratch
+    from rl_apps.embedded.recipe import ModelShape, ScratchRecipe
+    from rl_datasets.word_problems import WordProblems
+
+    shape = ModelShape(
+        hidden_size=hidden, layers=layers, heads=4, head_dim=32, intermediate_size=3 * hidden, max_length=1024
+    )
+    texts = [row["messages"][0]["content"] for row in WordProblems(seed=1, size=2048)]
+    return str(prepare_from_scratch(texts, 1, ScratchRecipe(shape=shape), directory))
+
+
+def run_ours(job: Job, directory: Path) -> dict[str, Any]:
+    """One run of `gsm8k-grpo`; the figures of its measured steps."""
+    workflow = WORKFLOWS[job.case]
+    overrides = {
+        "run_dir": directory,
+        "seed": job.seed,
+        "total_steps": job.warmup + job.steps,
+        "model.path": job.model,
+        "data.batch_size": job.prompts,
+        "rollout.group_size": job.group,
+        "rollout.workflow": f"{workflow.__module__}:{workflow.__name__}",
+        "rollout.reward": f"{workflow.__module__}:even_share",
+        "actor.optimizer.lr": job.lr,
+        "actor.optimizer.weight_decay": job.weight_decay,
+        "actor.optimizer.beta2": job.beta2,
+        "evaluation.rows": 0,
+    }
+    command = [sys.executable, "-c", "from rl_apps.gsm8k_grpo import main; main()"]
+    _run([*command, *(f"{key}={value}" for key, value in overrides.items())])
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    records = [r for r in map(json.loads, lines) if r["step"] > job.warmup]
+    if len(records) != job.steps:
+        raise SystemExit(f"expected {job.steps} measured steps, found {len(records)} in {directory}")
+    mean = {
+        name.removeprefix("time/"): statistics.mean(r[name] for r in records)
+        for name in ("time/rollout_wait", "time/train", "time/publish", "staleness/mean")
+    }
+    return {
+        "seconds": sum(r["time/step"] for r in records),
+        "completions": sum(r["rows"] for r in records),
+        "tokens": sum(r["length/mean"] * r["rows"] for r in records),
+        "step": {name: round(value, 4) for name, value in mean.items()},
+    }
+
+
+def run_trl(job: Job, directory: Path, threads: int) -> dict[str, Any]:
+    """One run of TRL on the prompts that ours takes, in that order."""
+    from rl_datasets import PromptLoader
+    from rl_datasets.word_problems import WordProblems
+
+    directory.mkdir(parents=True)
+    prompts = PromptLoader(WordProblems(seed=job.seed), seed=job.seed)
+    rows = list(islice(prompts, (job.warmup + job.steps) * job.prompts))
+    path = directory / "job.json"
+    more = {"rows": rows, "directory": str(directory), "threads": threads}
+    path.write_text(json.dumps(asdict(job) | more))
+    output = _run([sys.executable, str(HERE / "grpo_step_trl.py"), str(path)])
+    figures: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return figures
+
+
+def best_threads(job: Job, directory: Path) -> int:
+    """Threads with which the peer is faster now: one, or one per core."""
+    trial = replace(job, warmup=1, steps=1)
+    counts = sorted({1, os.cpu_count() or 1})
+    if len(counts) == 1:
+        return 1
+    return min(counts, key=lambda count: run_trl(trial, directory / f"trial-{job.case}-{count}", count)["seconds"])
+
+
+def _run(command: list[str]) -> str:
+    """Run a command to its end; its standard output."""
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+    # a limit set for this process would bind the peer to one core, and is set for ours by its launcher
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        environment.pop(name, None)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    if result.returncode:
+        raise SystemExit(
+            f"{' '.join(command[:3])}: exit code {result.returncode}\n{(result.stdout + result.stderr)[-4000:]}"
+        )
+    return result.stdout
+
+
+def rates(figures: dict[str, Any]) -> dict[str, Any]:
+    """Completions and tokens per second, seconds per step and mean length of a run."""
+    seconds = figures["seconds"]
+    return {
+        "completions_per_s": round(figures["completions"] / seconds, 2),
+        "tokens_per_s": round(figures["tokens"] / seconds, 1),
+        "mean_tokens": round(figures["tokens"] / figures["completions"], 2),
+        **({"step": figures["step"]} if "step" in figures else {}),
+    }
+
+
+def median_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run in the middle by completions per second, and the rates of all."""
+    ordered = sorted(runs, key=lambda run: run["completions_per_s"])
+    return ordered[(len(ordered) - 1) // 2] | {"runs": [run["completions_per_s"] for run in runs]}
+
+
+def measure(job: Job, repeats: int, peer: str | None, peer_threads: int, directory: Path) -> dict[str, Any]:
+    """Both sides in turn, `repeats` times."""
+    sides: dict[str, Callable[[Job, Path], dict[str, Any]]] = {"ours": run_ours}
+    if peer == "trl":
+        threads = peer_threads or best_threads(job, directory)
+        print(f"{job.case:10s} trl  runs with {threads} thread(s)", flush=True)
+        sides["trl"] = partial(run_trl, threads=threads)
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for repeat in range(repeats):
+        for side, run in sides.items():
+            figures = rates(run(job, directory / f"{job.case}-{side}-{repeat}"))
+            runs[side].append(figures)
+            load = os.getloadavg()[0]
+            print(
+                f"{job.case:10s} {side:4s} {figures['completions_per_s']:8.1f} completions/s "
+                f"{figures['tokens_per_s']:9.0f} tokens/s, mean length {figures['mean_tokens']:.1f}, load {load:.1f}"
+                + (f", {figures['step']}" if "step" in figures else ""),
+                flush=True,
+            )
+    result: dict[str, Any] = {side: median_of(of_side) for side, of_side in runs.items()}
+    if "trl" in runs:
+        result["trl"]["threads"] = threads
+        pairs = list(zip(runs["ours"], runs["trl"], strict=True))
+        result["ratio"] = {
+            name: round(statistics.median(ours[name] / theirs[name] for ours, theirs in pairs), 3)
+            for name in ("completions_per_s", "tokens_per_s")
+        }
+        for ours, theirs in pairs:
+            if job.steps >= 8 and abs(ours["mean_tokens"] / theirs["mean_tokens"] - 1) > LENGTH_TOLERANCE:
+                raise SystemExit(f"the sides had different work: mean lengths {ours} and {theirs}")
+    return result
+
+
+def main() -> None:
+    """Measure, and print a table and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", choices=["trl"], help="also measure this library, and print the ratios")
+    parser.add_argument("--peer-threads", type=int, default=0, help="threads of the peer; 0: whichever is faster")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each side")
+    parser.add_argument("--case", choices=[*CASES], help="only this case")
+    parser.add_argument("--quick", action="store_true", help="a small model and two steps, to see that it runs")
+    parser.add_argument("--keep", type=Path, help="directory for run directories; by default they are removed")
+    options = parser.parse_args()
+    sizes: dict[str, int] = {}
+    layers, hidden = 4, 128
+    if options.quick:
+        layers, hidden = 1, 32
+        options.steps, options.warmup, options.repeats = 2, 1, 1
+        sizes = {"prompts": 2, "group": 4}
+    with tempfile.TemporaryDirectory() as temporary:
+        root = options.keep or Path(temporary)
+        model = make_model(root / "models", layers, hidden)
+        result: dict[str, Any] = {"benchmark": "grpo_step", "layers": layers, "hidden": hidden, "cores": os.cpu_count()}
+        for case in [options.case] if options.case else CASES:
+            job = Job(case, model, options.warmup, options.steps, **sizes)
+            result[case] = measure(job, options.repeats, options.peer, options.peer_threads, root)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""The benchmarks run and end with one JSON object."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent / "benchmarks"
+
+
+@pytest.mark.slow
+def test_grpo_step_quick_last_line_has_the_figures_of_both_cases() -> None:
+    command = [sys.executable, str(BENCHMARKS / "grpo_step.py"), "--quick"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    for case in ("uniform", "long_tail"):
+        ours = figures[case]["ours"]
+        assert ours["completions_per_s"] > 0
+        assert ours["tokens_per_s"] > 0
+    assert figures["uniform"]["ours"]["mean_tokens"] == 64

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, StopReason
+from rl_contracts.errors import InferenceError
 from rl_inference import EmbeddedEngine, InferenceConfig
-from rl_inference.testing import ServerProcess, reference_logprobs, reference_model
+from rl_inference.testing import END_ID, ServerProcess, reference_logprobs, reference_model
 
 KEY = "a key for tests"
 PROMPT = [5, 17, 40, 33, 21, 90]
@@ -32,6 +35,33 @@ async def engine(server: ServerProcess) -> AsyncIterator[EmbeddedEngine]:
     engine.initialize([server.address], KEY)
     yield engine
     await engine.destroy()
+
+
+def session(key: str = KEY) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=aiohttp.ClientTimeout(60)
+    )
+
+
+async def post(http: aiohttp.ClientSession, server: ServerProcess, path: str, body: dict[str, Any]) -> Any:
+    async with http.post(server.address + path, json=body) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+async def get(http: aiohttp.ClientSession, server: ServerProcess, path: str) -> Any:
+    async with http.get(server.address + path) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+async def until(
+    http: aiohttp.ClientSession, server: ServerProcess, name: str, condition: Callable[[float], bool]
+) -> None:
+    """Wait until a counter of the server fulfils a condition."""
+    async with asyncio.timeout(30):
+        while not condition((await get(http, server, "/stats"))[name]):  # noqa: ASYNC110 - another process's event
+            await asyncio.sleep(0.001)
 
 
 def request(prompt: list[int], seed: int = 1, **settings: Any) -> ModelRequest:
@@ -54,7 +84,7 @@ async def test_generate_logprobs_equal_transformers_forward(
 ) -> None:
     model = reference_model(model_path)
     settings = {"temperature": temperature, "max_new_tokens": 50, "ignore_eos": True, "min_new_tokens": 50}
-    prompts = [[*PROMPT[:1 + i % 6], 30 + i] for i in range(24)]
+    prompts = [[*PROMPT[: 1 + i % 6], 30 + i] for i in range(24)]
 
     responses = await asyncio.gather(
         *(engine.agenerate(request(p, i, **settings)) for i, p in enumerate(prompts))
@@ -65,3 +95,250 @@ async def test_generate_logprobs_equal_transformers_forward(
         assert response.logprobs == pytest.approx(expected, abs=1e-5)
         assert response.versions == [0] * 50
         assert response.stop_reason is StopReason.LENGTH
+
+
+async def test_generate_same_seed_same_tokens_whatever_else_runs(engine: EmbeddedEngine) -> None:
+    alone = await engine.agenerate(request(PROMPT, 11, max_new_tokens=40, ignore_eos=True))
+    others = [request([7 + i, *PROMPT], i, max_new_tokens=10 + 3 * i) for i in range(20)]
+
+    among, *_ = await asyncio.gather(
+        *(engine.agenerate(r) for r in [request(PROMPT, 11, max_new_tokens=40, ignore_eos=True), *others])
+    )
+    other_seed = await engine.agenerate(request(PROMPT, 12, max_new_tokens=40, ignore_eos=True))
+
+    assert among.output_ids == alone.output_ids
+    assert other_seed.output_ids != alone.output_ids
+
+
+async def test_generate_continued_from_its_own_prefix_goes_on_the_same(engine: EmbeddedEngine) -> None:
+    whole = await engine.agenerate(request(PROMPT, 5, max_new_tokens=30, ignore_eos=True))
+
+    rest = await engine.agenerate(
+        request(PROMPT + whole.output_ids[:13], 5, max_new_tokens=17, ignore_eos=True)
+    )
+
+    assert rest.output_ids == whole.output_ids[13:]
+
+
+async def test_generate_stop_token_ends_with_it(engine: EmbeddedEngine) -> None:
+    free = await engine.agenerate(request(PROMPT, 3, max_new_tokens=40, ignore_eos=True))
+    stop = free.output_ids[20]
+    first = free.output_ids.index(stop)
+
+    stopped = await engine.agenerate(
+        request(PROMPT, 3, max_new_tokens=40, ignore_eos=True, stop_token_ids=[stop])
+    )
+
+    assert stopped.output_ids == free.output_ids[: first + 1]
+    assert stopped.stop_reason is StopReason.STOP
+
+
+async def test_generate_minimum_length_suppresses_end_tokens_even_where_they_are_ignored(
+    engine: EmbeddedEngine,
+) -> None:
+    settings = {"max_new_tokens": 200, "min_new_tokens": 200, "ignore_eos": True, "temperature": 2.0}
+
+    responses = await asyncio.gather(*(engine.agenerate(request(PROMPT, i, **settings)) for i in range(16)))
+
+    assert all(len(r.output_ids) == 200 and END_ID not in r.output_ids for r in responses)
+
+
+async def test_generate_stop_string_over_several_tokens_ends_and_is_cut_from_the_text(
+    server: ServerProcess,
+) -> None:
+    params = {"max_new_tokens": 60, "min_new_tokens": 1, "ignore_eos": True, "sampling_seed": 4}
+    async with session() as http:
+        free = await post(http, server, "/generate", {"input_ids": PROMPT, "sampling_params": params})
+        stop = free["text"][20:23]
+
+        cut = await post(
+            http,
+            server,
+            "/generate",
+            {"input_ids": PROMPT, "sampling_params": {**params, "stop": [stop, "\0"]}},
+        )
+
+    end = free["text"].index(stop)
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert cut["text"] == free["text"][:end]
+    assert cut["output_ids"] == free["output_ids"][: len(cut["output_ids"])]
+    assert len(cut["output_ids"]) < 60
+
+
+async def test_generate_stop_string_across_a_resumed_prefix_is_found(server: ServerProcess) -> None:
+    params = {"max_new_tokens": 60, "ignore_eos": True, "min_new_tokens": 0, "sampling_seed": 4}
+    async with session() as http:
+        body: dict[str, Any] = {"input_ids": PROMPT, "sampling_params": params}
+        free = await post(http, server, "/generate", body)
+        texts = [chr(32 + token - 3) if 3 <= token < 98 else None for token in free["output_ids"]]
+        seam = next(i for i in range(1, 50) if texts[i - 1] and texts[i])
+        stop = f"{texts[seam - 1]}{texts[seam]}"
+        body = {
+            "input_ids": PROMPT + free["output_ids"][:seam],
+            "resumed_tokens": seam,
+            "sampling_params": {**params, "max_new_tokens": 20, "stop": stop},
+        }
+
+        resumed = await post(http, server, "/generate", body)
+
+    assert resumed["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert resumed["output_ids"] == free["output_ids"][seam : seam + 1]
+
+
+async def test_generate_batch_of_prompts_answers_in_order(server: ServerProcess) -> None:
+    params = {"max_new_tokens": 5, "sampling_seed": 1, "ignore_eos": True}
+    async with session() as http:
+        rows = [PROMPT, PROMPT[:3], [9]]
+        many = await post(http, server, "/generate", {"input_ids": rows, "sampling_params": params})
+        each = [
+            await post(http, server, "/generate", {"input_ids": row, "sampling_params": params})
+            for row in rows
+        ]
+
+    assert [one["output_ids"] for one in many] == [one["output_ids"] for one in each]
+
+
+async def test_abort_request_returns_the_tokens_so_far(server: ServerProcess) -> None:
+    params = {"max_new_tokens": 400, "min_new_tokens": 400, "ignore_eos": True}
+    body = {
+        "input_ids": PROMPT,
+        "rid": "to-abort",
+        "stream": True,
+        "return_logprob": True,
+        "sampling_params": params,
+    }
+    async with session() as http:
+        await post(http, server, "/pause_generation", {})
+        async with http.post(server.address + "/generate", json=body) as response:
+            first = await response.content.readline()  # the heartbeat of a job that waits
+            answer = asyncio.create_task(response.content.read())
+            await post(http, server, "/continue_generation", {})
+            await until(http, server, "running", lambda count: count > 0)
+
+            aborted = await post(http, server, "/abort_request", {"rid": "to-abort"})
+            chunks = [
+                json.loads(line[6:])
+                for line in (first + await answer).splitlines()
+                if line.startswith(b"data: {")
+            ]
+
+    assert aborted == {"aborted": 1}
+    assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    total = sum(len(chunk["output_ids"]) for chunk in chunks)
+    assert 0 < total == chunks[-1]["meta_info"]["completion_tokens"] < 400
+
+
+async def test_agenerate_aborted_by_someone_is_finished_by_the_client(
+    server: ServerProcess, engine: EmbeddedEngine
+) -> None:
+    settings = {"max_new_tokens": 300, "min_new_tokens": 300, "ignore_eos": True}
+    whole = await engine.agenerate(request(PROMPT, 8, **settings))
+    async with session() as http:
+        answer = asyncio.create_task(engine.agenerate(request(PROMPT, 8, **settings)))
+        await until(http, server, "running", lambda count: count > 0)
+        await post(http, server, "/abort_request", {"abort_all": True})
+
+    broken = await answer
+
+    assert broken.resubmissions == 1
+    assert broken.output_ids == whole.output_ids
+    assert broken.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+
+
+async def test_client_gone_frees_the_slot(server: ServerProcess, engine: EmbeddedEngine) -> None:
+    async with session() as http:
+        answer = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=500, ignore_eos=True)))
+        await until(http, server, "running", lambda count: count > 0)
+
+        answer.cancel()
+
+        await until(http, server, "running", lambda count: count == 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (
+            {"input_ids": [5], "sampling_params": {"max_tokens": 5}},
+            "unknown parameter 'max_tokens'; did you mean",
+        ),
+        (
+            {"input_ids": [5], "sampling_params": {"temperature": -1}},
+            "temperature: expected 0 (greedy) or more",
+        ),
+        ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature: found 'hot'"),
+        ({"input_ids": [5, 160]}, "token 160 is outside the vocabulary of 160"),
+        ({"input_ids": [-1]}, "token -1 is outside"),
+        ({"input_ids": []}, "the prompt is empty"),
+        ({"input_ids": "text"}, "expected a list of token ids"),
+        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 512}}, "more than the context of 512"),
+        ({"input_ids": [5], "sampling_params": {"stop_token_ids": [999]}}, "999 is outside the vocabulary"),
+        ({"input_ids": [[5]], "stream": True}, "cannot be streamed"),
+    ],
+)
+async def test_generate_bad_request_answers_400_with_one_sentence(
+    server: ServerProcess, body: dict[str, Any], sentence: str
+) -> None:
+    async with session() as http, http.post(server.address + "/generate", json=body) as response:
+        assert response.status == 400
+        assert sentence in (await response.json())["error"]["message"]
+
+
+async def test_agenerate_refused_request_raises_at_once_with_the_sentence(engine: EmbeddedEngine) -> None:
+    with pytest.raises(InferenceError, match="more than the context of 512"):
+        await engine.agenerate(request(PROMPT, max_new_tokens=512))
+
+
+@pytest.mark.parametrize("path", ["/generate", "/score", "/stage_weights", "/commit_weights", "/shutdown"])
+async def test_post_without_the_key_answers_401(server: ServerProcess, path: str) -> None:
+    for key in ("", "another key"):
+        async with session(key) as http, http.post(server.address + path, json={}) as response:
+            assert response.status == 401
+
+
+async def test_agenerate_wrong_key_raises_at_once(server: ServerProcess) -> None:
+    engine = EmbeddedEngine(InferenceConfig())
+    engine.initialize([server.address], "another key")
+
+    with pytest.raises(InferenceError, match="no valid key"):
+        await engine.agenerate(request(PROMPT))
+
+    await engine.destroy()
+
+
+async def test_score_equals_transformers_forward(engine: EmbeddedEngine, model_path: Path) -> None:
+    expected = reference_logprobs(reference_model(model_path), PROMPT[:1], PROMPT[1:], 0.6)
+
+    assert await engine.score(PROMPT, 0.6) == pytest.approx([0.0, *expected], abs=1e-5)
+
+
+async def test_pause_stops_generation_until_resume(server: ServerProcess, engine: EmbeddedEngine) -> None:
+    await engine.pause()
+    answer = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=5, ignore_eos=True)))
+    async with session() as http:
+        await until(http, server, "waiting", lambda count: count > 0)
+    generated = (await engine.stats())["generated_tokens"]
+    assert not answer.done()
+
+    await engine.resume()
+
+    assert len((await answer).output_ids) == 5
+    stats = await engine.stats()
+    assert stats["generated_tokens"] == generated + 5
+    assert stats["servers"] == 1
+    assert stats["busy_seconds"] > 0
+
+
+async def test_destroy_fails_requests_that_wait(server: ServerProcess) -> None:
+    engine = EmbeddedEngine(InferenceConfig())
+    engine.initialize([server.address], KEY)
+    async with session() as http:
+        await post(http, server, "/pause_generation", {})
+        answer = asyncio.create_task(engine.agenerate(request(PROMPT)))
+        await until(http, server, "waiting", lambda count: count > 0)
+
+        await engine.destroy()
+
+        with pytest.raises(InferenceError, match="closed"):
+            await answer
+        await post(http, server, "/continue_generation", {})

@@ -100,7 +100,12 @@ def test_admit_same_prompts_share_one_prefill_and_stay_right(model_path: Path) -
     table, model = load(model_path), reference_model(model_path)
     passes: list[int] = []
     prefill = table.model.prefill
-    table.model.prefill = lambda rows, first: (passes.append(len(rows)), prefill(rows, first))[1]  # type: ignore[method-assign]
+
+    def counted(rows: list[list[int]], first: int) -> torch.Tensor:
+        passes.append(len(rows))
+        return prefill(rows, first)
+
+    table.model.prefill = counted  # type: ignore[method-assign]
     jobs = [job([5, 9, 30 + i % 2], 12, seed=i) for i in range(8)]
 
     run(table, jobs)
@@ -149,5 +154,5 @@ def test_sample_end_token_blocked_until_minimum_then_allowed(model_path: Path) -
     assert len(long.output_ids) == 10
     assert long.output_ids[-1] == END_ID
     assert END_ID not in long.output_ids[:-1]
-    # what was sampled instead has its log-prob under the full distribution, in which the end token is all but certain
+    # what was sampled instead has its log-prob under the full distribution, where the end token is certain
     assert max(long.logprobs[:-1]) < -30

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
+import asyncio
+import json
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights import staged_location, verify_receipt, write_weights
 from rl_inference import EmbeddedEngine, InferenceConfig
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model, tiny_model
@@ -23,24 +27,35 @@ def new_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("new") / "qwen3", seed=1)
 
 
-@contextlib.asynccontextmanager
-async def serving(
-    model: Path, scratch: Path, count: int = 1, **config: Any
-) -> AsyncIterator[tuple[Any, ...]]:
-    """An engine over fresh servers, the servers after it."""
-    with contextlib.ExitStack() as stack:
-        options = {"weights_dir": scratch / "weights", "slots": 8}
-        servers = [
-            ServerProcess(model, scratch / f"server-{i}.log", options=options).start() for i in range(count)
-        ]
-        for server in servers:
-            stack.callback(server.stop)
-        for server in servers:
-            server.wait_ready()
-        engine = EmbeddedEngine(InferenceConfig(**{"progress_timeout": 20, **config}))
-        engine.initialize([server.address for server in servers])
-        yield engine, *servers
-        await engine.destroy()
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def server(model_path: Path, scratch: Path) -> Iterator[ServerProcess]:
+    options = {"weights_dir": scratch / "weights", "slots": 8}
+    with ServerProcess(model_path, scratch / "server.log", options=options) as server:
+        yield server
+
+
+def served_version(server: ServerProcess) -> int:
+    with urllib.request.urlopen(server.address + "/health", timeout=10) as response:
+        return int(json.load(response)["version"])
+
+
+@pytest.fixture
+async def engine(server: ServerProcess, model_path: Path, scratch: Path) -> AsyncIterator[EmbeddedEngine]:
+    """An engine whose server serves `model_path` under an even version; the next one is free."""
+    probe = EmbeddedEngine(InferenceConfig(progress_timeout=20))
+    probe.initialize([server.address])
+    now = served_version(server)
+    old = now + 2 - now % 2
+    meta, _ = publish(reference_model(model_path), scratch, old)
+    await probe.stage_weights(meta)
+    await probe.commit_weights(old)
+    yield probe
+    await probe.destroy()
 
 
 def publish(
@@ -61,25 +76,188 @@ def request(tokens: int, seed: int = 1) -> ModelRequest:
     )
 
 
+async def generated(engine: EmbeddedEngine, more: int) -> None:
+    """Wait until the server has made `more` tokens."""
+    target = (await engine.stats())["generated_tokens"] + more
+    async with asyncio.timeout(30):
+        while (await engine.stats())["generated_tokens"] < target:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.001)
+
+
+def switch(versions: list[int]) -> int:
+    """Where the version changes; it must do so once, and upwards."""
+    assert versions == sorted(versions)
+    assert len(set(versions)) == 2
+    return versions.index(versions[-1])
+
+
 @pytest.mark.parametrize("route", ["shm", "disk"])
 async def test_commit_staged_weights_serves_them(
-    model_path: Path, new_model_path: Path, tmp_path: Path, route: str
+    engine: EmbeddedEngine, new_model_path: Path, scratch: Path, route: str
+) -> None:
+    new, old = reference_model(new_model_path), engine.version
+    meta, sent = publish(new, scratch, old + 1, route)
+
+    (receipt,) = await engine.stage_weights(meta)
+    before = await engine.agenerate(request(10))
+    paused = await engine.commit_weights(old + 1)
+    after = await engine.agenerate(request(30))
+
+    verify_receipt(sent, receipt, route)
+    assert before.versions == [old] * 10
+    assert after.versions == [old + 1] * 30
+    assert engine.version == old + 1
+    assert 0 <= paused < 5
+    assert after.logprobs == pytest.approx(reference_logprobs(new, PROMPT, after.output_ids), abs=1e-5)
+    expected = [0.0, *reference_logprobs(new, PROMPT[:1], PROMPT[1:])]
+    assert await engine.score(PROMPT) == pytest.approx(expected, abs=1e-5)
+
+
+async def test_commit_recompute_later_logprobs_are_the_new_models_over_the_whole_prefix(
+    engine: EmbeddedEngine, model_path: Path, new_model_path: Path, scratch: Path
+) -> None:
+    old, new = reference_model(model_path), reference_model(new_model_path)
+    await engine.stage_weights(publish(new, scratch, engine.version + 1)[0])
+    answers = [asyncio.create_task(engine.agenerate(request(480, i))) for i in range(8)]
+    await generated(engine, 100)
+
+    await engine.commit_weights(engine.version + 1, "recompute")
+
+    for answer in await asyncio.gather(*answers):
+        at = switch(answer.versions)
+        head, tail = answer.output_ids[:at], answer.output_ids[at:]
+        assert len(answer.output_ids) == 480
+        assert answer.resubmissions == 0
+        assert answer.logprobs[:at] == pytest.approx(reference_logprobs(old, PROMPT, head), abs=1e-5)
+        assert answer.logprobs[at:] == pytest.approx(reference_logprobs(new, PROMPT + head, tail), abs=1e-5)
+
+
+async def test_commit_keep_goes_on_with_the_old_cache_and_the_new_weights(
+    engine: EmbeddedEngine, model_path: Path, new_model_path: Path, scratch: Path
+) -> None:
+    old, new = reference_model(model_path), reference_model(new_model_path)
+    await engine.stage_weights(publish(new, scratch, engine.version + 1)[0])
+    task = asyncio.create_task(engine.agenerate(request(480)))
+    await generated(engine, 20)
+
+    await engine.commit_weights(engine.version + 1, "keep")
+
+    answer = await task
+    at = switch(answer.versions)
+    assert answer.logprobs == pytest.approx(kept_logprobs(old, new, answer.output_ids, at), abs=1e-5)
+
+
+@torch.no_grad()
+def kept_logprobs(old: Any, new: Any, output: list[int], at: int) -> list[float]:
+    """What `keep` means: `old` reads up to the last token before the switch, `new` goes on from there."""
+    ids, first = torch.tensor([PROMPT + output]), len(PROMPT) + at - 1
+    head = old(input_ids=ids[:, :first], use_cache=True)
+    tail = new(input_ids=ids[:, first:-1], past_key_values=head.past_key_values)
+    logits = torch.cat([head.logits[0, len(PROMPT) - 1 :], tail.logits[0]])
+    chosen: list[float] = (
+        torch.log_softmax(logits, -1).gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+    )
+    return chosen
+
+
+async def test_commit_wait_lets_running_answers_end_first_and_holds_new_ones(
+    engine: EmbeddedEngine, new_model_path: Path, scratch: Path
+) -> None:
+    old = engine.version
+    await engine.stage_weights(publish(reference_model(new_model_path), scratch, old + 1)[0])
+    running = [asyncio.create_task(engine.agenerate(request(300 + i, i))) for i in range(8)]
+    await generated(engine, 20)
+    commit = asyncio.create_task(engine.commit_weights(old + 1, "wait"))
+    await generated(engine, 20)
+    late = asyncio.create_task(engine.agenerate(request(5)))
+
+    await commit
+
+    assert all(answer.versions == [old] * len(answer.output_ids) for answer in await asyncio.gather(*running))
+    assert (await late).versions == [old + 1] * 5
+
+
+async def test_commit_while_paused_stays_paused(
+    engine: EmbeddedEngine, new_model_path: Path, scratch: Path
+) -> None:
+    await engine.stage_weights(publish(reference_model(new_model_path), scratch, engine.version + 1)[0])
+    await engine.pause()
+
+    await engine.commit_weights(engine.version + 1)
+    task = asyncio.create_task(engine.agenerate(request(5)))
+    before = await engine.stats()
+    async with asyncio.timeout(30):
+        while (await engine.stats())["waiting"] == 0:  # noqa: ASYNC110 - another process's event
+            await asyncio.sleep(0.01)
+
+    assert (await engine.stats())["generated_tokens"] == before["generated_tokens"]
+    await engine.resume()
+    assert (await task).versions == [engine.version] * 5
+
+
+def turn_a_bit(path: Path) -> None:
+    """Change the last parameter on its way."""
+    with path.open("r+b") as file:
+        file.seek(-64, 2)
+        byte = file.read(1)
+        file.seek(-64, 2)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+async def test_stage_one_wrong_tensor_receipts_differ(
+    engine: EmbeddedEngine, new_model_path: Path, scratch: Path
+) -> None:
+    meta, sent = publish(reference_model(new_model_path), scratch, engine.version + 1)
+    turn_a_bit(Path(meta.location))
+
+    (receipt,) = await engine.stage_weights(meta)
+
+    with pytest.raises(WeightUpdateError, match=f"parameter '{meta.params[-1].name}' differs"):
+        verify_receipt(sent, receipt, "shm")
+
+
+async def test_stage_parameter_missing_is_refused_by_name(
+    engine: EmbeddedEngine, new_model_path: Path, scratch: Path
+) -> None:
+    name = "model.norm.weight"
+    meta, _ = publish(reference_model(new_model_path), scratch, engine.version + 1, drop=name)
+
+    with pytest.raises(WeightUpdateError, match=r"were not sent, the first \['model.norm.weight'\]"):
+        await engine.stage_weights(meta)
+
+
+async def test_stage_outside_the_weights_directory_is_refused(
+    engine: EmbeddedEngine, new_model_path: Path, tmp_path: Path
+) -> None:
+    meta, _ = publish(reference_model(new_model_path), tmp_path, engine.version + 1)
+
+    with pytest.raises(WeightUpdateError, match="outside the server's weights directory"):
+        await engine.stage_weights(meta)
+
+
+async def test_commit_version_that_was_not_staged_is_refused_and_generation_goes_on(
+    engine: EmbeddedEngine,
+) -> None:
+    with pytest.raises(WeightUpdateError, match=r"staged is None.*Stage it first"):
+        await engine.commit_weights(engine.version + 7)
+
+    assert len((await engine.agenerate(request(5))).output_ids) == 5
+
+
+async def test_commit_tied_weights_stay_tied(
+    engine: EmbeddedEngine, new_model_path: Path, scratch: Path
 ) -> None:
     new = reference_model(new_model_path)
-    async with serving(model_path, tmp_path) as (engine, _):
-        meta, sent = publish(new, tmp_path, 3, route)
+    tensors = list(new.state_dict().items())  # has the head under its own name as well
+    assert "lm_head.weight" in dict(tensors)
+    specs = tuple(ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors)
+    version = engine.version + 1
+    location = staged_location(scratch / "weights", "shm", version)
+    meta, sent = write_weights(WeightUpdateMeta("shm", version, location, specs), tensors)
 
-        (receipt,) = await engine.stage_weights(meta)
-        before = await engine.agenerate(request(10))
-        paused = await engine.commit_weights(3)
-        after = await engine.agenerate(request(30))
+    (receipt,) = await engine.stage_weights(meta)
+    await engine.commit_weights(version)
+    answer = await engine.agenerate(request(20))
 
-        verify_receipt(sent, receipt, route)
-        assert before.versions == [0] * 10
-        assert after.versions == [3] * 30
-        assert engine.version == 3
-        assert 0 <= paused < 5
-        assert after.logprobs == pytest.approx(reference_logprobs(new, PROMPT, after.output_ids), abs=1e-5)
-        assert await engine.score(PROMPT) == pytest.approx(
-            [0.0, *reference_logprobs(new, PROMPT[:1], PROMPT[1:])], abs=1e-5
-        )
+    verify_receipt(sent, receipt, "shm")
+    assert answer.logprobs == pytest.approx(reference_logprobs(new, PROMPT, answer.output_ids), abs=1e-5)

@@ -4,6 +4,7 @@ on."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -59,16 +60,16 @@ class WeightUpdates:
         require_choice("interrupt", interrupt, ("keep", "recompute", "wait"))
         async with self._lock:
             try:
+                await self._everywhere(lambda s: self._pause(s, interrupt), f"pause for version {version}")
                 await self._everywhere(
-                    lambda server: self._pause(server, interrupt), f"pause for version {version}"
+                    lambda s: self._commit(s, version, interrupt), f"commit version {version}"
                 )
-                await self._everywhere(
-                    lambda server: self._commit(server, version, interrupt), f"commit version {version}"
-                )
-            finally:
-                # also after an error or a cancellation: nobody may stay paused
-                paused = [] if self._held else await self._resume_all()
-            return max(paused, default=0.0)
+            except BaseException:
+                # nobody may stay paused; what went wrong first is what counts
+                with contextlib.suppress(WeightUpdateError):
+                    await self._resume_all()
+                raise
+            return max(await self._resume_all(), default=0.0)
 
     async def pause(self) -> None:
         """Pause everywhere until `resume`; updates in between do not resume either."""
@@ -101,7 +102,12 @@ class WeightUpdates:
         server.version = version
 
     async def _resume_all(self) -> list[float]:
-        if not self._router.live:
+        """Let all live servers go on, unless their owner holds them paused.
+
+        Returns:
+            how long each stood still, in seconds.
+        """
+        if self._held:
             return []
 
         async def one(server: Server) -> float:

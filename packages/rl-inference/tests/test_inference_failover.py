@@ -1,0 +1,219 @@
+"""Servers that die, freeze, come back or refuse: answers go on elsewhere, versions never mix."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest, ParamSpec, WeightUpdateMeta
+from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
+from rl_contracts.weights import staged_location, write_weights
+from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference.testing import ServerProcess, free_port, reference_logprobs, reference_model
+
+PROMPT = [5, 17, 40, 33, 21, 90]
+TOKENS = 480
+
+
+@pytest.fixture(scope="module")
+def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two servers; whichever a test killed is started again under the same address by `alive`."""
+    scratch = tmp_path_factory.mktemp("servers")
+    options = {"slots": 8, "weights_dir": scratch / "weights"}
+    pair = [ServerProcess(model_path, scratch / f"server-{i}.log", options=dict(options)) for i in range(2)]
+    for server in pair:
+        server.start()
+    yield pair
+    for server in pair:
+        server.stop()
+
+
+@pytest.fixture
+async def alive(servers: list[ServerProcess], model_path: Path) -> list[ServerProcess]:
+    """Both, at the same version (a test may have left them apart)."""
+    for server in servers:
+        if server.exit_code is not None:
+            server.start()
+    for server in servers:
+        server.wait_ready()
+    version = 2 + max(served_version(server) for server in servers)
+    async with client([server.address for server in servers]) as engine:
+        await engine.stage_weights(staged(servers[0], model_path, version))
+        await engine.commit_weights(version)
+    return servers
+
+
+def served_version(server: ServerProcess) -> int:
+    with urllib.request.urlopen(server.address + "/health", timeout=10) as response:
+        return int(json.load(response)["version"])
+
+
+@contextlib.asynccontextmanager
+async def client(addresses: list[str], **config: Any) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(InferenceConfig(**{"progress_timeout": 20, **config}))
+    engine.initialize(addresses)
+    try:
+        yield engine
+    finally:
+        await engine.destroy()
+
+
+def request(seed: int, tokens: int = TOKENS) -> ModelRequest:
+    generation = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, ignore_eos=True)
+    return ModelRequest(list(PROMPT), generation, seed=seed)
+
+
+async def both_running(servers: list[ServerProcess]) -> None:
+    """Wait until each server works on something."""
+    for server in servers:
+        async with client([server.address]) as probe, asyncio.timeout(30):
+            while not (await probe.stats())["running"]:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.001)
+
+
+async def test_agenerate_server_killed_mid_answer_continues_elsewhere(
+    alive: list[ServerProcess], model_path: Path
+) -> None:
+    model = reference_model(model_path)
+    async with client([server.address for server in alive]) as engine:
+        alone = [await engine.agenerate(request(seed)) for seed in range(2)]
+        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        await both_running(alive)
+
+        alive[0].stop()
+        finished = await asyncio.gather(*answers)
+
+    assert sum(answer.resubmissions for answer in finished) >= 3
+    assert {answer.server for answer in finished if answer.resubmissions} == {alive[1].address}
+    assert [answer.output_ids for answer in finished[:2]] == [answer.output_ids for answer in alone]
+    for answer in finished:
+        assert len(answer.output_ids) == len(answer.versions) == TOKENS
+        expected = reference_logprobs(model, PROMPT, answer.output_ids)
+        assert answer.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+async def test_agenerate_server_frozen_continues_elsewhere_after_the_deadline(
+    alive: list[ServerProcess],
+) -> None:
+    async with client([server.address for server in alive], progress_timeout=2.0) as engine:
+        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        await both_running(alive)
+        alive[0].signal(signal.SIGSTOP)
+        started = time.monotonic()
+        try:
+            finished = await asyncio.gather(*answers)
+        finally:
+            alive[0].signal(signal.SIGCONT)
+
+    assert all(len(answer.output_ids) == TOKENS for answer in finished)
+    assert sum(answer.resubmissions for answer in finished) >= 3
+    assert time.monotonic() - started > 1.5
+
+
+async def test_agenerate_no_server_left_names_them_with_the_last_error() -> None:
+    addresses = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    async with client(addresses, progress_timeout=0.5) as engine:
+        with pytest.raises(InferenceError, match="Connect call failed") as caught:
+            await engine.agenerate(request(0))
+
+        assert all(address in str(caught.value) for address in addresses)
+        with pytest.raises(InferenceError, match="no live server could score"):
+            await engine.score(PROMPT)
+        with pytest.raises(WeightUpdateError, match="no live server could stage version 1"):
+            await engine.stage_weights(WeightUpdateMeta("disk", 1, "/nowhere"))
+
+
+async def test_commit_frozen_server_is_evicted_and_its_answers_continue_on_the_new_version(
+    alive: list[ServerProcess], model_path: Path
+) -> None:
+    version = served_version(alive[0]) + 1
+    meta = staged(alive[0], model_path, version)
+    async with client([server.address for server in alive], progress_timeout=2.0) as engine:
+        await engine.stage_weights(meta)
+        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        await both_running(alive)
+        alive[0].signal(signal.SIGSTOP)
+
+        try:
+            await engine.commit_weights(version, "recompute")
+            finished = await asyncio.gather(*answers)
+        finally:
+            alive[0].signal(signal.SIGCONT)
+
+        assert engine.version == version
+        assert (await engine.stats())["servers"] == 1
+        for answer in finished:
+            assert len(answer.output_ids) == TOKENS
+            assert answer.versions == sorted(answer.versions)
+            assert answer.versions[-1] == version
+
+
+async def test_stage_server_that_cannot_is_evicted_and_the_others_go_on(
+    alive: list[ServerProcess], model_path: Path
+) -> None:
+    gone = f"http://127.0.0.1:{free_port()}"
+    version = served_version(alive[0]) + 1
+    meta = staged(alive[0], model_path, version)
+    async with client([alive[0].address, gone]) as engine:
+        receipts = await engine.stage_weights(meta)
+        await engine.commit_weights(version)
+
+        assert len(receipts) == 1
+        assert engine.version == version
+        assert (await engine.stats())["servers"] == 1
+
+
+async def test_agenerate_server_restarted_with_old_weights_is_evicted_not_believed(
+    alive: list[ServerProcess], model_path: Path
+) -> None:
+    version = served_version(alive[0]) + 1
+    meta = staged(alive[0], model_path, version)
+    async with client([server.address for server in alive]) as engine:
+        await engine.stage_weights(meta)
+        await engine.commit_weights(version)
+        alive[0].stop()
+        alive[0].start().wait_ready()
+
+        answers = await asyncio.gather(*(engine.agenerate(request(seed, 10)) for seed in range(4)))
+
+        assert all(answer.versions == [version] * 10 for answer in answers)
+        assert (await engine.stats())["servers"] == 1
+
+
+def staged(server: ServerProcess, model_path: Path, version: int) -> WeightUpdateMeta:
+    """The served model's own weights, published as `version`."""
+    model = reference_model(model_path)
+    tensors = [(name, p.detach()) for name, p in model.named_parameters()]
+    specs = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in tensors)
+    location = staged_location(server.options["weights_dir"], "shm", version)
+    return write_weights(WeightUpdateMeta("shm", version, location, specs), tensors)[0]
+
+
+@pytest.mark.parametrize("addresses", [[], ["localhost:8000"], ["http://"]])
+def test_initialize_bad_addresses_are_refused(addresses: list[str]) -> None:
+    with pytest.raises(ConfigError, match="inference servers"):
+        EmbeddedEngine(InferenceConfig()).initialize(addresses)
+
+
+def test_server_spec_is_a_startable_job(model_path: Path, tmp_path: Path) -> None:
+    config = InferenceConfig(model_path=str(model_path), servers=2, device="cpu", weights_dir=str(tmp_path))
+
+    spec = EmbeddedEngine.server_spec(config)
+
+    assert spec.count == 2
+    assert spec.needs_port
+    assert spec.ready_path == "/health"
+    assert "{port}" in spec.command
+    with pytest.raises(ConfigError, match="model_path"):
+        EmbeddedEngine.server_spec(replace(config, model_path=""))

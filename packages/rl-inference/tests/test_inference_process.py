@@ -1,0 +1,151 @@
+"""The server process: what it says when it cannot start, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rl_contracts.errors import ModelError
+from rl_inference.server.config import ServerConfig
+from rl_inference.server.model import SlotModel
+from rl_inference.testing import ServerProcess, tiny_model
+
+COMMAND = (sys.executable, "-m", "rl_inference.server")
+MAIN = "import sys; from rl_inference.server.__main__ import main; sys.exit(main(sys.argv[1:]))"
+
+
+def start_refused(model: Path, tmp_path: Path, port: int = 0) -> tuple[int, str]:
+    """Exit code and last log line of a server that should not start."""
+    server = ServerProcess(model, tmp_path / "server.log", port=port, command=COMMAND).start()
+    return server.wait(), server.log.read_text().strip().splitlines()[-1]
+
+
+def test_start_model_without_weights_says_what_is_there(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+
+    code, last = start_refused(model, tmp_path)
+
+    assert code == 1
+    assert "expected weights (*.safetensors) beside config.json, found config.json" in last
+    assert "save_pretrained" in last
+
+
+def test_start_no_model_directory_says_so(tmp_path: Path) -> None:
+    code, last = start_refused(tmp_path / "nothing", tmp_path)
+
+    assert code == 1
+    assert f"found no directory at {tmp_path / 'nothing'}" in last
+
+
+def test_load_weights_that_lack_a_parameter_names_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = tiny_model(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ModelError, match=r"lack 1 parameters of Qwen3ForCausalLM.*layers\.1\.mlp\.up_proj"):
+        SlotModel.load(ServerConfig(str(model), 0, device="cpu"))
+
+
+def test_load_context_longer_than_the_model_knows_is_refused(model_path: Path) -> None:
+    with pytest.raises(ModelError, match="context_length 1000"):
+        SlotModel.load(ServerConfig(str(model_path), 0, device="cpu", context_length=1000))
+
+
+def test_load_layers_that_the_server_does_not_know_are_refused(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", "qwen3_next", linear_num_value_heads=4, linear_num_key_heads=2)
+
+    with pytest.raises(ModelError, match=r"layers of type .'linear_attention'"):
+        SlotModel.load(ServerConfig(str(model), 0, device="cpu"))
+
+
+def test_start_port_in_use_gives_one_clear_error(model_path: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        code, last = start_refused(model_path, tmp_path, port)
+
+    assert code == 1
+    assert f"port {port} of 127.0.0.1 is in use" in last
+
+
+def test_start_bad_setting_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    arguments = ["--model", str(tmp_path), "--port", "0", "--dtype", "int3"]
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, *arguments], capture_output=True, text=True, timeout=60
+    )
+
+    assert done.returncode == 2
+    assert "server.dtype: expected one of float32, bfloat16, float16, found 'int3'" in done.stderr
+
+
+async def test_sigterm_while_generating_returns_partial_answer_and_frees_the_port(
+    model_path: Path, tmp_path: Path
+) -> None:
+    with ServerProcess(model_path, tmp_path / "server.log") as server:
+        params = {"max_new_tokens": 500, "min_new_tokens": 500, "ignore_eos": True}
+        async with aiohttp.ClientSession() as http:
+            body = {"input_ids": [5], "sampling_params": params, "stream": True}
+            async with http.post(server.address + "/generate", json=body) as response:
+                server.signal(signal.SIGTERM)
+                text = await response.text()
+
+        assert '"type": "abort"' in text or '"type": "length"' in text
+        assert await asyncio.to_thread(server.wait) == 0
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", server.port))
+
+
+async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
+    model_path: Path, tmp_path: Path
+) -> None:
+    fault = (
+        "from rl_inference.server.slots import SlotTable\n"
+        "def step(self): raise ZeroDivisionError('planted')\n"
+        "SlotTable.step = step\n"
+    )
+    server = ServerProcess(model_path, tmp_path / "server.log", command=(sys.executable, "-c", fault + MAIN))
+    with server:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(server.address + "/generate", json={"input_ids": [5]}) as response,
+        ):
+            message = (await response.json())["error"]["message"]
+
+        assert response.status == 500
+        assert "ZeroDivisionError: planted" in message
+        assert await asyncio.to_thread(server.wait) == 1
+        assert "Traceback" in server.log.read_text()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/stats"])
+async def test_request_before_the_model_is_loaded_answers_503(
+    model_path: Path, tmp_path: Path, path: str
+) -> None:
+    server = ServerProcess(model_path, tmp_path / "server.log").start()
+    try:
+        async with aiohttp.ClientSession() as http, asyncio.timeout(60):
+            while True:
+                try:
+                    async with http.post(server.address + "/generate", json={}) as response:
+                        assert response.status == 503
+                        assert response.headers["Retry-After"]
+                        return
+                except aiohttp.ClientConnectorError:
+                    await asyncio.sleep(0.01)
+    finally:
+        server.stop()

@@ -194,14 +194,14 @@ def test_evaluate_where_every_episode_fails_is_an_error_and_no_accuracy(engine):
 def test_next_batch_reward_that_blocks_the_loop_is_named_with_its_stack(engine):
     class Blocking(Echo):
         async def arun_episode(self, engine, data):
-            time.sleep(4)  # noqa: ASYNC251 - the planted fault
+            time.sleep(2)  # noqa: ASYNC251 - the planted fault
             return await super().arun_episode(engine, data)
 
     rollout = DistRollout(
-        engine, Blocking(), _rows(), batch_size=1, config=RolloutConfig(group_size=1, stall_timeout=1.0)
+        engine, Blocking(), _rows(), batch_size=1, config=RolloutConfig(group_size=1, stall_timeout=0.5)
     )
     try:
-        with pytest.raises(StalledError, match=r"is blocked for more than 1 s[\s\S]*in arun_episode"):
+        with pytest.raises(StalledError, match=r"is blocked for more than 0.5 s[\s\S]*in arun_episode"):
             rollout.next_batch()
     finally:
         rollout.destroy()

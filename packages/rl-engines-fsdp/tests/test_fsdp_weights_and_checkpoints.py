@@ -157,6 +157,11 @@ def test_load_hf_replaces_the_weights(model_path, tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(engine).items())
 
 
+def test_load_hf_of_another_model_names_the_first_difference(model_path, tmp_path):
+    with pytest.raises(ModelError, match="same model"):
+        make_engine(model_path).load(SaveLoadMeta(make_model(tmp_path, "Llama")))
+
+
 # ---- states
 
 

@@ -101,14 +101,16 @@ class FSDPEngine(TrainEngine):
     def _wrap(self, model: torch.nn.Module) -> PackedCausalLM:
         return PackedCausalLM(model, self.config.max_logits, self.config.entropy_grad)
 
-    def _read_source(self, path: str) -> PackedCausalLM | None:
-        """The whole model on rank 0, checked; None elsewhere."""
+    def _read_source(self, path: str, like: PackedCausalLM | None = None) -> PackedCausalLM | None:
+        """The whole model on rank 0, checked, and of the same parameters as `like`; None elsewhere (collective)."""
         source: PackedCausalLM | None = None
         error: ModelError | None = None
         if self.parallel.is_main:
             try:
                 source = self._wrap(loading.read_model(path))
-                if self.config.verify_model:
+                if like is not None:
+                    loading.check_same_parameters(path, source, like)
+                elif self.config.verify_model:
                     loading.verify(source)
             except ModelError as failure:
                 error = failure
@@ -287,8 +289,7 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced."""
         _check_kind(meta)
         if meta.kind == "hf":
-            loading.check_directory(meta.path)
-            source = self._read_source(meta.path)
+            source = self._read_source(meta.path, like=self._model)
             sharding.copy_parameters(self._model, source, self._device)
         else:
             counters = state_checkpoint.load_state(self._model, self._optimizer, meta.path, self.parallel)

@@ -20,7 +20,7 @@ VERIFY_TOLERANCE = 5e-4
 """Largest difference of log-probs between the packed and the plain forward, in float32."""
 
 
-def check_directory(path: str, need_weights: bool = True) -> None:
+def check_directory(path: str) -> None:
     """See that a local path is a model directory; hub ids pass.
 
     Raises:
@@ -35,7 +35,7 @@ def check_directory(path: str, need_weights: bool = True) -> None:
     listing = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "an empty directory"
     if "config.json" not in found:
         raise ModelError(f"model {path}: expected config.json, found {listing}. {_ADVICE}")
-    if need_weights and not any(next(directory.glob(pattern), None) for pattern in WEIGHT_PATTERNS):
+    if not any(next(directory.glob(pattern), None) for pattern in WEIGHT_PATTERNS):
         raise ModelError(f"model {path}: expected weights ({' or '.join(WEIGHT_PATTERNS)}), found {listing}. {_ADVICE}")
 
 
@@ -96,6 +96,22 @@ def empty_model(config: Any) -> nn.Module:
     with torch.device("meta"):
         model = factory.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
     return without_dropout(model)
+
+
+def check_same_parameters(path: str, found: nn.Module, expected: nn.Module) -> None:
+    """See that two models have parameters of the same names and shapes.
+
+    Raises:
+        ModelError: names the first that differs.
+    """
+    ours, theirs = ({n: tuple(p.shape) for n, p in model.named_parameters()} for model in (expected, found))
+    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if different:
+        name = different[0]
+        raise ModelError(
+            f"model {path}: {len(different)} parameters differ from the engine's model: {name!r} has shape "
+            f"{theirs.get(name, 'none')} there and {ours.get(name, 'none')} here. Load a checkpoint of the same model."
+        )
 
 
 @contextmanager

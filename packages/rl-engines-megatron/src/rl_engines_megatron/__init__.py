@@ -1,1 +1,29 @@
-"""TrainEngine on megatron-core."""
+"""Hugging Face models of the Llama, Qwen2 and Qwen3 families in megatron-core's layout, and back.
+
+Public names are imported when they are first asked for, so that `import rl_engines_megatron` does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_engines_megatron.conversion import from_megatron, to_megatron
+    from rl_engines_megatron.model_config import gpt_model_kwargs, transformer_kwargs
+
+__version__ = "0.1.0"
+__all__ = ["from_megatron", "gpt_model_kwargs", "to_megatron", "transformer_kwargs"]
+
+_MODULES = {
+    "from_megatron": "conversion",
+    "gpt_model_kwargs": "model_config",
+    "to_megatron": "conversion",
+    "transformer_kwargs": "model_config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,128 @@
+"""Keyword arguments of megatron-core's `TransformerConfig` and `GPTModel`, of a Hugging Face config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.errors import ConfigError, ModelError
+from rl_engines_megatron.architecture import Architecture
+from rl_engines_megatron.partition import Partition
+
+ROPE_TYPES = ("default", "linear", "llama3")
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of Llama 3's rotary scaling that megatron-core has built in; only the factor can be chosen."""
+
+
+def transformer_kwargs(
+    hf_config: Any, strategy: ParallelStrategy, *, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Keyword arguments of `megatron.core.transformer.TransformerConfig` that follow from the model and its split.
+
+    What they do not settle stays for the caller: initialisation, recomputation, fusions, sequence parallelism.
+
+    Args:
+        hf_config: a transformers config of the Llama, Qwen2 or Qwen3 family.
+        strategy: how the model is split.
+        dtype: of the parameters, and of what pipeline stages send each other.
+
+    Raises:
+        ModelError: an unsupported model.
+        ConfigError: a strategy that does not fit the model, with the numbers.
+    """
+    architecture = Architecture.from_hugging_face(hf_config)
+    _check_strategy(architecture, strategy)
+    return {
+        "num_layers": architecture.layers,
+        "hidden_size": architecture.hidden,
+        "ffn_hidden_size": architecture.intermediate,
+        "num_attention_heads": architecture.heads,
+        "num_query_groups": architecture.groups,
+        "kv_channels": architecture.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": architecture.norm_eps,
+        "qk_layernorm": architecture.qk_norm,
+        "add_bias_linear": False,
+        "add_qkv_bias": architecture.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": architecture.attention_dropout,
+        "tensor_model_parallel_size": strategy.tensor,
+        "pipeline_model_parallel_size": strategy.pipeline,
+        "context_parallel_size": strategy.context,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+    }
+
+
+def gpt_model_kwargs(
+    hf_config: Any, strategy: ParallelStrategy, *, pp_rank: int = 0, vocab_multiple: int = 1
+) -> dict[str, Any]:
+    """Keyword arguments of `megatron.core.models.gpt.GPTModel` besides its config and its layer spec.
+
+    Args:
+        hf_config: a transformers config of the Llama, Qwen2 or Qwen3 family.
+        strategy: how the model is split.
+        pp_rank: the pipeline stage.
+        vocab_multiple: as in `Partition`. The logits of added rows are not part of the model: leave them out of
+            every softmax.
+
+    Raises:
+        ModelError: an unsupported model, or rotary scaling that megatron-core computes differently.
+        ConfigError: a strategy that does not fit the model, with the numbers, or a stage that does not exist.
+    """
+    architecture = Architecture.from_hugging_face(hf_config)
+    partition = _check_strategy(architecture, strategy, vocab_multiple)
+    partition.check_rank(0, pp_rank)
+    return {
+        "vocab_size": partition.padded_vocab(architecture.vocab),
+        "max_sequence_length": architecture.max_positions,
+        "pre_process": partition.is_first(pp_rank),
+        "post_process": partition.is_last(pp_rank),
+        "share_embeddings_and_output_weights": architecture.tied,
+        "position_embedding_type": "rope",
+        **_rope_kwargs(architecture.rope),
+    }
+
+
+def _check_strategy(architecture: Architecture, strategy: ParallelStrategy, vocab_multiple: int = 1) -> Partition:
+    if strategy.expert != 1 or strategy.expert_tensor not in (None, 1):
+        raise ConfigError(
+            f"megatron: {architecture.family} models have no experts, found expert {strategy.expert} and "
+            f"expert_tensor {strategy.expert_tensor}; leave both out."
+        )
+    partition = Partition(strategy.tensor, strategy.pipeline, vocab_multiple)
+    partition.check(architecture)
+    return partition
+
+
+def _rope_kwargs(rope: Mapping[str, Any]) -> dict[str, Any]:
+    kind, base = rope["rope_type"], {"rotary_percent": 1.0, "rotary_base": rope["rope_theta"]}
+    if kind == "default":
+        return base
+    if kind == "linear":
+        return {**base, "seq_len_interpolation_factor": _factor(rope)}
+    if kind == "llama3":
+        found = {name: rope.get(name) for name in LLAMA3_ROPE}
+        if found != LLAMA3_ROPE:
+            raise ModelError(
+                f"megatron: llama3 rotary scaling: megatron-core has {LLAMA3_ROPE} built in, found {found}."
+            )
+        return {**base, "rope_scaling": True, "rope_scaling_factor": _factor(rope)}
+    raise ModelError(f"megatron: rope_type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
+
+
+def _factor(rope: Mapping[str, Any]) -> float:
+    factor = rope.get("factor")
+    if not isinstance(factor, int | float):
+        raise ModelError(
+            f"megatron: rope_parameters of type {rope['rope_type']!r}: expected a factor, found {factor!r}."
+        )
+    return float(factor)

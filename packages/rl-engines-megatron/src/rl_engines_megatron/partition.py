@@ -1,0 +1,73 @@
+"""How one model is cut over tensor-parallel and pipeline-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_contracts.config import require
+from rl_contracts.errors import ConfigError
+from rl_engines_megatron.architecture import Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Tensor-parallel ranks, pipeline stages of equal length, and the padding of the vocabulary."""
+
+    tp_size: int = 1
+    """Ranks over which each matrix is split."""
+    pp_size: int = 1
+    """Stages over which the layers are split, each with `layers / pp_size` of them."""
+    vocab_multiple: int = 1
+    """Each tensor-parallel rank holds a multiple of this many rows of the vocabulary."""
+
+    def __post_init__(self) -> None:
+        require(self.tp_size >= 1, "tp_size", "at least 1", self.tp_size)
+        require(self.pp_size >= 1, "pp_size", "at least 1", self.pp_size)
+        require(self.vocab_multiple >= 1, "vocab_multiple", "at least 1", self.vocab_multiple)
+
+    def check(self, architecture: Architecture) -> None:
+        """Raise a `ConfigError` with the numbers unless `architecture` can be cut this way."""
+        tp, pp = self.tp_size, self.pp_size
+        _require_divides("pipeline", pp, "num_hidden_layers", architecture.layers)
+        _require_divides("tensor", tp, "num_attention_heads", architecture.heads)
+        _require_divides("tensor", tp, "intermediate_size", architecture.intermediate)
+        groups = architecture.groups
+        if groups % tp and tp % groups:
+            raise ConfigError(
+                f"megatron: tensor parallel size {tp} neither divides the {groups} key-value heads nor is a multiple "
+                f"of them; choose t that divides {groups}."
+            )
+        # where ranks share a key-value head, megatron-core cuts the fused matrix by rows, not at heads
+        rows = (architecture.heads + 2 * groups) * architecture.head_dim
+        _require_divides("tensor", tp, "rows of the fused qkv projection", rows)
+
+    def check_rank(self, tp_rank: int, pp_rank: int) -> None:
+        """Raise a `ConfigError` unless both ranks exist."""
+        require(0 <= tp_rank < self.tp_size, "tp_rank", f"between 0 and {self.tp_size - 1}", tp_rank)
+        require(0 <= pp_rank < self.pp_size, "pp_rank", f"between 0 and {self.pp_size - 1}", pp_rank)
+
+    def is_first(self, pp_rank: int) -> bool:
+        """Whether the stage holds the embedding (megatron-core: pre_process)."""
+        return pp_rank == 0
+
+    def is_last(self, pp_rank: int) -> bool:
+        """Whether the stage holds the final norm and the output layer (megatron-core: post_process)."""
+        return pp_rank == self.pp_size - 1
+
+    def stage_layers(self, layers: int, pp_rank: int) -> range:
+        """The model's layer numbers (from 0) of a stage; megatron-core numbers them from 0 within the stage."""
+        length = layers // self.pp_size
+        return range(pp_rank * length, (pp_rank + 1) * length)
+
+    def padded_vocab(self, vocab: int) -> int:
+        """Rows of the embedding after padding: the next multiple of `tp_size * vocab_multiple`."""
+        step = self.tp_size * self.vocab_multiple
+        return -(-vocab // step) * step
+
+
+def _require_divides(dimension: str, size: int, name: str, value: int) -> None:
+    if value % size:
+        fitting = ", ".join(str(n) for n in range(1, min(value, 64) + 1) if value % n == 0)
+        raise ConfigError(
+            f"megatron: {dimension} parallel size {size} does not divide {name} = {value}; sizes that do: {fitting}."
+        )

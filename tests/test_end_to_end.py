@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_apps.parts import weights_directory
 from rl_contracts.testing.models import make_tiny_model
 
 BIN = Path(sys.executable).parent
@@ -54,11 +55,13 @@ def _records(run_dir):
 
 def _processes_of(run_dir):
     """Processes whose command names the run directory or its weights."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if str(run_dir) in " ".join(process.info["cmdline"] or ()) and process.pid != os.getpid():
-            found.append(process)
-    return found
+    names = (str(run_dir), str(weights_directory(run_dir)))
+    others = (p for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid())
+    return [p for p in others if any(name in " ".join(p.info["cmdline"] or ()) for name in names)]
+
+
+def _server_of(run_dir):
+    return next(p for p in _processes_of(run_dir) if "rl_inference.server" in " ".join(p.cmdline()))
 
 
 def _wait_for(condition, seconds, what):
@@ -106,8 +109,6 @@ def test_grpo_servers_and_trainer_compute_the_same_log_probs(finished_run):
 
 
 def test_grpo_finished_run_leaves_no_process_and_no_shared_memory(finished_run):
-    from rl_apps.parts import weights_directory
-
     assert _processes_of(finished_run[0]) == []
     assert not weights_directory(finished_run[0]).exists()
 
@@ -174,7 +175,7 @@ def _steps(run_dir):
 
 def test_grpo_server_that_dies_ends_the_run_with_its_name_and_log(endless_run):
     process, run_dir = endless_run
-    server = next(p for p in _processes_of(run_dir) if "rl_inference.server" in " ".join(p.cmdline()))
+    server = _server_of(run_dir)
     begin = time.monotonic()
     server.kill()
     _, err = process.communicate(timeout=30)
@@ -188,7 +189,7 @@ def test_grpo_server_that_dies_ends_the_run_with_its_name_and_log(endless_run):
 
 def test_grpo_interrupted_by_ctrl_c_leaves_no_process_and_no_port(endless_run):
     process, run_dir = endless_run
-    server = next(p for p in _processes_of(run_dir) if "rl_inference.server" in " ".join(p.cmdline()))
+    server = _server_of(run_dir)
     port = int(server.cmdline()[server.cmdline().index("--port") + 1])
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)

@@ -123,7 +123,7 @@ async def test_agenerate_server_frozen_continues_elsewhere_after_the_deadline(
 
 async def test_agenerate_no_server_left_names_them_with_the_last_error() -> None:
     addresses = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-    async with client(addresses, progress_timeout=0.5) as engine:
+    async with client(addresses, progress_timeout=1.0) as engine:
         with pytest.raises(InferenceError, match="Connect call failed") as caught:
             await engine.agenerate(request(0))
 

@@ -25,7 +25,9 @@ PROMPT = [5, 17, 40, 33, 21, 90]
 @pytest.fixture(scope="module")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "server.log"
-    with ServerProcess(model_path, log, key=KEY, options={"slots": 16}) as server:
+    with ServerProcess(
+        model_path, log, key=KEY, options={"slots": 16, "max_waiting": 32, "max_request_bytes": 100_000}
+    ) as server:
         yield server
 
 
@@ -342,3 +344,26 @@ async def test_destroy_fails_requests_that_wait(server: ServerProcess) -> None:
         with pytest.raises(InferenceError, match="closed"):
             await answer
         await post(http, server, "/continue_generation", {})
+
+
+async def test_generate_body_too_large_answers_413(server: ServerProcess) -> None:
+    body = {"input_ids": [5] * 100_000}
+    async with session() as http, http.post(server.address + "/generate", json=body) as response:
+        assert response.status == 413
+
+
+async def test_generate_queue_full_answers_503_and_the_client_gets_through(
+    server: ServerProcess, engine: EmbeddedEngine
+) -> None:
+    await engine.pause()
+    held = [asyncio.create_task(engine.agenerate(request(PROMPT, i, max_new_tokens=3))) for i in range(48)]
+    async with session() as http:
+        await until(http, server, "waiting", lambda count: count >= 48)
+        async with http.post(server.address + "/generate", json={"input_ids": PROMPT}) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+    late = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=3)))
+
+    await engine.resume()
+
+    assert all(len(answer.output_ids) <= 3 for answer in await asyncio.gather(*held, late))

@@ -47,6 +47,14 @@ def test_uniforms_known_seed_stay_what_they_were() -> None:
     assert found.tolist() == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_uniforms_on_a_gpu_are_the_same() -> None:
+    seeds, positions = torch.arange(-5000, 5000) * 2**50, torch.arange(10_000)
+
+    assert torch.equal(uniforms(seeds.cuda(), positions.cuda()).cpu(), uniforms(seeds, positions))
+
+
 def _reference_uniform(seed: int, position: int) -> float:
     """The same in Python integers."""
     mask = 2**64 - 1

@@ -118,6 +118,62 @@ def test_admit_same_prompts_share_one_prefill_and_stay_right(model_path: Path) -
         )
 
 
+def test_admit_member_of_a_running_group_copies_its_prompt_unless_the_weights_changed(
+    model_path: Path,
+) -> None:
+    table, model = load(model_path), reference_model(model_path)
+    passes: list[list[list[int]]] = []
+    prefill = table.model.prefill
+
+    def noted(rows: list[list[int]], first: int) -> torch.Tensor:
+        passes.append(rows)
+        return prefill(rows, first)
+
+    table.model.prefill = noted  # type: ignore[method-assign]
+    jobs = [job([5, 9, 30, 31], 20, seed=i) for i in range(4)]
+    for i, each in enumerate(jobs):
+        table._version = lambda version=i // 2: version  # type: ignore[misc]
+        table.admit(deque([each]))
+        table.step()
+
+    run(table, [])
+
+    assert passes == [[[5, 9, 30, 31]], [[5, 9, 30, 31]]]
+    for each in jobs:
+        assert each.logprobs == pytest.approx(
+            reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5
+        )
+
+
+def test_record_model_without_numbers_ends_the_answer_as_an_error(model_path: Path) -> None:
+    table = load(model_path)
+    with torch.no_grad():
+        table.model.model.get_output_embeddings().weight.fill_(float("nan"))
+    broken = job([5], 20)
+
+    run(table, [broken])
+
+    assert broken.finish_reason is not None
+    assert broken.finish_reason["type"] == "error"
+    assert "nan" in broken.finish_reason["message"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_decode_on_a_gpu_equals_transformers_forward(model_path: Path) -> None:
+    model = reference_model(model_path)
+    config = ServerConfig(model=str(model_path), port=0, device="cuda", slots=8)
+    table = SlotTable(SlotModel.load(config), 8, 512, lambda: 0)
+    jobs = [job([5, 9, 30 + i // 2], 40, seed=i) for i in range(12)]
+
+    run(table, jobs, stagger=2)
+
+    for each in jobs:
+        assert each.logprobs == pytest.approx(
+            reference_logprobs(model, each.prompt, each.output_ids), abs=1e-4
+        )
+
+
 def test_admit_more_tokens_than_a_pass_may_have_takes_several_passes(model_path: Path) -> None:
     table = load(model_path, slots=6, prefill_tokens=64)
     waiting = deque(job(list(range(3, 33 + i)), 4) for i in range(6))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROGRESS_SECONDS = 0.5
 """Longest silence of a stream while the decode thread is alive."""
-DRAIN_ANSWER_SECONDS = 5.0
+DRAIN_ANSWER_SECONDS = 0.5
 """After which `/pause_generation` with `wait` answers that it is not there yet; the client asks again."""
 MODES = ("keep", "recompute", "wait")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,8 +40,8 @@ class GenerationJob:
     """(version, first index) of each run of tokens made by one version of the weights."""
     finish_reason: dict[str, Any] | None = None
     """How it ended; None while it runs."""
-    submitted: float = field(default_factory=time.monotonic)
-    """When it arrived."""
+    cache_version: int = -1
+    """Version of the weights that read the prompt into the cache."""
 
     @property
     def length(self) -> int:

@@ -5,6 +5,7 @@ one moves into its place."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -40,50 +41,52 @@ class SlotTable:
 
     @torch.inference_mode()
     def admit(self, waiting: deque[GenerationJob]) -> None:
-        """Prefill as many of the first waiting jobs as there are free rows and room in one pass, and sample
-        their first tokens. Jobs with the same tokens are computed once and copied."""
-        sources, jobs = self._choose(waiting)
-        if not jobs:
-            return
-        first, unique = len(self.jobs), max(sources) + 1
-        prompts = [job.tokens for job in jobs]
-        logits = self.model.prefill(prompts[:unique], first)
-        if len(jobs) > unique:
-            copies = range(unique, len(jobs))
-            self.model.cache.copy_rows(
-                [first + sources[i] for i in copies], [first + i for i in copies], max(map(len, prompts))
-            )
-            logits = logits[torch.tensor(sources, device=logits.device)]
-        positions = torch.tensor([job.length for job in jobs], device=logits.device)
-        tokens, logprobs = SamplingBatch.of(jobs, logits.device).sample(logits, positions)
-        self.jobs.extend(jobs)
-        self._sampling = None
-        self._record(jobs, tokens, logprobs)
+        """Give free rows to the first waiting jobs, as many as one prefill pass has room for.
 
-    def _choose(self, waiting: deque[GenerationJob]) -> tuple[list[int], list[GenerationJob]]:
-        """Take jobs from the front; those with tokens of their own first, copies after them.
+        The members of a group share their prompt: only the first of them is prefilled, and sampled from. The
+        others copy its keys and values and join the next decode step with the prompt's last token. The first
+        may be running already, as long as its prompt was read with the weights that are served now.
+        """
+        firsts, copies = self._choose(waiting)
+        first, version = len(self.jobs), self._version()
+        self._sampling = None
+        self.jobs.extend(firsts)
+        logits = self.model.prefill([job.tokens for job in firsts], first) if firsts else None
+        if copies:
+            row_of = {id(job): row for row, job in enumerate(self.jobs)}
+            sources = [row_of[id(source)] for source, _ in copies]
+            targets = range(len(self.jobs), len(self.jobs) + len(copies))
+            self.model.cache.copy_rows(sources, list(targets), max(job.length for _, job in copies))
+            self.jobs.extend(job for _, job in copies)
+        for job in self.jobs[first:]:
+            job.cache_version = version
+        if logits is not None:
+            positions = torch.tensor([job.length for job in firsts], device=logits.device)
+            self._record(firsts, *SamplingBatch.of(firsts, logits.device).sample(logits, positions))
+
+    def _choose(
+        self, waiting: deque[GenerationJob]
+    ) -> tuple[list[GenerationJob], list[tuple[GenerationJob, GenerationJob]]]:
+        """Take jobs from the front.
 
         Returns:
-            for each job the index of the job whose tokens it shares (its own, if it is the first), and the
-        jobs."""
-        unique: dict[tuple[int, ...], int] = {}
+            those to prefill, and (source, job) where another one has the same tokens in its cache.
+        """
+        version, longest = self._version(), 0
+        known = {tuple(job.prompt): job for job in self.jobs if job.cache_version == version}
         firsts: list[GenerationJob] = []
-        copies: list[tuple[int, GenerationJob]] = []
-        longest = 0
+        copies: list[tuple[GenerationJob, GenerationJob]] = []
         while waiting and len(self.jobs) + len(firsts) + len(copies) < self.slots:
             tokens = tuple(waiting[0].tokens)
-            if tokens in unique:
-                copies.append((unique[tokens], waiting.popleft()))
+            if tokens in known:
+                copies.append((known[tokens], waiting.popleft()))
                 continue
             if firsts and max(longest, len(tokens)) * (len(firsts) + 1) > self._prefill_tokens:
                 break
             longest = max(longest, len(tokens))
-            unique[tokens] = len(firsts)
+            known[tokens] = waiting[0]
             firsts.append(waiting.popleft())
-        return (
-            [*range(len(firsts)), *(source for source, _ in copies)],
-            [*firsts, *(job for _, job in copies)],
-        )
+        return firsts, copies
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -98,11 +101,11 @@ class SlotTable:
         self._record(self.jobs, self._inputs, logprobs)
 
     def _gather(self) -> None:
-        """Make the tensors of the running jobs anew, after rows changed."""
+        """Make the tensors of the running jobs anew, after rows changed. Each goes on from its last token."""
         device = self.model.device
         places = [job.length - 1 for job in self.jobs]
         self._sampling = SamplingBatch.of(self.jobs, device)
-        self._inputs = torch.tensor([job.output_ids[-1] for job in self.jobs], device=device)
+        self._inputs = torch.tensor([(job.output_ids or job.prompt)[-1] for job in self.jobs], device=device)
         self._positions = torch.tensor(places, device=device)
         self._longest = max(places)
 
@@ -112,7 +115,9 @@ class SlotTable:
         version, ended = self._version(), False
         for job, token, logprob in zip(jobs, map(int, ids), values, strict=True):
             job.append(token, logprob, version)
-            if token in job.end_ids:
+            if math.isnan(logprob):
+                job.finish({"type": "error", "message": f"version {version} of the weights computes nan"})
+            elif token in job.end_ids:
                 job.finish({"type": "stop", "matched": token})
             elif job.generation.stop and (text := matched_stop(job, self.model.tokenizer)) is not None:
                 job.finish({"type": "stop", "matched": text})

@@ -15,7 +15,6 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import MetricsWriter
 from rl_contracts.trajectory import concatenate, save_batch
-from rl_trainers.summary import summarise
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +102,8 @@ class Books:
         self, step: int, batch: TensorDict, stats: dict[str, float | None], version_before: int, version: int
     ) -> None:
         """After a step: its record, and what is due with it."""
+        from rl_trainers.summary import summarise
+
         self.step = step
         record: dict[str, float | None] = {"step": step, "version": version}
         record |= summarise(batch, version_before, self.engine.parallel)

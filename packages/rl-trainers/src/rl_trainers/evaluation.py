@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rl_contracts.config import GenerationConfig, require
-from rl_trainers.functional.supervised import cross_entropy_loss
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -57,6 +54,8 @@ class AnswerEvaluation:
 
     def __call__(self, step: int) -> dict[str, float | None]:
         """`eval/accuracy`, `eval/reward` and `eval/length` (collective)."""
+        import torch
+
         answers = self.rollout.evaluate(self.rows, self.config.generation, self.config.n)
         if self.writer is not None:
             self.writer.write(f"eval_step_{step}", answers)
@@ -78,5 +77,7 @@ class LossEvaluation:
 
     def __call__(self, step: int) -> dict[str, float | None]:
         """`loss/eval`, in nats per token (collective)."""
+        from rl_trainers.functional.supervised import cross_entropy_loss
+
         result = self.engine.eval_batch(self.batch, cross_entropy_loss, lambda rows: rows["loss_mask"].sum().float())
         return {"loss/eval": result["loss"]}

@@ -9,15 +9,13 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from rl_contracts.logging import get_logger
-
 from rl_contracts.config import require
 from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.logging import get_logger
 from rl_contracts.trajectory import lengths, select
-from rl_trainers.functional.divergence import gap_sums
 
 if TYPE_CHECKING:
+    import torch
     from tensordict import TensorDict
 
     from rl_contracts.engine import TrainEngine
@@ -61,6 +59,10 @@ class GapGate:
         """
         if not self.config.rows:
             return {"gap/mean_abs": None, "gap/max_abs": None, "gap/k3": None}
+        import torch
+
+        from rl_trainers.functional.divergence import gap_sums
+
         rows = select(batch, list(range(min(self.config.rows, batch.batch_size[0]))))
         ours = self.engine.forward(rows, lambda outputs, _: outputs.logprobs)
         error, theirs = None, torch.zeros_like(ours)
@@ -79,6 +81,7 @@ class GapGate:
 
     def _scores(self, rows: TensorDict, like: torch.Tensor) -> torch.Tensor:
         """What the servers compute for the rows' tokens, [B, T]."""
+        import torch
 
         async def score_all() -> list[list[float]]:
             calls = [

@@ -88,9 +88,7 @@ async def test_generate_logprobs_equal_transformers_forward(
     settings = {"temperature": temperature, "max_new_tokens": 50, "ignore_eos": True, "min_new_tokens": 50}
     prompts = [[*PROMPT[: 1 + i % 6], 30 + i] for i in range(24)]
 
-    responses = await asyncio.gather(
-        *(engine.agenerate(request(p, i, **settings)) for i, p in enumerate(prompts))
-    )
+    responses = await asyncio.gather(*(engine.agenerate(request(p, i, **settings)) for i, p in enumerate(prompts)))
 
     for prompt, response in zip(prompts, responses, strict=True):
         expected = reference_logprobs(model, prompt, response.output_ids, temperature)
@@ -115,9 +113,7 @@ async def test_generate_same_seed_same_tokens_whatever_else_runs(engine: Embedde
 async def test_generate_continued_from_its_own_prefix_goes_on_the_same(engine: EmbeddedEngine) -> None:
     whole = await engine.agenerate(request(PROMPT, 5, max_new_tokens=30, ignore_eos=True))
 
-    rest = await engine.agenerate(
-        request(PROMPT + whole.output_ids[:13], 5, max_new_tokens=17, ignore_eos=True)
-    )
+    rest = await engine.agenerate(request(PROMPT + whole.output_ids[:13], 5, max_new_tokens=17, ignore_eos=True))
 
     assert rest.output_ids == whole.output_ids[13:]
 
@@ -127,9 +123,7 @@ async def test_generate_stop_token_ends_with_it(engine: EmbeddedEngine) -> None:
     stop = free.output_ids[20]
     first = free.output_ids.index(stop)
 
-    stopped = await engine.agenerate(
-        request(PROMPT, 3, max_new_tokens=40, ignore_eos=True, stop_token_ids=[stop])
-    )
+    stopped = await engine.agenerate(request(PROMPT, 3, max_new_tokens=40, ignore_eos=True, stop_token_ids=[stop]))
 
     assert stopped.output_ids == free.output_ids[: first + 1]
     assert stopped.stop_reason is StopReason.STOP
@@ -192,10 +186,7 @@ async def test_generate_batch_of_prompts_answers_in_order(server: ServerProcess)
     async with session() as http:
         rows = [PROMPT, PROMPT[:3], [9]]
         many = await post(http, server, "/generate", {"input_ids": rows, "sampling_params": params})
-        each = [
-            await post(http, server, "/generate", {"input_ids": row, "sampling_params": params})
-            for row in rows
-        ]
+        each = [await post(http, server, "/generate", {"input_ids": row, "sampling_params": params}) for row in rows]
 
     assert [one["output_ids"] for one in many] == [one["output_ids"] for one in each]
 
@@ -219,9 +210,7 @@ async def test_abort_request_returns_the_tokens_so_far(server: ServerProcess) ->
 
             aborted = await post(http, server, "/abort_request", {"rid": "to-abort"})
             chunks = [
-                json.loads(line[6:])
-                for line in (first + await answer).splitlines()
-                if line.startswith(b"data: {")
+                json.loads(line[6:]) for line in (first + await answer).splitlines() if line.startswith(b"data: {")
             ]
 
     assert aborted == {"aborted": 1}

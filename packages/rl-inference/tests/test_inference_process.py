@@ -84,9 +84,7 @@ def test_start_port_in_use_gives_one_clear_error(model_path: Path, tmp_path: Pat
 
 def test_start_bad_setting_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     arguments = ["--model", str(tmp_path), "--port", "0", "--dtype", "int3"]
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, *arguments], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", MAIN, *arguments], capture_output=True, text=True, timeout=60)
 
     assert done.returncode == 2
     assert "server.dtype: expected one of float32, bfloat16, float16, found 'int3'" in done.stderr
@@ -133,9 +131,7 @@ async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
 
 
 @pytest.mark.parametrize("path", ["/generate", "/stats"])
-async def test_request_before_the_model_is_loaded_answers_503(
-    model_path: Path, tmp_path: Path, path: str
-) -> None:
+async def test_request_before_the_model_is_loaded_answers_503(model_path: Path, tmp_path: Path, path: str) -> None:
     server = ServerProcess(model_path, tmp_path / "server.log").start()
     try:
         async with aiohttp.ClientSession() as http, asyncio.timeout(60):

@@ -105,9 +105,7 @@ def test_sample_greedy_takes_the_likeliest_with_logprob_at_temperature_one() -> 
     top_p=st.floats(0.05, 1.0),
     min_p=st.floats(0.0, 0.9),
 )
-def test_sample_truncated_draws_stay_inside_the_allowed_set(
-    seed: int, top_k: int, top_p: float, min_p: float
-) -> None:
+def test_sample_truncated_draws_stay_inside_the_allowed_set(seed: int, top_k: int, top_p: float, min_p: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, 12, generator=generator) * 2
 

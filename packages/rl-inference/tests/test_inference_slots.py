@@ -86,9 +86,7 @@ def test_batching_same_seed_gives_same_tokens_alone_and_among_others(model_path:
     alone = job([5, 9, 30], 40, seed=7, temperature=0.9)
     run(table, [alone])
     among = job([5, 9, 30], 40, seed=7, temperature=0.9)
-    others = [
-        job([8, 9, 30 + i, *range(i)], 5 + 7 * i, seed=i, top_p=0.8 if i % 2 else 1.0) for i in range(10)
-    ]
+    others = [job([8, 9, 30 + i, *range(i)], 5 + 7 * i, seed=i, top_p=0.8 if i % 2 else 1.0) for i in range(10)]
 
     run(table, [*others[:4], among, *others[4:]], stagger=2)
 
@@ -113,9 +111,7 @@ def test_admit_same_prompts_share_one_prefill_and_stay_right(model_path: Path) -
     assert passes == [2]
     assert len({tuple(each.output_ids) for each in jobs}) == 8
     for each in jobs:
-        assert each.logprobs == pytest.approx(
-            reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5
-        )
+        assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5)
 
 
 def test_admit_member_of_a_running_group_copies_its_prompt_unless_the_weights_changed(
@@ -140,9 +136,7 @@ def test_admit_member_of_a_running_group_copies_its_prompt_unless_the_weights_ch
 
     assert passes == [[[5, 9, 30, 31]], [[5, 9, 30, 31]]]
     for each in jobs:
-        assert each.logprobs == pytest.approx(
-            reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5
-        )
+        assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5)
 
 
 def test_record_model_without_numbers_ends_the_answer_as_an_error(model_path: Path) -> None:
@@ -169,9 +163,7 @@ def test_decode_on_a_gpu_equals_transformers_forward(model_path: Path) -> None:
     run(table, jobs, stagger=2)
 
     for each in jobs:
-        assert each.logprobs == pytest.approx(
-            reference_logprobs(model, each.prompt, each.output_ids), abs=1e-4
-        )
+        assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-4)
 
 
 def test_admit_more_tokens_than_a_pass_may_have_takes_several_passes(model_path: Path) -> None:

@@ -154,9 +154,7 @@ def kept_logprobs(old: Any, new: Any, output: list[int], at: int) -> list[float]
     head = old(input_ids=ids[:, :first], use_cache=True)
     tail = new(input_ids=ids[:, first:-1], past_key_values=head.past_key_values)
     logits = torch.cat([head.logits[0, len(PROMPT) - 1 :], tail.logits[0]])
-    chosen: list[float] = (
-        torch.log_softmax(logits, -1).gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
-    )
+    chosen: list[float] = torch.log_softmax(logits, -1).gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
     return chosen
 
 
@@ -177,9 +175,7 @@ async def test_commit_wait_lets_running_answers_end_first_and_holds_new_ones(
     assert (await late).versions == [old + 1] * 5
 
 
-async def test_commit_while_paused_stays_paused(
-    engine: EmbeddedEngine, new_model_path: Path, scratch: Path
-) -> None:
+async def test_commit_while_paused_stays_paused(engine: EmbeddedEngine, new_model_path: Path, scratch: Path) -> None:
     await engine.stage_weights(publish(reference_model(new_model_path), scratch, engine.version + 1)[0])
     await engine.pause()
 
@@ -244,9 +240,7 @@ async def test_commit_version_that_was_not_staged_is_refused_and_generation_goes
     assert len((await engine.agenerate(request(5))).output_ids) == 5
 
 
-async def test_commit_tied_weights_stay_tied(
-    engine: EmbeddedEngine, new_model_path: Path, scratch: Path
-) -> None:
+async def test_commit_tied_weights_stay_tied(engine: EmbeddedEngine, new_model_path: Path, scratch: Path) -> None:
     new = reference_model(new_model_path)
     tensors = list(new.state_dict().items())  # has the head under its own name as well
     assert "lm_head.weight" in dict(tensors)

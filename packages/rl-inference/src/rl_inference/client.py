@@ -185,26 +185,21 @@ class EmbeddedEngine(InferenceEngine):
             server.tasks.discard(task)
 
     async def _read(self, server: Server, answer: PartialAnswer) -> None:
-        oldest = server.version
+        committed = server.version
         stream = self._transport.stream(server, answer.next_call(self._protocol))
         async with contextlib.aclosing(stream) as lines:
             async for line in lines:
                 try:
                     chunk = self._protocol.parse_chunk(line)
                 except (ValueError, KeyError, TypeError) as error:
-                    raise ServerLostError(
-                        f"{server.address}: an answer that cannot be read: {error!r}"
-                    ) from error
+                    raise ServerLostError(f"{server.address}: an answer that cannot be read: {error!r}") from error
                 if chunk is None:
                     continue
                 if chunk.error is not None:
                     raise ServerLostError(f"{server.address}: {chunk.error}")
-                if chunk.versions and min(chunk.versions) < oldest:
-                    # it was restarted, and does not know what it had committed
-                    self._router.evict(
-                        server, f"serves version {min(chunk.versions)} after it had committed {oldest}"
-                    )
-                    raise ServerLostError(server.last_error)
+                self._check_version(server, min(chunk.versions, default=committed), committed)
+                if not server.live:
+                    raise ServerLostError(f"{server.address}: {server.evicted}")
                 answer.add(chunk)
         if answer.finish is None:
             raise ServerLostError(f"{server.address}: the stream ended before the answer")
@@ -237,15 +232,24 @@ class EmbeddedEngine(InferenceEngine):
         await self._updates.resume()
 
     async def stats(self) -> dict[str, float]:
-        """Sums over the servers that answer."""
-        live = self._router.live
+        """Sums over the servers that answer. Also learns the version of servers that another client updated."""
+        sent = {server: server.version for server in self._router.live}
         answers = await asyncio.gather(
-            *(self._transport.call(server, self._protocol.stats()) for server in live), return_exceptions=True
+            *(self._transport.call(server, self._protocol.stats()) for server in sent), return_exceptions=True
         )
         found = [value for value in answers if isinstance(value, dict)]
+        for (server, version), value in zip(sent.items(), answers, strict=True):
+            if isinstance(value, dict):
+                self._check_version(server, int(value["version"]), version)
+                server.version = max(server.version, int(value["version"]))
         names = ("running", "waiting", "generated_tokens", "busy_seconds")
         sums = {name: float(sum(value[name] for value in found)) for name in names}
-        return {"servers": float(len(live)), **sums}
+        return {"servers": float(len(self._router.live)), **sums}
+
+    def _check_version(self, server: Server, found: int, committed: int) -> None:
+        """Evict a server that shows an older version than it had when it was asked: it was restarted."""
+        if found < committed:
+            self._router.evict(server, f"serves version {found} after it had committed {committed}")
 
     async def destroy(self) -> None:
         """Close connections. Requests that still wait fail with an `InferenceError`."""

@@ -60,11 +60,7 @@ class InferenceConfig:
         require(self.cpus >= 1, "inference.cpus", "at least 1", self.cpus)
         require(self.max_concurrent >= 1, "inference.max_concurrent", "at least 1", self.max_concurrent)
         # servers show that they are alive every half second
-        require(
-            self.progress_timeout >= 1, "inference.progress_timeout", "1 s or more", self.progress_timeout
-        )
+        require(self.progress_timeout >= 1, "inference.progress_timeout", "1 s or more", self.progress_timeout)
         require(self.update_timeout > 0, "inference.update_timeout", "seconds above 0", self.update_timeout)
-        require(
-            self.connect_timeout > 0, "inference.connect_timeout", "seconds above 0", self.connect_timeout
-        )
+        require(self.connect_timeout > 0, "inference.connect_timeout", "seconds above 0", self.connect_timeout)
         require(self.retry_seconds > 0, "inference.retry_seconds", "seconds above 0", self.retry_seconds)

@@ -90,9 +90,7 @@ def reference_model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def reference_logprobs(
-    model: Any, prompt: list[int], output: list[int], temperature: float = 1.0
-) -> list[float]:
+def reference_logprobs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
     """Log-probs of `output` after `prompt`, by one forward pass of a `reference_model`."""
     import torch
 
@@ -147,16 +145,12 @@ class ServerProcess:
         """Start it and return at once."""
         self.port = self.port or free_port()
         options = {"model": self.model, "port": self.port, "threads": 1, **self.options}
-        arguments = [
-            text for name, value in options.items() for text in ("--" + name.replace("_", "-"), str(value))
-        ]
+        arguments = [text for name, value in options.items() for text in ("--" + name.replace("_", "-"), str(value))]
         environment = {"OMP_NUM_THREADS": "1", "RL_RUN_KEY": self.key}
         if self.command is None:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(_PRELOADED)
-            self.process = context.Process(
-                target=_serve, args=(arguments, environment, str(self.log)), daemon=True
-            )
+            self.process = context.Process(target=_serve, args=(arguments, environment, str(self.log)), daemon=True)
             self.process.start()
         else:
             with self.log.open("wb") as file:

@@ -103,9 +103,7 @@ class Transport:
             self._session = aiohttp.ClientSession(
                 headers=self._headers, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
             )
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=self._config.connect_timeout, sock_read=silence
-        )
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout, sock_read=silence)
         method = "GET" if call.body is None else "POST"
         return self._session.request(method, server.address + call.path, json=call.body, timeout=timeout)
 

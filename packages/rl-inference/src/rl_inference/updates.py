@@ -61,9 +61,7 @@ class WeightUpdates:
         async with self._lock:
             try:
                 await self._everywhere(lambda s: self._pause(s, interrupt), f"pause for version {version}")
-                await self._everywhere(
-                    lambda s: self._commit(s, version, interrupt), f"commit version {version}"
-                )
+                await self._everywhere(lambda s: self._commit(s, version, interrupt), f"commit version {version}")
             except BaseException:
                 # nobody may stay paused; what went wrong first is what counts
                 with contextlib.suppress(WeightUpdateError):
@@ -93,9 +91,7 @@ class WeightUpdates:
             if value["generated_tokens"] != before:
                 before, since = value["generated_tokens"], self._clock.now()
             elif self._clock.now() - since > self._config.progress_timeout:
-                raise ServerLostError(
-                    f"{server.address}: drained no further for {self._config.progress_timeout:g} s"
-                )
+                raise ServerLostError(f"{server.address}: drained no further for {self._config.progress_timeout:g} s")
 
     async def _commit(self, server: Server, version: int, mode: str) -> None:
         await self._transport.call(server, self._protocol.commit(version, mode))
@@ -132,10 +128,7 @@ class WeightUpdates:
             else:
                 raise result
         if not good:
-            listed = (
-                "; ".join(f"{server.address} {reason}" for server, reason in reasons)
-                or "all were evicted before"
-            )
+            listed = "; ".join(f"{server.address} {reason}" for server, reason in reasons) or "all were evicted before"
             raise WeightUpdateError(f"no live server could {what}: {listed}.")
         for server, reason in reasons:
             self._router.evict(server, reason)

@@ -115,9 +115,7 @@ async def serve(config: ServerConfig, key: str) -> int:
         await web_runner.cleanup()
 
 
-def _load(
-    config: ServerConfig, holder: str, on_crash: Callable[[BaseException], None]
-) -> asyncio.Future[DecodeLoop]:
+def _load(config: ServerConfig, holder: str, on_crash: Callable[[BaseException], None]) -> asyncio.Future[DecodeLoop]:
     """Load in a daemon thread, so that a signal need not wait for it. It also imports torch and transformers:
     the port is bound, and /health answers, seconds before they are there."""
     events = asyncio.get_running_loop()
@@ -148,9 +146,7 @@ def _load(
 
 def _bind_error(config: ServerConfig, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {config.port} of {config.host} is in use; stop what listens there or give another --port."
-        )
+        return f"port {config.port} of {config.host} is in use; stop what listens there or give another --port."
     return f"cannot listen on {config.host}:{config.port}: {error}"
 
 

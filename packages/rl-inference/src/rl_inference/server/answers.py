@@ -8,9 +8,7 @@ from typing import Any
 from rl_inference.server.job import GenerationJob
 
 
-def answer(
-    job: GenerationJob, tokenizer: Any | None, version: int, start: int, logprobs: bool
-) -> dict[str, Any]:
+def answer(job: GenerationJob, tokenizer: Any | None, version: int, start: int, logprobs: bool) -> dict[str, Any]:
     """What is new of a job since token `start`; the whole answer for 0.
 
     Args:

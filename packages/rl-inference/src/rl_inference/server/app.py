@@ -178,9 +178,7 @@ class ServerApp:
     ) -> web.StreamResponse:
         """Server-sent events with what is new, at least every `PROGRESS_SECONDS` as long as the decode thread
         lives."""
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
-        )
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
         sent, beat = 0, -1
         while not done.is_set():
@@ -240,9 +238,7 @@ class ServerApp:
             receipt = await asyncio.to_thread(self.loop.weights.stage, meta)
         # as text: checksums have 64 bits, more than a JSON number safely carries
         checksums = {name: str(value) for name, value in receipt.checksums.items()}
-        return web.json_response(
-            {"holder": receipt.holder, "version": receipt.version, "checksums": checksums}
-        )
+        return web.json_response({"holder": receipt.holder, "version": receipt.version, "checksums": checksums})
 
     async def pause_generation(self, request: web.Request) -> web.Response:
         """Stop between two passes. With `wait`, running answers are finished first; answers `paused: false`

@@ -91,9 +91,7 @@ def slot_attention(
     window = sliding_window if sliding_window is not None and sliding_window < key.shape[2] else 0
     plain = softcap is None and s_aux is None
     if plain and tokens > 1 and span.fresh and not window:
-        output = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=shared > 1
-        )
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared > 1)
         return output.transpose(1, 2).contiguous(), None
     mask = span.mask(window)
     grouped = query.reshape(rows, key.shape[1], shared * tokens, dim)

@@ -75,9 +75,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             head = torch.arange(heads, device=key_states.device).view(1, -1, 1)
             span.write_index = ((row * heads + head) * self.capacity + span.positions[:, None, :]).view(-1)
         for store, states in ((self.keys, key_states), (self.values, value_states)):
-            store.view(-1, store.shape[3]).index_copy_(
-                0, span.write_index, states.reshape(-1, store.shape[3])
-            )
+            store.view(-1, store.shape[3]).index_copy_(0, span.write_index, states.reshape(-1, store.shape[3]))
         here = slice(span.first, span.first + rows)
         return self.keys[here, :, : span.length], self.values[here, :, : span.length]
 

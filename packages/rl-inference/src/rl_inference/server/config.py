@@ -47,9 +47,7 @@ class ServerConfig:
         require_choice("server.dtype", self.dtype, DTYPES)
         require(0 <= self.port < 65536, "server.port", "between 0 and 65535", self.port)
         require(self.slots >= 1, "server.slots", "at least 1", self.slots)
-        require(
-            self.context_length >= 0, "server.context_length", "0 (the model's) or more", self.context_length
-        )
+        require(self.context_length >= 0, "server.context_length", "0 (the model's) or more", self.context_length)
         require(self.max_waiting >= 0, "server.max_waiting", "0 or more", self.max_waiting)
         require(self.prefill_tokens >= 1, "server.prefill_tokens", "at least 1", self.prefill_tokens)
         require(self.threads >= 0, "server.threads", "0 (torch's choice) or more", self.threads)

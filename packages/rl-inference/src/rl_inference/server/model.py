@@ -49,9 +49,7 @@ class SlotModel:
         path = Path(config.model)
         check_directory(path)
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        device = (
-            config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        )
+        device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -66,9 +64,7 @@ class SlotModel:
             model, info = loaded
             model.to(device)
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise ModelError(
-                f"{path}: the model cannot be loaded on {device} in {config.dtype}: {error}"
-            ) from error
+            raise ModelError(f"{path}: the model cannot be loaded on {device} in {config.dtype}: {error}") from error
         missing = sorted(info["missing_keys"])
         if missing:
             raise ModelError(
@@ -78,9 +74,7 @@ class SlotModel:
         _check_architecture(path, model)
         longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_CONTEXT
         if config.context_length > longest:
-            raise ModelError(
-                f"context_length {config.context_length}: {path} has {longest} positions; lower it."
-            )
+            raise ModelError(f"context_length {config.context_length}: {path} has {longest} positions; lower it.")
         model.eval().requires_grad_(False)
         return cls(model, _load_tokenizer(path), config.slots, config.context_length or longest)
 
@@ -142,9 +136,7 @@ class SlotModel:
         logits: torch.Tensor = output.logits
         return logits
 
-    def _pick_last(
-        self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...] | None:
+    def _pick_last(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if self._span is None or self._span.last is None:
             return None
         hidden, last = inputs[0], self._span.last
@@ -168,9 +160,7 @@ def _check_architecture(path: Path, model: Any) -> None:
 
 def _load_tokenizer(path: Path) -> Any | None:
     """The directory's tokenizer; None where it has none (then there is no text, and no stop strings)."""
-    if not any(
-        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    ):
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         logger.warning("%s has no tokenizer: answers carry no text, and stop strings are refused", path)
         return None
     return AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -83,13 +83,9 @@ def parse_ids(value: Any, limits: Limits) -> list[int]:
         raise InferenceError("input_ids: the prompt is empty; expected at least one token.")
     for token in (min(value), max(value)):
         if not 0 <= token < limits.vocab_size:
-            raise InferenceError(
-                f"input_ids: token {token} is outside the vocabulary of {limits.vocab_size}."
-            )
+            raise InferenceError(f"input_ids: token {token} is outside the vocabulary of {limits.vocab_size}.")
     if len(value) > limits.context_length:
-        raise InferenceError(
-            f"input_ids: {len(value)} tokens are more than the context of {limits.context_length}."
-        )
+        raise InferenceError(f"input_ids: {len(value)} tokens are more than the context of {limits.context_length}.")
     return value
 
 
@@ -107,15 +103,11 @@ def _parse_job(ids: Any, params: Any, rid: str, resumed: Any, limits: Limits) ->
         raise InferenceError(
             f"resumed_tokens: expected 0 to {len(prompt) - 1} (of the prompt's tokens), found {resumed!r}."
         )
-    end_ids = frozenset(generation.stop_token_ids) | (
-        frozenset() if generation.ignore_eos else limits.end_ids
-    )
+    end_ids = frozenset(generation.stop_token_ids) | (frozenset() if generation.ignore_eos else limits.end_ids)
     blocked = end_ids if generation.min_new_tokens == 0 else end_ids | limits.end_ids
     outside = [token for token in blocked if not 0 <= token < limits.vocab_size]
     if outside:
-        raise InferenceError(
-            f"stop_token_ids: {outside[0]} is outside the vocabulary of {limits.vocab_size}."
-        )
+        raise InferenceError(f"stop_token_ids: {outside[0]} is outside the vocabulary of {limits.vocab_size}.")
     return GenerationJob(rid, prompt, generation, seed, end_ids, blocked, resumed)
 
 

@@ -93,9 +93,7 @@ class SamplingBatch:
             greedy=tensor(greedy, torch.bool) if any(greedy) else None,
             any_random=not all(greedy),
             tempered=any(s.temperature not in (0.0, 1.0) for s in settings),
-            blocked=tuple(tensor(list(part), torch.int64) for part in zip(*pairs, strict=True))
-            if pairs
-            else None,  # type: ignore[arg-type]
+            blocked=tuple(tensor(list(part), torch.int64) for part in zip(*pairs, strict=True)) if pairs else None,  # type: ignore[arg-type]
             truncated=(
                 tensor(rows, torch.int64),
                 tensor([s.top_k or 2**62 for s in column], torch.int64)[:, None],

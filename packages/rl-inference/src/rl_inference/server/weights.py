@@ -26,9 +26,7 @@ class ServedWeights:
         self._live: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
         first_name: dict[int, str] = {}
         # tied parameters are one tensor under several names: the first one stands for it
-        self._canonical = {
-            name: first_name.setdefault(id(tensor), name) for name, tensor in self._live.items()
-        }
+        self._canonical = {name: first_name.setdefault(id(tensor), name) for name, tensor in self._live.items()}
         self._spare: dict[str, torch.Tensor] = {}
         self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
 
@@ -104,9 +102,7 @@ class ServedWeights:
         if self._directory is None:
             raise WeightUpdateError("this server takes no weight updates; start it with --weights-dir.")
         if not Path(meta.location).resolve().is_relative_to(self._directory):
-            raise WeightUpdateError(
-                f"{meta.location}: outside the server's weights directory {self._directory}."
-            )
+            raise WeightUpdateError(f"{meta.location}: outside the server's weights directory {self._directory}.")
 
     def _check_specs(self, meta: WeightUpdateMeta) -> None:
         for spec in meta.params:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -124,11 +124,10 @@ def run_trl(job: Job, directory: Path, threads: int) -> dict[str, Any]:
 
 def best_threads(job: Job, directory: Path) -> int:
     """Threads with which the peer is faster now: one, or one per core."""
-    trial = replace(job, warmup=1, steps=1)
     counts = sorted({1, os.cpu_count() or 1})
     if len(counts) == 1:
         return 1
-    return min(counts, key=lambda count: run_trl(trial, directory / f"trial-{job.case}-{count}", count)["seconds"])
+    return min(counts, key=lambda count: run_trl(job, directory / f"trial-{count}", count)["seconds"])
 
 
 def _run(command: list[str]) -> str:
@@ -167,9 +166,7 @@ def measure(job: Job, repeats: int, peer: str | None, peer_threads: int, directo
     """Both sides in turn, `repeats` times."""
     sides: dict[str, Callable[[Job, Path], dict[str, Any]]] = {"ours": run_ours}
     if peer == "trl":
-        threads = peer_threads or best_threads(job, directory)
-        print(f"{job.case:10s} trl  runs with {threads} thread(s)", flush=True)
-        sides["trl"] = partial(run_trl, threads=threads)
+        sides["trl"] = partial(run_trl, threads=peer_threads)
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for repeat in range(repeats):
         for side, run in sides.items():
@@ -184,7 +181,7 @@ def measure(job: Job, repeats: int, peer: str | None, peer_threads: int, directo
             )
     result: dict[str, Any] = {side: median_of(of_side) for side, of_side in runs.items()}
     if "trl" in runs:
-        result["trl"]["threads"] = threads
+        result["trl"]["threads"] = peer_threads
         pairs = list(zip(runs["ours"], runs["trl"], strict=True))
         result["ratio"] = {
             name: round(statistics.median(ours[name] / theirs[name] for ours, theirs in pairs), 3)
@@ -218,9 +215,13 @@ def main() -> None:
         root = options.keep or Path(temporary)
         model = make_model(root / "models", layers, hidden)
         result: dict[str, Any] = {"benchmark": "grpo_step", "layers": layers, "hidden": hidden, "cores": os.cpu_count()}
+        threads = options.peer_threads
+        if options.peer and not threads:
+            threads = best_threads(Job("uniform", model, 1, 1, **sizes), root)
+            print(f"trl runs with {threads} thread(s)", flush=True)
         for case in [options.case] if options.case else CASES:
             job = Job(case, model, options.warmup, options.steps, **sizes)
-            result[case] = measure(job, options.repeats, options.peer, options.peer_threads, root)
+            result[case] = measure(job, options.repeats, options.peer, threads, root)
     print(json.dumps(result))
 
 

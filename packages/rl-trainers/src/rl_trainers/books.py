@@ -112,9 +112,11 @@ class Books:
             self._save_batch(batch, version_before)
         if self.config.every and step % self.config.every == 0:
             self._save()
+        # asked before the clock is read: waiting for the answer is part of the step
+        counters = None if self.counters is None else _over_replicas(self.counters(), self.engine.parallel)
         record |= self._timing(record)
-        if self.counters is not None:
-            record |= _over_replicas(self.counters(), self.engine.parallel)
+        if counters is not None:
+            record |= counters
             record["throughput/generated_tokens_per_s"] = _rate(record.get("tokens/generated"), record["time/step"])
         if self.evaluate_every and step % self.evaluate_every == 0:
             record |= self._evaluate()

@@ -40,6 +40,10 @@ def warm_up(
     chances = chances_of_adding(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas, weight_decay=0.0)
     model.train()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # tensors this small gain little from a second thread, and lose much where cores are shared
     for step in range(config.steps):
         lessons = [(p, lesson_answer(p, chances, rng)) for p in rng.choices(problems, k=config.batch_size)]
         input_ids, targets = _batch(lessons, tokenizer)
@@ -54,6 +58,7 @@ def warm_up(
         optimizer.step()
         if progress is not None:
             progress(step + 1, config.steps, float(loss.detach()))
+    torch.set_num_threads(threads)
     model.eval()  # type: ignore[no-untyped-call]
 
 

@@ -76,8 +76,11 @@ def request(tokens: int, seed: int = 1) -> ModelRequest:
     )
 
 
-async def generated(engine: EmbeddedEngine, more: int) -> None:
-    """Wait until the server has made `more` tokens."""
+async def generated(engine: EmbeddedEngine, more: int, running: int = 1) -> None:
+    """Wait until the server runs so many answers and has made `more` tokens since."""
+    async with asyncio.timeout(30):
+        while (await engine.stats())["running"] < running:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.001)
     target = (await engine.stats())["generated_tokens"] + more
     async with asyncio.timeout(30):
         while (await engine.stats())["generated_tokens"] < target:  # noqa: ASYNC110 - another process
@@ -119,7 +122,7 @@ async def test_commit_recompute_later_logprobs_are_the_new_models_over_the_whole
     old, new = reference_model(model_path), reference_model(new_model_path)
     await engine.stage_weights(publish(new, scratch, engine.version + 1)[0])
     answers = [asyncio.create_task(engine.agenerate(request(480, i))) for i in range(8)]
-    await generated(engine, 100)
+    await generated(engine, 100, running=8)
 
     await engine.commit_weights(engine.version + 1, "recompute")
 
@@ -164,7 +167,7 @@ async def test_commit_wait_lets_running_answers_end_first_and_holds_new_ones(
     old = engine.version
     await engine.stage_weights(publish(reference_model(new_model_path), scratch, old + 1)[0])
     running = [asyncio.create_task(engine.agenerate(request(300 + i, i))) for i in range(8)]
-    await generated(engine, 20)
+    await generated(engine, 20, running=8)
     commit = asyncio.create_task(engine.commit_weights(old + 1, "wait"))
     await generated(engine, 20)
     late = asyncio.create_task(engine.agenerate(request(5)))

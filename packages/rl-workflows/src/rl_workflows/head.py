@@ -71,6 +71,8 @@ class RolloutHead:
         self._pump_is_due = False
         self._error: BaseException | None = None
         self._changed: asyncio.Future[None] | None = None
+        self._asking: asyncio.Task[dict[str, float | None]] | None = None
+        self._last_servers: dict[str, float | None] = {}
 
     def start(self) -> None:
         """Begin to admit prompts. Further calls do nothing."""
@@ -136,7 +138,11 @@ class RolloutHead:
         self._pump()
 
     async def stats(self) -> dict[str, float | None]:
-        """Counters since the last call, and the servers' own."""
+        """Counters since the last call, and the servers' own.
+
+        A busy server takes its time to answer, and a training loop asks at every step. So only the first call waits for
+        the servers; each further one gives what they said to the call before, and asks them again meanwhile.
+        """
         counts, self.counts = self.counts, Counter()
         consumed, age_sum, age_max = (counts.pop(name, 0) for name in ("consumed", "staleness_sum", "staleness_max"))
         figures: dict[str, float | None] = {f"groups/{name}": 0.0 for name in ("accepted", "rejected", "failed")}
@@ -148,12 +154,19 @@ class RolloutHead:
         figures |= {f"episodes/failed/{name}": float(count) for name, count in failed.items()}
         failed.clear()
         figures["tokens/generated"], self.progress.tokens = float(self.progress.tokens), 0
+        if self._asking is None or self._asking.done():
+            before, self._asking = self._asking, asyncio.create_task(self._ask_servers())
+            servers = await (before or self._asking)
+            self._last_servers = servers
+        return figures | self._last_servers
+
+    async def _ask_servers(self) -> dict[str, float | None]:
         try:
             servers = await asyncio.wait_for(self.engine.stats(), STATS_TIMEOUT)
         except (RLError, TimeoutError, OSError) as error:
             log.warning("the servers give no figures: %s", error)
-            servers = {}
-        return figures | {f"server/{name}": value for name, value in servers.items()}
+            return {}
+        return {f"server/{name}": value for name, value in servers.items()}
 
     async def state_dict(self) -> dict[str, Any]:
         """Admission, prompts in flight, accepted groups, and the position in the data."""
@@ -183,6 +196,8 @@ class RolloutHead:
         """Cancel all episodes."""
         self.watchdog.stop()
         self.fail(RLError("the rollout runtime was destroyed"))
+        if self._asking is not None:
+            self._asking.cancel()
         await self.runner.close()
 
     def _pump(self) -> None:

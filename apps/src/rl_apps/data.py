@@ -27,7 +27,7 @@ class DataConfig:
     batch_size: int = 16
     """Prompts (SFT: rows) per training step, over all data-parallel replicas."""
     max_length: int = 2048
-    """Tokens of a row at most; longer ones are refused. Also the context length of an embedded model."""
+    """Tokens of a row (of a prompt with its answer, where answers are generated) at most; longer ones are refused."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the data set."""
 

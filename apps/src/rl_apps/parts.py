@@ -152,7 +152,9 @@ def make_answering(
     reward = AsyncRewardWrapper(settings.reward, settings.reward_workers, settings.reward_timeout)
     stack.callback(lambda: loop.run(reward.aclose(), CLOSE_SECONDS))
     tokenizer = make_tokenizer(config.model.path)
-    workflow = registry.load("rl.workflows", settings.workflow)(tokenizer, settings.generation, reward)
+    workflow = registry.load("rl.workflows", settings.workflow)(
+        tokenizer, settings.generation, reward, config.data.max_length
+    )
     writer = RolloutWriter(run_dir / "rollouts", engine.parallel.rank)
     names = (f"step_{step}" for step in itertools.count(1))
     rollout = DistRollout(

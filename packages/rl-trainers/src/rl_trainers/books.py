@@ -14,6 +14,7 @@ from rl_contracts.config import require
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import MetricsWriter
+from rl_contracts.trace import Trace
 from rl_contracts.trajectory import concatenate, save_batch
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Books:
         self.counters, self.tokenizer_path = counters, tokenizer_path
         self.renamed = RENAMED if renamed is None else renamed
         self.step = 0
+        self.trace = Trace(f"trainer-{engine.parallel.rank}")
         self._evaluated = -1
         self._saved = -1
         self._seconds: dict[str, float] = defaultdict(float)
@@ -84,10 +86,11 @@ class Books:
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
-        """Add the block's seconds to `time/<stage>` of this step."""
+        """Add the block's seconds to `time/<stage>` of this step, and show it in the run's trace."""
         begin = time.perf_counter()
         try:
-            yield
+            with self.trace.span(stage, "step", step=self.step + 1):
+                yield
         finally:
             self._seconds[stage] += time.perf_counter() - begin
 
@@ -124,13 +127,15 @@ class Books:
         self._start_step()
 
     def finish(self) -> None:
-        """After the last step: a last evaluation and checkpoint, unless the step had them."""
+        """After the last step: a last evaluation and checkpoint, unless the step had them; the trace of rank 0."""
         if self._evaluated != self.step:
             figures = self._evaluate()
             if figures:
                 self._write({"step": self.step, "version": self.engine.version, **figures})
         if self._saved != self.step:
             self._save()
+        if self.engine.parallel.is_main:
+            self.trace.save(self.run_dir / "trace.json")
 
     def _evaluate(self) -> dict[str, float | None]:
         self._evaluated = self.step

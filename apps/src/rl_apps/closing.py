@@ -44,9 +44,8 @@ def after_sft(config: SFTConfig, run_dir: Path) -> list[str]:
     for name, label in (("loss/train", "Training loss"), ("loss/eval", "Held-out loss"), ("eval/accuracy", "Accuracy")):
         values = [r[name] for r in records if r.get(name) is not None]
         if len(values) >= 2:
-            lines.append(
-                f"{label}: {values[0]:.4f} at first, {values[-1]:.4f} at last ({values[-1] / values[0] - 1:+.0%})."
-            )
+            change = f" ({values[-1] / values[0] - 1:+.0%})" if name.startswith("loss/") else ""
+            lines.append(f"{label}: {values[0]:.4f} at first, {values[-1]:.4f} at last{change}.")
     checkpoint = last_checkpoint(run_dir)
     data = f"data.name={config.data.name}" + (f" data.path={config.data.path}" if config.data.path else "")
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rl_apps import closing, driver, parts
@@ -33,11 +33,6 @@ def check(config: GRPOConfig, layout: Layout) -> list[str]:
     return [step, f"{len(train_rows)} prompts in the data, {config.total_steps} steps"]
 
 
-def build_model(config: GRPOConfig, say: Callable[[str], None]) -> Path:
-    """The model to improve; an embedded one is warmed up."""
-    return make_model(config.model, config.data, config.seed, say, warm_up=True)
-
-
 def servers(config: GRPOConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
     """The servers that generate."""
     return [parts.server_job(config, config.rollout, layout, run_dir)]
@@ -52,13 +47,8 @@ def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str
     with parts.Closing() as stack:
         engine = stack.add(parts.make_engine(config, layout))
         rows = load_rows(config.data, "train", "rl", config.seed)
-        prompts = PromptLoader(
-            rows,
-            seed=config.seed,
-            epochs=config.epochs,
-            num_shards=engine.parallel.dp_size,
-            shard=engine.parallel.dp_rank,
-        )
+        shards, shard = engine.parallel.dp_size, engine.parallel.dp_rank
+        prompts = PromptLoader(rows, seed=config.seed, epochs=config.epochs, num_shards=shards, shard=shard)
         rollout, weights = parts.make_answering(
             stack,
             config,
@@ -92,7 +82,7 @@ APP = driver.App(
     schema=GRPOConfig,
     layout=layout,
     check=check,
-    make_model=build_model,
+    make_model=partial(make_model, warm_up=True),
     servers=servers,
     train=train,
     columns=GRPO_COLUMNS,

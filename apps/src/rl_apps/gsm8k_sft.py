@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rl_apps import closing, driver, parts
@@ -27,11 +27,6 @@ def check(config: SFTConfig, layout: Layout) -> list[str]:
     load_rows(config.data, "test", "sft", config.seed)
     check_batch(config.data.batch_size, 1, 1, layout.actor.strategy.data)
     return [f"{config.data.batch_size} of {len(rows)} rows a step, {config.total_steps} steps"]
-
-
-def build_model(config: SFTConfig, say: Callable[[str], None]) -> Path:
-    """A model that knows nothing yet, unless one was named."""
-    return make_model(config.model, config.data, config.seed, say, warm_up=False)
 
 
 def servers(config: SFTConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
@@ -77,7 +72,7 @@ APP = driver.App(
     schema=SFTConfig,
     layout=layout,
     check=check,
-    make_model=build_model,
+    make_model=partial(make_model, warm_up=False),
     servers=servers,
     train=train,
     columns=SFT_COLUMNS,

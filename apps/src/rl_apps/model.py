@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rl_apps.data import GENERATED, DataConfig, load_rows
+from rl_apps.data import GENERATED, load_rows
 from rl_contracts.errors import ModelError
+
+if TYPE_CHECKING:
+    from rl_apps.config import RunConfig
 
 EMBEDDED = "embedded"
 
@@ -50,24 +54,24 @@ def check_model(path: str) -> None:
         )
 
 
-def make_model(config: ModelConfig, data: DataConfig, seed: int, say: Callable[[str], None], *, warm_up: bool) -> Path:
+def make_model(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -> Path:
     """The directory (or hub id) of the model, made on the spot and cached if it is `embedded`.
 
     The generated problems come with a model of their own, warmed up or not; for other data it is a tiny random one
     whose tokenizer is trained on the training questions.
     """
-    if config.path != EMBEDDED:
-        return Path(config.path)
+    if config.model.path != EMBEDDED:
+        return Path(config.model.path)
     from rl_apps.embedded.prepare import prepare_embedded, prepare_from_scratch
     from rl_apps.embedded.recipe import EmbeddedRecipe
 
-    if data.name == GENERATED:
+    if config.data.name == GENERATED:
         recipe = EmbeddedRecipe() if warm_up else EmbeddedRecipe(warm_up=None)
         say("making the embedded model" + (" and warming it up" if warm_up else ""))
-        return prepare_embedded(seed, recipe, _WarmUpProgress(say))
+        return prepare_embedded(config.seed, recipe, _WarmUpProgress(say))
     say("making a small model from scratch, with a tokenizer trained on the questions")
-    rows = load_rows(data, "train", "rl", seed)
-    return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), seed)
+    rows = load_rows(config.data, "train", "rl", config.seed)
+    return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), config.seed)
 
 
 class _WarmUpProgress:

@@ -2,6 +2,16 @@
 implementation."""
 
 from rl_contracts.weights.checksum import checksum, verify_receipt
+from rl_contracts.weights.committed import CommittedWeights, read_committed, write_committed
 from rl_contracts.weights.transport import open_weights, staged_location, write_weights
 
-__all__ = ["checksum", "open_weights", "staged_location", "verify_receipt", "write_weights"]
+__all__ = [
+    "CommittedWeights",
+    "checksum",
+    "open_weights",
+    "read_committed",
+    "staged_location",
+    "verify_receipt",
+    "write_committed",
+    "write_weights",
+]

@@ -1,0 +1,68 @@
+"""Which version was committed last, where its weights lie, and what they must sum to.
+
+The trainer's side leaves this record beside the weights after each commit, so that a server that starts again loads
+that version by itself, and so that everybody can check what it loaded. It is written beside and renamed: a reader sees
+one record or the next. The version that it names stays readable until the commit after the next one, because a version
+is written over the last but one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
+
+RECORD = "committed.json"
+"""Name of the record in the directory of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedWeights:
+    """A version that all live servers have acknowledged."""
+
+    meta: WeightUpdateMeta
+    """How and where it travelled."""
+    receipt: WeightReceipt
+    """The trainer's own sums, which the servers' equalled."""
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+        return self.meta.version
+
+
+def write_committed(directory: str | Path, meta: WeightUpdateMeta, receipt: WeightReceipt) -> None:
+    """Leave the record, in place of the one before."""
+    # as text: checksums have 64 bits, more than a JSON number safely carries
+    sums = {name: str(value) for name, value in receipt.checksums.items()}
+    value = {"meta": meta.to_json(), "receipt": {"holder": receipt.holder, "version": receipt.version, "sums": sums}}
+    path = Path(directory) / RECORD
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    scratch = path.with_name(f".{RECORD}.{os.getpid()}")
+    scratch.write_text(json.dumps(value))
+    scratch.replace(path)
+
+
+def read_committed(directory: str | Path) -> CommittedWeights | None:
+    """The record of the last commit; None where nothing was committed yet.
+
+    Raises:
+        WeightUpdateError: there is one, and it cannot be read.
+    """
+    path = Path(directory) / RECORD
+    try:
+        value = json.loads(path.read_text())
+        receipt = value["receipt"]
+        sums = {str(name): int(text) for name, text in receipt["sums"].items()}
+        return CommittedWeights(
+            WeightUpdateMeta.from_json(value["meta"]),
+            WeightReceipt(str(receipt["holder"]), int(receipt["version"]), sums),
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WeightUpdateError(f"{path}: the record of the last commit cannot be read: {error!r}") from error

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from rl_contracts.errors import LaunchError
+
 RUN_KEY_VARIABLE = "RL_RUN_KEY"
 """Environment variable that carries the key of a run's control endpoints to its processes."""
 
@@ -73,6 +75,8 @@ class Worker:
     pid: int | None = None
     ended_at: float | None = None
     """When it ended, in seconds since the epoch. Of several dead workers the first is the likely cause."""
+    restarts: int = 0
+    """How often its process was started anew."""
 
     @property
     def name(self) -> str:
@@ -116,6 +120,20 @@ class Scheduler(ABC):
     @abstractmethod
     def poll(self) -> list[Worker]:
         """All workers, status refreshed."""
+
+    def restart_worker(self, worker: Worker, note: str = "") -> Worker:
+        """Start one worker anew and return at once: the same command, address, devices and log, to which it appends.
+        What is left of the former process is killed first.
+
+        Args:
+            worker: one that `create_workers` or `restart_worker` returned.
+            note: why, for the line that separates the two lives in the log.
+
+        Raises:
+            LaunchError: unknown worker, its process outlives SIGKILL or cannot be started, or this scheduler cannot
+                restart a single worker.
+        """
+        raise LaunchError(f"{type(self).__name__} cannot restart {worker.name} alone. Set launcher.max_restarts to 0.")
 
     @abstractmethod
     def logs(self, worker: Worker, lines: int = 30) -> str:

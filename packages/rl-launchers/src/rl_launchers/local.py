@@ -134,6 +134,22 @@ class LocalScheduler(Scheduler):
             self._keeper = Keeper(process.session.pid for process in self._processes())
         return [worker for role in self._roles for worker in self.get_workers(role)]
 
+    def restart_worker(self, worker: Worker, note: str = "") -> Worker:
+        """Start one worker anew in the place of its process; see the contract."""
+        role = self._roles.get(worker.role)
+        if role is None or worker.index >= len(role.processes):
+            raise LaunchError(f"there is no worker {worker.name!r} to restart.")
+        former = role.processes[worker.index]
+        self._end([former], grace=0.0)
+        lives = former.worker.restarts + 1
+        report.separate(former.worker.log, f"{worker.name}, start {lives + 1}" + (f": {note}" if note else ""))
+        try:
+            process = self._start(role, worker.index, lives)
+        except OSError as error:
+            raise LaunchError(f"{worker.name} cannot be started again: {error}") from error
+        role.processes[worker.index] = process
+        return process.worker
+
     def logs(self, worker: Worker, lines: int = 30) -> str:
         """The last lines that a worker wrote; empty where there are none."""
         for process in self._processes():
@@ -150,7 +166,15 @@ class LocalScheduler(Scheduler):
             LaunchError: a process outlived SIGKILL.
         """
         names = [name for name in self._roles if role is None or name == role]
-        processes = [process for name in names for process in self._roles[name].processes]
+        self._end([process for name in names for process in self._roles[name].processes], grace)
+        for name in names:
+            self._release(self._roles.pop(name))
+        if self._keeper is not None and not self._roles:
+            keeper, self._keeper = self._keeper, None
+            keeper.close()
+
+    def _end(self, processes: list[LocalProcess], grace: float) -> None:
+        """Stop processes with everything that they started."""
         left = stop_sessions([process.session for process in processes], grace)
         if left:
             stuck = ", ".join(str(process.pid) for process in left)
@@ -159,11 +183,6 @@ class LocalScheduler(Scheduler):
             process.collect(timeout=5.0)
             if self._keeper is not None:
                 self._keeper.forget(process.session.pid)
-        for name in names:
-            self._release(self._roles.pop(name))
-        if self._keeper is not None and not self._roles:
-            keeper, self._keeper = self._keeper, None
-            keeper.close()
 
     def _reserve(self, role: _Role) -> None:
         """Take ports, devices and cores, all of them before anything starts."""
@@ -184,7 +203,7 @@ class LocalScheduler(Scheduler):
             role.ports.append(rendezvous)
             role.master_port = rendezvous.port
 
-    def _start(self, role: _Role, index: int) -> LocalProcess:
+    def _start(self, role: _Role, index: int, restarts: int = 0) -> LocalProcess:
         spec = role.spec
         port = role.ports[index].port if _listens(spec) else None
         environment = worker_environment(
@@ -201,7 +220,7 @@ class LocalScheduler(Scheduler):
         if self._keeper is None:
             self._keeper = Keeper()
         return LocalProcess(
-            Worker(spec.role, index, self._host, port, log),
+            Worker(spec.role, index, self._host, port, log, restarts=restarts),
             command,
             environment,
             self._keeper.fd,

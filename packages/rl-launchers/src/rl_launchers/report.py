@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 TAIL_BYTES = 256 * 1024
@@ -41,6 +42,12 @@ def tail(log: Path, lines: int, offset: int = 0) -> str:
         file.seek(max(offset, size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
     return "\n".join(text.splitlines()[-lines:])
+
+
+def separate(log: Path, what: str) -> None:
+    """Append a line that tells one life of a worker from the next."""
+    with log.open("a") as file:
+        file.write(f"\n======== {time.strftime('%Y-%m-%d %H:%M:%S')} {what} ========\n")
 
 
 def with_log(problem: str, log: Path, text: str) -> str:

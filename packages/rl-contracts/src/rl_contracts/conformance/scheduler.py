@@ -7,6 +7,8 @@ machines must share a file system with the tests.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import sys
 import time
@@ -88,6 +90,9 @@ def listens(worker: Worker) -> bool:
 
 class SchedulerConformance:
     """Tests of the `Scheduler` contract."""
+
+    restarts_workers = True
+    """Whether `restart_worker` is implemented; the launcher then brings back servers that die."""
 
     @pytest.fixture
     def scheduler(self) -> Scheduler:
@@ -238,3 +243,30 @@ class SchedulerConformance:
         scheduler.create_workers(server(port=first.port))
         (second,) = scheduler.wait_ready("server")
         assert second.port == first.port
+
+    def test_restart_worker_killed_or_frozen_comes_back_at_its_address(self, scheduler: Scheduler) -> None:
+        if not self.restarts_workers:
+            pytest.skip("the scheduler cannot restart a single worker")
+        one, two = scheduler.create_workers(server(count=2))
+        scheduler.wait_ready("server")
+
+        for number, lives in ((signal.SIGKILL, 1), (signal.SIGSTOP, 2)):
+            os.kill(one.pid or 0, number)
+            if number == signal.SIGKILL:
+                wait_until(lambda: not listens(one))
+            again = scheduler.restart_worker(one, "planted")
+            assert (again.name, again.address, again.log, again.restarts) == (one.name, one.address, one.log, lives)
+            assert again.pid != one.pid
+            assert again.status is WorkerStatus.STARTING
+            scheduler.wait_ready("server")
+            assert listens(again)
+            one = again
+
+        assert [worker.pid for worker in scheduler.poll()] == [one.pid, two.pid]
+        assert "planted" in one.log.read_text()
+        scheduler.delete_workers()
+        assert not listens(one)
+
+    def test_restart_worker_unknown_raises(self, scheduler: Scheduler) -> None:
+        with pytest.raises(LaunchError, match="nobody-0"):
+            scheduler.restart_worker(Worker("nobody", 0, "127.0.0.1", None, Path("nobody-0.log")))

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_contracts.token_logprobs import chosen_logprobs
+
 KEEP_AT_MOST = 1 << 22
 """Entries of a block of probabilities that is kept for backward instead of being computed again (16 MiB)."""
 
@@ -88,9 +90,8 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy, norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
         probs: Tensor | None = None
         for part in _chunks(tokens, weight.shape[0], options.max_logits):
-            logits = _logits(hidden[part], weight, bias, options.transform).mul_(sharpness[part, None])
-            norm[part] = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - norm[part]
+            logits = _logits(hidden[part], weight, bias, options.transform)
+            logprobs[part], norm[part] = chosen_logprobs(logits, targets[part], sharpness[part])
             probs = (logits - norm[part, None]).exp_()
             entropy[part] = norm[part] - logits.mul_(probs).sum(-1)
         keep = tokens * weight.shape[0] <= min(KEEP_AT_MOST, options.max_logits)

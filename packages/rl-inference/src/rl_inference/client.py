@@ -61,6 +61,7 @@ class EmbeddedEngine(InferenceEngine):
             "threads": config.cpus,
             "weights-dir": str(Path(config.weights_dir).resolve()) if config.weights_dir else "",
             "version": config.version,
+            "deterministic": str(config.deterministic).lower(),
         }
         return JobSpec(
             role="rollout",

@@ -34,6 +34,9 @@ class InferenceConfig:
     updates."""
     version: int = 0
     """Version of the weights in `model_path`."""
+    deterministic: bool = False
+    """Every answer is the same, to the last bit, whatever else is served, and its log-probs are those of a trainer that
+    runs it alone: one sequence at a time, on one thread, scored as a whole when it ends. `slots` is then 1. Slow."""
     python: str = ""
     """Interpreter of the servers; empty: this one."""
     ready_timeout: float = 180.0

@@ -56,7 +56,7 @@ def parse(arguments: list[str] | None) -> ServerConfig:
     """The config from the command line, an option per field."""
     parser = argparse.ArgumentParser(prog="python -m rl_inference.server", description=__doc__)
     for field in fields(ServerConfig):
-        kind = int if field.type in (int, "int") else str
+        kind = _KINDS.get(str(field.type), str)
         required = field.default is MISSING
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
@@ -65,6 +65,17 @@ def parse(arguments: list[str] | None) -> ServerConfig:
             default=None if required else field.default,
         )
     return ServerConfig(**vars(parser.parse_args(arguments)))
+
+
+def _switch(text: str) -> bool:
+    """The value of an option that is on or off."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
+    return text.lower() == "true"
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "bool": _switch}
+"""How the options of a type are read; others are text."""
 
 
 async def serve(config: ServerConfig, key: str) -> int:
@@ -134,7 +145,7 @@ def _load(config: ServerConfig, holder: str, on_crash: Callable[[BaseException],
                 torch.set_num_threads(config.threads)
             model = SlotModel.load(config)
             weights = ServedWeights(model.model, config.weights_dir, holder, config.version)
-            loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash)
+            loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash, config.deterministic)
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             events.call_soon_threadsafe(result.set_exception, error)
         else:

@@ -38,6 +38,8 @@ class SlotSpan:
     """Whether keys and values are kept at all (scoring does not need them)."""
     last: torch.Tensor | None = None
     """Token of each row whose logits are wanted, int64 [rows]; None: all."""
+    scored: bool = False
+    """Whether logits are wanted of all tokens but the last, which predicts none that is given."""
     write_index: torch.Tensor | None = None
     """Scratch of the cache: flat cache rows that a decode step writes, int64 [rows * heads]."""
     masks: dict[int, torch.Tensor] = field(default_factory=dict)

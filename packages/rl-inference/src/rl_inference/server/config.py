@@ -40,10 +40,16 @@ class ServerConfig:
     """Directory that weight updates must lie in; empty: no updates."""
     version: int = 0
     """Version of the weights in `model`."""
+    deterministic: bool = False
+    """An answer is the same whatever else is served, to the last bit: one sequence at a time (`slots` is then 1) on
+    one thread, and its log-probs come from one forward pass over all of it when it ends, as a trainer makes it. Slow.
+    """
     name: str = ""
     """Name in receipts; empty: `host:port`."""
 
     def __post_init__(self) -> None:
+        if self.deterministic:
+            self.slots = self.threads = 1
         require_choice("server.dtype", self.dtype, DTYPES)
         require(0 <= self.port < 65536, "server.port", "between 0 and 65535", self.port)
         require(self.slots >= 1, "server.slots", "at least 1", self.slots)

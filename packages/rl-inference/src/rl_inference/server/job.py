@@ -58,12 +58,13 @@ class GenerationJob:
         """Before this position no end token may be sampled."""
         return len(self.prompt) + self.generation.min_new_tokens
 
-    def append(self, token: int, logprob: float, version: int) -> None:
-        """Add a generated token."""
+    def append(self, token: int, logprob: float | None, version: int) -> None:
+        """Add a generated token; without its log-prob, it is not shown before `logprobs` is set."""
         if not self.spans or self.spans[-1][0] != version:
             self.spans.append((version, len(self.output_ids)))
         self.output_ids.append(token)
-        self.logprobs.append(logprob)
+        if logprob is not None:
+            self.logprobs.append(logprob)
 
     def finish(self, reason: dict[str, Any]) -> None:
         """End it, once."""

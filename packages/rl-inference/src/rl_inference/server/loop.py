@@ -41,6 +41,7 @@ class DecodeLoop:
 
     Args:
         on_crash: called in the decode thread if it dies; all unfinished jobs have been ended by then.
+        rescore: see `SlotTable`.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class DecodeLoop:
         slots: int,
         prefill_tokens: int,
         on_crash: Callable[[BaseException], None],
+        rescore: bool = False,
     ) -> None:
         self.model = model
         self.weights = weights
-        self.table = SlotTable(model, slots, prefill_tokens, lambda: weights.version)
+        self.table = SlotTable(model, slots, prefill_tokens, lambda: weights.version, rescore)
         self.beat = 0
         self.busy_seconds = 0.0
         self._on_crash = on_crash

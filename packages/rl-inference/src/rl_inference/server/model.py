@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
+from rl_contracts.token_logprobs import chosen_logprobs
 from rl_inference.server.attention import IMPLEMENTATION, SlotSpan
 from rl_inference.server.cache import SlotCache, padded_length
 from rl_inference.server.config import ServerConfig
@@ -20,6 +21,8 @@ logger = get_logger("inference.server.model")
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _DEFAULT_CONTEXT = 32768
+_SCORED_AT_ONCE = 1024
+"""Positions whose logits are held in float32 at once when a sequence is scored."""
 
 
 class SlotModel:
@@ -112,16 +115,22 @@ class SlotModel:
         return self._forward(tokens[:, None], span)[:, 0]
 
     def score(self, input_ids: list[int], temperature: float) -> list[float]:
-        """Log-probs of given tokens at the current weights; entry 0 is 0."""
-        ids = torch.tensor([input_ids], device=self.device)
+        """Log-probs of given tokens at the current weights; entry 0 is 0.
+
+        The head runs on the positions that predict a token, and the rest is the trainers' own expression: a trainer
+        that runs this sequence alone, with the same kernels, gets the same bits.
+        """
         length = len(input_ids)
-        span = SlotSpan(0, torch.arange(length, device=self.device)[None], length, fresh=True, cached=False)
-        logits = self._forward(ids, span)[0, :-1]
-        chosen = [
-            torch.log_softmax(part.float() / (temperature or 1.0), -1).gather(1, target[:, None])[:, 0]
-            for part, target in zip(torch.split(logits, 1024), torch.split(ids[0, 1:], 1024), strict=True)
-        ]
-        return [0.0, *torch.cat(chosen).tolist()] if chosen and length > 1 else [0.0] * length
+        if length < 2:
+            return [0.0] * length
+        ids = torch.tensor([input_ids], device=self.device)
+        positions = torch.arange(length, device=self.device)[None]
+        span = SlotSpan(0, positions, length, fresh=True, cached=False, scored=True)
+        logits, targets = self._forward(ids, span)[0], ids[0, 1:]
+        sharpness = torch.full((length - 1,), temperature or 1.0, device=self.device).reciprocal()
+        parts = [slice(start, start + _SCORED_AT_ONCE) for start in range(0, length - 1, _SCORED_AT_ONCE)]
+        chosen = [chosen_logprobs(logits[part].float(), targets[part], sharpness[part])[0] for part in parts]
+        return [0.0, *torch.cat(chosen).tolist()]
 
     def _forward(self, input_ids: torch.Tensor, span: SlotSpan) -> torch.Tensor:
         self.cache.use(span)
@@ -137,6 +146,8 @@ class SlotModel:
         return logits
 
     def _pick_last(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._span is not None and self._span.scored:
+            return (inputs[0][:, :-1], *inputs[1:])
         if self._span is None or self._span.last is None:
             return None
         hidden, last = inputs[0], self._span.last

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,15 +26,20 @@ class SlotTable:
         slots: rows.
         prefill_tokens: tokens, padding included, of one prefill pass at most.
         version: the version of the weights now, stamped on every token at the step that samples it.
+        rescore: take the log-probs of an answer from one forward pass over all of it when it ends (see
+            `ServerConfig.deterministic`); they appear with its end only.
     """
 
-    def __init__(self, model: SlotModel, slots: int, prefill_tokens: int, version: Callable[[], int]) -> None:
+    def __init__(
+        self, model: SlotModel, slots: int, prefill_tokens: int, version: Callable[[], int], rescore: bool = False
+    ) -> None:
         self.model = model
         self.slots = slots
         self.jobs: list[GenerationJob] = []
         self.generated_tokens = 0
         self._prefill_tokens = prefill_tokens
         self._version = version
+        self._rescore = rescore
         self._sampling: SamplingBatch | None = None
         self._inputs = torch.empty(0)
         self._positions = torch.empty(0)
@@ -114,19 +120,28 @@ class SlotTable:
         ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
         version, ended = self._version(), False
         for job, token, logprob in zip(jobs, map(int, ids), values, strict=True):
-            job.append(token, logprob, version)
-            if math.isnan(logprob):
-                job.finish({"type": "error", "message": f"version {version} of the weights computes nan"})
-            elif token in job.end_ids:
-                job.finish({"type": "stop", "matched": token})
-            elif job.generation.stop and (text := matched_stop(job, self.model.tokenizer)) is not None:
-                job.finish({"type": "stop", "matched": text})
-            elif len(job.output_ids) >= job.generation.max_new_tokens:
-                job.finish({"type": "length", "length": len(job.output_ids)})
-            ended = ended or job.finish_reason is not None
+            job.append(token, None if self._rescore else logprob, version)
+            reason = self._end_of(job, token, logprob)
+            if reason is not None:
+                if self._rescore:
+                    job.logprobs = self.model.score(job.tokens, job.generation.temperature)[len(job.prompt) :]
+                job.finish(reason)
+                ended = True
         self.generated_tokens += len(jobs)
         if ended:
             self.compact()
+
+    def _end_of(self, job: GenerationJob, token: int, logprob: float) -> dict[str, Any] | None:
+        """Why a job ends with the token that it got last; None if it goes on."""
+        if math.isnan(logprob):
+            return {"type": "error", "message": f"version {self._version()} of the weights computes nan"}
+        if token in job.end_ids:
+            return {"type": "stop", "matched": token}
+        if job.generation.stop and (text := matched_stop(job, self.model.tokenizer)) is not None:
+            return {"type": "stop", "matched": text}
+        if len(job.output_ids) >= job.generation.max_new_tokens:
+            return {"type": "length", "length": len(job.output_ids)}
+        return None
 
     @torch.inference_mode()
     def compact(self) -> None:

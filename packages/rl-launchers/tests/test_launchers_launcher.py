@@ -96,7 +96,7 @@ def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_i
             os.kill(workers[0].pid or 0, signal.SIGKILL)
 
     with pytest.raises(LaunchError) as caught:
-        Launcher(scheduler).run(
+        Launcher(scheduler, LauncherConfig(max_restarts=0)).run(
             [server("rollout")],
             lambda workers: [JobSpec("actor", python(CLIENT, workers[0].address))],
             on_tick=kill_once,
@@ -109,8 +109,9 @@ def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_i
 
 def test_run_server_ends_well_before_the_trainers_is_an_error(scheduler: LocalScheduler) -> None:
     early = JobSpec("rollout", python("import time; time.sleep(0.5); print('bye')"))
+    launcher = Launcher(scheduler, LauncherConfig(max_restarts=0))
     with pytest.raises(LaunchError, match=r"(?s)rollout-0 ended with exit code 0 .*bye"):
-        Launcher(scheduler).run([early], lambda workers: [JobSpec("actor", python(SLEEP))])
+        launcher.run([early], lambda workers: [JobSpec("actor", python(SLEEP))])
 
 
 def test_run_server_dies_while_another_starts_is_noticed_at_once(scheduler: LocalScheduler) -> None:
@@ -185,7 +186,18 @@ def test_config_unknown_option_error_lists_the_schedulers_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"grace_seconds": -1}, {"stop_seconds": -1}, {"log_lines": 0}, {"tick_seconds": 0}, {"tick_seconds": 9}]
+    "fields",
+    [
+        {"grace_seconds": -1},
+        {"stop_seconds": -1},
+        {"log_lines": 0},
+        {"tick_seconds": 0},
+        {"tick_seconds": 9},
+        {"max_restarts": -1},
+        {"restart_window": 0},
+        {"health_timeout": -1},
+        {"health_interval": 0},
+    ],
 )
 def test_config_value_out_of_range_raises_naming_the_field(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=rf"launcher\.{next(iter(fields))}"):

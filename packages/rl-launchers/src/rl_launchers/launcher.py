@@ -18,6 +18,7 @@ from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, Worker, WorkerStatus
 from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
 from rl_launchers.report import describe_exit, with_log
+from rl_launchers.restarts import ServerCare
 
 logger = get_logger("launcher")
 
@@ -44,12 +45,26 @@ class LauncherConfig:
     """Last lines of a log shown in an error."""
     tick_seconds: float = 0.2
     """Seconds between two looks at the processes."""
+    max_restarts: int = 3
+    """Times that a server which died or hangs is started anew, within `restart_window`; one more, and the run ends. 0:
+    its first death ends the run. Trainers are never restarted alone."""
+    restart_window: float = 600.0
+    """Seconds after which a restart no longer counts."""
+    health_timeout: float = 90.0
+    """Seconds without a good answer from a server's readiness path after which it is killed and started anew; 0: only
+    its death counts."""
+    health_interval: float = 2.0
+    """Seconds between two such questions."""
 
     def __post_init__(self) -> None:
         require(self.grace_seconds >= 0, "launcher.grace_seconds", "0 or more", self.grace_seconds)
         require(self.stop_seconds >= 0, "launcher.stop_seconds", "0 or more", self.stop_seconds)
         require(self.log_lines >= 1, "launcher.log_lines", "at least 1", self.log_lines)
         require(0 < self.tick_seconds <= 2, "launcher.tick_seconds", "in (0, 2]", self.tick_seconds)
+        require(self.max_restarts >= 0, "launcher.max_restarts", "0 (never) or more", self.max_restarts)
+        require(self.restart_window > 0, "launcher.restart_window", "more than 0 seconds", self.restart_window)
+        require(self.health_timeout >= 0, "launcher.health_timeout", "0 (no checks) or more", self.health_timeout)
+        require(self.health_interval > 0, "launcher.health_interval", "more than 0 seconds", self.health_interval)
         self._check_options(registry.load("rl.schedulers", self.kind))
 
     def scheduler(self, log_dir: Path) -> Scheduler:
@@ -82,6 +97,7 @@ class Launcher:
         self._key = secrets.token_urlsafe(32)
         self._trainers: list[str] = []
         self._on_tick: Callable[[list[Worker]], None] | None = None
+        self._care: ServerCare | None = None
 
     @property
     def key(self) -> str:
@@ -110,8 +126,9 @@ class Launcher:
 
         Raises:
             ConfigError: a role contradicts itself, there is no trainer, or the run key is in a command.
-            LaunchError: a worker could not be started, failed, or is a server that ended before the trainers. Names
-                the one that ended first, what it ended with, and the last lines of its log.
+            LaunchError: a worker could not be started, a trainer failed, or a server ended or hung once more than
+                `max_restarts` allows. Names the one that ended first, what it ended with, and the last lines of its
+                log.
         """
         self._on_tick = on_tick
         code = 0
@@ -123,6 +140,8 @@ class Launcher:
             except Interrupted as interruption:
                 code = 128 + interruption.number
             finally:
+                if self._care is not None:
+                    self._care.close()
                 self._stop(interrupts, patient=code != 0)
         return code
 
@@ -138,6 +157,7 @@ class Launcher:
             interrupts.check()
             self._trainers.append(spec.role)
             self._scheduler.create_workers(self._with_key(spec))
+        self._care = ServerCare(self._scheduler, self._config, servers)
 
     def _with_key(self, spec: JobSpec) -> JobSpec:
         """The role with the run key in its environment, and a guard against it in a place that everybody can read."""
@@ -157,23 +177,36 @@ class Launcher:
         trainers = [worker for worker in workers if worker.role in self._trainers]
         if trainers and all(worker.status is WorkerStatus.DONE for worker in trainers):
             return True
-        if any(self._ended_wrongly(worker) for worker in workers):
+        failed = any(worker.status is WorkerStatus.FAILED for worker in trainers)
+        lost = {} if failed else self._lost_servers(workers)
+        if failed or lost:
             interrupts.wait(SETTLE_SECONDS)
-            dead = [worker for worker in self._scheduler.poll() if self._ended_wrongly(worker)]
-            raise LaunchError(self._post_mortem(dead))
+            raise LaunchError(self._post_mortem(self._scheduler.poll(), lost))
         return False
+
+    def _lost_servers(self, workers: list[Worker]) -> dict[str, str]:
+        """Names of servers that are gone for good, and in words what happened to each. Restarts what can be."""
+        if self._care is not None:
+            return self._care.look(workers)
+        return {worker.name: describe_exit(worker.exit_code) for worker in workers if self._ended_wrongly(worker)}
 
     def _ended_wrongly(self, worker: Worker) -> bool:
         """Whether it failed, or is a server that ended while there are trainers that need it."""
         is_trainer = worker.role in self._trainers
         return worker.status is WorkerStatus.FAILED or (worker.status is WorkerStatus.DONE and not is_trainer)
 
-    def _post_mortem(self, dead: list[Worker]) -> str:
+    def _post_mortem(self, workers: list[Worker], lost: dict[str, str]) -> str:
         """What happened: the first death is told in full, for the later ones are mostly its consequences."""
-        first, *others = sorted(dead, key=lambda worker: worker.ended_at or math.inf)
-        problem = f"{first.name} {describe_exit(first.exit_code)} while the run needed it, so the run was stopped."
+        ended = [worker for worker in workers if worker.name in lost or self._ended_wrongly(worker)]
+        first, *others = sorted(ended, key=lambda worker: worker.ended_at or math.inf)
+        what = lost.get(first.name) or describe_exit(first.exit_code)
+        problem = f"{first.name} {what} while the run needed it, so the run was stopped."
+        if first.name in lost and self._care is not None and self._config.max_restarts:
+            problem += f" launcher.max_restarts={self._config.max_restarts} is used up."
         for other in others:
             problem += f"\nAfter it, {other.name} {describe_exit(other.exit_code)} (log: {other.log})."
+        for sentence in [] if self._care is None else self._care.history:
+            problem += f"\nBefore it: {sentence}"
         return with_log(problem, first.log, self._scheduler.logs(first, self._config.log_lines))
 
     def _stop(self, interrupts: Interrupts, patient: bool) -> None:

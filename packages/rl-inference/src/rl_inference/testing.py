@@ -61,18 +61,18 @@ def tiny_model(path: Path, family: str = "qwen3", seed: int = 0, **settings: Any
             if parameter.ndim == 2:
                 parameter.normal_(std=0.25)
     model.save_pretrained(path)
-    _tiny_tokenizer(path)
+    _tiny_tokenizer(path, settings.get("vocab_size", VOCAB_SIZE))
     return path
 
 
-def _tiny_tokenizer(path: Path) -> None:
+def _tiny_tokenizer(path: Path, size: int) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocab = {"<pad>": 0, "<unk>": 1, "<end>": END_ID}
     for character in [chr(code) for code in range(32, 127)] + ["\n"]:
         vocab[character] = len(vocab)
-    while len(vocab) < VOCAB_SIZE:
+    while len(vocab) < size:
         vocab[f"<extra{len(vocab)}>"] = len(vocab)
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

@@ -1,0 +1,155 @@
+"""Tokens per second of the embedded server over HTTP, beside `generate` of transformers and, where asked, vLLM.
+
+    uv run python tests/benchmarks/embedded_server.py [--peer vllm PYTHON]
+
+A random Qwen3 of 4 layers of width 128 in float32 on this machine's cores, prompts of 32 random tokens, all different,
+sampling at temperature 1, end tokens ignored. Ours is a server process spoken to by the client `EmbeddedEngine`, with
+log-probs and versions of every token. The sides take turns and never work at the same time. Two cases:
+
+- `uniform`: 64 requests of 64 tokens; transformers answers them as one batch.
+- `long_tail`: 512 requests of log-normal length (mean about 54, at most 256) over 64 slots; transformers answers them
+  in consecutive batches of 64, each as long as its longest answer. Only tokens that were asked for are counted.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from embedded_server_peers import EmbeddedSide, Request, Side, embedded, transformers, vllm
+from imposed_lengths import long_tail, uniform
+
+from rl_inference.testing import reference_logprobs, reference_model, tiny_model
+
+PROMPT_TOKENS = 32
+VOCABULARY = 1024
+REQUIRED = {"uniform": {"transformers": 1.0, "vllm": 1.5}, "long_tail": {"transformers": 4.0, "vllm": 1.5}}
+"""Ratios of useful tokens per second that are expected on two cores."""
+TOLERANCE = 2e-5
+"""Largest difference between the server's log-probs and a forward pass of transformers."""
+
+
+def make_requests(lengths: list[int], seed: int) -> list[Request]:
+    """One request per length, with random prompts that share nothing."""
+    draw = random.Random(seed)
+    return [
+        Request([draw.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)], tokens, seed=draw.getrandbits(62))
+        for tokens in lengths
+    ]
+
+
+def make_cases(quick: bool) -> dict[str, list[int]]:
+    """Lengths of the answers by the name of the case."""
+    if quick:
+        return {"uniform": [8] * 8, "long_tail": [min(long_tail(i, 0), 16) for i in range(80)]}
+    return {"uniform": [uniform(i, 0) for i in range(64)], "long_tail": [long_tail(i, 0) for i in range(512)]}
+
+
+async def worst_logprob(ours: EmbeddedSide, model: Path, requests: list[Request]) -> float:
+    """Largest error of the server's log-probs, while all requests are answered together."""
+    reference = reference_model(model)
+    await ours.run(requests)
+    worst = 0.0
+    for request, response in list(zip(requests, ours.responses, strict=True))[:8]:
+        expected = reference_logprobs(reference, request.prompt, response.output_ids)
+        worst = max(worst, *(abs(a - b) for a, b in zip(response.logprobs, expected, strict=True)))
+    if worst > TOLERANCE:
+        raise SystemExit(f"the server's log-probs are off by {worst:.2e}, more than {TOLERANCE:g}")
+    return worst
+
+
+async def measure(case: str, lengths: list[int], sides: list[Side], rounds: int) -> dict[str, Any]:
+    """All sides in turn, `rounds` times; medians, and the medians of the rounds' ratios."""
+    rates: dict[str, list[float]] = {side.name: [] for side in sides}
+    busy: list[float] = []
+    for turn in range(rounds):
+        requests = make_requests(lengths, seed=1000 + turn)
+        for side in sides if turn % 2 == 0 else sides[::-1]:
+            seconds = await side.run(requests)
+            rates[side.name].append(sum(lengths) / seconds)
+            if isinstance(side, EmbeddedSide):
+                busy.append(side.busy_share)
+        shown = "  ".join(f"{name} {values[-1]:7.0f}" for name, values in rates.items())
+        print(f"{case:10s} tokens/s  {shown}  (load {os.getloadavg()[0]:.1f})", flush=True)
+    result: dict[str, Any] = {
+        "requests": len(lengths),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "tokens_per_s": {name: round(statistics.median(values), 1) for name, values in rates.items()},
+        "decode_thread_busy": round(statistics.median(busy), 3),
+    }
+    result["ratio"] = {
+        name: round(statistics.median(a / b for a, b in zip(rates["ours"], values, strict=True)), 3)
+        for name, values in rates.items()
+        if name != "ours"
+    }
+    result["required"] = {name: REQUIRED[case][name] for name in result["ratio"]}
+    return result
+
+
+def main() -> None:
+    """Measure, and print a line per round and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", nargs=2, metavar=("vllm", "PYTHON"), help="also measure vLLM in that interpreter")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each side per case")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of the server")
+    parser.add_argument("--peer-threads", type=int, default=0, help="of transformers; 0: whichever is faster")
+    parser.add_argument("--case", choices=[*REQUIRED], help="only this case")
+    parser.add_argument("--quick", action="store_true", help="a small model and little work, to see that it runs")
+    options = parser.parse_args()
+    if options.peer and options.peer[0] != "vllm":
+        parser.error(f"--peer: expected `vllm PYTHON`, found {options.peer[0]!r}")
+    layers, hidden = (1, 64) if options.quick else (4, 128)
+    cases = {name: lengths for name, lengths in make_cases(options.quick).items() if options.case in (None, name)}
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        scratch = Path(temporary)
+        shape = {"num_hidden_layers": layers, "hidden_size": hidden, "head_dim": 32, "intermediate_size": 3 * hidden}
+        heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
+        limits = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
+        model = tiny_model(scratch / "model", "qwen3", **shape, **heads, **limits)
+        ours = stack.enter_context(embedded(model, options.threads, scratch))
+        peer = stack.enter_context(transformers(model))
+        peer.threads = options.peer_threads or peer.threads
+        if not options.peer_threads:
+            asyncio.run(peer.choose_threads(make_requests([16] * 64, seed=0)))
+        sides: list[Side] = [ours, peer]
+        if options.peer:
+            sides.append(stack.enter_context(vllm(model, options.peer[1], scratch)))
+        rounds = 1 if options.quick else options.rounds
+        result = {"benchmark": "embedded_server", "layers": layers, "hidden": hidden, "cores": os.cpu_count()}
+        result |= {"threads": options.threads, "transformers_threads": peer.threads}
+        result |= asyncio.run(run(ours, sides, cases, model, rounds))
+    print(json.dumps(result))
+
+
+async def run(
+    ours: EmbeddedSide, sides: list[Side], cases: dict[str, list[int]], model: Path, rounds: int
+) -> dict[str, Any]:
+    """Warm everything up, check the log-probs, and measure each case."""
+    result: dict[str, Any] = {}
+    try:
+        for lengths in cases.values():
+            warm_up = make_requests(lengths[:64], seed=1)
+            for side in sides:
+                await side.run(warm_up)
+        longest = max(cases.values(), key=max)
+        result["logprob_error"] = await worst_logprob(ours, model, make_requests(longest[:64], seed=2))
+        for case, lengths in cases.items():
+            result[case] = await measure(case, lengths, sides, rounds)
+    finally:
+        await ours.engine.destroy()
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -39,6 +39,10 @@ class FSDPEngineConfig:
     verify_model: bool = True
     """Before sharding, compare the packed forward with the plain one of transformers on a few tokens, so that a model
     whose layers mix packed sequences, or whose logits are made in an unknown way, is refused."""
+    deterministic: bool = False
+    """The same rows give the same bits, and the log-probs of an embedded server that is deterministic too: each row is
+    a micro-batch of its own, with one block of logits, on one thread, with algorithms of a fixed order. Slow. Promised
+    for one process on the CPU in float32."""
     timeout_seconds: float = 600.0
     """Deadline of every collective."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from rl_engines_fsdp import loading, micro_batches, sharding, state_checkpoint
 from rl_engines_fsdp.attention import Segments
 from rl_engines_fsdp.causal_lm import PackedCausalLM
 from rl_engines_fsdp.config import FSDPEngineConfig, check_strategy
+from rl_engines_fsdp.determinism import make_deterministic
 from rl_engines_fsdp.hf_checkpoint import Description, save_hugging_face
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
 from rl_engines_fsdp.process_group import Membership, RankInfo, join, pick_device, read_environment
@@ -57,6 +59,7 @@ class FSDPEngine(TrainEngine):
         self._membership: Membership | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._publisher: WeightPublisher | None = None
+        self._undo: Callable[[], None] | None = None
         self._steps = 0
         self._skipped = 0
 
@@ -66,6 +69,8 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.initialize`."""
         info = read_environment()
         self._check_ranks(info)
+        if self.config.deterministic:
+            self._undo = make_deterministic()
         config = loading.read_config(spec.model_path)
         self._device = pick_device(self.config.device, info.local_rank)
         sharded = info.world_size > 1 or self.config.dtype != "float32"
@@ -99,7 +104,8 @@ class FSDPEngine(TrainEngine):
             )
 
     def _wrap(self, model: torch.nn.Module) -> PackedCausalLM:
-        return PackedCausalLM(model, self.config.max_logits, self.config.entropy_grad)
+        max_logits = sys.maxsize if self.config.deterministic else self.config.max_logits
+        return PackedCausalLM(model, max_logits, self.config.entropy_grad)
 
     def _read_source(self, path: str, like: PackedCausalLM | None = None) -> PackedCausalLM | None:
         """The whole model on rank 0, checked, and of the same parameters as `like`; None elsewhere (collective)."""
@@ -132,6 +138,9 @@ class FSDPEngine(TrainEngine):
 
     def destroy(self) -> None:
         """See `TrainEngine.destroy`."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
         if self._membership is None:
             return
         if self._publisher is not None:
@@ -171,7 +180,7 @@ class FSDPEngine(TrainEngine):
 
     def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int]:
         """Micro-batches, denominator and tokens over all ranks."""
-        bins = micro_batches.plan(batch, self.config.micro_batch.max_tokens, self.parallel)
+        bins = micro_batches.plan(batch, self.config, self.parallel)
         share = torch.stack(
             [loss_weight_fn(batch).detach().to("cpu", torch.float64), lengths(batch).sum().to(torch.float64)]
         )
@@ -249,7 +258,7 @@ class FSDPEngine(TrainEngine):
     @torch.no_grad()
     def forward(self, batch: TensorDict, output_fn: OutputFn) -> Tensor:
         """See `TrainEngine.forward`."""
-        bins = micro_batches.plan(batch, self.config.micro_batch.max_tokens, self.parallel)
+        bins = micro_batches.plan(batch, self.config, self.parallel)
         result = torch.zeros(batch["attention_mask"].shape)
         for rows, outputs, packed in self._run(batch, bins):
             values = output_fn(outputs, packed)

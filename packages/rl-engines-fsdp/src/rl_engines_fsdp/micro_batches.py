@@ -11,18 +11,19 @@ from rl_contracts.errors import DataError, EngineError
 from rl_contracts.packing import pack_first_fit
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.trajectory import PackedBatch, lengths, pack, select
+from rl_engines_fsdp.config import FSDPEngineConfig
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-def plan(batch: TensorDict, max_tokens: int, parallel: ParallelContext) -> list[list[int]]:
+def plan(batch: TensorDict, config: FSDPEngineConfig, parallel: ParallelContext) -> list[list[int]]:
     """Row indices of each micro-batch (collective); those of a rank with fewer rows may be empty.
 
     Raises:
         EngineError: a row is longer than a micro-batch, on any rank.
     """
-    sizes = lengths(batch).tolist()
+    sizes, max_tokens = lengths(batch).tolist(), config.micro_batch.max_tokens
     bins: list[list[int]] = []
     error: EngineError | None = None
     try:
@@ -31,9 +32,14 @@ def plan(batch: TensorDict, max_tokens: int, parallel: ParallelContext) -> list[
         error = EngineError(str(cause))
         error.__cause__ = cause
     parallel.agree(error, "cutting a batch into micro-batches")
+    if config.deterministic:
+        # a row's numbers must not depend on its neighbours, and kernels round differently for other shapes
+        bins = [[row] for row in range(len(sizes))] or [[]]
     if parallel.dp_size == 1:
         return bins
     count = int(parallel.max_over_replicas(torch.tensor([len(bins)]))[0])
+    if config.deterministic:
+        return bins + [[] for _ in range(count - len(bins))]
     return bins if count == len(bins) else pack_first_fit(sizes, max_tokens, at_least=count)
 
 

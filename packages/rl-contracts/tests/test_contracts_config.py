@@ -27,6 +27,10 @@ from rl_contracts.errors import ConfigError
         ("top_k", -1, r"0 \(off\) or more"),
         ("min_p", 1.0, r"in \[0, 1\)"),
         ("min_p", -0.1, r"in \[0, 1\)"),
+        ("presence_penalty", 2.5, r"in \[-2, 2\]"),
+        ("frequency_penalty", -2.5, r"in \[-2, 2\]"),
+        ("repetition_penalty", 0.0, r"more than 0 \(1 is off\) and finite"),
+        ("repetition_penalty", float("inf"), r"more than 0 \(1 is off\) and finite"),
     ],
 )
 def test_generation_config_out_of_range_names_field_and_range(field: str, value: Any, expected: str) -> None:
@@ -50,6 +54,12 @@ def test_generation_config_greedy_and_truncates(fields: dict[str, Any], greedy: 
     config = GenerationConfig(**fields)
 
     assert (config.greedy, config.truncates) == (greedy, truncates)
+
+
+@pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_generation_config_penalizes_with_any_penalty_even_greedy(field: str) -> None:
+    assert not GenerationConfig(top_p=0.5).penalizes
+    assert GenerationConfig(temperature=0.0, **{field: 0.5}).penalizes
 
 
 def test_generation_config_lists_are_not_shared() -> None:

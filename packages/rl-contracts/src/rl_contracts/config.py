@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from rl_contracts.errors import ConfigError
@@ -34,6 +35,13 @@ class GenerationConfig:
     """The k likeliest tokens; 0 switches it off."""
     min_p: float = 0.0
     """Tokens with at least this share of the likeliest one's probability; 0 switches it off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of every token that the answer already has; -2 to 2, 0 switches it off."""
+    frequency_penalty: float = 0.0
+    """The same, times how often the answer has it; -2 to 2, 0 switches it off."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of every token that prompt or answer already have;
+    more than 0, 1 switches it off."""
     stop: list[str] = field(default_factory=list)
     """Strings that end the answer where they appear in its text."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -53,6 +61,14 @@ class GenerationConfig:
         require(0 < self.top_p <= 1, "generation.top_p", "in (0, 1]", self.top_p)
         require(self.top_k >= 0, "generation.top_k", "0 (off) or more", self.top_k)
         require(0 <= self.min_p < 1, "generation.min_p", "in [0, 1)", self.min_p)
+        require(-2 <= self.presence_penalty <= 2, "generation.presence_penalty", "in [-2, 2]", self.presence_penalty)
+        require(-2 <= self.frequency_penalty <= 2, "generation.frequency_penalty", "in [-2, 2]", self.frequency_penalty)
+        require(
+            0 < self.repetition_penalty < math.inf,
+            "generation.repetition_penalty",
+            "more than 0 (1 is off) and finite",
+            self.repetition_penalty,
+        )
 
     @property
     def greedy(self) -> bool:
@@ -63,6 +79,11 @@ class GenerationConfig:
     def truncates(self) -> bool:
         """Whether sampling leaves out tokens that the behaviour log-probs still count (top-p, top-k, min-p)."""
         return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens are drawn after penalties that the behaviour log-probs do not have."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 @dataclass

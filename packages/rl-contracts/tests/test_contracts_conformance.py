@@ -115,12 +115,13 @@ def test_policy_loss_of_the_suite_is_an_unnormalised_sum() -> None:
 
 class NullSuite(InferenceEngineConformance):
     kind: type[NullInferenceEngine] = NullInferenceEngine
+    context_length = 512
 
     @pytest.fixture
     async def engine(self) -> AsyncIterator[InferenceEngine]:
         with tempfile.TemporaryDirectory() as folder:
             self.folder = Path(folder)
-            config = NullInferenceConfig(seconds_per_token=2e-4, commit_seconds=0.01, latency=0.002)
+            config = NullInferenceConfig(seconds_per_token=2e-4, commit_seconds=0.01, latency=0.002, context_length=512)
             engine = self.kind(config)
             engine.initialize(["http://null:1", "http://null:2"])
             yield engine

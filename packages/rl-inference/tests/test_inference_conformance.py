@@ -32,6 +32,7 @@ def servers(model_path: Path, scratch: Path) -> Iterator[list[ServerProcess]]:
 
 class TestEmbeddedEngine(suite.InferenceEngineConformance):
     logprob_tolerance = 1e-5
+    context_length = 512
 
     @pytest.fixture(autouse=True)
     def _weights(self, model_path: Path, scratch: Path) -> None:

@@ -262,7 +262,7 @@ async def test_client_gone_frees_the_slot(server: ServerProcess, engine: Embedde
         ({"input_ids": [-1]}, "token -1 is outside"),
         ({"input_ids": []}, "the prompt is empty"),
         ({"input_ids": "text"}, "expected a list of token ids"),
-        ({"input_ids": [5], "sampling_params": {"max_new_tokens": 512}}, "more than the context of 512"),
+        ({"input_ids": [5] * 512}, "512 tokens leave no room for an answer in the context of 512"),
         ({"input_ids": [5], "sampling_params": {"stop_token_ids": [999]}}, "999 is outside the vocabulary"),
         ({"input_ids": [[5]], "stream": True}, "cannot be streamed"),
     ],
@@ -276,8 +276,8 @@ async def test_generate_bad_request_answers_400_with_one_sentence(
 
 
 async def test_agenerate_refused_request_raises_at_once_with_the_sentence(engine: EmbeddedEngine) -> None:
-    with pytest.raises(InferenceError, match="more than the context of 512"):
-        await engine.agenerate(request(PROMPT, max_new_tokens=512))
+    with pytest.raises(InferenceError, match="leave no room for an answer in the context of 512"):
+        await engine.agenerate(request([5] * 512, max_new_tokens=1))
 
 
 @pytest.mark.parametrize("path", ["/generate", "/score", "/stage_weights", "/commit_weights", "/shutdown"])

@@ -33,6 +33,8 @@ class InferenceEngineConformance:
     """Whether a seed decides the sampled tokens whatever else runs on the server."""
     long_answer = 400
     """Tokens that take the servers much longer than staging and committing weights."""
+    context_length: int | None = None
+    """Tokens of prompt and answer together at most; None: too many to try."""
 
     @pytest.fixture
     async def engine(self) -> InferenceEngine:
@@ -128,6 +130,24 @@ class InferenceEngineConformance:
             response = await engine.agenerate(request(max_new_tokens=limit))
 
             assert (len(response.output_ids), response.stop_reason) == (limit, StopReason.LENGTH)
+
+    async def test_agenerate_answer_that_would_exceed_the_context_ends_there(self, engine: InferenceEngine) -> None:
+        if self.context_length is None:
+            pytest.skip("the context is too long to be filled")
+        for room in (5, 1):
+            prompt = [7] * (self.context_length - room)
+
+            response = await engine.agenerate(request(prompt=prompt, max_new_tokens=16, min_new_tokens=9))
+
+            assert (len(response.output_ids), response.stop_reason) == (room, StopReason.LENGTH)
+            await self.check(engine, response)
+
+    async def test_agenerate_prompt_that_fills_the_context_is_refused(self, engine: InferenceEngine) -> None:
+        if self.context_length is None:
+            pytest.skip("the context is too long to be filled")
+        for length in (self.context_length, self.context_length + 1):
+            with pytest.raises(InferenceError):
+                await engine.agenerate(request(prompt=[7] * length))
 
     async def test_agenerate_many_at_once_each_gets_its_own_answer(self, engine: InferenceEngine) -> None:
         prompts = [[7 + i % 40, 11, *PROMPT[: i % 5]] for i in range(24)]

@@ -167,7 +167,7 @@ class NullInferenceEngine(InferenceEngine):
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         import numpy as np
 
-        self._refuse_ids(input_ids)
+        self._refuse_ids(input_ids, self.config.context_length)
         return [0.0, *self._model.logprobs(np.asarray(input_ids[1:], dtype=np.int64), 1, temperature)]
 
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
@@ -248,18 +248,18 @@ class NullInferenceEngine(InferenceEngine):
         return self.config.latency + tokens * self.config.seconds_per_token
 
     def _refuse_bad(self, request: ModelRequest) -> None:
-        self._refuse_ids(request.input_ids)
+        self._refuse_ids(request.input_ids, self.config.context_length - 1)
         if request.generation.stop:
             raise InferenceError(
                 f"null engine: stop strings {request.generation.stop!r} need a tokenizer, which it has not. "
                 "Use stop_token_ids."
             )
 
-    def _refuse_ids(self, ids: list[int]) -> None:
+    def _refuse_ids(self, ids: list[int], most: int) -> None:
         if not ids or min(ids) < 0:
             found = f"{min(ids)} among them" if ids else "none"
             raise InferenceError(f"null engine: expected one or more token ids of 0 or more, found {found}.")
-        if len(ids) >= self.config.context_length:
+        if len(ids) > most:
             raise InferenceError(
                 f"null engine: {len(ids)} prompt tokens leave no room in a context of {self.config.context_length}."
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import GenerationConfig
@@ -92,11 +92,14 @@ def parse_ids(value: Any, limits: Limits) -> list[int]:
 def _parse_job(ids: Any, params: Any, rid: str, resumed: Any, limits: Limits) -> GenerationJob:
     prompt = parse_ids(ids, limits)
     generation, seed = _parse_params(params)
-    if len(prompt) + generation.max_new_tokens > limits.context_length:
+    room = limits.context_length - len(prompt)
+    if room < 1:
         raise InferenceError(
-            f"prompt ({len(prompt)} tokens) + max_new_tokens ({generation.max_new_tokens}) is more than "
-            f"the context of {limits.context_length}."
+            f"prompt: {len(prompt)} tokens leave no room for an answer in the context of {limits.context_length}."
         )
+    if generation.max_new_tokens > room:  # the answer ends at the context's end, as one that reached its own limit
+        least = min(generation.min_new_tokens, room)
+        generation = replace(generation, max_new_tokens=room, min_new_tokens=least)
     if generation.stop and not limits.has_tokenizer:
         raise InferenceError("stop: the model's directory has no tokenizer, so stop strings cannot be found.")
     if type(resumed) is not int or not 0 <= resumed < len(prompt):

@@ -139,12 +139,14 @@ def _load(config: ServerConfig, holder: str, on_crash: Callable[[BaseException],
 
             from rl_inference.server.loop import DecodeLoop
             from rl_inference.server.model import SlotModel
+            from rl_inference.server.restore import restore
             from rl_inference.server.weights import ServedWeights
 
             if config.threads:
                 torch.set_num_threads(config.threads)
             model = SlotModel.load(config)
             weights = ServedWeights(model.model, config.weights_dir, holder, config.version)
+            restore(weights, config.weights_dir)
             loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash, config.deterministic)
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             events.call_soon_threadsafe(result.set_exception, error)

@@ -19,6 +19,10 @@ def answer(job: GenerationJob, tokenizer: Any | None, version: int, start: int, 
     """
     reason = job.finish_reason
     end = len(job.logprobs)
+    if reason is None:
+        # The newest token may turn out to be the last one. Were it sent without that word and the server died now,
+        # the answer would be continued elsewhere past its end.
+        end = max(start, end - 1)
     meta: dict[str, Any] = {
         "id": job.rid,
         "finish_reason": reason,

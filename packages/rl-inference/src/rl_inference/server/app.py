@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from rl_contracts.data import WeightUpdateMeta
+from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, RLError, WeightUpdateError
 from rl_inference.server.answers import answer, event
 from rl_inference.server.config import ServerConfig
@@ -24,6 +26,8 @@ PROGRESS_SECONDS = 0.5
 """Longest silence of a stream while the decode thread is alive."""
 DRAIN_ANSWER_SECONDS = 0.5
 """After which `/pause_generation` with `wait` answers that it is not there yet; the client asks again."""
+INSTANCE_HEADER = "X-Server-Instance"
+"""Carried by every answer: which life of the server gave it. Drawn anew by each process."""
 MODES = ("keep", "recompute", "wait")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,12 +50,15 @@ class ServerApp:
         self._limits: Limits | None = None
         self._jobs = 0
         self._staging = asyncio.Lock()
+        self._beat = (-1, 0.0)
+        self.instance = secrets.token_hex(8)
         self.app = web.Application(client_max_size=config.max_request_bytes, middlewares=[self._guard])
         self.app.add_routes(
             [
                 web.get("/health", self.health),
                 web.get("/model_info", self.model_info),
                 web.get("/stats", self.stats),
+                web.get("/weight_receipt", self.weight_receipt),
                 web.post("/generate", self.generate),
                 web.post("/abort_request", self.abort_request),
                 web.post("/score", self.score),
@@ -62,6 +69,10 @@ class ServerApp:
                 web.post("/shutdown", self.shutdown),
             ]
         )
+        self.app.on_response_prepare.append(self._sign)
+
+    async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
+        response.headers[INSTANCE_HEADER] = self.instance
 
     def serve(self, loop: DecodeLoop) -> None:
         """Begin to answer: the model is there."""
@@ -104,7 +115,13 @@ class ServerApp:
             return _error(500, str(error))
 
     async def health(self, _: web.Request) -> web.Response:
-        """200 once requests can be served."""
+        """200 once requests can be served, and as long as the decode thread turns."""
+        now = time.monotonic()
+        if self.loop.beat != self._beat[0]:
+            self._beat = (self.loop.beat, now)
+        still = now - self._beat[1]
+        if still > self.config.stuck_seconds:
+            return _error(503, f"the decode thread has not moved for {still:.0f} s.")
         return web.json_response({"status": "ready", "version": self.loop.weights.version})
 
     async def model_info(self, _: web.Request) -> web.Response:
@@ -113,6 +130,7 @@ class ServerApp:
         return web.json_response(
             {
                 "name": self.loop.weights.holder,
+                "instance": self.instance,
                 "model_path": self.config.model,
                 "weight_version": self.loop.weights.version,
                 "context_length": model.context_length,
@@ -236,9 +254,11 @@ class ServerApp:
             raise InferenceError(f"stage_weights: `meta` is not a weight update: {error!r}.") from error
         async with self._staging:
             receipt = await asyncio.to_thread(self.loop.weights.stage, meta)
-        # as text: checksums have 64 bits, more than a JSON number safely carries
-        checksums = {name: str(value) for name, value in receipt.checksums.items()}
-        return web.json_response({"holder": receipt.holder, "version": receipt.version, "checksums": checksums})
+        return _receipt(receipt)
+
+    async def weight_receipt(self, _: web.Request) -> web.Response:
+        """The receipt of the served weights, from the live tensors."""
+        return _receipt(await asyncio.wrap_future(self.loop.run(self.loop.weights.receipt)))
 
     async def pause_generation(self, request: web.Request) -> web.Response:
         """Stop between two passes. With `wait`, running answers are finished first; answers `paused: false`
@@ -285,6 +305,12 @@ async def _json(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InferenceError("the body is not a JSON object.")
     return body
+
+
+def _receipt(receipt: WeightReceipt) -> web.Response:
+    # as text: checksums have 64 bits, more than a JSON number safely carries
+    checksums = {name: str(value) for name, value in receipt.checksums.items()}
+    return web.json_response({"holder": receipt.holder, "version": receipt.version, "checksums": checksums})
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:

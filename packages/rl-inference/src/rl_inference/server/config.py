@@ -46,6 +46,8 @@ class ServerConfig:
     """
     name: str = ""
     """Name in receipts; empty: `host:port`."""
+    stuck_seconds: int = 300
+    """Seconds without a turn of the decode thread after which `/health` answers 503."""
 
     def __post_init__(self) -> None:
         if self.deterministic:
@@ -56,4 +58,5 @@ class ServerConfig:
         require(self.context_length >= 0, "server.context_length", "0 (the model's) or more", self.context_length)
         require(self.max_waiting >= 0, "server.max_waiting", "0 or more", self.max_waiting)
         require(self.prefill_tokens >= 1, "server.prefill_tokens", "at least 1", self.prefill_tokens)
+        require(self.stuck_seconds >= 1, "server.stuck_seconds", "at least 1", self.stuck_seconds)
         require(self.threads >= 0, "server.threads", "0 (torch's choice) or more", self.threads)

@@ -73,6 +73,12 @@ class ServedWeights:
         self._staged = (meta.version, staged)
         return WeightReceipt(self.holder, meta.version, {name: sums[self._canonical[name]] for name in sent})
 
+    def receipt(self) -> WeightReceipt:
+        """What is served now: checksums of the live tensors under every name that they have. Between two forward
+        passes."""
+        sums = {key: checksum(self._live[key].contiguous()) for key in set(self._canonical.values())}
+        return WeightReceipt(self.holder, self.version, {name: sums[key] for name, key in self._canonical.items()})
+
     def staged_version(self) -> int | None:
         """The version that waits for its commit."""
         return self._staged[0] if self._staged else None

@@ -47,11 +47,19 @@ def test_compose_dotted_override_reaches_its_component():
         ("algorithm.proximal=current actor.minibatches=2", "moves within the step"),
         ("publish.route=carrier-pigeon", "one of shm, disk"),
         ("launcher.kind=kubernetes", "Installed: local"),
+        ("deterministic=true", "deterministic=true with rollout.max_staleness: expected 0 .*, found 1"),
     ],
 )
 def test_compose_setting_that_cannot_work_is_refused_with_what_to_do(override, message):
     with pytest.raises(ConfigError, match=message):
         _grpo(*override.split(" "))
+
+
+def test_deterministic_reaches_the_engine_and_nothing_else_sets_it():
+    assert _grpo("deterministic=true", "rollout.max_staleness=0").engine_config().deterministic
+    assert not _grpo().engine_config().deterministic
+    with pytest.raises(ConfigError, match="found 'deterministic'"):
+        _grpo("actor.engine.deterministic=true").engine_config()
 
 
 def test_config_written_and_read_back_is_the_same(tmp_path):

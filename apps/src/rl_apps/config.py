@@ -72,6 +72,10 @@ class RunConfig:
     """Where the run keeps its files; empty: `runs/<experiment>/<trial>`."""
     seed: int = 1
     """Makes generated data, embedded models, the order of the data and all sampling."""
+    deterministic: bool = False
+    """The same seed and config give the same metrics to the last bit, and servers and trainer compute the same
+    log-probs (docs/numerics.md says where). Slow: every answer and every row is run alone, on one thread. Needs
+    `rollout.max_staleness=0`, since otherwise the order in which processes run decides what is learned from."""
     total_steps: int = 100
     """Training steps."""
     total_epochs: int = 0
@@ -106,11 +110,13 @@ class RunConfig:
         Raises:
             ConfigError: `actor.engine` has a key that the engine does not know.
         """
-        known = set(FSDPEngineConfig.__dataclass_fields__) - {"optimizer", "micro_batch", "dtype"}
+        known = set(FSDPEngineConfig.__dataclass_fields__) - {"optimizer", "micro_batch", "dtype", "deterministic"}
         unknown = sorted(set(self.actor.engine) - known)
         require(not unknown, "actor.engine", f"keys out of {', '.join(sorted(known))}", ", ".join(unknown))
         actor = self.actor
-        return FSDPEngineConfig(actor.optimizer, actor.micro_batch, actor.dtype, **actor.engine)
+        return FSDPEngineConfig(
+            actor.optimizer, actor.micro_batch, actor.dtype, deterministic=self.deterministic, **actor.engine
+        )
 
 
 @dataclass
@@ -129,6 +135,13 @@ class GRPOConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.algorithm.resolve_proximal(self.actor.minibatches)
+        require(
+            not self.deterministic or self.rollout.max_staleness == 0,
+            "deterministic=true with rollout.max_staleness",
+            "0 (with answers in flight while the trainer learns, the order in which processes run decides what is "
+            "learned from); set rollout.max_staleness=0 or deterministic=false",
+            self.rollout.max_staleness,
+        )
         require(
             not self.rollout.generation.truncates,
             "rollout.generation",

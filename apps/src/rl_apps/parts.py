@@ -76,7 +76,7 @@ def make_tokenizer(path: str) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-OWN_SERVER_SETTINGS = ("model_path", "servers", "weights_dir", "version", "cpus")
+OWN_SERVER_SETTINGS = ("model_path", "servers", "weights_dir", "version", "cpus", "deterministic")
 """Settings of the servers that follow from others; setting them would do nothing."""
 
 
@@ -92,7 +92,8 @@ def check_rollout(settings: RolloutSettings) -> None:
     for name in OWN_SERVER_SETTINGS:
         if getattr(settings.server, name) != defaults[name]:
             raise ConfigError(
-                f"rollout.server.{name} follows from model.path, allocation and run_dir; set those instead."
+                f"rollout.server.{name} follows from model.path, allocation, run_dir and deterministic; set those "
+                "instead."
             )
 
 
@@ -113,6 +114,7 @@ def served(config: RunConfig, settings: RolloutSettings, layout: Layout, run_dir
         servers=layout.rollout.strategy.data,
         weights_dir=str(weights_directory(run_dir)),
         cpus=layout.cores_each,
+        deterministic=config.deterministic,
     )
 
 

@@ -1,0 +1,72 @@
+"""The deterministic mode, as a user starts it: two runs agree to the last bit, and servers with the trainer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_contracts.testing.models import make_tiny_model
+
+COMMAND = str(Path(sys.executable).parent / "gsm8k-grpo")
+SETTINGS = (
+    "deterministic=true",
+    "rollout.max_staleness=0",
+    "total_steps=3",
+    "data.batch_size=4",
+    "rollout.group_size=4",
+    "rollout.generation.max_new_tokens=12",
+    "rollout.reward=reward_by_ids:score",
+    "evaluation.rows=4",
+    "actor.optimizer.lr=3e-3",
+    "actor.optimizer.warmup_steps=0",
+)
+MEASURED = ("time/", "throughput/", "server/", "groups/wait_seconds")
+"""What is read off a clock, or off servers that work on meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs the command and returns its metrics, but for what depends on the clock."""
+    directory = tmp_path_factory.mktemp("deterministic")
+    model = make_tiny_model(directory / "model", layers=1, hidden=32)
+    # a random model never answers right; this reward gives every batch something to learn
+    (directory / "reward_by_ids.py").write_text(
+        "def score(prompt, completions, prompt_ids, completion_ids, **data):\n    return sum(completion_ids) % 7 / 6\n"
+    )
+
+    def start(name, *overrides):
+        arguments = [f"run_dir={directory / name}", f"model.path={model}", *SETTINGS, *overrides]
+        environment = {**os.environ, "PYTHONPATH": str(directory)}
+        done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=280, env=environment)
+        assert done.returncode == 0, done.stderr
+        lines = (directory / name / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED)} for line in lines]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def first(run):
+    return run("first")
+
+
+@pytest.mark.slow
+def test_deterministic_run_repeated_gives_the_same_metrics_to_the_last_bit(run, first):
+    again = run("again")
+    assert again == first
+    assert all(record["grad_norm"] > 0 for record in first if "grad_norm" in record)
+
+
+@pytest.mark.slow
+def test_deterministic_run_servers_and_trainer_agree_to_the_last_bit(first):
+    steps = [record for record in first if "grad_norm" in record]
+    assert [record["gap/max_abs"] for record in steps] == [0.0, 0.0, 0.0]
+    assert [record["ratio/max"] for record in steps] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_deterministic_run_with_another_seed_differs(run, first):
+    assert run("other", "seed=2") != first

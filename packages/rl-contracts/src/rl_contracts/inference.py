@@ -18,6 +18,8 @@ class InferenceEngine(ABC):
     the time without progress (no token, no byte), never the length of an answer.
     """
 
+    __slots__ = ()  # so that a handle per episode can be small
+
     @classmethod
     @abstractmethod
     def server_spec(cls, config: Any) -> JobSpec:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,7 @@ class NullInferenceEngine(InferenceEngine):
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self._refuse_bad(request)
         submitted = self.clock.now()
-        async with self._interruptible():
+        with self._interruptible():
             await self._slots.acquire()
             self._timeline.set_busy(True)
             try:
@@ -152,7 +152,7 @@ class NullInferenceEngine(InferenceEngine):
         if error is not None:
             raise error
         self._generated += len(ids)
-        times = [began + self._seconds(i + 1) for i in range(len(ids))]
+        times = [began + self.config.latency + i * self.config.seconds_per_token for i in range(1, len(ids) + 1)]
         return ModelResponse(
             input_ids=list(request.input_ids),
             output_ids=ids.tolist(),
@@ -226,8 +226,8 @@ class NullInferenceEngine(InferenceEngine):
         for task in list(self._tasks):
             task.cancel()
 
-    @asynccontextmanager
-    async def _interruptible(self) -> AsyncIterator[None]:
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
         """Turn the cancellation by `destroy` into an error of the request; let any other pass."""
         if self._closed:
             raise InferenceError("null engine: used after destroy().")

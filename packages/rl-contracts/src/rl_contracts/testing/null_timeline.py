@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
@@ -69,11 +70,12 @@ class Timeline:
             self._recompute_times.append(now)
 
     def versions_at(self, times: Sequence[float]) -> list[int]:
-        """The version that served at each moment of generation time; at a commit's own moment still the old one."""
-        import numpy as np
-
-        index = np.searchsorted(np.asarray(self._commit_times), np.asarray(times) - _RESOLUTION) - 1
-        return np.asarray(self._commit_versions)[index].tolist()
+        """The version that served at each moment of generation time, in order; at a commit's own moment still the old
+        one."""
+        commits, versions = self._commit_times, self._commit_versions
+        if times and commits[-1] < times[0] - _RESOLUTION:
+            return [versions[-1]] * len(times)
+        return [versions[bisect_left(commits, time - _RESOLUTION) - 1] for time in times]
 
     def recomputes_between(self, began: float, ended: float) -> int:
         """How often an answer that took from `began` to `ended` was begun again from its prefix."""

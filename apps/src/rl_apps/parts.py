@@ -143,7 +143,7 @@ def make_answering(
     """The client of the servers, the rollout runtime on top of it, and the way of new weights to the servers."""
     from rl_contracts.aio import LoopThread
     from rl_trainers import GapGate, RolloutWriter, WeightPublisher, Weights
-    from rl_workflows import DistRollout
+    from rl_workflows import DistRollout, tune_garbage_collection
 
     assert layout.rollout is not None
     loop = LoopThread("rollout")
@@ -172,6 +172,7 @@ def make_answering(
         version=engine.version,
     )
     stack.callback(rollout.destroy)
+    tune_garbage_collection()
     publishing = replace(publish or PublishConfig(), interrupt=settings.interrupt)
     publisher = WeightPublisher(engine, client, loop.run, publishing, str(weights_directory(run_dir)))
     return rollout, Weights(publisher, GapGate(engine, client, loop.run, gap or GapConfig()))

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_workflows.collection import tune_garbage_collection
     from rl_workflows.config import RolloutConfig
     from rl_workflows.executor import WorkflowExecutor
     from rl_workflows.filters import dynamic_sampling
@@ -25,6 +26,7 @@ _HOME = {
     "Ticket": "staleness",
     "WorkflowExecutor": "executor",
     "dynamic_sampling": "filters",
+    "tune_garbage_collection": "collection",
 }
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Ticket",
     "WorkflowExecutor",
     "dynamic_sampling",
+    "tune_garbage_collection",
 ]
 
 

@@ -61,6 +61,8 @@ class EpisodeEngine(InferenceEngine):
             workflow's stop ids and strings are added.
     """
 
+    __slots__ = ("_calls", "_context", "_engine", "_generation", "_label", "_progress", "_seed")
+
     def __init__(
         self,
         engine: InferenceEngine,

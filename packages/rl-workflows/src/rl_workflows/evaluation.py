@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import InferenceError
@@ -85,7 +84,7 @@ class Evaluator:
             cache: dict[str, Any] = {}
             for sample in range(n):
                 context = _context(row, first + number, sample, cache, self._clock)
-                self._runner.submit(partial(self._episode, row, context, answers[number * n + sample]))
+                self._runner.submit(self._episode, row, context, answers[number * n + sample])
         watchdog = Watchdog(
             self._progress, self._engine, self._clock, self._config.stall_timeout, self._oldest, self._describe
         )

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError, RLError, boundary_of
@@ -95,9 +94,7 @@ class WorkflowExecutor:
         """Start the episodes of a group."""
         group = _Group(ticket, row, self._config.group_size)
         self._groups[ticket.group_id] = group
-        group.jobs = [
-            self._runner.submit(partial(self._episode, group, sample)) for sample in range(self._config.group_size)
-        ]
+        group.jobs = [self._runner.submit(self._episode, group, sample) for sample in range(self._config.group_size)]
 
     def in_flight(self) -> list[tuple[Ticket, dict[str, Any]]]:
         """Tickets and rows of the groups that run, in order of admission."""

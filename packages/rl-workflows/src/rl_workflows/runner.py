@@ -7,18 +7,24 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-Start = Callable[[], Coroutine[Any, Any, None]]
+Start = Callable[..., Coroutine[Any, Any, None]]
 """Makes the coroutine of a job when its turn comes."""
 
 
 class Job:
-    """One submission. Cancel it through its runner."""
+    """One submission. Cancel it through its runner.
+
+    It forgets how it starts once it did: with that it would hold its owner, which holds it, and every finished group
+    would be left to the garbage collector.
+    """
 
     __slots__ = ("start", "task")
 
-    def __init__(self, start: Start) -> None:
-        self.start: Start | None = start
+    def __init__(self) -> None:
+        self.start: tuple[Start, tuple[Any, ...]] | None = None
+        """What to call with which arguments, while it waits for its turn."""
         self.task: asyncio.Task[None] | None = None
+        """From its start on."""
 
 
 class AsyncTaskRunner:
@@ -38,20 +44,22 @@ class AsyncTaskRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._on_end = self._ended  # one bound method for all tasks
 
     @property
     def running(self) -> int:
         """Tasks that run now."""
         return len(self._tasks)
 
-    def submit(self, start: Start) -> Job:
-        """Run `start()` as a task, now or when one ends."""
-        job = Job(start)
+    def submit(self, start: Start, *arguments: Any) -> Job:
+        """Run `start(*arguments)` as a task, now or when one ends."""
+        job = Job()
         if self._closed:
-            job.start = None
-        elif len(self._tasks) < self.limit:
-            self._launch(job, start)
+            return job
+        if len(self._tasks) < self.limit:
+            self._launch(job, start(*arguments))
         else:
+            job.start = (start, arguments)
             self._waiting.append(job)
         return job
 
@@ -70,12 +78,12 @@ class AsyncTaskRunner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _launch(self, job: Job, start: Start) -> None:
+    def _launch(self, job: Job, coroutine: Coroutine[Any, Any, None]) -> None:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-        job.task = self._loop.create_task(start())
+        job.task = self._loop.create_task(coroutine)
         self._tasks.add(job.task)
-        job.task.add_done_callback(self._ended)
+        job.task.add_done_callback(self._on_end)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -84,4 +92,5 @@ class AsyncTaskRunner:
         while self._waiting and len(self._tasks) < self.limit and not self._closed:
             job = self._waiting.popleft()
             if job.start is not None:
-                self._launch(job, job.start)
+                (start, arguments), job.start = job.start, None
+                self._launch(job, start(*arguments))

@@ -1,0 +1,217 @@
+"""Episodes per second and memory of the rollout runtime with 100,000 episodes outstanding, on one core.
+
+    uv run python tests/benchmarks/rollout_runtime.py
+
+The runtime is `DistRollout` as a trainer uses it: admission, groups of 8, collection, batches of 10,000 rows assembled and
+cut into minibatches, and 10 batches outstanding (`max_staleness=9`). The servers are the null engine: an answer is a
+timer and a list of token ids (64 in prompt and answer). First all answers are held back until every episode runs, for the
+memory; then they go on, and the time is that of the batches after the first ones. The floor beside it is what Python's
+event loop needs for as many tasks that each sleep once. Each part is a process of its own, bound to one core, and the
+parts take turns. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from itertools import count
+from typing import Any
+
+GROUP = 8
+"""Episodes per group."""
+STEPS_AHEAD = 10
+"""Batches outstanding, `max_staleness + 1`."""
+PROMPT = list(range(1, 33))
+TOKENS = 32
+"""Mean length of an answer."""
+SECONDS = 4.0
+"""Mean time of an answer: with 100,000 outstanding, 25,000 end per second if the runtime keeps up."""
+DEADLINE = 600.0
+"""Seconds for one part."""
+
+
+def measure_runtime(outstanding: int, batches: int, tuned: bool) -> dict[str, float]:
+    """Memory with all episodes running, and the time of `batches` batches after the first ones."""
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.data import ModelRequest
+    from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+    from rl_contracts.trajectory import empty, from_response
+    from rl_contracts.workflow import RolloutWorkflow
+    from rl_workflows import DistRollout, RolloutConfig, tune_garbage_collection
+
+    generation = GenerationConfig(max_new_tokens=512, ignore_eos=True)
+    rng = random.Random(0)
+    lengths = [max(1, round(TOKENS * rng.lognormvariate(-0.125, 0.5))) for _ in range(4096)]
+    answers = [[rng.randrange(64) for _ in range(length)] for length in lengths]
+
+    class Answer(RolloutWorkflow):
+        """One answer; the reward is its length."""
+
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            response = await engine.agenerate(ModelRequest(PROMPT, generation))
+            return [from_response(response, reward=float(len(response.output_ids)), temperature=1.0)]
+
+    engine = NullInferenceEngine(
+        NullInferenceConfig(seconds_per_token=SECONDS / TOKENS, read_weights=False),
+        answer=lambda request: answers[(request.seed or 0) % len(answers)],
+    )
+    groups = outstanding // GROUP // STEPS_AHEAD
+    rollout = DistRollout(
+        engine,
+        Answer(),
+        ({"prompt_id": number} for number in count()),
+        batch_size=groups,
+        config=RolloutConfig(max_staleness=STEPS_AHEAD - 1, group_size=GROUP, stall_timeout=DEADLINE),
+        minibatches=4,
+    )
+    empty()  # imports what batches need
+    if tuned:
+        tune_garbage_collection()
+    base = resident()
+    rollout.pause()
+    rollout.loop.run(engine.pause(), 10)
+    rollout.resume()
+    rollout.loop.run(rollout.head.begin_wait(), 10)
+    deadline = time.monotonic() + DEADLINE
+    while rollout.head.runner.running < outstanding:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"only {rollout.head.runner.running} of {outstanding} episodes run")
+        time.sleep(0.05)
+    running = resident()
+    rollout.loop.run(engine.resume(), 10)
+    for _ in range(3):
+        rollout.next_batch()
+        rollout.end_step(0)
+    began, cpu = time.perf_counter(), time.process_time()
+    episodes, least = 0, outstanding
+    for _ in range(batches):
+        episodes += rollout.next_batch().batch_size[0]
+        least = min(least, rollout.head.manager.outstanding * GROUP)
+        rollout.end_step(0)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    rollout.destroy()
+    return {
+        "episodes": episodes,
+        "outstanding_least": least,
+        "episodes_per_s": episodes / seconds,
+        "cpu_us_per_episode": 1e6 * cpu / episodes,
+        "cpu_share": cpu / seconds,
+        "base_gib": base / 2**30,
+        "all_running_gib": running / 2**30,
+        "bytes_per_running_episode": (running - base) / outstanding,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30,
+    }
+
+
+def measure_floor(outstanding: int, total: int) -> dict[str, float]:
+    """The event loop alone: tasks that sleep once, `outstanding` of them at any time, until `total` have ended."""
+    from rl_contracts.aio import LoopThread
+    from rl_workflows import tune_garbage_collection
+
+    async def main() -> float:
+        loop, ended, tasks = asyncio.get_running_loop(), loop_future(), set()
+        rng = random.Random(0)
+        left, to_start = total, total - outstanding
+
+        def start() -> None:
+            task = loop.create_task(asyncio.sleep(rng.lognormvariate(-0.125, 0.5)))
+            tasks.add(task)
+            task.add_done_callback(over)
+
+        def over(task: asyncio.Task[None]) -> None:
+            nonlocal left, to_start
+            tasks.discard(task)
+            left -= 1
+            if to_start:
+                to_start -= 1
+                start()
+            elif not left:
+                ended.set_result(None)
+
+        cpu = time.process_time()
+        for _ in range(outstanding):
+            start()
+        await ended
+        return time.process_time() - cpu
+
+    def loop_future() -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+    tune_garbage_collection()
+    with LoopThread("floor") as thread:
+        cpu = thread.run(main(), DEADLINE)
+    return {"cpu_us_per_task": 1e6 * cpu / total, "tasks_per_s": total / cpu}
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def run_part(part: str, outstanding: int, batches: int) -> dict[str, Any]:
+    """One part in a process of its own; its figures."""
+    command = [sys.executable, __file__, "--part", part, "--outstanding", str(outstanding), "--batches", str(batches)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False, env=environment)
+    if result.returncode:
+        raise SystemExit(f"{part}: exit code {result.returncode}\n{(result.stdout + result.stderr)[-4000:]}")
+    figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    print(f"{part:16s}" + ", ".join(f"{name} {value:.6g}" for name, value in figures.items()), flush=True)
+    return figures
+
+
+def middle(runs: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    """The run whose figure `key` is the (lower) median."""
+    return sorted(runs, key=lambda run: run[key])[(len(runs) - 1) // 2]
+
+
+def main() -> None:
+    """Run the parts in turn, and print the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--outstanding", type=int, default=100_000, help="episodes; a multiple of 80")
+    parser.add_argument("--batches", type=int, default=12, help="measured batches of a run")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each part")
+    parser.add_argument("--default-gc", action="store_true", help="also measure with Python's own collector settings")
+    parser.add_argument("--quick", action="store_true", help="few episodes, to see that it runs")
+    parser.add_argument("--core", type=int, default=min(os.sched_getaffinity(0)), help="the core to run on")
+    parser.add_argument("--part", choices=["floor", "runtime", "runtime-default-gc"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.outstanding, options.batches, options.repeats = 800, 4, 1
+    os.sched_setaffinity(0, {options.core})  # inherited by the parts
+    if options.part == "floor":
+        print(json.dumps(measure_floor(options.outstanding, 2 * options.outstanding)))
+        return
+    if options.part:
+        print(json.dumps(measure_runtime(options.outstanding, options.batches, options.part == "runtime")))
+        return
+    parts = ["floor", "runtime"] + ["runtime-default-gc"] * options.default_gc
+    runs: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
+    for _ in range(options.repeats):
+        for part in parts:
+            runs[part].append(run_part(part, options.outstanding, options.batches))
+    result: dict[str, Any] = {"benchmark": "rollout_runtime", "outstanding": options.outstanding, "core": options.core}
+    result |= {part: middle(of_part, next(iter(of_part[0]))) for part, of_part in runs.items()}
+    result["runtime"] = middle(runs["runtime"], "episodes_per_s")
+    result["ratio_to_floor_cpu"] = round(
+        statistics.median(
+            ours["cpu_us_per_episode"] / floor["cpu_us_per_task"]
+            for ours, floor in zip(runs["runtime"], runs["floor"], strict=True)
+        ),
+        2,
+    )
+    result["load"] = os.getloadavg()[0]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

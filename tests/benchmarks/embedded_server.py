@@ -55,6 +55,22 @@ def make_cases(quick: bool) -> dict[str, list[int]]:
     return {"uniform": [uniform(i, 0) for i in range(64)], "long_tail": [long_tail(i, 0) for i in range(512)]}
 
 
+def best_threads(model: Path, scratch: Path) -> int:
+    """Threads with which our server is faster now: one, or one per core."""
+
+    async def trial(side: EmbeddedSide) -> float:
+        try:
+            return min([await side.run(make_requests([16] * 64, seed=0)) for _ in range(3)])
+        finally:
+            await side.engine.destroy()
+
+    seconds = {}
+    for count in {1, os.cpu_count() or 1}:
+        with embedded(model, count, scratch) as side:
+            seconds[count] = asyncio.run(trial(side))
+    return min(seconds, key=lambda count: seconds[count])
+
+
 async def worst_logprob(ours: EmbeddedSide, model: Path, requests: list[Request]) -> float:
     """Largest error of the server's log-probs, while all requests are answered together."""
     reference = reference_model(model)
@@ -102,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", nargs=2, metavar=("vllm", "PYTHON"), help="also measure vLLM in that interpreter")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side per case")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of the server")
+    parser.add_argument("--threads", type=int, default=0, help="of the server; 0: whichever is faster")
     parser.add_argument("--peer-threads", type=int, default=0, help="of transformers; 0: whichever is faster")
     parser.add_argument("--case", choices=[*REQUIRED], help="only this case")
     parser.add_argument("--quick", action="store_true", help="a small model and little work, to see that it runs")
@@ -117,7 +133,8 @@ def main() -> None:
         heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
         limits = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
         model = tiny_model(scratch / "model", "qwen3", **shape, **heads, **limits)
-        ours = stack.enter_context(embedded(model, options.threads, scratch))
+        threads = options.threads or best_threads(model, scratch)
+        ours = stack.enter_context(embedded(model, threads, scratch))
         peer = stack.enter_context(transformers(model))
         peer.threads = options.peer_threads or peer.threads
         if not options.peer_threads:
@@ -127,7 +144,7 @@ def main() -> None:
             sides.append(stack.enter_context(vllm(model, options.peer[1], scratch)))
         rounds = 1 if options.quick else options.rounds
         result = {"benchmark": "embedded_server", "layers": layers, "hidden": hidden, "cores": os.cpu_count()}
-        result |= {"threads": options.threads, "transformers_threads": peer.threads}
+        result |= {"threads": threads, "transformers_threads": peer.threads}
         result |= asyncio.run(run(ours, sides, cases, model, rounds))
     print(json.dumps(result))
 

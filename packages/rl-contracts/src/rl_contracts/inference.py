@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from rl_contracts.data import ModelRequest, ModelResponse, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import InferenceError
 from rl_contracts.scheduler import JobSpec
 
 
@@ -49,6 +50,22 @@ class InferenceEngine(ABC):
     @abstractmethod
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Log-probs of given tokens at the current weights: entry t is that of `input_ids[t]`; entry 0 is 0."""
+
+    async def score_before(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """As `score`, at the weights that were served before the last commit. A diagnosis asks for it.
+
+        Raises:
+            InferenceError: no server holds them any more, or this kind of server never does.
+        """
+        raise InferenceError(f"{type(self).__name__} keeps no weights of an earlier version.")
+
+    async def live_receipts(self) -> list[WeightReceipt]:
+        """Checksums of the tensors that each server serves now, under all of their names. A diagnosis asks for them.
+
+        Raises:
+            InferenceError: no server answered, or this kind of server has no such checksums.
+        """
+        raise InferenceError(f"{type(self).__name__} gives no checksums of served tensors.")
 
     @abstractmethod
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:

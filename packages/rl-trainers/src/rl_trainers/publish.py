@@ -49,6 +49,8 @@ class WeightPublisher:
         self, engine: TrainEngine, inference: InferenceEngine, run: Runner, config: PublishConfig, directory: str
     ) -> None:
         self.engine, self.inference, self.run, self.config = engine, inference, run, config
+        self.receipt: WeightReceipt | None = None
+        """The trainer's own, of the last version that was published; without checksums on ranks other than 0."""
         engine.connect_engine(inference, WeightUpdateMeta(config.route, 0, directory))
 
     def publish(self, version: int) -> dict[str, float]:
@@ -68,6 +70,7 @@ class WeightPublisher:
             except Exception as caught:  # noqa: BLE001 - handed to every rank by agree, which raises it
                 error = caught
         self.engine.parallel.agree(error, f"publishing weights of version {version}")
+        self.receipt = mine
         if self.engine.parallel.is_dp_head and not self.engine.parallel.is_main:
             self.run(self.inference.stats(), self.config.timeout)  # learns the committed version
         return times

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from rl_contracts.data import ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights import checksum, open_weights, staged_location, verify_receipt, write_weights
+from rl_contracts.weights import (
+    checksum,
+    copy_with_checksum,
+    open_weights,
+    staged_location,
+    verify_receipt,
+    write_weights,
+)
+from rl_contracts.weights.mapping import Mappings
 
 ROUTES = ["shm", "disk"]
 CONSTANT = 0x1E3779B97F4A7C15
@@ -105,6 +113,19 @@ def test_checksum_of_strided_tensor_or_odd_offset_raises() -> None:
         checksum(torch.zeros(4, 4).t()[1:])
     with pytest.raises(WeightUpdateError, match="multiple of 8 bytes, found 4"):
         checksum(torch.zeros(4), offset_bytes=4)
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [0, 5, 2**17, 2**17 + 3, 5 * 2**19 + 1])
+def test_copy_with_checksum_equals_copy_then_checksum(target: torch.dtype, size: int) -> None:
+    whole = torch.randint(0, 100, (size + 1,), generator=torch.Generator().manual_seed(0)).float()
+    for source in (whole[:-1], whole[1:], torch.stack([whole[1:]] * 2, -1)[:, 0]):  # plain, shifted, strided
+        held = torch.empty(size, dtype=target)
+
+        found = copy_with_checksum(held, source)
+
+        assert torch.equal(held, source.to(target))
+        assert found == checksum(held)
 
 
 # ---- receipts
@@ -247,6 +268,19 @@ def test_shm_views_do_not_write_back(tmp_path: Path) -> None:
         tensor.zero_()
 
     assert torch.equal(held(meta)["matrix"], weights()["matrix"])
+
+
+def test_shm_mappings_see_later_versions_and_another_file_of_the_same_name(tmp_path: Path) -> None:
+    readers, writers, folder = Mappings(write=False), Mappings(write=True), tmp_path / "new"
+    for version, anew in ((1, False), (3, False), (5, True)):
+        meta = meta_for("shm", folder, version)
+        if anew:
+            Path(meta.location).unlink()
+        write_weights(meta, ((n, t + version) for n, t in weights().items()), writers)
+
+        found = dict(open_weights(meta, readers))
+
+        assert torch.equal(found["odd"], weights()["odd"] + version)
 
 
 def test_shm_file_is_private_and_another_model_gets_another_size(tmp_path: Path) -> None:

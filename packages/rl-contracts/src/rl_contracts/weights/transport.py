@@ -1,8 +1,7 @@
-"""The `shm` and `disk` routes: one side writes named tensors, the other reads them.
+"""The `shm` and `disk` routes: one side writes named tensors, the other reads them, whenever it likes.
 
 Both keep the versions n and n-1 in alternating places (`slot-0`, `slot-1`), so the last committed version stays
-readable while the next
-one is written and a restarted server can load it.
+readable while the next one is written and a restarted server can load it.
 
 `shm`: a file in a memory file system with the parameters one after the other, each aligned to 64 bytes, in the order
 of `meta.params`.
@@ -11,32 +10,33 @@ of `meta.params`.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_contracts.data import ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.checksum import checksum
+from rl_contracts.weights.layout import checked, dtype_of, fill, total_size, views
+from rl_contracts.weights.mapping import Mappings
 
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 64
-ROUTES = ("shm", "disk")
+STORED_ROUTES = ("shm", "disk")
+"""Routes on which a version lies somewhere for whoever comes to read it."""
 
 
 def staged_location(directory: str | Path, route: str, version: int) -> str:
     """Where a version lies: a file for `shm`, a directory for `disk`."""
-    if route not in ROUTES:
-        raise WeightUpdateError(f"weight route: expected one of {', '.join(ROUTES)}, found {route!r}.")
+    if route not in STORED_ROUTES:
+        raise WeightUpdateError(f"weight route: expected one of {', '.join(STORED_ROUTES)}, found {route!r}.")
     return str(Path(directory) / f"slot-{version % 2}{'.weights' if route == 'shm' else ''}")
 
 
 def write_weights(
-    meta: WeightUpdateMeta, tensors: Iterable[tuple[str, torch.Tensor]]
+    meta: WeightUpdateMeta, tensors: Iterable[tuple[str, torch.Tensor]], mappings: Mappings | None = None
 ) -> tuple[WeightUpdateMeta, WeightReceipt]:
     """Put named tensors onto the route, cast to the served dtypes, and take the trainer's receipt from what was
     written.
@@ -44,6 +44,7 @@ def write_weights(
     Args:
         meta: route, version, location and the parameters' specs.
         tensors: full tensors by name, in the order of `meta.params`; a generator, so that one at a time exists.
+        mappings: the writer's own, where it writes more than once.
 
     Returns:
         `meta` and the receipt.
@@ -51,114 +52,55 @@ def write_weights(
     Raises:
         WeightUpdateError: names, order or shapes differ from the specs.
     """
-    writer = _write_shm if meta.route == "shm" else _write_disk
-    return meta, WeightReceipt("trainer", meta.version, writer(meta, _checked(meta.params, tensors)))
+    if meta.route == "shm":
+        sums = _write_shm(meta, tensors, mappings or Mappings(write=True))
+    else:
+        sums = _write_disk(meta, tensors)
+    return meta, WeightReceipt("trainer", meta.version, sums)
 
 
-def open_weights(meta: WeightUpdateMeta) -> Iterator[tuple[str, torch.Tensor]]:
+def open_weights(meta: WeightUpdateMeta, mappings: Mappings | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Read named tensors from the route, one after the other. Those of `shm` are views of shared memory: copy before
     the next update.
 
+    Args:
+        mappings: the reader's own, where it reads more than once.
+
     Raises:
-        WeightUpdateError: the file or directory is missing or too small.
+        WeightUpdateError: the file or directory is missing or too small, or the route keeps nothing.
     """
-    yield from (_read_shm(meta) if meta.route == "shm" else _read_disk(meta))
+    if meta.route not in STORED_ROUTES:
+        raise WeightUpdateError(
+            f"route {meta.route} keeps no version; only those of {', '.join(STORED_ROUTES)} can be read later."
+        )
+    yield from (_read_shm(meta, mappings or Mappings(write=False)) if meta.route == "shm" else _read_disk(meta))
 
 
-def _checked(
-    specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-    expected = iter(specs)
-    for name, tensor in tensors:
-        spec = next(expected, None)
-        if spec is None or spec.name != name or spec.shape != tuple(tensor.shape):
-            wanted = "no more parameters" if spec is None else f"{spec.name} {list(spec.shape)}"
-            raise WeightUpdateError(f"writing weights: expected {wanted}, found {name} {list(tensor.shape)}.")
-        yield spec, tensor
-    missing = next(expected, None)
-    if missing is not None:
-        raise WeightUpdateError(f"writing weights: parameter {missing.name!r} is in the specs but was not given.")
+def _write_shm(
+    meta: WeightUpdateMeta, tensors: Iterable[tuple[str, torch.Tensor]], mappings: Mappings
+) -> dict[str, int]:
+    Path(meta.location).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return fill(mappings.get(meta.location, total_size(meta.params)), meta.params, tensors)
 
 
-def _dtype(spec: ParamSpec) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise WeightUpdateError(f"parameter {spec.name!r}: {spec.dtype!r} is not a torch dtype.")
-    return dtype
-
-
-def _layout(specs: tuple[ParamSpec, ...]) -> tuple[list[tuple[int, int]], int]:
-    """(offset, bytes) of each parameter, and the size of the whole."""
-    places, end = [], 0
-    for spec in specs:
-        size = _dtype(spec).itemsize
-        for dim in spec.shape:
-            size *= dim
-        places.append((end, size))
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return places, end
-
-
-def _write_shm(meta: WeightUpdateMeta, tensors: Iterator[tuple[ParamSpec, torch.Tensor]]) -> dict[str, int]:
-    import torch
-
-    places, total = _layout(meta.params)
-    path = Path(meta.location)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def _read_shm(meta: WeightUpdateMeta, mappings: Mappings) -> Iterator[tuple[str, torch.Tensor]]:
     try:
-        if os.fstat(descriptor).st_size != total:
-            os.ftruncate(descriptor, total)
-        memory = mmap.mmap(descriptor, max(total, 1)) if total else None
-    finally:
-        os.close(descriptor)
-    sums: dict[str, int] = {}
-    for (spec, tensor), (offset, size) in zip(tensors, places, strict=False):
-        if not size or memory is None:
-            sums[spec.name] = 0
-            continue
-        view = torch.frombuffer(memory, dtype=_dtype(spec), count=size // _dtype(spec).itemsize, offset=offset)
-        view = view.view(spec.shape).copy_(tensor.detach())
-        sums[spec.name] = checksum(view)
-    return sums
-
-
-def _read_shm(meta: WeightUpdateMeta) -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
-
-    places, total = _layout(meta.params)
-    try:
-        with open(meta.location, "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found < total:
-                raise WeightUpdateError(
-                    f"{meta.location}: expected {total} bytes of weights, found {found}; was another model connected?"
-                )
-            # private and writable, because torch warns about buffers it must not write; nobody writes, so nothing is
-            # copied
-            memory = mmap.mmap(file.fileno(), total, access=mmap.ACCESS_COPY)
+        memory = mappings.get(meta.location, total_size(meta.params))
     except OSError as error:
         raise WeightUpdateError(
             f"{meta.location}: the weights of version {meta.version} cannot be opened: {error}"
         ) from error
-    for spec, (offset, size) in zip(meta.params, places, strict=True):
-        dtype = _dtype(spec)
-        flat = (
-            torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=offset)
-            if size
-            else torch.empty(0, dtype=dtype)
-        )
-        yield spec.name, flat.view(spec.shape)
+    for spec, tensor in views(memory, meta.params):
+        yield spec.name, tensor
 
 
-def _write_disk(meta: WeightUpdateMeta, tensors: Iterator[tuple[ParamSpec, torch.Tensor]]) -> dict[str, int]:
+def _write_disk(meta: WeightUpdateMeta, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     import shutil
 
     from safetensors.torch import save_file
 
-    cast = {spec.name: tensor.detach().to("cpu", _dtype(spec)).contiguous() for spec, tensor in tensors}
+    named = checked(meta.params, tensors)
+    cast = {spec.name: tensor.detach().to("cpu", dtype_of(spec)).contiguous() for spec, tensor in named}
     final = Path(meta.location)
     scratch = final.with_name(f".{final.name}.{os.getpid()}")
     shutil.rmtree(scratch, ignore_errors=True)

@@ -70,11 +70,7 @@ class EmbeddedSide(Side):
     async def run(self, requests: list[Request]) -> float:
         """See `Side`."""
         asked = [
-            ModelRequest(
-                r.prompt,
-                GenerationConfig(max_new_tokens=r.tokens, min_new_tokens=r.tokens, ignore_eos=True),
-                seed=r.seed,
-            )
+            ModelRequest(r.prompt, GenerationConfig(max_new_tokens=r.tokens, ignore_eos=True), seed=r.seed)
             for r in requests
         ]
         before = await self.engine.stats()
@@ -181,7 +177,6 @@ class VllmSide(Side):
             "model": self.model,
             "prompt": request.prompt,
             "max_tokens": request.tokens,
-            "min_tokens": request.tokens,
             "ignore_eos": True,
             "temperature": 1.0,
             "logprobs": 0,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rl_inference.server.job import GenerationJob
+from rl_inference.server.penalties import Penalties
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -69,6 +70,8 @@ class SamplingBatch:
     blocked."""
     truncated: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None
     """(rows that truncate, top_k [r, 1], top_p [r, 1], min_p [r, 1]); None if none does."""
+    penalties: Penalties | None = None
+    """Those of the rows that have some, counting along; None if none does."""
 
     @classmethod
     def of(cls, jobs: Sequence[GenerationJob], device: torch.device) -> SamplingBatch:
@@ -102,6 +105,7 @@ class SamplingBatch:
             )
             if rows
             else None,
+            penalties=Penalties.of(jobs, device),
         )
 
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,18 +117,25 @@ class SamplingBatch:
 
         Returns:
             token ids int64 [rows], and their log_softmax(logits / temperature) over the full vocabulary,
-        float32 [rows]."""
+        float32 [rows], before penalties and truncation."""
         logits = logits.float()
-        if self.tempered:
-            logits = logits / self.temperature
-        logprobs = torch.log_softmax(logits, dim=-1)
-        allowed = self._truncate(self._block(logprobs, positions))
+        logprobs = torch.log_softmax(logits / self.temperature if self.tempered else logits, dim=-1)
+        allowed = self._truncate(self._block(self._penalize(logits, logprobs), positions))
         tokens = allowed.argmax(-1) if self.greedy is not None else None
         if self.any_random:
             drawn = self._draw(allowed, positions)
             tokens = drawn if tokens is None else torch.where(self.greedy, tokens, drawn)  # type: ignore[arg-type]
         assert tokens is not None
+        if self.penalties is not None:
+            self.penalties.count(tokens)
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+    def _penalize(self, logits: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+        """Tempered and penalised logits in the rows that have penalties, log-probs in the others."""
+        if self.penalties is None:
+            return logprobs
+        rows = self.penalties.rows
+        return logprobs.index_copy(0, rows, self.penalties.apply(logits) / self.temperature[rows])
 
     def _block(self, logprobs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Forbid end tokens before a row's minimum length."""

@@ -1,0 +1,174 @@
+"""The sampler against one written token by token in plain Python."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_contracts.config import GenerationConfig
+from rl_inference.server.job import GenerationJob
+from rl_inference.server.sampling import SamplingBatch, uniforms
+
+CPU = torch.device("cpu")
+VOCAB = 12
+EDGE = 1e-4
+"""Distance of a decision from rounding below which the reference does not insist."""
+
+
+def penalised(logits: list[float], job: GenerationJob) -> list[float]:
+    """Logits after repetition, frequency and presence penalties."""
+    wanted, answer = job.generation, job.prompt[len(job.prompt) - job.resumed :] + job.output_ids
+    result = []
+    for token, x in enumerate(logits):
+        if token in job.prompt or token in answer:
+            x = x / wanted.repetition_penalty if x > 0 else x * wanted.repetition_penalty
+        count = answer.count(token)
+        result.append(x - wanted.frequency_penalty * count - wanted.presence_penalty * (count > 0))
+    return result
+
+
+def acceptable(logits: list[float], job: GenerationJob) -> set[int]:
+    """Every token that the sampler may draw now; several where rounding decides."""
+    wanted = job.generation
+    scores = [x / (wanted.temperature or 1.0) for x in penalised(logits, job)]
+    if job.length < job.first_stop_position:
+        scores = [-math.inf if token in job.blocked_ids else x for token, x in enumerate(scores)]
+    if wanted.greedy:
+        return {token for token, x in enumerate(scores) if x > max(scores) - EDGE}
+    order = sorted(range(VOCAB), key=lambda token: (-scores[token], token))
+    order = order[: wanted.top_k or VOCAB]
+    mass = [math.exp(scores[token] - scores[order[0]]) for token in order]
+    probs = [m / sum(mass) for m in mass]
+    u = uniforms(torch.tensor([job.seed]), torch.tensor([job.length])).item()
+    found = set()
+    for slack in (-EDGE, 0.0, EDGE):
+        before, kept = 0.0, set()
+        for token, p in zip(order, probs, strict=True):
+            if (before < wanted.top_p + slack or wanted.top_p >= 1) and p >= wanted.min_p * probs[0] + slack:
+                kept.add(token)
+            before += p
+        for shift in (-EDGE, 0.0, EDGE):
+            total, seen = sum(probs[order.index(token)] for token in kept), 0.0
+            for token in sorted(kept):
+                seen += probs[order.index(token)]
+                if seen > (u + shift) * total:
+                    found.add(token)
+                    break
+    return found
+
+
+CONFIGS = st.builds(
+    GenerationConfig,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
+    min_new_tokens=st.sampled_from([0, 3]),
+    top_k=st.integers(0, VOCAB),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.floats(0.0, 0.9),
+    presence_penalty=st.sampled_from([0.0, -1.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.5, 0.7]),
+    repetition_penalty=st.sampled_from([1.0, 0.6, 1.8]),
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    configs=st.lists(CONFIGS, min_size=1, max_size=5),
+    prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6), min_size=5, max_size=5),
+    seed=st.integers(0, 2**31),
+    resumed=st.integers(0, 5),
+)
+def test_sample_any_mix_of_settings_draws_what_the_reference_draws(
+    configs: list[GenerationConfig], prompts: list[list[int]], seed: int, resumed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    jobs = [
+        GenerationJob("", prompt, config, seed + row, frozenset([3]), frozenset([3]), min(resumed, len(prompt) - 1))
+        for row, (config, prompt) in enumerate(zip(configs, prompts, strict=False))
+    ]
+    batch = SamplingBatch.of(jobs, CPU)
+
+    for _ in range(6):
+        logits = torch.randn(len(jobs), VOCAB, generator=generator) * 2
+        tokens, logprobs = batch.sample(logits, torch.tensor([job.length for job in jobs]))
+
+        for row, job in enumerate(jobs):
+            assert tokens[row].item() in acceptable(logits[row].double().tolist(), job)
+            full = torch.log_softmax(logits[row] / (job.generation.temperature or 1.0), -1)
+            assert logprobs[row].item() == pytest.approx(full[tokens[row]].item(), abs=1e-5)
+            job.append(int(tokens[row]), float(logprobs[row]), 0)
+
+
+def job(seed: int, prompt: list[int], resumed: int = 0, **config: Any) -> GenerationJob:
+    return GenerationJob("", prompt, GenerationConfig(**config), seed, frozenset(), frozenset(), resumed)
+
+
+def run(jobs: list[GenerationJob], steps: int, anew: bool = False) -> None:
+    """Draw `steps` tokens for all, from logits that depend on the row's position alone."""
+    batch = SamplingBatch.of(jobs, CPU)
+    for _ in range(steps):
+        batch = SamplingBatch.of(jobs, CPU) if anew else batch
+        positions = torch.tensor([job.length for job in jobs])
+        logits = torch.stack([torch.randn(40, generator=torch.Generator().manual_seed(int(p))) for p in positions])
+        tokens, logprobs = batch.sample(logits, positions)
+        for each, token, logprob in zip(jobs, tokens.tolist(), logprobs.tolist(), strict=True):
+            each.append(token, logprob, 0)
+
+
+PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
+
+
+def test_penalties_rows_gathered_anew_at_every_step_draw_the_same() -> None:
+    once, anew = ([job(seed, [1, 2, seed], **PENALTIES) for seed in range(4)] for _ in range(2))
+
+    run(once, 30)
+    run(anew, 30, anew=True)
+
+    assert [each.output_ids for each in once] == [each.output_ids for each in anew]
+
+
+def test_penalties_same_seed_draws_the_same_alone_and_among_others() -> None:
+    alone, among = job(7, [1, 2, 3], **PENALTIES), job(7, [1, 2, 3], **PENALTIES)
+    others = [job(seed, [5], top_p=0.5) for seed in range(3)] + [job(9, [1, 6], frequency_penalty=2.0)]
+
+    run([alone], 30)
+    run([*others[:2], among, *others[2:]], 30)
+
+    assert among.output_ids == alone.output_ids
+
+
+def test_penalties_answer_continued_elsewhere_goes_on_the_same() -> None:
+    whole = job(3, [1, 2], **PENALTIES)
+    run([whole], 30)
+    rest = job(3, [1, 2, *whole.output_ids[:11]], resumed=11, **PENALTIES)
+
+    run([rest], 19)
+
+    assert rest.output_ids == whole.output_ids[11:]
+
+
+def test_penalties_of_one_row_leave_the_others_untouched() -> None:
+    plain, beside = job(4, [1, 2]), job(4, [1, 2])
+
+    run([plain], 20)
+    run([job(5, [1, 2], presence_penalty=2.0), beside], 20)
+
+    assert (plain.output_ids, plain.logprobs) == (beside.output_ids, beside.logprobs)
+
+
+def test_presence_penalty_greedy_never_repeats_where_logits_are_close() -> None:
+    each = job(1, [1], temperature=0.0, presence_penalty=2.0)
+    batch = SamplingBatch.of([each], CPU)
+    logits = torch.linspace(0, 1.9, 20)[None]
+
+    drawn = [int(batch.sample(logits, torch.tensor([position]))[0]) for position in range(20)]
+
+    assert drawn == list(range(19, -1, -1))
+
+
+def test_batch_without_penalties_holds_no_counts() -> None:
+    assert SamplingBatch.of([job(1, [1], top_p=0.5)], CPU).penalties is None

@@ -179,7 +179,7 @@ async def test_agenerate_server_restarted_with_old_weights_is_evicted_not_believ
 ) -> None:
     version = served_version(alive[0]) + 1
     meta = staged(alive[0], model_path, version)
-    async with client([server.address for server in alive]) as engine:
+    async with client([server.address for server in alive], probe_interval=0) as engine:
         await engine.stage_weights(meta)
         await engine.commit_weights(version)
         alive[0].stop()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from rl_contracts.clock import SystemClock
+from rl_inference.losses import ServerLostError
 from rl_inference.routing import Router, Server
 
 
@@ -87,3 +90,64 @@ def test_evict_server_is_never_chosen_again(router: Router) -> None:
     router.evict(router.servers[2], "did not acknowledge")
 
     assert router.choose() is None
+
+
+async def test_wait_live_returns_when_a_server_is_back_or_the_time_is_over(router: Router) -> None:
+    clock = router._clock
+    assert isinstance(clock, Clock)
+    for server in router.servers:
+        router.evict(server, "died")
+    waiting = [asyncio.create_task(router.wait_live(10.0)) for _ in range(3)]
+    await asyncio.sleep(0)
+    clock.time += 9
+    router.give_up_after(10.0)
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+
+    router.readmit(router.servers[1], 7)
+    assert await asyncio.gather(*waiting) == [True] * 3
+
+    router.evict(router.servers[1], "died again")
+    waiting = [asyncio.create_task(router.wait_live(10.0)) for _ in range(3)]
+    await asyncio.sleep(0)
+    clock.time += 11
+    router.give_up_after(10.0)
+    assert await asyncio.gather(*waiting) == [False] * 3
+    assert not await router.wait_live(10.0), "those who come later need not wait again"
+    assert not await router.wait_live(0.0)
+
+
+async def test_evict_cancels_what_the_server_was_asked_and_readmit_begins_anew(router: Router) -> None:
+    server = router.servers[0]
+    router.failed(server, "slow")
+    asked = asyncio.create_task(server.run(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+
+    router.evict(server, "does not answer")
+    with pytest.raises(ServerLostError, match="does not answer"):
+        await asked
+    assert not server.tasks
+
+    router.readmit(server, 4)
+    assert (server.version, server.failures, server.avoid_until, server.live) == (4, 0, 0.0, True)
+    assert router.choose() is server
+
+
+async def test_run_caller_cancelled_is_a_cancellation_and_ends_the_work(router: Router) -> None:
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    asked = asyncio.create_task(router.servers[0].run(work()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+    asked.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert ended.is_set()

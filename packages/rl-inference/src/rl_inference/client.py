@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from rl_contracts.clock import Clock, SystemClock
@@ -16,9 +17,11 @@ from rl_contracts.inference import InferenceEngine
 from rl_contracts.scheduler import JobSpec
 from rl_inference.answer import PartialAnswer
 from rl_inference.config import InferenceConfig
+from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError
+from rl_inference.monitor import ServerMonitor
 from rl_inference.protocol import EmbeddedProtocol
 from rl_inference.routing import Router, Server
-from rl_inference.transport import ServerBusyError, ServerLostError, Transport
+from rl_inference.transport import Transport
 from rl_inference.updates import WeightUpdates
 
 _LONGEST_RETRY = 5.0
@@ -38,9 +41,7 @@ class EmbeddedEngine(InferenceEngine):
         self._protocol = EmbeddedProtocol()
         self._limit = asyncio.Semaphore(config.max_concurrent)
         self._closed = False
-        self._router = Router([], self._clock, config.affinity_slack)
-        self._transport = Transport(config, self._protocol, "")
-        self._updates = WeightUpdates(config, self._router, self._transport, self._protocol, self._clock)
+        self._connect([], "")
 
     @classmethod
     def server_spec(cls, config: InferenceConfig) -> JobSpec:
@@ -87,21 +88,23 @@ class EmbeddedEngine(InferenceEngine):
             parts = urlsplit(address)
             if parts.scheme not in ("http", "https") or not parts.netloc:
                 raise ConfigError(f"inference servers: expected http://host:port, found {address!r}.")
-        servers = [Server(address.rstrip("/"), self.config.version) for address in addresses]
-        self._router = Router(servers, self._clock, self.config.affinity_slack)
-        self._transport = Transport(self.config, self._protocol, key)
-        self._updates = WeightUpdates(self.config, self._router, self._transport, self._protocol, self._clock)
+        self._connect([Server(address.rstrip("/"), self.config.version) for address in addresses], key)
+
+    def _connect(self, servers: list[Server], key: str) -> None:
+        config, protocol, clock = self.config, self._protocol, self._clock
+        self._router = router = Router(servers, clock, config.affinity_slack, config.version)
+        self._transport = transport = Transport(config, protocol, key)
+        self._updates = updates = WeightUpdates(config, router, transport, protocol, clock)
+        self._monitor = ServerMonitor(config, router, transport, protocol, updates, clock)
 
     @property
     def version(self) -> int:
-        """The last version committed on all live servers."""
-        return min(
-            (server.version for server in self._router.live or self._router.servers),
-            default=self.config.version,
-        )
+        """The last version committed on all live servers. Never goes down, whoever is lost or comes back."""
+        return self._router.version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Generate one answer, through interruptions and lost servers, to its end."""
+        self._monitor.start()
         started = self._clock.now()
         answer = PartialAnswer(request, request.request_id or secrets.token_hex(8))
         async with self._limit:
@@ -130,14 +133,15 @@ class EmbeddedEngine(InferenceEngine):
         deadline is over."""
         progress, tried, delay = self._clock.now(), set[Server](), self.config.retry_seconds
         while True:
+            if not self._router.live:
+                await self._router.wait_live(self.config.rejoin_timeout)
+                progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
             server = self._pick(answer)
             have = len(answer.output_ids)
             try:
                 await self._attempt(server, answer)
             except (ServerLostError, ServerBusyError) as error:
-                server.last_error = str(error)
-                if isinstance(error, ServerLostError):
-                    self._router.failed(server, str(error))
+                self._note(server, error)
             else:
                 self._router.succeeded(server)
                 if answer.done:
@@ -147,43 +151,42 @@ class EmbeddedEngine(InferenceEngine):
                 continue
             tried.add(server)
             waiting = self._clock.now() - progress
-            if tried.issuperset(self._router.live):
-                if waiting > self.config.progress_timeout or not self._router.live:
+            if tried.issuperset(self._router.live) and self._router.live:
+                if waiting > self.config.progress_timeout:
                     raise InferenceError(self._give_up(answer, waiting))
                 await self._clock.sleep(min(delay, _LONGEST_RETRY))
                 delay *= 2
 
     def _pick(self, answer: PartialAnswer) -> Server:
         server = None if self._closed else self._router.choose(answer.request.group)
+        if self._router.ended is not None and not self._closed:
+            raise InferenceError(f"the monitor of the servers died: {self._router.ended!r}") from self._router.ended
         if server is None:
             raise InferenceError("the client was closed." if self._closed else self._give_up(answer, 0.0))
         return server
 
+    def _note(self, server: Server, error: InferenceError) -> None:
+        """Draw the consequence of a failure: one that is gone is out, one that may be ill is looked at."""
+        server.last_error = str(error)
+        if isinstance(error, ServerGoneError) and self._monitor.on:
+            self._router.evict(server, f"is gone: {error}")
+        elif isinstance(error, ServerLostError):
+            self._router.failed(server, str(error))
+            self._monitor.hurry()
+
     def _give_up(self, answer: PartialAnswer, waited: float) -> str:
-        listed = "; ".join(
-            f"{server.address}: {server.last_error or 'no error seen'}{'' if server.live else ' (evicted)'}"
-            for server in self._router.servers
-        )
         return (
             f"request {answer.rid}: no server goes on with it ({len(answer.output_ids)} tokens so far, "
-            f"{waited:.0f} s without progress). Last errors: {listed or 'no server known'}. See their logs."
+            f"{waited:.0f} s without progress). Last errors: {self._router.reasons}. See their logs."
         )
 
     async def _attempt(self, server: Server, answer: PartialAnswer) -> None:
-        """Let one server go on with the answer, in a task of its own that an eviction can cancel."""
-        task = asyncio.create_task(self._read(server, answer))
-        server.tasks.add(task)
+        """Let one server go on with the answer, until it is evicted."""
         server.open += 1
         try:
-            await task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            raise ServerLostError(server.evicted or "the client was closed") from None
+            await server.run(self._read(server, answer))
         finally:
             server.open -= 1
-            server.tasks.discard(task)
 
     async def _read(self, server: Server, answer: PartialAnswer) -> None:
         committed = server.version
@@ -207,21 +210,28 @@ class EmbeddedEngine(InferenceEngine):
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Log-probs of given tokens at the current weights; entry 0 is 0."""
+        self._monitor.start()
         call = self._protocol.score(input_ids, temperature)
-        for server in sorted(self._router.live, key=lambda s: s.open):
-            try:
-                return self._protocol.parse_score(await self._transport.call(server, call))
-            except (ServerLostError, ServerBusyError) as error:
-                self._router.failed(server, str(error))
-        reasons = "; ".join(f"{server.address}: {server.last_error}" for server in self._router.servers)
-        raise InferenceError(f"no live server could score {len(input_ids)} tokens: {reasons}")
+        begin = self._clock.now()
+        while await self._router.wait_live(self.config.rejoin_timeout):
+            for server in sorted(self._router.live, key=lambda s: s.open):
+                try:
+                    return self._protocol.parse_score(await server.run(self._transport.call(server, call)))
+                except (ServerLostError, ServerBusyError) as error:
+                    self._note(server, error)
+            if not self.config.rejoin_timeout or self._clock.now() - begin > self.config.progress_timeout:
+                break
+            await self._clock.sleep(self.config.retry_seconds)
+        raise InferenceError(f"no live server could score {len(input_ids)} tokens: {self._router.reasons}")
 
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
         """Load a version beside the served one on every server, while they go on generating."""
+        self._monitor.start()
         return await self._updates.stage(meta)
 
     async def commit_weights(self, version: int, interrupt: str = "keep") -> float:
         """pause -> swap -> commit -> resume the staged version on every server."""
+        self._monitor.start()
         return await self._updates.commit(version, interrupt)
 
     async def pause(self) -> None:
@@ -233,19 +243,47 @@ class EmbeddedEngine(InferenceEngine):
         await self._updates.resume()
 
     async def stats(self) -> dict[str, float]:
-        """Sums over the servers that answer. Also learns the version of servers that another client updated."""
-        sent = {server: server.version for server in self._router.live}
+        """Sums over the servers that answer, and `rejoins`, servers taken back so far. Also learns the version of
+        servers that another client updated."""
+        found = await self._ask_figures(self._router.live)
+        await self._learn_version(found)
+        names = ("running", "waiting", "generated_tokens", "busy_seconds")
+        sums = {name: float(sum(value[name] for value in found.values())) for name in names}
+        return {"servers": float(len(self._router.live)), "rejoins": float(self._router.rejoins), **sums}
+
+    async def _ask_figures(self, servers: list[Server]) -> dict[Server, dict[str, Any]]:
+        """The figures of those that answer."""
+        sent = {server: server.version for server in servers}
+        call, limit = self._protocol.stats(), self.config.probe_timeout
         answers = await asyncio.gather(
-            *(self._transport.call(server, self._protocol.stats()) for server in sent), return_exceptions=True
+            *(server.run(self._transport.call(server, call, limit)) for server in sent), return_exceptions=True
         )
-        found = [value for value in answers if isinstance(value, dict)]
+        found: dict[Server, dict[str, Any]] = {}
         for (server, version), value in zip(sent.items(), answers, strict=True):
             if isinstance(value, dict):
+                found[server] = value
                 self._check_version(server, int(value["version"]), version)
                 server.version = max(server.version, int(value["version"]))
-        names = ("running", "waiting", "generated_tokens", "busy_seconds")
-        sums = {name: float(sum(value[name] for value in found)) for name in names}
-        return {"servers": float(len(self._router.live)), **sums}
+            elif isinstance(value, InferenceError):
+                self._note(server, value)
+            else:
+                raise value
+        return found
+
+    async def _learn_version(self, found: dict[Server, dict[str, Any]]) -> None:
+        """What all live servers serve is committed. One that lags behind the others was lost in an update of another
+        client: it is out until it has caught up."""
+        newest = max((server.version for server in self._router.live), default=self._router.version)
+        behind = [server for server in self._router.live if server.version < newest]
+        in_update = self._updates.under_way or any(value["paused"] for value in found.values())
+        if behind and not in_update:
+            again = await self._ask_figures(behind)  # the update may have come between two answers
+            in_update = self._updates.under_way or any(value["paused"] for value in again.values())
+            for server in behind:
+                if server.version < newest and not in_update:
+                    self._router.evict(server, f"serves version {server.version} while others serve {newest}")
+        if self._router.live and not self._updates.under_way:
+            self._router.version = max(self._router.version, min(server.version for server in self._router.live))
 
     def _check_version(self, server: Server, found: int, committed: int) -> None:
         """Evict a server that shows an older version than it had when it was asked: it was restarted."""
@@ -255,6 +293,8 @@ class EmbeddedEngine(InferenceEngine):
     async def destroy(self) -> None:
         """Close connections. Requests that still wait fail with an `InferenceError`."""
         self._closed = True
+        await self._monitor.stop()
+        self._router.end(InferenceError("the client was closed"))
         tasks = [task for server in self._router.servers for task in server.tasks]
         for task in tasks:
             task.cancel()

@@ -52,6 +52,14 @@ class InferenceConfig:
     """Seconds for a connection to a server."""
     retry_seconds: float = 0.2
     """First pause before a request tries again; doubles up to 5 s."""
+    probe_interval: float = 2.0
+    """Seconds between two questions to each server whether it is well; then also one that was evicted may come back.
+    0: never asked, and evicted for good."""
+    probe_timeout: float = 5.0
+    """Seconds for such an answer."""
+    rejoin_timeout: float = 0.0
+    """Seconds for which requests and updates wait when all servers are lost, until one is back. 0: nobody restarts
+    them, so fail at once."""
     affinity_slack: int = 32
     """A group follows its first member's server unless that has so many more open requests than the least
     busy one."""
@@ -66,4 +74,12 @@ class InferenceConfig:
         require(self.progress_timeout >= 1, "inference.progress_timeout", "1 s or more", self.progress_timeout)
         require(self.update_timeout > 0, "inference.update_timeout", "seconds above 0", self.update_timeout)
         require(self.connect_timeout > 0, "inference.connect_timeout", "seconds above 0", self.connect_timeout)
+        require(self.probe_interval >= 0, "inference.probe_interval", "0 (never) or more", self.probe_interval)
+        require(self.probe_timeout > 0, "inference.probe_timeout", "seconds above 0", self.probe_timeout)
+        require(
+            self.rejoin_timeout == 0 or (self.rejoin_timeout > 0 and self.probe_interval > 0),
+            "inference.rejoin_timeout",
+            "0 or more seconds, and 0 where inference.probe_interval is 0, for then nobody sees a server come back",
+            self.rejoin_timeout,
+        )
         require(self.retry_seconds > 0, "inference.retry_seconds", "seconds above 0", self.retry_seconds)

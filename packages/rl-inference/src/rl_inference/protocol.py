@@ -38,6 +38,8 @@ class EmbeddedProtocol:
     """The embedded server's own: SGLang's `/generate`, and staged weights."""
 
     name = "embedded"
+    instance_header = "X-Server-Instance"
+    """Header with which every answer says which life of the server's process gave it."""
 
     def generate(
         self, rid: str, input_ids: list[int], generation: GenerationConfig, seed: int | None, resumed: int
@@ -119,9 +121,13 @@ class EmbeddedProtocol:
         return Call("/stage_weights", {"meta": meta.to_json()})
 
     def parse_receipt(self, value: dict[str, Any]) -> WeightReceipt:
-        """The answer to `stage`."""
+        """The answer to `stage` and `receipt`."""
         checksums = {name: int(text) for name, text in value["checksums"].items()}
         return WeightReceipt(value["holder"], value["version"], checksums)
+
+    def receipt(self) -> Call:
+        """Checksums of the served weights."""
+        return Call("/weight_receipt")
 
     def pause(self, mode: str) -> Call:
         """Stop generating (`wait`: after the running answers)."""
@@ -134,6 +140,10 @@ class EmbeddedProtocol:
     def resume(self) -> Call:
         """Generate again."""
         return Call("/continue_generation", {})
+
+    def health(self) -> Call:
+        """Whether it can serve, and which version."""
+        return Call("/health")
 
     def stats(self) -> Call:
         """Counters."""

@@ -1,19 +1,20 @@
-"""Which server gets a request."""
+"""Which servers take part, and which of them gets a request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from rl_contracts.clock import Clock
 from rl_contracts.logging import get_logger
-
-if TYPE_CHECKING:
-    import asyncio
+from rl_inference.losses import ServerLostError
 
 logger = get_logger("inference.client")
+
+T = TypeVar("T")
 
 _COOLDOWN = (0.5, 10.0)
 """Seconds for which a server that failed is avoided: first, and at most (it doubles with each failure in a
@@ -28,8 +29,10 @@ class Server:
     """`http://host:port`; also its name."""
     version: int
     """Last version it committed."""
+    instance: str = ""
+    """Which life of its process answers; empty: not known, the next answer tells."""
     evicted: str | None = None
-    """Why it is used no more; None while it is live."""
+    """Why it is not used now; None while it is live."""
     open: int = 0
     """Requests that it works on."""
     failures: int = 0
@@ -39,12 +42,39 @@ class Server:
     last_error: str = ""
     """What went wrong last."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Open requests, to be cancelled when it is evicted."""
+    """What it is asked now, to be cancelled when it is evicted."""
 
     @property
     def live(self) -> bool:
         """Whether it takes part."""
         return self.evicted is None
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with it, for an error."""
+        if self.evicted is None:
+            return self.last_error or "no error seen"
+        since = "" if self.evicted in self.last_error else f"; since then: {self.last_error}"
+        return f"{self.evicted} (evicted{since})"
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, in a task of its own that an eviction cancels.
+
+        Raises:
+            ServerLostError: the server was evicted meanwhile, or the client closed.
+        """
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise ServerLostError(f"{self.address}: {self.evicted or 'the client was closed'}") from None
+        finally:
+            task.cancel()
+            self.tasks.discard(task)
 
 
 @dataclass
@@ -61,17 +91,26 @@ class Router:
         servers: all servers.
         clock: for the cool-down of those that failed.
         slack: open requests that the group's server may have above the least busy one before a member goes
-    there instead."""
+    there instead.
+        version: what the servers serve at first.
+    """
 
-    def __init__(self, servers: list[Server], clock: Clock, slack: int) -> None:
+    def __init__(self, servers: list[Server], clock: Clock, slack: int, version: int = 0) -> None:
         self.servers = servers
+        self.version = version
+        """Last version committed on all servers that were live then. Never goes down."""
+        self.rejoins = 0
+        """Servers taken back so far."""
         self._clock = clock
         self._slack = slack
         self._groups: dict[str, _Group] = {}
+        self._news = asyncio.Event()
+        self._dark_since: float | None = None
+        self._ended: BaseException | None = None
 
     @property
     def live(self) -> list[Server]:
-        """Servers that have not been evicted."""
+        """Servers that take part."""
         return [server for server in self.servers if server.live]
 
     @contextmanager
@@ -109,12 +148,65 @@ class Router:
         return state.server
 
     def evict(self, server: Server, reason: str) -> None:
-        """Use a server no more; its open requests are cancelled, so that they continue elsewhere."""
+        """Use a server no more, until it is readmitted; what it is asked is cancelled, so that answers continue
+        elsewhere."""
         if server.live:
             logger.error("server %s is evicted: it %s", server.address, reason)
             server.evicted = server.last_error = reason
+            server.instance = ""
+            if not self.live:
+                self._dark_since = self._clock.now()
+                self._news.clear()
             for task in list(server.tasks):
                 task.cancel()
+
+    def readmit(self, server: Server, version: int) -> None:
+        """Use an evicted server again, with a clean slate."""
+        logger.warning("server %s is back, at version %d", server.address, version)
+        server.evicted, server.version = None, version
+        self.succeeded(server)
+        self.rejoins += 1
+        self._dark_since = None
+        self._news.set()
+
+    async def wait_live(self, timeout: float) -> bool:
+        """Return once a server is live.
+
+        Args:
+            timeout: seconds from the moment on at which the last one was evicted; `give_up_after` keeps the time.
+
+        Returns:
+            False if the time was over, now or before, or waiting is pointless.
+        """
+        while not self.live:
+            if not timeout or self._ended is not None or self._dark_for() > timeout:
+                return False
+            self._news.clear()
+            await self._news.wait()
+        return True
+
+    def give_up_after(self, timeout: float) -> None:
+        """Wake those who wait for a server if there has been none for `timeout` seconds. To be called often."""
+        if self._dark_for() > timeout:
+            self._news.set()
+
+    @property
+    def ended(self) -> BaseException | None:
+        """Why nobody looks after the servers any more; None while somebody does."""
+        return self._ended
+
+    def end(self, error: BaseException) -> None:
+        """Nobody looks for returning servers any more: whoever waits for one, now or later, waits in vain."""
+        self._ended = error
+        self._news.set()
+
+    @property
+    def reasons(self) -> str:
+        """What is wrong with each server, for an error."""
+        listed = [f"{server.address}: {server.trouble}" for server in self.servers]
+        if self._ended is not None:
+            listed.append(f"nobody looks for returning servers: {self._ended!r}")
+        return "; ".join(listed) or "no server known"
 
     def failed(self, server: Server, reason: str) -> None:
         """Note a failure: the server is avoided for a while."""
@@ -127,3 +219,6 @@ class Router:
         """Note a success."""
         server.failures = 0
         server.avoid_until = 0.0
+
+    def _dark_for(self) -> float:
+        return 0.0 if self._dark_since is None else self._clock.now() - self._dark_since

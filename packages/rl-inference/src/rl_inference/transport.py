@@ -11,16 +11,9 @@ import aiohttp
 
 from rl_contracts.errors import InferenceError
 from rl_inference.config import InferenceConfig
+from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError
 from rl_inference.protocol import Call, EmbeddedProtocol
 from rl_inference.routing import Server
-
-
-class ServerLostError(InferenceError):
-    """A server did not answer, or stopped in the middle: what it was asked can be asked of another."""
-
-
-class ServerBusyError(InferenceError):
-    """A server takes no more for now (503)."""
 
 
 class Transport:
@@ -63,12 +56,12 @@ class Transport:
         where = f"{server.address}{call.path}"
         try:
             async with asyncio.timeout(limit), self._request(server, call, None) as response:
-                await self._check(response, where)
+                await self._check(server, response, where)
                 value = await response.json(content_type=None)
         except TimeoutError as error:
             raise ServerLostError(f"{where}: no answer within {limit:g} s") from error
         except aiohttp.ClientConnectorError as error:
-            raise ServerLostError(f"{where}: {error}") from error
+            raise _unreachable(where, error) from error
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionResetError(_describe(error)) from error
         except ValueError as error:
@@ -87,7 +80,7 @@ class Transport:
         silence = self._config.progress_timeout
         try:
             async with self._request(server, call, silence) as response:
-                await self._check(response, where)
+                await self._check(server, response, where)
                 rest = b""
                 async for data in response.content.iter_any():
                     *lines, rest = (rest + data).split(b"\n")
@@ -95,6 +88,8 @@ class Transport:
                         yield line
         except TimeoutError as error:
             raise ServerLostError(f"{where}: not a byte for {silence:g} s") from error
+        except aiohttp.ClientConnectorError as error:
+            raise _unreachable(where, error) from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLostError(f"{where}: {_describe(error)}") from error
 
@@ -107,7 +102,12 @@ class Transport:
         method = "GET" if call.body is None else "POST"
         return self._session.request(method, server.address + call.path, json=call.body, timeout=timeout)
 
-    async def _check(self, response: aiohttp.ClientResponse, where: str) -> None:
+    async def _check(self, server: Server, response: aiohttp.ClientResponse, where: str) -> None:
+        """Raise unless it is a good answer of the process that the server was before."""
+        found = response.headers.get(self._protocol.instance_header, "")
+        server.instance = server.instance or found
+        if found and found != server.instance:
+            raise ServerGoneError(f"{where}: another process answers than before; it was restarted")
         if response.status == 200:
             return
         message = f"{where} answered {response.status}: {self._protocol.error_message(await response.read())}"
@@ -122,6 +122,11 @@ class Transport:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _unreachable(where: str, error: aiohttp.ClientConnectorError) -> ServerLostError:
+    kind = ServerGoneError if isinstance(error.os_error, ConnectionRefusedError) else ServerLostError
+    return kind(f"{where}: {error}")
 
 
 def _describe(error: BaseException) -> str:

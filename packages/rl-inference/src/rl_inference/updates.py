@@ -1,11 +1,12 @@
 """A weight update over all servers: two phases, and whoever does not acknowledge is out before anyone goes
-on."""
+on. A server that returns is brought to the committed version and checked before it takes part again."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from rl_contracts.clock import Clock
@@ -13,18 +14,25 @@ from rl_contracts.config import require_choice
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.logging import get_logger
+from rl_contracts.weights import CommittedWeights, read_committed, verify_receipt
 from rl_inference.config import InferenceConfig
+from rl_inference.losses import ServerLostError
 from rl_inference.protocol import EmbeddedProtocol
 from rl_inference.routing import Router, Server
-from rl_inference.transport import ServerLostError, Transport
+from rl_inference.transport import Transport
 
 logger = get_logger("inference.client")
 
 
-class WeightUpdates:
-    """stage on all -> pause all -> commit on all -> resume all.
+class _AllLostError(WeightUpdateError):
+    """No server is left, but some may come back."""
 
-    Invariant: when a server resumes, every live server has committed the same version.
+
+class WeightUpdates:
+    """stage on all -> pause all -> commit on all -> resume all; and the way back for a server that was evicted.
+
+    Invariant: when a server resumes, every live server has committed the same version. So nobody rejoins between a
+    stage and its commit.
     """
 
     def __init__(
@@ -42,32 +50,80 @@ class WeightUpdates:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._held = False
+        self._staged: CommittedWeights | None = None
+        self._committed: CommittedWeights | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this client is changing what servers serve, or is about to."""
+        return self._lock.locked() or self._staged is not None
 
     async def stage(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
         """Load a version beside the served one everywhere. See `InferenceEngine.stage_weights`."""
-
-        async def one(server: Server) -> WeightReceipt:
-            call = self._protocol.stage(meta)
-            return self._protocol.parse_receipt(
-                await self._transport.call(server, call, timeout=self._config.update_timeout)
-            )
-
-        async with self._lock:
-            return await self._everywhere(one, f"stage version {meta.version}")
+        while await self._router.wait_live(self._config.rejoin_timeout):
+            with contextlib.suppress(_AllLostError):
+                async with self._lock:
+                    self._staged = None
+                    receipts: list[WeightReceipt] = await self._everywhere(
+                        lambda server: self._stage(server, meta), f"stage version {meta.version}"
+                    )
+                    self._staged = CommittedWeights(meta, receipts[0])
+                    return receipts
+        raise WeightUpdateError(f"no live server could stage version {meta.version}: {self._router.reasons}.")
 
     async def commit(self, version: int, interrupt: str) -> float:
         """Serve the staged version everywhere. See `InferenceEngine.commit_weights`."""
         require_choice("interrupt", interrupt, ("keep", "recompute", "wait"))
+        begin = self._clock.now()
         async with self._lock:
             try:
                 await self._everywhere(lambda s: self._pause(s, interrupt), f"pause for version {version}")
                 await self._everywhere(lambda s: self._commit(s, version, interrupt), f"commit version {version}")
+            except _AllLostError:
+                if self._staged is None or self._staged.version != version:
+                    raise
+                self._settle(version)
             except BaseException:
+                self._staged = None
                 # nobody may stay paused; what went wrong first is what counts
                 with contextlib.suppress(WeightUpdateError):
                     await self._resume_all()
                 raise
-            return max(await self._resume_all(), default=0.0)
+            else:
+                self._settle(version)
+                return max(await self._resume_all(), default=0.0)
+        # Every server was lost on the way. The trainer has decided for this version, so it is what the first one that
+        # comes back must serve.
+        if not await self._router.wait_live(self._config.rejoin_timeout):
+            raise WeightUpdateError(f"no live server could commit version {version}: {self._router.reasons}.")
+        return self._clock.now() - begin
+
+    async def rejoin(self, server: Server) -> None:
+        """Take an evicted server back that answers again, once it holds what is committed. Does nothing during an
+        update.
+
+        Raises:
+            WeightUpdateError: it holds something else and could not be brought to what it should hold.
+            InferenceError: it does not answer; or nobody can say yet what it should hold.
+        """
+        if self.under_way:
+            return
+        async with self._lock:
+            if server.live or self._staged is not None:
+                return
+            server.instance = ""
+            version = self._router.version
+            known = self._known()
+            health = await self._ask(server, self._transport.call(server, self._protocol.health()))
+            if int(health["version"]) != version:
+                await self._bring_up(server, known, int(health["version"]))
+            if known is not None:
+                await self._check_receipt(server, known)
+            elif version != self._config.version:
+                raise InferenceError(f"{server.address}: no record says yet what version {version} must hold.")
+            call = self._protocol.pause("keep") if self._held else self._protocol.resume()
+            await self._ask(server, self._transport.call(server, call))
+            self._router.readmit(server, version)
 
     async def pause(self) -> None:
         """Pause everywhere until `resume`; updates in between do not resume either."""
@@ -81,11 +137,48 @@ class WeightUpdates:
             self._held = False
             await self._resume_all()
 
+    def _settle(self, version: int) -> None:
+        """`version` is what counts from now on."""
+        if self._staged is not None and self._staged.version == version:
+            self._committed = self._staged
+        self._staged = None
+        self._router.version = max(self._router.version, version)
+
+    def _known(self) -> CommittedWeights | None:
+        """What the committed version holds: as staged by this client, or as recorded by the trainer of another one."""
+        found = self._committed
+        if found is None and self._config.weights_dir:
+            found = read_committed(self._config.weights_dir)
+        return found if found is not None and found.version == self._router.version else None
+
+    async def _bring_up(self, server: Server, known: CommittedWeights | None, found: int) -> None:
+        """Stage and commit the committed version on a server that came back with another one."""
+        version = self._router.version
+        if known is None or self._committed is None:  # another client publishes, and will bring it up
+            raise InferenceError(f"{server.address}: serves version {found}, committed is {version}.")
+        receipt = await self._stage(server, known.meta)
+        verify_receipt(known.receipt, receipt, known.meta.route)
+        await self._commit(server, version, "keep")
+
+    async def _check_receipt(self, server: Server, known: CommittedWeights) -> None:
+        """Compare the live tensors with what was verified when the version was committed."""
+        value = await self._ask(
+            server, self._transport.call(server, self._protocol.receipt(), self._config.update_timeout)
+        )
+        found = self._protocol.parse_receipt(value)
+        # a live receipt has a sum under every name of a tied parameter, and of what is never sent
+        sums = {name: found.checksums[name] for name in known.receipt.checksums if name in found.checksums}
+        verify_receipt(known.receipt, replace(found, checksums=sums), known.meta.route)
+
+    async def _stage(self, server: Server, meta: WeightUpdateMeta) -> WeightReceipt:
+        call = self._transport.call(server, self._protocol.stage(meta), timeout=self._config.update_timeout)
+        return self._protocol.parse_receipt(await self._ask(server, call))
+
     async def _pause(self, server: Server, mode: str) -> None:
         """Wait for the pause; a drain may take as long as it makes tokens."""
         before, since = -1.0, self._clock.now()
         while True:
-            value = await self._transport.call(server, self._protocol.pause(mode))
+            value = await self._ask(server, self._transport.call(server, self._protocol.pause(mode)))
             if value["paused"]:
                 return
             if value["generated_tokens"] != before:
@@ -94,7 +187,7 @@ class WeightUpdates:
                 raise ServerLostError(f"{server.address}: drained no further for {self._config.progress_timeout:g} s")
 
     async def _commit(self, server: Server, version: int, mode: str) -> None:
-        await self._transport.call(server, self._protocol.commit(version, mode))
+        await self._ask(server, self._transport.call(server, self._protocol.commit(version, mode)))
         server.version = version
 
     async def _resume_all(self) -> list[float]:
@@ -107,29 +200,38 @@ class WeightUpdates:
             return []
 
         async def one(server: Server) -> float:
-            return float((await self._transport.call(server, self._protocol.resume()))["paused_seconds"])
+            value = await self._ask(server, self._transport.call(server, self._protocol.resume()))
+            return float(value["paused_seconds"])
 
         return await self._everywhere(one, "resume")
 
-    async def _everywhere(self, action: Callable[[Server], Awaitable[Any]], what: str) -> list[Any]:
+    async def _ask(self, server: Server, call: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """Wait for an answer, as long as the server is not evicted meanwhile."""
+        return await server.run(call)
+
+    async def _everywhere(self, action: Callable[[Server], Coroutine[Any, Any, Any]], what: str) -> list[Any]:
         """Do something on all live servers at once; those that fail are evicted.
 
         Raises:
+            _AllLostError: none succeeded, and all of them were lost; they are evicted, and may come back.
             WeightUpdateError: none succeeded.
         """
         servers = self._router.live
         results = await asyncio.gather(*(action(server) for server in servers), return_exceptions=True)
-        good, reasons = [], []
+        good, bad = [], []
         for server, result in zip(servers, results, strict=True):
             if not isinstance(result, BaseException):
                 good.append(result)
             elif isinstance(result, (InferenceError, KeyError, TypeError, ValueError)):
-                reasons.append((server, f"could not {what}: {result}"))
+                bad.append((server, result))
             else:
                 raise result
+        lost = bool(self._config.rejoin_timeout) and all(isinstance(error, ServerLostError) for _, error in bad)
+        if good or lost:
+            for server, error in bad:
+                self._router.evict(server, f"could not {what}: {error}")
         if not good:
-            listed = "; ".join(f"{server.address} {reason}" for server, reason in reasons) or "all were evicted before"
-            raise WeightUpdateError(f"no live server could {what}: {listed}.")
-        for server, reason in reasons:
-            self._router.evict(server, reason)
+            reasons = "; ".join(f"{server.address} could not {what}: {error}" for server, error in bad)
+            message = f"no live server could {what}: {reasons or self._router.reasons}."
+            raise _AllLostError(message) if lost and self._router.servers else WeightUpdateError(message)
         return good

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, RLError, WeightUpdateError
+from rl_inference.protocol import EmbeddedProtocol
 from rl_inference.server.answers import answer, event
 from rl_inference.server.config import ServerConfig
 from rl_inference.server.job import GenerationJob
@@ -26,8 +27,6 @@ PROGRESS_SECONDS = 0.5
 """Longest silence of a stream while the decode thread is alive."""
 DRAIN_ANSWER_SECONDS = 0.5
 """After which `/pause_generation` with `wait` answers that it is not there yet; the client asks again."""
-INSTANCE_HEADER = "X-Server-Instance"
-"""Carried by every answer: which life of the server gave it. Drawn anew by each process."""
 MODES = ("keep", "recompute", "wait")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -72,7 +71,7 @@ class ServerApp:
         self.app.on_response_prepare.append(self._sign)
 
     async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
-        response.headers[INSTANCE_HEADER] = self.instance
+        response.headers[EmbeddedProtocol.instance_header] = self.instance
 
     def serve(self, loop: DecodeLoop) -> None:
         """Begin to answer: the model is there."""

@@ -1,0 +1,137 @@
+"""Asks servers whether they are well: evicts those that are gone, and takes back those that have returned."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rl_contracts.clock import Clock
+from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.logging import get_logger
+from rl_inference.config import InferenceConfig
+from rl_inference.losses import ServerGoneError
+from rl_inference.protocol import EmbeddedProtocol
+from rl_inference.routing import Router, Server
+from rl_inference.transport import Transport
+from rl_inference.updates import WeightUpdates
+
+logger = get_logger("inference.client")
+
+
+class ServerMonitor:
+    """One background task, from the client's first use to its end.
+
+    A live server is evicted when its process is gone, when it is silent although something it was asked failed
+    already, or when it has been silent for the progress timeout. An evicted server that answers is handed to
+    `WeightUpdates.rejoin`, which decides. Should the task die, nobody waits for a returning server any more, and the
+    requests' errors say why.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        router: Router,
+        transport: Transport,
+        protocol: EmbeddedProtocol,
+        updates: WeightUpdates,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._router = router
+        self._transport = transport
+        self._protocol = protocol
+        self._updates = updates
+        self._clock = clock
+        self._hurry = asyncio.Event()
+        self._silent_since: dict[Server, float] = {}
+        self._returning: dict[Server, asyncio.Task[None]] = {}
+        self._refused: dict[Server, tuple[str, int, int]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether servers are asked at all."""
+        return self._config.probe_interval > 0
+
+    def start(self) -> None:
+        """Begin, in the running loop. Further calls do nothing."""
+        if self._task is None and self.on:
+            self._task = asyncio.create_task(self._watch(), name="server-monitor")
+            self._task.add_done_callback(self._ended)
+
+    def hurry(self) -> None:
+        """Something failed: ask now."""
+        self._hurry.set()
+
+    async def stop(self) -> None:
+        """End the task and the rejoins under way."""
+        tasks = [task for task in (self._task, *self._returning.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("the monitor of the inference servers died", exc_info=error)
+        self._router.end(error or asyncio.CancelledError("the client was closed"))
+
+    async def _watch(self) -> None:
+        while True:
+            await self._pause()
+            await asyncio.gather(*(self._look(server) for server in self._router.servers))
+            self._router.give_up_after(self._config.rejoin_timeout)
+
+    async def _pause(self) -> None:
+        """Until the next round is due, or somebody is in a hurry."""
+        waits = {
+            asyncio.ensure_future(self._clock.sleep(self._config.probe_interval)),
+            asyncio.ensure_future(self._hurry.wait()),
+        }
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._hurry.clear()
+
+    async def _look(self, server: Server) -> None:
+        """Ask one server, and draw the consequence."""
+        returning = self._returning.get(server)
+        if returning is not None:
+            if not returning.done():
+                return
+            del self._returning[server]
+            returning.result()  # what it does not expect ends the monitor
+        try:
+            health = await self._transport.call(server, self._protocol.health(), timeout=self._config.probe_timeout)
+            state = (server.instance, int(health["version"]), self._router.version)
+        except InferenceError as error:
+            self._unwell(server, error)
+            return
+        self._silent_since.pop(server, None)
+        if not server.live and self._refused.get(server) != state:
+            self._returning[server] = asyncio.create_task(self._return(server, state), name=f"rejoin {server.address}")
+
+    def _unwell(self, server: Server, error: InferenceError) -> None:
+        if not server.live:
+            server.instance = ""  # whoever answers next may be another process
+            return
+        now = self._clock.now()
+        silent = now - self._silent_since.setdefault(server, now)
+        if isinstance(error, ServerGoneError):
+            self._router.evict(server, f"is gone: {error}")
+        elif server.failures or silent >= self._config.progress_timeout:
+            self._router.evict(server, f"does not answer any more: {error}")
+
+    async def _return(self, server: Server, state: tuple[str, int, int]) -> None:
+        """Try to take a server back; one that holds the wrong weights is not asked again in the same state."""
+        try:
+            await self._updates.rejoin(server)
+        except WeightUpdateError as error:
+            self._refused[server] = state
+            server.last_error = str(error)
+            logger.warning("server %s answers again but stays out: %s", server.address, error)
+        except InferenceError as error:
+            if server.last_error != str(error):
+                logger.info("server %s does not rejoin yet: %s", server.address, error)
+            server.last_error = str(error)

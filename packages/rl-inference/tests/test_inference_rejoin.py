@@ -1,0 +1,403 @@
+"""Servers that are killed or frozen and come back: no token lost, no version mixed, nobody used unchecked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest, ModelResponse, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.weights import staged_location, verify_receipt, write_committed, write_weights
+from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference.testing import ServerProcess, reference_logprobs, reference_model
+
+PROMPT = [5, 17, 40, 33, 21, 90]
+TOKENS = 480
+QUICK = {"probe_interval": 0.1, "probe_timeout": 1.0, "progress_timeout": 1.5, "rejoin_timeout": 60.0}
+SPOILED = """
+import sys
+from rl_inference.server.weights import ServedWeights
+commit = ServedWeights.commit
+def spoil(self, version):
+    commit(self, version)
+    self._live["model.norm.weight"].data[3] += 1.0
+ServedWeights.commit = spoil
+from rl_inference.server.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server whose tensors are not what it was sent, once they are served."""
+
+
+@dataclass
+class Trainer:
+    """Publishes as a trainer does: each version is the model times a factor of its own, and leaves a record."""
+
+    model: Any
+    directory: Path
+    version: int = 0
+    sent: dict[int, WeightReceipt] = field(default_factory=dict)
+
+    def put(self, version: int) -> WeightUpdateMeta:
+        factor = 1 + version / 500
+        tensors = [(name, p.detach() * factor) for name, p in self.model.named_parameters()]
+        specs = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in tensors)
+        meta = WeightUpdateMeta("shm", version, staged_location(self.directory, "shm", version), specs)
+        meta, self.sent[version] = write_weights(meta, tensors)
+        return meta
+
+    async def stage(self, engine: EmbeddedEngine) -> WeightUpdateMeta:
+        meta = self.put(self.version + 1)
+        for receipt in await engine.stage_weights(meta):
+            verify_receipt(self.sent[meta.version], receipt, "shm")
+        return meta
+
+    async def commit(self, engine: EmbeddedEngine, meta: WeightUpdateMeta, interrupt: str = "keep") -> None:
+        await engine.commit_weights(meta.version, interrupt)
+        self.version = meta.version
+        write_committed(self.directory, meta, self.sent[meta.version])
+
+    async def publish(self, engine: EmbeddedEngine, interrupt: str = "keep") -> int:
+        await self.commit(engine, await self.stage(engine), interrupt)
+        return self.version
+
+    def check(self, answer: ModelResponse) -> None:
+        """The log-probs of an answer of one version are those of that version's weights."""
+        (version,) = set(answer.versions)
+        model = reference_model(Path(self.model.name_or_path))
+        for parameter in model.parameters():
+            parameter.data *= 1 + version / 500
+        expected = reference_logprobs(model, answer.input_ids, answer.output_ids)
+        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.fixture
+def trainer(model_path: Path, tmp_path: Path) -> Trainer:
+    return Trainer(reference_model(model_path), tmp_path / "weights")
+
+
+@pytest.fixture
+def servers(model_path: Path, tmp_path: Path) -> Iterator[list[ServerProcess]]:
+    """Two servers of version 0, the second one started on demand."""
+    options = {"slots": 8, "weights_dir": tmp_path / "weights"}
+    pair = [ServerProcess(model_path, tmp_path / f"server-{i}.log", options=dict(options)) for i in range(2)]
+    try:
+        for server in pair:
+            server.start()
+        yield [server.wait_ready() for server in pair]
+    finally:
+        for server in pair:
+            if server.process is not None:
+                server.stop()
+
+
+@contextlib.asynccontextmanager
+async def client(servers: list[ServerProcess], **config: Any) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(InferenceConfig(**{**QUICK, **config}))
+    engine.initialize([server.address for server in servers])
+    try:
+        yield engine
+    finally:
+        await engine.destroy()
+
+
+def request(seed: int, tokens: int = TOKENS) -> ModelRequest:
+    generation = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, ignore_eos=True)
+    return ModelRequest(list(PROMPT), generation, seed=seed)
+
+
+def served_version(server: ServerProcess) -> int:
+    with urllib.request.urlopen(server.address + "/health", timeout=10) as response:
+        return int(json.load(response)["version"])
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - changed by other processes
+            await asyncio.sleep(0.01)
+
+
+async def until_live(engine: EmbeddedEngine, count: int) -> None:
+    await until(lambda: len(engine._router.live) == count)
+
+
+async def until_running(servers: list[ServerProcess]) -> None:
+    """Wait until each server works on something."""
+    for server in servers:
+        async with client([server], probe_interval=0, rejoin_timeout=0) as probe, asyncio.timeout(30):
+            while not (await probe.stats())["running"]:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.001)
+
+
+async def both_serve(engine: EmbeddedEngine, trainer: Trainer, version: int) -> None:
+    """Both servers answer, at `version`, with its weights."""
+    answers = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(6)))
+    assert len({answer.server for answer in answers}) == 2
+    for answer in answers:
+        assert answer.versions == [version] * 12
+        trainer.check(answer)
+
+
+@pytest.mark.slow
+async def test_agenerate_server_killed_mid_answer_is_replaced_and_used_again(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
+    async with client(servers) as engine:
+        version = await trainer.publish(engine)
+        alone = [await engine.agenerate(request(seed)) for seed in range(2)]
+        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        await until_running(servers)
+
+        servers[0].stop()
+        finished = await asyncio.gather(*answers)
+        assert len(engine._router.live) == 1
+        servers[0].start().wait_ready()
+        assert served_version(servers[0]) == version, "it restored what was committed by itself"
+        await until_live(engine, 2)
+
+        assert [answer.output_ids for answer in finished[:2]] == [answer.output_ids for answer in alone]
+        assert {answer.server for answer in finished if answer.resubmissions} == {servers[1].address}
+        for answer in finished:
+            assert answer.versions == [version] * TOKENS
+            trainer.check(answer)
+        await both_serve(engine, trainer, version)
+        assert (await engine.stats())["rejoins"] == 1
+        await both_serve(engine, trainer, await trainer.publish(engine))
+
+
+@pytest.mark.slow
+async def test_stage_server_killed_meanwhile_is_evicted_and_later_brought_to_the_new_version(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
+    async with client(servers, progress_timeout=20.0) as engine:
+        await trainer.publish(engine)
+        servers[0].signal(signal.SIGSTOP)  # so that it is certainly asked, and certainly has not answered
+        staging = asyncio.create_task(trainer.stage(engine))
+        await until(lambda: bool(engine._router.servers[0].tasks))
+
+        servers[0].stop()
+        meta = await staging
+        assert len(engine._router.live) == 1
+        servers[0].start().wait_ready()
+        assert served_version(servers[0]) == 1
+        await trainer.commit(engine, meta)
+        await until_live(engine, 2)
+
+        await both_serve(engine, trainer, 2)
+
+
+@pytest.mark.slow
+async def test_commit_server_killed_between_stage_and_commit_rejoins_at_the_committed_version(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
+    async with client(servers) as engine:
+        await trainer.publish(engine)
+        meta = await trainer.stage(engine)
+        servers[0].stop()
+        servers[0].start().wait_ready()  # back before anybody noticed, at version 1
+
+        await trainer.commit(engine, meta)
+        assert engine.version == 2
+        await until_live(engine, 2)
+
+        await both_serve(engine, trainer, 2)
+
+
+@pytest.mark.slow
+async def test_commit_server_frozen_is_out_until_it_has_caught_up(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
+    async with client(servers) as engine:
+        await trainer.publish(engine)
+        meta = await trainer.stage(engine)
+        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        await until_running(servers)
+        servers[0].signal(signal.SIGSTOP)
+
+        await trainer.commit(engine, meta, "recompute")
+        assert [server.address for server in engine._router.live] == [servers[1].address]
+        finished = await asyncio.gather(*answers)
+        meta = await trainer.stage(engine)  # nobody rejoins between a stage and its commit
+        servers[0].signal(signal.SIGCONT)
+        assert served_version(servers[0]) == 1
+        during = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
+        assert len(engine._router.live) == 1
+        await trainer.commit(engine, meta)
+        await until_live(engine, 2)
+
+        for answer in finished:
+            assert len(answer.output_ids) == TOKENS
+            assert answer.versions == sorted(answer.versions)
+            assert answer.versions[-1] == 2
+        assert all(answer.versions == [2] * 12 for answer in during)
+        await both_serve(engine, trainer, 3)
+
+
+@pytest.mark.slow
+async def test_agenerate_server_frozen_mid_answer_continues_elsewhere_and_is_used_again(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
+    async with client(servers) as engine:
+        version = await trainer.publish(engine)
+        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
+        await until_running(servers)
+
+        servers[0].signal(signal.SIGSTOP)
+        finished = await asyncio.gather(*answers)
+        await until_live(engine, 1)
+        servers[0].signal(signal.SIGCONT)
+        await until_live(engine, 2)
+
+        assert all(answer.versions == [version] * TOKENS for answer in finished)
+        assert {answer.server for answer in finished if answer.resubmissions} == {servers[1].address}
+        await both_serve(engine, trainer, version)
+
+
+@pytest.mark.slow
+async def test_stage_server_that_answers_late_is_evicted_and_its_late_answer_changes_nothing(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
+    async with client(servers, update_timeout=1.0, progress_timeout=20.0) as engine:
+        await trainer.publish(engine)
+        servers[0].signal(signal.SIGSTOP)
+        meta = await trainer.stage(engine)
+        assert "no answer within 1 s" in str(engine._router.servers[0].evicted)
+
+        servers[0].signal(signal.SIGCONT)  # it stages now, and nobody listens
+        await trainer.commit(engine, meta)
+        await until_live(engine, 2)
+
+        await both_serve(engine, trainer, 2)
+
+
+@pytest.mark.slow
+async def test_rejoin_one_wrong_tensor_stays_out_with_its_name_until_it_holds_what_was_committed(
+    servers: list[ServerProcess], trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with client(servers) as engine:
+        version = await trainer.publish(engine)
+        servers[0].stop()
+        servers[0].command = (sys.executable, "-c", SPOILED)
+        servers[0].start().wait_ready()
+
+        await until(lambda: "stays out" in caplog.text)
+        answers = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
+        assert "parameter 'model.norm.weight' differs" in caplog.text
+        assert caplog.text.count("stays out") == 1, "it is asked once, not at every round"
+        assert {answer.server for answer in answers} == {servers[1].address}
+
+        servers[0].stop()
+        servers[0].command = None
+        servers[0].start().wait_ready()
+        await until_live(engine, 2)
+        await both_serve(engine, trainer, version)
+
+
+@pytest.mark.slow
+async def test_only_server_dies_everything_waits_for_it_to_come_back(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
+    only = servers[:1]
+    async with client(only) as engine:
+        await trainer.publish(engine)
+        meta = await trainer.stage(engine)
+        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(3)]
+        await until_running(only)
+
+        only[0].stop()
+        commit = asyncio.create_task(trainer.commit(engine, meta))
+        score = asyncio.create_task(engine.score(PROMPT))
+        await until_live(engine, 0)
+        assert not any(task.done() for task in [*answers, commit, score])
+        only[0].start()
+        await commit
+
+        assert engine.version == 2
+        assert len(await score) == len(PROMPT)
+        for answer in await asyncio.gather(*answers):
+            assert answer.versions == sorted(answer.versions)
+            assert len(answer.versions) == TOKENS
+            assert answer.versions[-1] == 2
+        meta = await trainer.stage(engine)
+        only[0].stop()
+        only[0].start().wait_ready()  # back before anybody noticed, without what was staged
+        await trainer.commit(engine, meta)
+        after = await engine.agenerate(request(1, 12))
+        assert after.versions == [3] * 12
+        trainer.check(after)
+
+
+async def test_all_servers_stay_away_requests_and_updates_fail_at_the_deadline_with_each_reason(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
+    async with client(servers, rejoin_timeout=1.0) as engine:
+        await trainer.publish(engine)
+        answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(4)]
+        await until_running(servers)
+        for server in servers:
+            server.stop()
+
+        for result in await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 15):
+            assert isinstance(result, InferenceError)
+            for server in servers:
+                assert f"{server.address}: is gone" in str(result)
+        with pytest.raises(WeightUpdateError, match=r"no live server could stage version 2: .*is gone"):
+            await trainer.stage(engine)
+        assert engine.version == 1
+
+
+async def test_all_servers_gone_without_restarts_fails_at_once(servers: list[ServerProcess], trainer: Trainer) -> None:
+    async with client(servers, rejoin_timeout=0.0, progress_timeout=60.0) as engine:
+        await trainer.publish(engine)
+        for server in servers:
+            server.stop()
+
+        with pytest.raises(InferenceError, match="is gone"):
+            await asyncio.wait_for(engine.agenerate(request(0)), 10)
+
+
+async def test_monitor_dies_requests_fail_with_its_death(
+    servers: list[ServerProcess], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: Any, server: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    async with client(servers[:1]) as engine:
+        await trainer.publish(engine)
+        monkeypatch.setattr("rl_inference.updates.WeightUpdates.rejoin", broken)
+        engine._router.evict(engine._router.servers[0], "was evicted by the test")
+
+        with pytest.raises(InferenceError, match="monitor of the servers died: ZeroDivisionError"):
+            await asyncio.wait_for(engine.agenerate(request(0)), 10)
+
+
+@pytest.mark.slow
+async def test_stats_client_that_does_not_publish_evicts_who_lags_and_takes_it_back(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
+    async with client(servers) as publisher, client(servers, weights_dir=str(trainer.directory)) as other:
+        await trainer.publish(publisher)
+        await other.stats()
+        assert other.version == 1
+        meta = await trainer.stage(publisher)
+        servers[0].signal(signal.SIGSTOP)
+        await trainer.commit(publisher, meta)
+
+        await other.stats()
+        assert other.version == 2
+        assert [server.address for server in other._router.live] == [servers[1].address]
+        assert (await other.agenerate(request(0, 12))).versions == [2] * 12
+        servers[0].signal(signal.SIGCONT)
+        await until_live(other, 2)
+
+        await both_serve(other, trainer, 2)

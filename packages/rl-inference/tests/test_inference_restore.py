@@ -1,0 +1,113 @@
+"""What a server does with the record of the last commit when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_contracts.data import ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.weights import staged_location, write_committed, write_weights
+from rl_inference.server.restore import restore
+from rl_inference.server.weights import ServedWeights
+
+
+def made(value: float) -> torch.nn.Module:
+    model = torch.nn.Linear(4, 3, dtype=torch.float32)
+    torch.nn.init.constant_(model.weight, value)
+    torch.nn.init.constant_(model.bias, -value)
+    return model
+
+
+def commit(directory: Path, version: int, route: str = "shm") -> WeightUpdateMeta:
+    """Publish weights that are the version's number, and leave the record."""
+    tensors = [(name, p.detach()) for name, p in made(float(version)).named_parameters()]
+    specs = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in tensors)
+    meta = WeightUpdateMeta(route, version, staged_location(directory, route, version), specs)
+    meta, receipt = write_weights(meta, tensors)
+    write_committed(directory, meta, receipt)
+    return meta
+
+
+def served(model: torch.nn.Module, directory: Path) -> ServedWeights:
+    return ServedWeights(model, str(directory), "server", 0)
+
+
+@pytest.mark.parametrize("route", ["shm", "disk"])
+def test_restore_serves_the_committed_version(tmp_path: Path, route: str) -> None:
+    commit(tmp_path, 6, route)
+    model = made(0.0)
+    weights = served(model, tmp_path)
+
+    restore(weights, str(tmp_path))
+
+    assert weights.version == 6
+    assert bool((model.weight == 6).all())
+    assert weights.receipt().version == 6
+
+
+def test_restore_without_a_record_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    weights = served(made(0.5), tmp_path)
+
+    restore(weights, str(tmp_path))
+    restore(weights, "")
+
+    assert weights.version == 0
+
+
+def test_restore_other_weights_than_recorded_raises_naming_the_parameter(tmp_path: Path) -> None:
+    path = Path(commit(tmp_path, 6).location)
+    data = bytearray(path.read_bytes())
+    data[-64] ^= 1  # the bias
+    path.write_bytes(data)
+
+    with pytest.raises(WeightUpdateError, match="version 6, server: parameter 'bias' differs"):
+        restore(served(made(0.0), tmp_path), str(tmp_path))
+
+
+def test_restore_route_without_files_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    write_committed(tmp_path, WeightUpdateMeta("broadcast", 6, "nowhere"), WeightReceipt("trainer", 6, {}))
+    weights = served(made(0.0), tmp_path)
+
+    restore(weights, str(tmp_path))
+
+    assert weights.version == 0
+
+
+def test_restore_overtaken_while_it_reads_takes_the_newer_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 6)
+    weights = served(made(0.0), tmp_path)
+    stage: Callable[[WeightUpdateMeta], WeightReceipt] = weights.stage
+
+    def overtaken(meta: WeightUpdateMeta) -> WeightReceipt:
+        if meta.version == 6:
+            commit(tmp_path, 7)
+            commit(tmp_path, 8)  # in the place of version 6
+        return stage(meta)
+
+    monkeypatch.setattr(weights, "stage", overtaken)
+
+    restore(weights, str(tmp_path))
+
+    assert weights.version == 8
+
+
+def test_restore_never_catches_up_gives_up_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(tmp_path, 6)
+    weights = served(made(0.0), tmp_path)
+    stage: Callable[[WeightUpdateMeta], WeightReceipt] = weights.stage
+
+    def overtaken(meta: WeightUpdateMeta) -> WeightReceipt:
+        commit(tmp_path, meta.version + 2)
+        return stage(meta)
+
+    monkeypatch.setattr(weights, "stage", overtaken)
+    monkeypatch.setattr("rl_inference.server.restore.OVERTAKEN_SECONDS", 0.2)
+
+    with pytest.raises(WeightUpdateError, match="differs"):
+        restore(weights, str(tmp_path))

@@ -1,0 +1,408 @@
+"""A million random events on the simulated clock: staleness, accounting and progress through crashes and resumptions.
+
+Everything is the runtime's own: admission, the head, its prompts, batch assembly, saving and resuming. In the long runs
+groups end by a random timer instead of by episodes (`Timers`), which is what makes a million events affordable; shorter
+runs have the real executor and the null engine.
+"""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest, WeightUpdateMeta
+from rl_contracts.errors import RLError
+from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine, SimulatedClock
+from rl_contracts.trajectory import Trajectory, concatenate, from_response
+from rl_contracts.workflow import RolloutWorkflow
+from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
+from rl_workflows.assembly import assemble
+from rl_workflows.executor import FinishedGroup
+
+LONGEST = 400.0
+"""Simulated seconds of the slowest group; most take about one."""
+GENERATION = GenerationConfig(max_new_tokens=512)
+IDS, MASK, LOGPROBS = np.array([5, 6, 7]), np.array([False, True, True]), np.zeros(3, np.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: its settings, and how often what goes wrong."""
+
+    batch: int
+    eta: int
+    heads: int = 1
+    concurrent: int | None = None
+    bad_share: float = 0.1
+    slow_share: float = 0.05
+    skip_share: float = 0.1
+    crash_share: float = 0.02
+
+
+@dataclass
+class World:
+    """What outlives a process: servers, the saved state, and the books of what became of each prompt."""
+
+    case: Case
+    prompts: int
+    rng: random.Random
+    clock: SimulatedClock
+    kind: type[StalenessManager]
+    events: Counter = field(default_factory=Counter)
+    served: int = 0  # version on the servers
+    books: list = field(default_factory=list)  # prompts consumed, rejected or failed; a crash cuts it to its last save
+    saved: tuple | None = None  # (version, length of the books, state of each head)
+    engine: NullInferenceEngine | None = None  # where episodes are real
+
+
+class Crash(Exception):  # noqa: N818 - not an error, but the end of a process
+    pass
+
+
+class Timers:
+    """In place of `WorkflowExecutor`: a group ends after a random time, well or not."""
+
+    def __init__(self, world, head):
+        self.world, self.head = world, head
+        self.running, self.tasks = {}, set()
+
+    def submit(self, ticket, row):
+        self.running[ticket.group_id] = (ticket, row)
+        task = asyncio.get_running_loop().create_task(self.run(ticket, row))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def in_flight(self):
+        return list(self.running.values())
+
+    async def run(self, ticket, row):
+        world, rng = self.world, self.world.rng
+        begun = world.served
+        seconds = rng.expovariate(1.0)
+        if rng.random() < world.case.slow_share:
+            seconds *= rng.choice([20.0, 20.0, 300.0])
+        await world.clock.sleep(min(seconds, LONGEST))
+        del self.running[ticket.group_id]
+        versions = np.array([-1, begun, world.served], np.int32)
+        rows = [Trajectory(IDS, MASK, LOGPROBS, versions, 1.0, 1.0, False, None, row["prompt_id"], ticket.group_id, 0)]
+        group = FinishedGroup(ticket, row, rows)
+        if rng.random() < world.case.bad_share:
+            group.rejected, group.error = rng.choice([("filter", None), (None, RLError("planted"))])
+        self.head._group_ended(group)
+
+
+def make_head(world, rank):
+    """A head whose groups end by timers."""
+    case, heads = world.case, world.case.heads
+    manager = world.kind(case.batch, case.eta, case.concurrent, first_id=rank, id_stride=heads)
+    rows = [{"prompt_id": i} for i in range(rank, world.prompts, heads)]
+    config = RolloutConfig(max_staleness=case.eta, group_size=1, stall_timeout=100 * LONGEST)
+    engine = NullInferenceEngine(NullInferenceConfig(read_weights=False), world.clock)
+    head = RolloutHead(engine, Answer(), rows, manager, config, world.clock)
+    head.executor = Timers(world, head)
+    return watch(world, head)
+
+
+def watch(world, head):
+    """Put every admission and every end of a group into the books, and check the limits."""
+    ended, submit, manager = head._group_ended, head.executor.submit, head.manager
+
+    def on_group(group):
+        what = "failed" if group.error is not None else "rejected" if group.rejected else "accepted"
+        world.events[what] += 1
+        if what != "accepted":
+            world.books.append(group.row["prompt_id"])
+        ended(group)
+
+    def on_submit(ticket, row):
+        world.events["admitted"] += 1
+        assert manager.outstanding <= (world.case.eta + 1) * world.case.batch
+        assert world.case.concurrent is None or manager.running <= world.case.concurrent
+        submit(ticket, row)
+
+    head._group_ended = head.executor._on_group = on_group
+    head.executor.submit = on_submit
+    return head
+
+
+async def live(world, make):
+    """One process: resumes from what was saved, and trains until the data ends or it crashes."""
+    case, rng, clock = world.case, world.rng, world.clock
+    heads = [make(world, rank) for rank in range(case.heads)]
+    version, accounted, states = world.saved or (0, 0, None)
+    del world.books[accounted:]
+    if states is not None:
+        for head, state in zip(heads, states, strict=True):
+            await head.load_state_dict({**json.loads(json.dumps(state["json"])), "tensors": state["tensors"]})
+    world.served = version
+    try:
+        while True:
+            maybe_crash(world)
+            begun = clock.now()
+            for head in heads:
+                await head.begin_wait()
+            sizes = [await head.fill() for head in heads]
+            assert clock.now() - begun <= 60 * LONGEST, "no progress"
+            if not sum(sizes):
+                return
+            check_batch(world, version, [await head.take() for head in heads], sizes)
+            await clock.sleep(rng.expovariate(0.2))  # training
+            maybe_crash(world)
+            version += rng.random() >= case.skip_share
+            if version > world.served:
+                await commit(world, heads[0].engine, version)
+            for head in heads:
+                await head.end_step(version)
+                await clock.sleep(rng.choice([0.0, rng.expovariate(1.0)]))  # heads hear of it one after the other
+            world.events["steps"] += 1
+            maybe_crash(world)
+            if rng.random() < 0.2:
+                await save(world, version, heads)
+    finally:
+        for head in heads:
+            for task in getattr(head.executor, "tasks", ()):
+                task.cancel()
+            await head.close()
+
+
+def maybe_crash(world):
+    if world.rng.random() < world.case.crash_share:
+        world.events["crashes"] += 1
+        raise Crash
+
+
+async def commit(world, engine, version):
+    """Servers change at one moment, which trainer and heads hear of later."""
+    await world.clock.sleep(world.rng.expovariate(1.0))
+    await engine.stage_weights(WeightUpdateMeta("shm", version, "nowhere"))
+    await engine.commit_weights(version)
+    world.served = version
+    await world.clock.sleep(world.rng.choice([0.0, 0.0, world.rng.expovariate(0.05)]))  # a slow acknowledgement
+
+
+async def save(world, version, heads):
+    states = [await head.state_dict() for head in heads]
+    tensors = [state.pop("tensors") for state in states]
+    parts = [{"json": state, "tensors": t} for state, t in zip(states, tensors, strict=True)]
+    world.saved = (version, len(world.books), parts)
+    world.events["saves"] += 1
+
+
+def check_batch(world, version, shares, sizes):
+    """The promises about one batch; `assemble` itself compares every token's version with the group's admission."""
+    batches = [assemble(groups, version) for groups in shares]
+    batch = concatenate([b for b in batches if b.batch_size[0]])
+    for groups, size in zip(shares, sizes, strict=True):
+        assert len(groups) == size <= world.case.batch
+        assert groups == sorted(groups, key=lambda group: group.ticket), "not oldest first"
+        assert all(version - group.ticket.start <= world.case.eta for group in groups), "a group is too old"
+    stamped = batch["versions"][batch["loss_mask"]]
+    assert version - int(stamped.min()) <= world.case.eta, "a token is too old"
+    assert int(stamped.max()) <= version
+    groups = batch["group_ids"].unique()
+    assert len(groups) == sum(sizes), "a group is in the batch twice"
+    world.books += [group.row["prompt_id"] for share in shares for group in share]
+    world.events["batches"] += 1
+
+
+def simulate(seed, prompts, case, *, make=make_head, kind=StalenessManager):
+    """Train on all prompts, through any number of crashes; the counted events."""
+    clock = SimulatedClock()
+    world = World(case, prompts, random.Random(seed), clock, kind)
+
+    async def lives():
+        while True:
+            try:
+                return await live(world, make)
+            except Crash:
+                continue
+
+    clock.run(lives())
+    assert len(world.books) == prompts, "a prompt was lost or repeated"
+    assert set(world.books) == set(range(prompts)), "a prompt was lost, and another repeated"
+    return world.events
+
+
+LONG_CASES = [
+    Case(batch=64, eta=0, bad_share=0.2),
+    Case(batch=64, eta=1, heads=2),
+    Case(batch=32, eta=1, slow_share=0.3, skip_share=0.5),
+    Case(batch=32, eta=2, heads=3, concurrent=40, crash_share=0.01),
+    Case(batch=48, eta=3, bad_share=0.6),
+    Case(batch=24, eta=4, heads=2, slow_share=0.2, crash_share=0.05),
+    Case(batch=16, eta=8, concurrent=12, slow_share=0.02),
+    Case(batch=128, eta=2, slow_share=0.1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_million_events_consume_nothing_too_old_and_every_prompt_once():
+    events: Counter = Counter()
+    for seed, case in enumerate(LONG_CASES):
+        events += simulate(seed, 62_500, case)
+    print(dict(events))
+    assert events.total() >= 1_000_000
+    assert min(events[what] for what in ("rejected", "failed", "batches", "crashes", "saves")) > 100
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    case=st.builds(
+        Case,
+        batch=st.integers(1, 6),
+        eta=st.integers(0, 4),
+        heads=st.integers(1, 3),
+        concurrent=st.none() | st.integers(1, 12),
+        bad_share=st.sampled_from([0.0, 0.1, 0.6]),
+        slow_share=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+        skip_share=st.sampled_from([0.0, 0.2, 0.9]),
+        crash_share=st.sampled_from([0.0, 0.05]),
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_settings_consume_nothing_too_old_and_every_prompt_once(seed, case):
+    simulate(seed, 60, case)
+
+
+class Answer(RolloutWorkflow):
+    """One answer."""
+
+    async def arun_episode(self, engine, data):
+        response = await engine.agenerate(ModelRequest([1 + data["prompt_id"] % 60], GENERATION))
+        return [from_response(response, reward=1.0, temperature=1.0)]
+
+
+def make_real_head(world, rank):
+    """A head with the real executor and the null engine, three answers to a prompt."""
+    case, heads = world.case, world.case.heads
+    if not rank:  # a new process has new servers, shared by its heads, at the version that was saved
+        version = 0 if world.saved is None else world.saved[0]
+        lengths = NullInferenceConfig(mean_tokens=6, sigma=1.5, seconds_per_token=0.2, read_weights=False)
+        world.engine = NullInferenceEngine(lengths, world.clock, version=version)
+        world.engine.faults.generate = lambda request: (
+            RLError("planted") if world.rng.random() < case.bad_share / 3 else None
+        )
+    manager = world.kind(case.batch, case.eta, case.concurrent, first_id=rank, id_stride=heads)
+    rows = [{"prompt_id": i} for i in range(rank, world.prompts, heads)]
+    config = RolloutConfig(
+        max_staleness=case.eta, group_size=3, min_group=2, failure_budget=1.0, stall_timeout=100 * LONGEST
+    )
+    accept = lambda rows: world.rng.random() >= case.bad_share  # noqa: E731 - a filter
+    return watch(world, RolloutHead(world.engine, Answer(), rows, manager, config, world.clock, accept))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=16, eta=0, crash_share=0.05),
+        Case(batch=8, eta=1, heads=2, slow_share=0.0),
+        Case(batch=12, eta=4, concurrent=20, bad_share=0.4),
+    ],
+    ids=str,
+)
+def test_real_episodes_consume_nothing_too_old_and_every_prompt_once(case):
+    events = simulate(11, 4000, case, make=make_real_head)
+    assert min(events[what] for what in ("accepted", "rejected", "failed", "steps", "crashes")) > 0
+
+
+class NoLookAhead(StalenessManager):
+    """A planted fault: batches leave as soon as enough groups are accepted."""
+
+    def _may_leave_behind(self):
+        return True
+
+
+class LookAheadOffByOne(StalenessManager):
+    """A planted fault: the look-ahead counts on one batch more than there will be."""
+
+    def _may_leave_behind(self):
+        self.max_staleness += 1
+        try:
+            return super()._may_leave_behind()
+        finally:
+            self.max_staleness -= 1
+
+
+class PlacesFreedAtOnce(StalenessManager):
+    """A planted fault: a batch gives its places back when it leaves."""
+
+    def take_batch(self, closed=False):
+        taken = super().take_batch(closed)
+        self._in_step = 0
+        return taken
+
+
+class YoungestFirst(StalenessManager):
+    """A planted fault: batches take the groups that started last."""
+
+    def take_batch(self, closed=False):
+        accepted = sorted(self._accepted)
+        taken, self._accepted = accepted[-self.batch_size :], accepted[: -self.batch_size]
+        for ticket in taken:
+            self._decrement(self._accepted_by_start, ticket.start)
+        self._in_step, self._step_is_open = len(taken), True
+        return taken
+
+
+class OnePlaceTooMany(StalenessManager):
+    """A planted fault: admission has room for one group more."""
+
+    @property
+    def capacity(self):
+        return super().capacity + (not self._step_is_open)
+
+
+class RejectedKeepTheirPlace(StalenessManager):
+    """A planted fault: what was rejected is never replaced, until nothing can start."""
+
+    def reject(self, ticket):
+        super().reject(ticket)
+        self.batch_places = getattr(self, "batch_places", 0) + 1
+
+    @property
+    def capacity(self):
+        return max(super().capacity - getattr(self, "batch_places", 0), 0)
+
+
+class ForgetsAcceptedWhenSaving(StalenessManager):
+    """A planted fault: a resumed run lacks a group that waited for its batch."""
+
+    def state_dict(self):
+        state = super().state_dict()
+        return {**state, "accepted": state["accepted"][1:]}
+
+
+class ForgetsRunningWhenLoading(StalenessManager):
+    """A planted fault: ids begin anew, so that two admissions have one id."""
+
+    def load_state_dict(self, state):
+        return super().load_state_dict({**state, "next_id": 0})
+
+
+@pytest.mark.parametrize(
+    ("fault", "alarm"),
+    [
+        (NoLookAhead, "This is a bug in admission"),
+        (LookAheadOffByOne, "This is a bug in admission"),
+        (PlacesFreedAtOnce, "This is a bug in admission|nothing was"),
+        (YoungestFirst, "not oldest first|too old|nothing was"),
+        (OnePlaceTooMany, "outstanding"),
+        (RejectedKeepTheirPlace, "nothing was"),
+        (ForgetsAcceptedWhenSaving, "a prompt was lost"),
+        (ForgetsRunningWhenLoading, "is in the batch twice|not running|KeyError"),
+    ],
+)
+def test_planted_fault_in_admission_is_noticed(fault, alarm):
+    # a group that is older than it may be, or the watchdog's alarm: what can never leave is as wrong
+    case = Case(batch=4, eta=2, heads=2, slow_share=0.2, crash_share=0.05)
+    with pytest.raises((AssertionError, RLError, KeyError), match=alarm):
+        simulate(3, 3000, case, kind=fault)

@@ -43,6 +43,7 @@ def test_compose_dotted_override_reaches_its_component():
         ("rollout.group_size=0", "rollout.group_size: expected at least 1, found 0"),
         ("algorithm=ppoo", "unknown preset; there are"),
         ("rollout.generation.top_p=0.9", "biased without notice"),
+        ("rollout.generation.frequency_penalty=0.5", "allow_biased_sampling=true .*found {'frequency_penalty': 0.5}"),
         ("rollout.generation.temperature=0", "have no advantage"),
         ("algorithm.proximal=current actor.minibatches=2", "moves within the step"),
         ("publish.route=carrier-pigeon", "one of shm, disk"),
@@ -53,6 +54,11 @@ def test_compose_dotted_override_reaches_its_component():
 def test_compose_setting_that_cannot_work_is_refused_with_what_to_do(override, message):
     with pytest.raises(ConfigError, match=message):
         _grpo(*override.split(" "))
+
+
+def test_compose_biased_sampling_is_taken_where_it_is_allowed():
+    config = _grpo("rollout.generation.top_k=5", "rollout.allow_biased_sampling=true")
+    assert config.rollout.generation.top_k == 5
 
 
 def test_deterministic_reaches_the_engine_and_nothing_else_sets_it():

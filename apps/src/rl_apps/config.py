@@ -54,6 +54,9 @@ class RolloutSettings(RolloutConfig):
     """What happens to unfinished answers at an update of the weights: `keep`, `recompute` or `wait`."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """How answers are sampled."""
+    allow_biased_sampling: bool = False
+    """Train on answers that were sampled with top-p, top-k, min-p or penalties. Their log-probs are those of the full
+    distribution, so importance weights are biased."""
     port: int = 0
     """Port of the first server, the others follow; 0: any free one."""
     server: InferenceConfig = field(default_factory=InferenceConfig)
@@ -119,6 +122,25 @@ class RunConfig:
         )
 
 
+def require_plain_sampling(rollout: RolloutSettings) -> None:
+    """Refuse to train on answers that were drawn from another distribution than that of their log-probs.
+
+    Raises:
+        ConfigError: names what reshapes the distribution, unless `allow_biased_sampling` is set.
+    """
+    generation = rollout.generation
+    plain = GenerationConfig()
+    names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    require(
+        rollout.allow_biased_sampling or not (generation.truncates or generation.penalizes),
+        "rollout.generation",
+        "top_p=1, top_k=0, min_p=0 and no penalties (the behaviour log-probs are those of the full distribution, so "
+        "training on samples of another one would be biased without notice; rollout.allow_biased_sampling=true allows "
+        "it)",
+        {n: getattr(generation, n) for n in names if getattr(generation, n) != getattr(plain, n)},
+    )
+
+
 @dataclass
 class GRPOConfig(RunConfig):
     """Reinforcement learning from verifiable rewards."""
@@ -142,13 +164,7 @@ class GRPOConfig(RunConfig):
             "learned from); set rollout.max_staleness=0 or deterministic=false",
             self.rollout.max_staleness,
         )
-        require(
-            not self.rollout.generation.truncates,
-            "rollout.generation",
-            "top_p=1, top_k=0 and min_p=0 (the behaviour log-probs are those of the full distribution, so training on "
-            "truncated samples would be biased without notice)",
-            {k: getattr(self.rollout.generation, k) for k in ("top_p", "top_k", "min_p")},
-        )
+        require_plain_sampling(self.rollout)
         require(
             self.rollout.generation.temperature > 0,
             "rollout.generation.temperature",

@@ -236,6 +236,27 @@ async def test_agenerate_aborted_by_someone_is_finished_by_the_client(
     assert broken.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
 
 
+async def test_generate_with_penalties_interrupted_goes_on_the_same_with_unpenalised_logprobs(
+    server: ServerProcess, engine: EmbeddedEngine, model_path: Path
+) -> None:
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    settings = {"max_new_tokens": 300, "min_new_tokens": 300, "ignore_eos": True, **penalties}
+    whole = await engine.agenerate(request(PROMPT, 8, **settings))
+    async with session() as http:
+        answer = asyncio.create_task(engine.agenerate(request(PROMPT, 8, **settings)))
+        await until(http, server, "running", lambda count: count > 0)
+        await post(http, server, "/abort_request", {"abort_all": True})
+
+    broken = await answer
+    plain = await engine.agenerate(request(PROMPT, 8, max_new_tokens=300, min_new_tokens=300, ignore_eos=True))
+
+    expected = reference_logprobs(reference_model(model_path), PROMPT, whole.output_ids)
+    assert whole.logprobs == pytest.approx(expected, abs=1e-5)
+    assert broken.resubmissions == 1
+    assert broken.output_ids == whole.output_ids
+    assert len(set(whole.output_ids[:60])) > len(set(plain.output_ids[:60]))
+
+
 async def test_client_gone_frees_the_slot(server: ServerProcess, engine: EmbeddedEngine) -> None:
     async with session() as http:
         answer = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=500, ignore_eos=True)))
@@ -256,6 +277,10 @@ async def test_client_gone_frees_the_slot(server: ServerProcess, engine: Embedde
         (
             {"input_ids": [5], "sampling_params": {"temperature": -1}},
             "temperature: expected 0 (greedy) or more",
+        ),
+        (
+            {"input_ids": [5], "sampling_params": {"presence_penalty": 3}},
+            "sampling_params.presence_penalty: expected in [-2, 2], found 3",
         ),
         ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature: found 'hot'"),
         ({"input_ids": [5, 160]}, "token 160 is outside the vocabulary of 160"),

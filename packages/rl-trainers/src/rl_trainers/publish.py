@@ -1,8 +1,9 @@
 """Publishing weights: the one state machine for every route, seen from the trainer.
 
-    put on the route -> servers stage -> receipts compared -> pause, swap, commit, resume
+    put on the route -> servers stage -> receipts compared -> pause, swap, commit, resume -> record
 
-Nothing is served from the new weights before every receipt agrees, and `publish` returns at the commit.
+Nothing is served from the new weights before every receipt agrees, and `publish` returns at the commit. The record
+(`rl_contracts.weights.committed`) lets a server that starts again load the version by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import require, require_choice
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
-from rl_contracts.weights import verify_receipt
+from rl_contracts.weights import verify_receipt, write_committed
 
 if TYPE_CHECKING:
     from rl_contracts.engine import TrainEngine
@@ -49,6 +50,7 @@ class WeightPublisher:
         self, engine: TrainEngine, inference: InferenceEngine, run: Runner, config: PublishConfig, directory: str
     ) -> None:
         self.engine, self.inference, self.run, self.config = engine, inference, run, config
+        self.directory = directory
         self.receipt: WeightReceipt | None = None
         """The trainer's own, of the last version that was published; without checksums on ranks other than 0."""
         engine.connect_engine(inference, WeightUpdateMeta(config.route, 0, directory))
@@ -81,4 +83,5 @@ class WeightPublisher:
             verify_receipt(mine, receipt, meta.route)
         staged = time.perf_counter() - begin
         paused = self.run(self.inference.commit_weights(meta.version, self.config.interrupt), self.config.timeout)
+        write_committed(self.directory, meta, mine)  # before the next version is written over the last but one
         return {"time/stage": staged, "time/paused": paused}

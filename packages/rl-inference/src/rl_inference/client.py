@@ -224,6 +224,18 @@ class EmbeddedEngine(InferenceEngine):
             await self._clock.sleep(self.config.retry_seconds)
         raise InferenceError(f"no live server could score {len(input_ids)} tokens: {self._router.reasons}")
 
+    async def live_receipts(self) -> list[WeightReceipt]:
+        """Checksums of the tensors that each server serves now, under all of their names."""
+        call, limit = self._protocol.receipt(), self.config.update_timeout
+        answers = await asyncio.gather(
+            *(server.run(self._transport.call(server, call, limit)) for server in self._router.live),
+            return_exceptions=True,
+        )
+        found = [self._protocol.parse_receipt(value) for value in answers if isinstance(value, dict)]
+        if not found:
+            raise InferenceError(f"no live server gave a receipt: {answers or self._router.reasons}")
+        return found
+
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
         """Load a version beside the served one on every server, while they go on generating."""
         self._monitor.start()

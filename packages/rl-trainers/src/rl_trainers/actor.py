@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import DataError
 from rl_contracts.sharding import MINIBATCH_KEY
 from rl_contracts.trajectory import PackedBatch, select, validate
+from rl_trainers import fresh
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.functional.advantages import GroupAdvantages, group_advantages
 from rl_trainers.functional.aggregation import denominator, token_weights
@@ -42,11 +43,12 @@ class PolicyActor:
         """Training batches applied."""
         return self.engine.version
 
-    def prepare(self, batch: TensorDict) -> dict[str, float]:
-        """Add `advantages`, `loss_weights` and, where recomputed, `prox_logprobs`, [B, T] each (collective).
+    def prepare(self, batch: TensorDict) -> dict[str, float | None]:
+        """Add `advantages`, `loss_weights`, `fresh` and, where recomputed, `prox_logprobs`, [B, T] each (collective).
 
         Returns:
-            `groups/singleton` and `groups/zero_variance`, counted over all ranks.
+            `groups/singleton` and `groups/zero_variance`, counted over all ranks; where proximal log-probs are
+            recomputed, `gap/fresh_...` (see `rl_trainers.fresh`).
 
         Raises:
             DataError: the batch is not valid, or holds a trained token from a version later than the current one.
@@ -64,26 +66,36 @@ class PolicyActor:
             age = (self.version - batch["versions"]).float()
             weights = weights * torch.where(learn, torch.exp(-algorithm.staleness_coef * age), 0.0)
         batch["loss_weights"] = weights
+        fresh.mark(batch, self.version)
+        figures: dict[str, float | None] = {
+            "groups/singleton": float(groups.singletons),
+            "groups/zero_variance": float(groups.zero_variance),
+        }
         if self.proximal == "recompute":
             batch["prox_logprobs"] = self.engine.forward(batch, lambda outputs, _: outputs.logprobs)
+            figures |= fresh.of_proximal(batch, self.engine.parallel)
         elif self.proximal == "behaviour":
             batch["prox_logprobs"] = batch["logprobs"]
-        return {"groups/singleton": float(groups.singletons), "groups/zero_variance": float(groups.zero_variance)}
+        return figures
 
-    def update(self, batch: TensorDict) -> dict[str, float]:
+    def update(self, batch: TensorDict) -> dict[str, float | None]:
         """Learn from a prepared batch; the version advances by one unless every minibatch was skipped (collective).
 
         Returns:
-            the engine's statistics, averaged over the minibatches (`.../max`: the largest).
+            the engine's statistics, averaged over the minibatches (`.../max`: the largest); and `gap/fresh_...`, where
+            `prepare` could not give it.
         """
-        loss = PolicyLoss(self.algorithm, self.proximal)
+        in_loss = self.proximal != "recompute"
+        loss = PolicyLoss(self.algorithm, self.proximal, compare=in_loss)
         steps = []
         for number in range(self.minibatches):
             rows = select(batch, (batch[MINIBATCH_KEY] == number).nonzero().flatten())
             steps.append(self.engine.train_batch(rows, loss, self._denominator))
+            loss = replace(loss, compare=False)  # from the first step on the policy is not the sampler's any more
+        figures = fresh.of_loss(steps[0], batch, self.engine.parallel) if in_loss else {}
         if any(step["applied"] for step in steps):
             self.engine.version += 1
-        return _combine(steps)
+        return _combine(steps) | figures
 
     def _denominator(self, minibatch: TensorDict) -> torch.Tensor:
         return denominator(minibatch["loss_mask"], self.algorithm.aggregation)
@@ -108,6 +120,8 @@ class PolicyLoss:
     config: AlgorithmConfig
     proximal: str
     """`recompute` or `behaviour` (both read `prox_logprobs`) or `current`."""
+    compare: bool = False
+    """Compare the log-probs of fresh tokens with the recorded ones."""
 
     def __call__(self, outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
         """`(loss_sum, stats)`; see `clipped_policy_loss`. Adds `entropy/mean`, `correction/mean` and
@@ -132,13 +146,15 @@ class PolicyLoss:
             clip_high=config.clip_high,
             dual_clip=config.dual_clip or None,
         )
+        if self.compare:
+            stats |= fresh.in_loss(outputs, packed)
         stats["entropy/mean"] = (torch.where(trained, outputs.entropy, 0.0).detach().sum(), count)
         return loss, stats | policy_stats
 
 
-def _combine(steps: list[dict[str, float]]) -> dict[str, float]:
+def _combine(steps: list[dict[str, float]]) -> dict[str, float | None]:
     """Statistics of several optimizer steps as one: means, and the largest of `.../max`; `tokens` add up."""
-    result = {}
+    result: dict[str, float | None] = {}
     for name in steps[0]:
         values = [step[name] for step in steps]
         if name.endswith("/max"):

@@ -155,7 +155,7 @@ class Books:
 
     def _save_batch(self, batch: TensorDict, version: int) -> None:
         """The whole batch as it left the runtime, without what was computed from it, on rank 0."""
-        added = ("advantages", "loss_weights", "prox_logprobs")
+        added = ("advantages", "loss_weights", "prox_logprobs", "fresh")
         raw: dict[str, torch.Tensor] = {str(k): v for k, v in batch.exclude(*added).items()}  # type: ignore[misc]
         parts = self.engine.parallel.gather_tensors(raw)
         if not self.engine.parallel.is_main:

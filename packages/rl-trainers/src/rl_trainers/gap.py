@@ -1,28 +1,36 @@
 """The gap gate: do servers and trainer compute the same log-probs from the weights that both should hold?
 
-After a commit the servers score a few rows of the last batch, and the trainer compares with its own forward pass.
+Two comparisons. After a commit the servers score a few rows of the last batch at the new version. And of the batch
+itself, tokens whose whole prefix carries the trainer's version (`rl_trainers.fresh`) must have been recorded with the
+log-probs that the trainer gives them. The first finds what is wrong with the weights or with what is computed from
+them, the second also what is wrong with sampling, caches and stamps.
+
+Where a comparison is off, experiments look for the cause and the warning or error names it.
 """
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_contracts.config import require
-from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.errors import WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_contracts.trajectory import lengths, select
+from rl_trainers.diagnosis import DTYPE, Cause, Evidence, Gap, diagnose
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from rl_contracts.data import WeightReceipt
     from rl_contracts.engine import TrainEngine
     from rl_contracts.inference import InferenceEngine
     from rl_trainers.publish import Runner
 
 log = get_logger("trainers.gap")
+
+FRESH_MEAN = "gap/fresh_mean_abs"
+"""Name of the mean difference over fresh tokens, as the actor gives it."""
 
 
 @dataclass
@@ -30,82 +38,209 @@ class GapConfig:
     """When servers and trainer are said to disagree."""
 
     rows: int = 2
-    """Rows of the batch that each replica compares after a commit; 0 switches the comparison off."""
+    """Rows of the batch that each replica compares after a commit; 0 switches the gate off."""
     warn: float = 0.02
     """Mean absolute difference, in nats, above which a warning is logged. bfloat16 on either side makes 0.01 to 0.05.
     """
     stop: float = 0.5
-    """Mean absolute difference, in nats, above which the run stops."""
+    """Mean absolute difference, in nats, above which the run stops at once."""
+    patience: int = 5
+    """Comparisons above `warn` in a row at which the run stops as well, unless rounding to 16 bits explains them."""
     timeout: float = 60.0
     """Seconds for the servers to score the rows."""
 
     def __post_init__(self) -> None:
         require(self.rows >= 0, "gap.rows", "0 (off) or more", self.rows)
         require(0 < self.warn <= self.stop, "gap.warn", f"more than 0 and at most gap.stop ({self.stop})", self.warn)
+        require(self.patience >= 1, "gap.patience", "at least 1", self.patience)
+        require(self.timeout > 0, "gap.timeout", "more than 0 seconds", self.timeout)
 
 
 class GapGate:
-    """Compares a few rows after each commit."""
+    """Compares after each commit, and looks closer where something is off.
 
-    def __init__(self, engine: TrainEngine, inference: InferenceEngine, run: Runner, config: GapConfig) -> None:
-        self.engine, self.inference, self.run, self.config = engine, inference, run, config
+    Args:
+        engine: the trainer.
+        inference: client of the servers.
+        run: runs the client's coroutines.
+        config: thresholds.
+        low_precision: whether one of the sides computes in less than float32.
+    """
 
-    def check(self, batch: TensorDict) -> dict[str, float | None]:
-        """`gap/mean_abs`, `gap/max_abs`, `gap/k3` over the compared tokens of all replicas (collective); None without
-        any.
+    def __init__(
+        self,
+        engine: TrainEngine,
+        inference: InferenceEngine,
+        run: Runner,
+        config: GapConfig,
+        low_precision: bool = False,
+    ) -> None:
+        from rl_trainers.gap_experiments import Experiments
+
+        self.engine, self.inference, self.config = engine, inference, config
+        self.low_precision = low_precision
+        self.experiments = Experiments(engine, inference, run, config.timeout)
+        self._scores = Alarm(config, "the servers' scores")
+        self._fresh = Alarm(config, "the recorded log-probs of tokens that the trainer's version made")
+        self._kept: tuple[TensorDict, torch.Tensor] | None = None
+
+    def check(
+        self,
+        batch: TensorDict,
+        fresh: dict[str, float | None] | None = None,
+        sent: WeightReceipt | None = None,
+    ) -> dict[str, float | None]:
+        """After a commit (collective).
+
+        Args:
+            batch: the batch that was learned from.
+            fresh: what the actor found on its fresh tokens, `gap/fresh_mean_abs` among others.
+            sent: the trainer's receipt of the version.
+
+        Returns:
+            `gap/mean_abs`, `gap/max_abs`, `gap/k3` over the compared tokens of all replicas, None without any; and
+            `gap/empty`, the comparisons that found no token.
 
         Raises:
-            WeightUpdateError: the mean is above `stop`.
+            WeightUpdateError: the scores are off by more than `stop`, or for too long; names the cause.
         """
         if not self.config.rows:
-            return {"gap/mean_abs": None, "gap/max_abs": None, "gap/k3": None}
-        import torch
-
-        from rl_trainers.functional.divergence import gap_sums
+            return {"gap/mean_abs": None, "gap/max_abs": None, "gap/k3": None, "gap/empty": 0.0}
+        from rl_contracts.trajectory import select
 
         rows = select(batch, list(range(min(self.config.rows, batch.batch_size[0]))))
-        ours = self.engine.forward(rows, lambda outputs, _: outputs.logprobs)
-        error, theirs = None, torch.zeros_like(ours)
-        try:
-            theirs = self._scores(rows, ours)
-        except (InferenceError, TimeoutError) as caught:
-            error = caught
-        self.engine.parallel.agree(error, "scoring rows on the servers")
-        sums, largest = gap_sums(ours, theirs, rows["attention_mask"])
-        count, total, k3 = self.engine.parallel.sum_over_replicas(sums).tolist()
-        top = self.engine.parallel.max_over_replicas(largest).item()
-        if count == 0:
-            return {"gap/mean_abs": None, "gap/max_abs": None, "gap/k3": None}
-        self._judge(total / count, top)
-        return {"gap/mean_abs": total / count, "gap/max_abs": top, "gap/k3": k3 / count}
-
-    def _scores(self, rows: TensorDict, like: torch.Tensor) -> torch.Tensor:
-        """What the servers compute for the rows' tokens, [B, T]."""
-        import torch
-
-        async def score_all() -> list[list[float]]:
-            calls = [
-                self.inference.score(ids[:length].tolist(), float(temperature))
-                for ids, length, temperature in zip(rows["input_ids"], lengths(rows), rows["temperature"], strict=True)
-            ]
-            return await asyncio.gather(*calls)
-
-        result = torch.zeros_like(like)
-        for row, scores in zip(result, self.run(score_all(), self.config.timeout), strict=True):
-            row[: len(scores)] = torch.tensor(scores)
-        return result
-
-    def _judge(self, mean: float, largest: float) -> None:
-        if mean <= self.config.warn:
-            return
-        message = (
-            f"servers and trainer disagree at version {self.engine.version}: log-probs of the same tokens differ by "
-            f"{mean:.3g} nats on average, {largest:.3g} at most "
-            f"(warn above {self.config.warn:g}, stop above {self.config.stop:g})."
-        )
-        if mean > self.config.stop:
-            raise WeightUpdateError(
-                f"{message} The weights arrived as sent, so look at what is computed with them: temperature, "
-                "dtype, the tokenizer's special tokens, a stale prefix cache, a fused or quantised copy on the server."
+        mask = rows["attention_mask"].clone()
+        mask[:, 0] = False  # nothing predicts a first token
+        ours, theirs = self.experiments.ours(rows), self.experiments.scores(rows, self.inference.score)
+        gap = self.experiments.compare(ours, theirs, mask)
+        kept, self._kept = self._kept, (rows, ours)
+        recorded = (fresh or {}).get(FRESH_MEAN)
+        if recorded is not None and self._fresh.note(recorded):
+            log.warning(
+                "recorded log-probs of fresh tokens are %.3g nats off; the next batch is examined before its update",
+                recorded,
             )
+        empty = float(gap is None) + float(recorded is None and FRESH_MEAN in (fresh or {}))
+        if gap is None:
+            return {"gap/mean_abs": None, "gap/max_abs": None, "gap/k3": None, "gap/empty": empty}
+        if self._scores.note(gap.mean_abs):
+            causes = self._explain_scores(gap, rows, theirs, mask, kept, sent)
+            self._scores.speak(gap, self.engine.version, causes)
+        return {"gap/mean_abs": gap.mean_abs, "gap/max_abs": gap.max_abs, "gap/k3": gap.k3, "gap/empty": empty}
+
+    def examine(self, batch: TensorDict) -> None:
+        """Before an update (collective): where the fresh tokens of a batch before were off, find out why on those of
+        this one, with the weights that they say they came from. Else this does nothing.
+
+        Args:
+            batch: prepared by the actor.
+
+        Raises:
+            WeightUpdateError: they are off by more than `stop`, or for too long; names the cause.
+        """
+        if not self._fresh.pending:
+            return
+        from rl_contracts.trajectory import select
+
+        ours = self.experiments.ours(batch)
+        difference = (ours - batch["logprobs"]).abs() * batch["fresh"]
+        gap = self.experiments.compare(ours, batch["logprobs"], batch["fresh"])
+        if gap is not None:  # else a later batch has fresh tokens
+            worst = difference.sum(-1).argsort(descending=True, stable=True)
+            rows = select(batch, worst[: self.config.rows])
+            self._fresh.speak(gap, self.engine.version, self._explain_fresh(gap, rows))
+
+    def _explain_scores(
+        self,
+        gap: Gap,
+        rows: TensorDict,
+        theirs: torch.Tensor,
+        mask: torch.Tensor,
+        kept: tuple[TensorDict, torch.Tensor] | None,
+        sent: WeightReceipt | None,
+    ) -> list[Cause]:
+        find, older = self.experiments, None
+        if kept is not None:
+            before, at_version_before = kept
+            valid = before["attention_mask"].clone()
+            valid[:, 0] = False
+            older = find.against_scores(before, at_version_before, self.inference.score, valid)
+        return diagnose(
+            Evidence(
+                self.config.warn,
+                score=gap,
+                receipts=find.receipts(sent),
+                score_older=older,
+                score_temperature=find.temperature(rows, theirs, mask),
+                low_precision=self.low_precision,
+            )
+        )
+
+    def _explain_fresh(self, gap: Gap, rows: TensorDict) -> list[Cause]:
+        find, recorded, fresh = self.experiments, rows["logprobs"], rows["fresh"]
+        return diagnose(
+            Evidence(
+                self.config.warn,
+                fresh=gap,
+                fresh_temperature=find.temperature(rows, recorded, fresh),
+                # here "ours" are the servers' older weights, as far as they still have them
+                fresh_older=find.against_scores(rows, recorded, self.inference.score_before, fresh),
+                seen_prompt=find.probe(rows, new=False),
+                new_prompt=find.probe(rows, new=True),
+                low_precision=self.low_precision,
+            )
+        )
+
+
+class Alarm:
+    """The history of one comparison: speaks at the 1st, 2nd, 4th, 8th, ... time in a row that it is off, and stops the
+    run where it is off by too much or for too long."""
+
+    def __init__(self, config: GapConfig, what: str) -> None:
+        self.config, self.what = config, what
+        self.in_row = 0
+        self.mean: float = 0.0
+        self.pending = False
+        self._rounding = False
+
+    def note(self, mean: float) -> bool:
+        """Count a comparison; whether something is to be said, until `speak`."""
+        self.mean = mean
+        if mean <= self.config.warn:
+            self.in_row, self._rounding, self.pending = 0, False, False
+            return False
+        self.in_row += 1
+        seldom = self.in_row & (self.in_row - 1) == 0
+        self.pending = self.pending or seldom or self._too_much or self._too_long
+        return self.pending
+
+    @property
+    def _too_much(self) -> bool:
+        return not self.mean <= self.config.stop  # nan is too much
+
+    @property
+    def _too_long(self) -> bool:
+        return self.in_row >= self.config.patience and not self._rounding
+
+    def speak(self, gap: Gap, version: int, causes: list[Cause]) -> None:
+        """Warn.
+
+        Args:
+            gap: what was examined.
+
+        Raises:
+            WeightUpdateError: instead, where the run must not go on.
+        """
+        self.pending = False
+        self._rounding = [cause.name for cause in causes] == [DTYPE]
+        said = "; or ".join(map(str, causes)) or "not found, what was examined now agrees"
+        config = self.config
+        message = (
+            f"servers and trainer disagree: {self.what} and the trainer's differ by {self.mean:.3g} nats on average. "
+            f"Examined at version {version}: {gap.mean_abs:.3g} on average, {gap.max_abs:.3g} at most, over "
+            f"{gap.tokens} tokens (warn above {config.warn:g}, stop above {config.stop:g} or {config.patience} times "
+            f"in a row; this is time {self.in_row}). Likely cause: {said}."
+        )
+        if self._too_much or self._too_long:
+            raise WeightUpdateError(message)
         log.warning(message)

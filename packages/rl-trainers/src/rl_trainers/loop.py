@@ -38,11 +38,11 @@ class Learner(Protocol):
         """Training batches applied."""
         ...
 
-    def prepare(self, batch: TensorDict) -> dict[str, float]:
+    def prepare(self, batch: TensorDict) -> dict[str, float | None]:
         """Compute what the update needs over the whole batch."""
         ...
 
-    def update(self, batch: TensorDict) -> dict[str, float]:
+    def update(self, batch: TensorDict) -> dict[str, float | None]:
         """Take the optimizer steps."""
         ...
 
@@ -54,10 +54,13 @@ class Weights:
     publisher: WeightPublisher
     gap: GapGate
 
-    def publish(self, version: int, batch: TensorDict | None = None) -> dict[str, float | None]:
-        """Publish and compare; see `WeightPublisher.publish` and `GapGate.check`."""
+    def publish(
+        self, version: int, batch: TensorDict | None = None, stats: dict[str, float | None] | None = None
+    ) -> dict[str, float | None]:
+        """Publish and, where there is a batch and what was found on it, compare; see `WeightPublisher.publish` and
+        `GapGate.check`."""
         times: dict[str, float | None] = dict(self.publisher.publish(version))
-        return times if batch is None else times | self.gap.check(batch)
+        return times if batch is None else times | self.gap.check(batch, stats, self.publisher.receipt)
 
 
 def train(source: BatchSource, learner: Learner, weights: Weights | None, books: Books, total_steps: int) -> None:
@@ -78,11 +81,13 @@ def train(source: BatchSource, learner: Learner, weights: Weights | None, books:
                 break
         before = learner.version
         with books.time("train"):
-            stats: dict[str, float | None] = dict(learner.prepare(batch))  # proximal log-probs, advantages
+            stats = learner.prepare(batch)  # proximal log-probs, advantages
+            if weights is not None:
+                weights.gap.examine(batch)  # does nothing, unless recorded log-probs looked wrong before
             stats |= learner.update(batch)  # minibatches of packed micro-batches
         with books.time("publish"):
             if weights is not None and learner.version > before:
-                stats |= weights.publish(learner.version, batch)  # returns at the commit; servers run on
+                stats |= weights.publish(learner.version, batch, stats)  # returns at the commit; servers run on
         source.end_step(learner.version)
         books.close(step, batch, stats, before, learner.version)
     books.finish()

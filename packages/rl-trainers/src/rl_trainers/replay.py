@@ -9,7 +9,7 @@ from rl_contracts.trajectory import load_batch
 from rl_trainers.actor import PolicyActor
 
 
-def replay_batch(actor: PolicyActor, path: str | Path, version: int | None = None) -> dict[str, float]:
+def replay_batch(actor: PolicyActor, path: str | Path, version: int | None = None) -> dict[str, float | None]:
     """One training step on a saved batch (collective).
 
     Args:

@@ -94,16 +94,16 @@ class SupervisedLearner:
         """Training batches applied."""
         return self.engine.version
 
-    def prepare(self, batch: TensorDict) -> dict[str, float]:
+    def prepare(self, batch: TensorDict) -> dict[str, float | None]:
         """Nothing to compute beforehand."""
         return {}
 
-    def update(self, batch: TensorDict) -> dict[str, float]:
+    def update(self, batch: TensorDict) -> dict[str, float | None]:
         """Take the step; the version advances unless it was skipped (collective)."""
         stats = self.engine.train_batch(batch, cross_entropy_loss, _trained_tokens)
         if stats["applied"]:
             self.engine.version += 1
-        return stats
+        return dict(stats)
 
 
 def _trained_tokens(batch: TensorDict) -> torch.Tensor:

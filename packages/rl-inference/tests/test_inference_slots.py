@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl_contracts.config import GenerationConfig
+from rl_inference.server.attention import TokenPass
 from rl_inference.server.config import ServerConfig
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.model import SlotModel
@@ -94,39 +95,38 @@ def test_batching_same_seed_gives_same_tokens_alone_and_among_others(model_path:
     assert among.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
 
+def fed(table: SlotTable) -> list[int]:
+    """The number of tokens of each pass from now on."""
+    counts: list[int] = []
+    run_pass = table.model.run
+
+    def counted(tokens: torch.Tensor, span: TokenPass) -> torch.Tensor:
+        counts.append(len(tokens))
+        return run_pass(tokens, span)
+
+    table.model.run = counted  # type: ignore[method-assign]
+    return counts
+
+
 def test_admit_same_prompts_share_one_prefill_and_stay_right(model_path: Path) -> None:
     table, model = load(model_path), reference_model(model_path)
-    passes: list[int] = []
-    prefill = table.model.prefill
-
-    def counted(rows: list[list[int]], first: int) -> torch.Tensor:
-        passes.append(len(rows))
-        return prefill(rows, first)
-
-    table.model.prefill = counted  # type: ignore[method-assign]
+    passes = fed(table)
     jobs = [job([5, 9, 30 + i % 2], 12, seed=i) for i in range(8)]
 
     run(table, jobs)
 
-    assert passes == [2]
+    # two prompts of three tokens; then their first answers' tokens beside the last prompt token of the six others
+    assert passes[:3] == [6, 2 + 6, 8]
     assert len({tuple(each.output_ids) for each in jobs}) == 8
     for each in jobs:
         assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5)
 
 
-def test_admit_member_of_a_running_group_copies_its_prompt_unless_the_weights_changed(
-    model_path: Path,
-) -> None:
+def test_admit_known_prefix_is_copied_unless_the_weights_changed(model_path: Path) -> None:
     table, model = load(model_path), reference_model(model_path)
-    passes: list[list[list[int]]] = []
-    prefill = table.model.prefill
-
-    def noted(rows: list[list[int]], first: int) -> torch.Tensor:
-        passes.append(rows)
-        return prefill(rows, first)
-
-    table.model.prefill = noted  # type: ignore[method-assign]
-    jobs = [job([5, 9, 30, 31], 20, seed=i) for i in range(4)]
+    passes = fed(table)
+    prompt = list(range(3, 3 + 40))
+    jobs = [job([*prompt, 50 + i], 20, seed=i) for i in range(4)]
     for i, each in enumerate(jobs):
         table._version = lambda version=i // 2: version  # type: ignore[misc]
         table.admit(deque([each]))
@@ -134,9 +134,39 @@ def test_admit_member_of_a_running_group_copies_its_prompt_unless_the_weights_ch
 
     run(table, [])
 
-    assert passes == [[[5, 9, 30, 31]], [[5, 9, 30, 31]]]
+    # 41 tokens are read; of the second prompt one block of 32 is known; then the version changes
+    assert passes[:4] == [41, 1 + 9, 2 + 41, 3 + 9]
     for each in jobs:
         assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5)
+
+
+def test_admit_prefix_of_another_version_taken_anyway_is_seen(model_path: Path) -> None:
+    """The fault planted: without the change of version, keys and values of old weights would be used."""
+    table, model = load(model_path), reference_model(model_path)
+    prompt = list(range(3, 3 + 40))
+    run(table, [job([*prompt, 50], 4)])
+    with torch.no_grad():
+        for served, reference in zip(table.model.model.parameters(), model.parameters(), strict=True):
+            served.mul_(1.5)
+            reference.mul_(1.5)
+    stale = job([*prompt, 51], 4)
+
+    run(table, [stale])
+
+    assert stale.logprobs != pytest.approx(reference_logprobs(model, stale.prompt, stale.output_ids), abs=1e-3)
+
+
+def test_admit_next_turn_of_an_ended_answer_reads_what_is_new_only(model_path: Path) -> None:
+    table, model = load(model_path), reference_model(model_path)
+    first = job(list(range(3, 40)), 30)
+    run(table, [first])
+    passes = fed(table)
+    second = job([*first.tokens, 7, 8], 5)
+
+    run(table, [second])
+
+    assert passes[0] == len(second.prompt) - 66  # all but the last token of the first turn are in the cache
+    assert second.logprobs == pytest.approx(reference_logprobs(model, second.prompt, second.output_ids), abs=1e-5)
 
 
 def test_record_model_without_numbers_ends_the_answer_as_an_error(model_path: Path) -> None:
@@ -166,14 +196,22 @@ def test_decode_on_a_gpu_equals_transformers_forward(model_path: Path) -> None:
         assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-4)
 
 
-def test_admit_more_tokens_than_a_pass_may_have_takes_several_passes(model_path: Path) -> None:
-    table = load(model_path, slots=6, prefill_tokens=64)
-    waiting = deque(job(list(range(3, 33 + i)), 4) for i in range(6))
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
+def test_step_long_prompts_are_read_in_parts_beside_the_answers(family: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model", family, **FAMILIES[family])
+    table, model = load(path, slots=6, prefill_tokens=50), reference_model(path)
+    answering = job([5, 9], 60)
+    table.admit(deque([answering]))
+    table.step()
+    passes = fed(table)
+    jobs = [job([3 + (i * k) % 90 for k in range(30 + 70 * i)], 8, seed=i) for i in range(1, 4)]
 
-    table.admit(waiting)
+    run(table, jobs)
 
-    assert len(table.jobs) == 2
-    assert len(waiting) == 4
+    assert max(passes) <= 50 + 6
+    assert passes[0] == 1 + 50
+    for each in [answering, *jobs]:
+        assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5)
 
 
 def test_take_all_and_admit_again_goes_on_where_it_was(model_path: Path) -> None:

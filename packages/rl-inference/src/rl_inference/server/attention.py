@@ -1,61 +1,83 @@
 """Attention over slots, plugged into transformers as an attention implementation.
 
 transformers lets a registered function replace a model's attention and passes it the keyword arguments of
-`model.forward`. That is all that continuous batching needs: the function below is told by a `SlotSpan` which
-rows of the cache the batch occupies, and masks by position. A model's own peculiarities (sliding windows,
-soft caps, attention sinks, scaling) arrive as arguments, so there is no code per model."""
+`model.forward`. That is all that continuous batching needs: a pass lays the tokens of many sequences end to end, and
+the function below, told by a `TokenPass` which token is whose, sees to it that each looks at its own sequence. A
+model's own peculiarities (sliding windows, soft caps, attention sinks, scaling) arrive as arguments, so there is no
+code per model.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+if TYPE_CHECKING:
+    from rl_inference.server.cache import SlotLayer
+
 IMPLEMENTATION = "rl_slots"
 """Name under which the function is registered."""
 
 
-@dataclass
-class SlotSpan:
-    """Which cache rows one forward pass works on, and where its tokens stand in them.
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Several tokens of one sequence, next to each other in a pass."""
 
-    Row i of the batch, [rows, tokens], is slot `first + i`. A fresh span (prefill) begins at position 0 of
-    empty slots, padded on the right; it attends to itself only. Any other span attends to its slots' first
-    `length` positions."""
-
+    slot: int
+    """Where the sequence lies in the cache."""
+    start: int
+    """Position of the first of them in the sequence; those before it are in the cache."""
     first: int
-    """First slot."""
+    """Index of the first of them in the pass."""
+    count: int
+    """How many."""
+
+
+@dataclass
+class TokenPass:
+    """The tokens of one forward pass, [tokens], and where they belong."""
+
+    slots: torch.Tensor
+    """Slot of each token's sequence, int64 [tokens]."""
     positions: torch.Tensor
-    """Position of each token in its sequence, int64 [rows, tokens]."""
-    length: int
-    """Positions of the cache that are looked at; more than every position."""
-    fresh: bool = False
-    """Whether the slots are empty."""
+    """Position of each token in its sequence, int64 [tokens]."""
+    longest: int
+    """More than every position."""
+    singles: int
+    """The first `singles` tokens are the only ones of their sequences."""
+    segments: tuple[Segment, ...] = ()
+    """The other tokens, shorter segments first."""
+    in_place: bool = False
+    """Whether token i of the singles lies in slot i."""
     cached: bool = True
     """Whether keys and values are kept at all (scoring does not need them)."""
-    last: torch.Tensor | None = None
-    """Token of each row whose logits are wanted, int64 [rows]; None: all."""
-    scored: bool = False
-    """Whether logits are wanted of all tokens but the last, which predicts none that is given."""
-    write_index: torch.Tensor | None = None
-    """Scratch of the cache: flat cache rows that a decode step writes, int64 [rows * heads]."""
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Scratch: boolean mask by sliding window (0: none), [rows, 1, tokens, length]."""
+    wanted: torch.Tensor | None = None
+    """Indices of the tokens whose logits are wanted, int64 [wanted]; None: all."""
+    layer: SlotLayer | None = None
+    """The cache of the layer that is being computed; it sets this itself."""
+    scratch: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    """What all layers compute alike: masks, places in the cache."""
 
-    def mask(self, window: int) -> torch.Tensor:
-        """What each token may look at: nothing later than itself and, with a window, nothing `window` or more
-        before."""
-        if window not in self.masks:
-            place = self.positions[:, None, :, None]
-            keys = torch.arange(self.length, device=place.device)
-            allowed = keys <= place
-            if window:
-                allowed = allowed & (keys > place - window)
-            self.masks[window] = allowed
-        return self.masks[window]
+
+class Scoring(NamedTuple):
+    """How a layer turns queries and keys into weights."""
+
+    scale: float
+    window: int
+    """Positions that are looked at; 0: all."""
+    softcap: float | None
+    """tanh cap of the scores, where the model has one."""
+    sinks: torch.Tensor | None
+    """[query heads]: a learned score that takes part in the softmax only, where the model has one."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's fused attention can do it."""
+        return self.softcap is None and self.sinks is None
 
 
 def slot_attention(
@@ -68,43 +90,89 @@ def slot_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    span: SlotSpan | None = None,
+    span: TokenPass | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer.
 
-    Query heads that share a key head are laid along the token dimension, so that keys and values are never
-    repeated in memory.
-
     Args:
-        query: [rows, query heads, tokens, head dim].
-        key, value: [rows, key heads, positions, head dim]; the cache's views, or the tokens' own for a fresh
-        span.
-        softcap: tanh cap of the scores, where the model has one.
-        s_aux: a learned score per head that takes part in the softmax only, where the model has one.
+        query: [1, query heads, tokens, head dim].
+        key, value: [1, key heads, tokens, head dim], of the same tokens.
 
     Returns:
-        [rows, tokens, query heads, head dim], and no weights.
+        [1, tokens, query heads, head dim], and no weights.
     """
     if span is None:
         raise RuntimeError("this model was loaded for the slot server; pass `span` to forward")
+    scoring = Scoring(scaling or query.shape[-1] ** -0.5, sliding_window or 0, softcap, s_aux)
+    if not span.cached:
+        return causal(query, key, value, scoring).transpose(1, 2).contiguous(), None
+    assert span.layer is not None
+    return span.layer.attend(query, key, value, span, scoring), None
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Attention of a whole sequence to itself, or of its last tokens to all of it.
+
+    Args:
+        query: [1, query heads, tokens, head dim]: the sequence's last `tokens`.
+        key, value: [1, key heads, positions, head dim].
+
+    Returns:
+        [1, query heads, tokens, head dim].
+    """
+    tokens, positions = query.shape[2], key.shape[2]
+    windowed = 0 < scoring.window < positions
+    if scoring.plain and tokens == positions and not windowed:
+        shared = query.shape[1] > key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=shared)
+    place = torch.arange(positions - tokens, positions, device=query.device)[:, None]
+    return masked(query, key, value, visible(place, positions, scoring.window)[None, None], scoring)
+
+
+def visible(place: torch.Tensor, length: int, window: int) -> torch.Tensor:
+    """What tokens at `place` may look at: nothing later and, with a window, nothing `window` or more before.
+
+    Args:
+        place: int64 [..., 1].
+
+    Returns:
+        bool [..., length].
+    """
+    keys = torch.arange(length, device=place.device)
+    return (keys <= place) & (keys > place - window) if window else keys <= place
+
+
+def masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """Attention of tokens to what their mask shows.
+
+    Query heads that share a key head are laid along the token dimension, so that keys and values are never repeated in
+    memory.
+
+    Args:
+        query: [rows, query heads, tokens, head dim].
+        key, value: [rows, key heads, positions, head dim].
+        mask: bool [rows, 1, tokens, positions].
+
+    Returns:
+        [rows, query heads, tokens, head dim].
+    """
     rows, heads, tokens, dim = query.shape
-    shared = heads // key.shape[1]
-    window = sliding_window if sliding_window is not None and sliding_window < key.shape[2] else 0
-    plain = softcap is None and s_aux is None
-    if plain and tokens > 1 and span.fresh and not window:
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared > 1)
-        return output.transpose(1, 2).contiguous(), None
-    mask = span.mask(window)
-    grouped = query.reshape(rows, key.shape[1], shared * tokens, dim)
+    key_heads = key.shape[1]
+    shared = heads // key_heads
+    grouped = query.reshape(rows, key_heads, shared * tokens, dim)
     if tokens > 1 and shared > 1:
         mask = mask[:, :, None].expand(-1, -1, shared, -1, -1).reshape(rows, 1, shared * tokens, -1)
-    if plain:
-        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    if scoring.plain:
+        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scoring.scale)
     else:
-        sinks = None if s_aux is None else s_aux.view(key.shape[1], shared, 1).expand(-1, -1, tokens)
-        output = _explicit(grouped, key, value, mask, scaling or dim**-0.5, softcap, sinks)
-    return output.reshape(rows, heads, tokens, dim).transpose(1, 2).contiguous(), None
+        sinks = scoring.sinks
+        if sinks is not None:
+            sinks = sinks.view(key_heads, shared, 1).expand(-1, -1, tokens)
+        output = _explicit(grouped, key, value, mask, scoring, sinks)
+    return output.reshape(rows, heads, tokens, value.shape[3])
 
 
 def _explicit(
@@ -112,14 +180,13 @@ def _explicit(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
+    scoring: Scoring,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The same written out, for what the fused kernels cannot do. Softmax in float32, as the models do it."""
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.matmul(query, key.transpose(2, 3)) * scoring.scale
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).float()
     if sinks is not None:
         extra = sinks.reshape(1, sinks.shape[0], -1, 1).float().expand(scores.shape[0], -1, -1, -1)

@@ -1,15 +1,26 @@
-"""The KV cache: a fixed number of slots, each with room for one sequence."""
+"""The KV cache: a fixed number of slots, each with room for one sequence.
+
+Two layouts of a layer: `TorchLayer` works everywhere, `KernelLayer` is faster on a CPU in float32.
+"""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from rl_inference.server.attention import SlotSpan
+from rl_inference.server.attention import Scoring, TokenPass, causal, masked, visible
+
+if TYPE_CHECKING:
+    from rl_inference.server.attention import Segment
 
 BLOCK = 32
-"""Lengths looked at by attention are multiples of this: few shapes, and aligned for fused kernels."""
+"""Room and lengths looked at are multiples of this: few shapes, and aligned for fused kernels."""
+KERNEL_SEGMENT = 64
+"""Longest segment whose attention the single-token kernel computes; torch's tiles win beyond."""
 
 
 def padded_length(tokens: int) -> int:
@@ -18,8 +29,8 @@ def padded_length(tokens: int) -> int:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer, each [slots, heads, capacity, head dim]. All layers, sliding ones too,
-    keep every position; windows are a matter of masks."""
+    """Keys and values of one layer. All layers, sliding ones too, keep every position; windows are a matter of what is
+    looked at."""
 
     is_sliding = False
 
@@ -27,67 +38,88 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.slots = slots
         self.capacity = 0
-        self.span: SlotSpan | None = None
+        self.span: TokenPass | None = None
+
+    @abstractmethod
+    def room(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make empty `keys` and `values` of the present capacity.
+
+        Args:
+            keys, values: [1, heads, tokens, head dim], for heads, sizes, dtype and device.
+        """
+
+    @abstractmethod
+    def part(self, slots: torch.Tensor | slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `length` positions of some slots in both stores; views for a slice."""
+
+    @abstractmethod
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: TokenPass, scoring: Scoring
+    ) -> torch.Tensor:
+        """Keep the pass's keys and values and compute its attention.
+
+        Args:
+            query: [1, query heads, tokens, head dim].
+            key, value: [1, key heads, tokens, head dim].
+
+        Returns:
+            [1, tokens, query heads, head dim].
+        """
+
+    @abstractmethod
+    def sequence(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a slot's first `length` positions, [1, key heads, length, head dim]."""
+
+    def segment(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment: Segment, scoring: Scoring
+    ) -> torch.Tensor:
+        """Attention of one segment, whose keys and values are in the cache already: [1, query heads, count, dim]."""
+        here = slice(segment.first, segment.first + segment.count)
+        if segment.start == 0:
+            return causal(query[:, :, here], key[:, :, here], value[:, :, here], scoring)
+        keys, values = self.sequence(segment.slot, segment.start + segment.count)
+        return causal(query[:, :, here], keys, values, scoring)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take heads, sizes, dtype and device from the first keys and values."""
-        self.keys = self._room(key_states)
-        self.values = self._room(value_states)
+        self.room(key_states, value_states)
         self.is_initialized = True
-
-    def _room(self, states: torch.Tensor) -> torch.Tensor:
-        # zeros, not garbage: attention multiplies masked values by 0, and 0 * nan is nan
-        return states.new_zeros(self.slots, states.shape[1], self.capacity, states.shape[3])
 
     def reserve(self, capacity: int) -> None:
         """Make room for sequences of `capacity` tokens; keeps what is there."""
-        kept = self.capacity
-        self.capacity = capacity
-        if self.keys is None or self.values is None:
+        kept, self.capacity = self.capacity, capacity
+        if self.keys is None or self.values is None or not kept:
             return
-        old_keys, old_values = self.keys, self.values
-        self.keys, self.values = self._room(old_keys), self._room(old_values)
-        self.keys[:, :, :kept] = old_keys
-        self.values[:, :, :kept] = old_values
+        old = self.part(slice(None), kept)
+        self.room(self._like_tokens(self.keys), self._like_tokens(self.values))
+        for target, source in zip(self.part(slice(None), kept), old, strict=True):
+            target.copy_(source)
+
+    @abstractmethod
+    def _like_tokens(self, store: torch.Tensor) -> torch.Tensor:
+        """Something of the shape that `room` takes."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the span's tokens at their positions; return what attention looks at.
+        """Announce this layer to the attention function, which keeps keys and values itself."""
+        if self.span is not None and self.span.cached:
+            if self.keys is None:
+                self.lazy_initialization(key_states, value_states)
+            self.span.layer = self
+        return key_states, value_states
 
-        Args:
-            key_states, value_states: [rows, heads, tokens, head dim].
-        """
-        span = self.span
-        if span is None or not span.cached:
-            return key_states, value_states
-        if self.keys is None or self.values is None:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        rows, heads, tokens, _ = key_states.shape
-        if span.fresh:
-            self.keys[span.first : span.first + rows, :, :tokens] = key_states
-            self.values[span.first : span.first + rows, :, :tokens] = value_states
-            return key_states, value_states
-        if span.write_index is None:
-            row = torch.arange(span.first, span.first + rows, device=key_states.device).view(-1, 1, 1)
-            head = torch.arange(heads, device=key_states.device).view(1, -1, 1)
-            span.write_index = ((row * heads + head) * self.capacity + span.positions[:, None, :]).view(-1)
-        for store, states in ((self.keys, key_states), (self.values, value_states)):
-            store.view(-1, store.shape[3]).index_copy_(0, span.write_index, states.reshape(-1, store.shape[3]))
-        here = slice(span.first, span.first + rows)
-        return self.keys[here, :, : span.length], self.values[here, :, : span.length]
-
-    def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
+    def copy_slots(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of some slots onto others."""
-        for store in (self.keys, self.values):
-            if store is not None:
-                store[targets, :, :length] = store[sources, :, :length]
+        if self.keys is None:
+            return
+        everything = self.part(slice(None), length)
+        for store, copied in zip(everything, self.part(sources, length), strict=True):
+            store[targets] = copied
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Never used for a mask (the attention function makes its own); the sizes of the current span."""
-        return (self.span.length if self.span else query_length), 0
+        """Never used for a mask (the attention function makes its own)."""
+        return query_length, 0
 
     def get_seq_length(self) -> int:
         """Unknown as one number, since slots differ; positions are always given explicitly."""
@@ -98,27 +130,130 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.capacity
 
 
-class SlotCache(Cache):
-    """All layers' slots. `use` says which of them the next forward pass works on."""
+class TorchLayer(SlotLayer):
+    """Keys and values [slots, heads, capacity, head dim], attended to by torch's fused kernels."""
 
-    def __init__(self, layers: int, slots: int, context_length: int) -> None:
+    def room(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        # zeros, not garbage: attention multiplies masked values by 0, and 0 * nan is nan
+        self.keys = keys.new_zeros(self.slots, keys.shape[1], self.capacity, keys.shape[3])
+        self.values = values.new_zeros(self.slots, values.shape[1], self.capacity, values.shape[3])
+
+    def _like_tokens(self, store: torch.Tensor) -> torch.Tensor:
+        return store[:1]
+
+    def part(self, slots: torch.Tensor | slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[slots, :, :length], self.values[slots, :, :length]
+
+    def sequence(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.part(slice(slot, slot + 1), length)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: TokenPass, scoring: Scoring
+    ) -> torch.Tensor:
+        self._write(key, value, span)
+        parts = [self._singles(query, span, scoring)] if span.singles else []
+        parts += [self.segment(query, key, value, segment, scoring).transpose(1, 2) for segment in span.segments]
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
+
+    def _write(self, key: torch.Tensor, value: torch.Tensor, span: TokenPass) -> None:
+        assert self.keys is not None
+        assert self.values is not None
+        heads = key.shape[1]
+        place = span.scratch.get(("place", heads))
+        if place is None:
+            head = torch.arange(heads, device=key.device)[:, None]
+            place = ((span.slots * heads + head) * self.capacity + span.positions).view(-1)
+            span.scratch["place", heads] = place
+        for store, states in ((self.keys, key), (self.values, value)):
+            store.view(-1, store.shape[3]).index_copy_(0, place, states.reshape(-1, store.shape[3]))
+
+    def _singles(self, query: torch.Tensor, span: TokenPass, scoring: Scoring) -> torch.Tensor:
+        """[1, singles, query heads, head dim]."""
+        count, length = span.singles, min(padded_length(span.longest), self.capacity)
+        keys, values = self.part(slice(0, count) if span.in_place else span.slots[:count], length)
+        mask = span.scratch.get(("mask", scoring.window))
+        if mask is None:
+            mask = visible(span.positions[:count, None], length, scoring.window)[:, None, None]
+            span.scratch["mask", scoring.window] = mask
+        rows = query[0, :, :count].transpose(0, 1)[:, :, None]
+        return masked(rows, keys, values, mask, scoring)[:, :, 0][None]
+
+
+class KernelLayer(SlotLayer):
+    """Keys [slots, heads, head dim, capacity], values [slots, heads, capacity, head dim], for `kernel`."""
+
+    def room(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys = keys.new_zeros(self.slots, keys.shape[1], keys.shape[3], self.capacity)
+        self.values = values.new_zeros(self.slots, values.shape[1], self.capacity, values.shape[3])
+        self._arrays = (self.keys.numpy(), self.values.numpy())
+
+    def _like_tokens(self, store: torch.Tensor) -> torch.Tensor:
+        return store[:1] if store is self.values else store[:1].transpose(2, 3)
+
+    def part(self, slots: torch.Tensor | slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[slots, :, :, :length], self.values[slots, :, :length]
+
+    def sequence(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.part(slice(slot, slot + 1), length)
+        return keys.transpose(2, 3), values
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: TokenPass, scoring: Scoring
+    ) -> torch.Tensor:
+        import numpy as np
+
+        from rl_inference.server import kernel
+
+        queries = query[0].transpose(0, 1).contiguous()
+        slots, positions = span.slots.numpy(), span.positions.numpy()
+        new = (states[0].transpose(0, 1).contiguous().numpy() for states in (key, value))
+        kernel.write(*self._arrays, *new, slots, positions)
+        output = queries.new_empty(*queries.shape[:2], value.shape[3])
+        tiled = [segment for segment in span.segments if segment.count > KERNEL_SEGMENT]
+        count = tiled[0].first if tiled else queries.shape[0]
+        sinks = output.new_empty(0) if scoring.sinks is None else scoring.sinks.float()
+        kernel.attend(
+            torch.get_num_threads(),
+            queries.numpy()[:count],
+            *self._arrays,
+            slots[:count],
+            positions[:count],
+            output.numpy()[:count],
+            np.float32(scoring.scale),
+            scoring.window,
+            np.float32(scoring.softcap or 0.0),
+            sinks.numpy(),
+        )
+        for segment in tiled:
+            part = self.segment(query, key, value, segment, scoring)
+            output[segment.first : segment.first + segment.count] = part[0].transpose(0, 1)
+        return output[None]
+
+
+class SlotCache(Cache):
+    """All layers' slots. `use` says which tokens the next forward pass is about."""
+
+    def __init__(self, layers: int, slots: int, context_length: int, layer: type[SlotLayer] = TorchLayer) -> None:
         self.slots = slots
         self.context_length = context_length
-        self._slot_layers = [SlotLayer(slots) for _ in range(layers)]
+        self._slot_layers = [layer(slots) for _ in range(layers)]
         super().__init__(layers=list(self._slot_layers))
 
-    def use(self, span: SlotSpan) -> None:
-        """Direct the next forward pass to `span`, growing the slots (by doubling) where it needs more
-        room."""
+    def use(self, span: TokenPass) -> None:
+        """Direct the next forward pass to `span`, growing the slots (by doubling) where it needs more room."""
         have = self._slot_layers[0].capacity
-        if span.cached and span.length > have:
-            wanted = min(max(span.length, 2 * have, 8 * BLOCK), padded_length(self.context_length))
+        if span.cached and span.longest > have:
+            wanted = min(max(padded_length(span.longest), 2 * have, 8 * BLOCK), padded_length(self.context_length))
             for layer in self._slot_layers:
                 layer.reserve(wanted)
         for layer in self._slot_layers:
             layer.span = span
 
-    def copy_rows(self, sources: list[int], targets: list[int], length: int) -> None:
+    def copy_slots(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions of slots `sources[i]` onto slots `targets[i]`, in all layers."""
         if not sources:
             return
@@ -126,4 +261,4 @@ class SlotCache(Cache):
         device = keys.device if keys is not None else None
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for layer in self._slot_layers:
-            layer.copy_rows(source, target, length)
+            layer.copy_slots(source, target, length)

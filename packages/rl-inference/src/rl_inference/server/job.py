@@ -40,8 +40,12 @@ class GenerationJob:
     """(version, first index) of each run of tokens made by one version of the weights."""
     finish_reason: dict[str, Any] | None = None
     """How it ended; None while it runs."""
+    slot: int = -1
+    """Where it lies in the cache while it runs."""
+    read: int = 0
+    """Tokens of prompt and answer that are in the cache, while the prompt is being read."""
     cache_version: int = -1
-    """Version of the weights that read the prompt into the cache."""
+    """Version of the weights that read all of what is in the cache."""
 
     @property
     def length(self) -> int:

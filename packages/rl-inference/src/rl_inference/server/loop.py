@@ -133,7 +133,7 @@ class DecodeLoop:
     def stats(self) -> dict[str, float]:
         """Counters; read from any thread."""
         return {
-            "running": len(self.table.jobs),
+            "running": self.table.running,
             "waiting": len(self._waiting) + self._inbox.qsize(),
             "generated_tokens": self.table.generated_tokens,
             "busy_seconds": self.busy_seconds,
@@ -155,25 +155,25 @@ class DecodeLoop:
             self._end_all(_SHUTDOWN)
 
     def _turn(self) -> None:
-        """Commands, then at most one prefill and one decode pass."""
+        """Commands, then at most one pass."""
         self.beat += 1
         self._take_commands()
-        if self._state is _State.DRAINING and not self.table.jobs:
+        if self._state is _State.DRAINING and not self.table.running:
             self._enter_pause()
-        admit = self._state is _State.RUNNING and self._waiting and len(self.table.jobs) < self.table.slots
-        if self._stopping or self._state is _State.PAUSED or not (admit or self.table.jobs):
+        admit = self._state is _State.RUNNING and self._waiting and self.table.running < self.table.slots
+        if self._stopping or self._state is _State.PAUSED or not (admit or self.table.running):
             return
         started = time.perf_counter()
         if admit:
             self.table.admit(self._waiting)
-        if self.table.jobs:
+        if self.table.running:
             self.table.step()
         self.busy_seconds += time.perf_counter() - started
 
     def _take_commands(self) -> None:
         """Run what is in the inbox; wait a moment for something to arrive where there is nothing else to
         do."""
-        idle = self._state is _State.RUNNING and not self.table.jobs and not self._waiting
+        idle = self._state is _State.RUNNING and not self.table.running and not self._waiting
         block = (idle or self._state is _State.PAUSED) and not self._stopping
         while True:
             try:
@@ -188,9 +188,8 @@ class DecodeLoop:
         self._end_all(_SHUTDOWN)
 
     def _end_all(self, reason: dict[str, str]) -> None:
-        for job in [*self.table.jobs, *self._waiting]:
+        for job in [*self.table.take_all(), *self._waiting]:
             job.finish(reason)
-        self.table.jobs.clear()
         self._waiting.clear()
         for future in self._drained:
             if future.set_running_or_notify_cancel():
@@ -208,7 +207,7 @@ class DecodeLoop:
 
     def _pause(self, wait: bool, future: Future[None]) -> None:
         self._drained.append(future)
-        if self._state is _State.PAUSED or not (wait and self.table.jobs):
+        if self._state is _State.PAUSED or not (wait and self.table.running):
             self._enter_pause()
         else:
             self._state = _State.DRAINING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from transformers.utils import logging as transformers_logging
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
 from rl_contracts.token_logprobs import chosen_logprobs
-from rl_inference.server.attention import IMPLEMENTATION, SlotSpan
-from rl_inference.server.cache import SlotCache, padded_length
+from rl_inference.server.attention import IMPLEMENTATION, TokenPass
+from rl_inference.server.cache import KernelLayer, SlotCache, SlotLayer, TorchLayer
 from rl_inference.server.config import ServerConfig
 from rl_inference.server.directory import check_directory
+from rl_inference.server.linear import speed_up
 
 logger = get_logger("inference.server.model")
 
@@ -28,19 +30,25 @@ _SCORED_AT_ONCE = 1024
 class SlotModel:
     """A causal language model of transformers and the cache that it generates into."""
 
-    def __init__(self, model: Any, tokenizer: Any | None, slots: int, context_length: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any | None,
+        slots: int,
+        context_length: int,
+        layer: type[SlotLayer] = TorchLayer,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.device = model.device
         text_config = model.config.get_text_config()
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.context_length = context_length
-        self.cache = SlotCache(text_config.num_hidden_layers, slots, context_length)
+        self.cache = SlotCache(text_config.num_hidden_layers, slots, context_length, layer)
         self.end_ids = _end_ids(model, tokenizer)
-        self._span: SlotSpan | None = None
-        # The head runs on the wanted positions alone: [rows, tokens, vocab] logits of a prefill would dwarf
-        # everything else.
-        model.get_output_embeddings().register_forward_pre_hook(self._pick_last)
+        self._span: TokenPass | None = None
+        # The head runs on the wanted tokens alone: [tokens, vocab] logits of a prefill would dwarf everything else.
+        model.get_output_embeddings().register_forward_pre_hook(self._pick_wanted)
 
     @classmethod
     def load(cls, config: ServerConfig) -> SlotModel:
@@ -79,40 +87,40 @@ class SlotModel:
         if config.context_length > longest:
             raise ModelError(f"context_length {config.context_length}: {path} has {longest} positions; lower it.")
         model.eval().requires_grad_(False)
-        return cls(model, _load_tokenizer(path), config.slots, config.context_length or longest)
-
-    def prefill(self, rows: list[list[int]], first: int) -> torch.Tensor:
-        """Run sequences from their start into empty slots.
-
-        Args:
-            rows: token ids of each sequence; row i goes into slot `first + i`.
-
-        Returns:
-            logits after each sequence's last token, [rows, vocab].
-        """
-        longest = max(len(row) for row in rows)
-        input_ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
-        span = SlotSpan(
-            first=first,
-            positions=torch.arange(longest, device=self.device).expand(len(rows), -1),
-            length=longest,
-            fresh=True,
-            last=torch.tensor([len(row) - 1 for row in rows], device=self.device),
+        if not config.deterministic:  # a trainer that makes the same bits multiplies with torch's choice
+            speed_up(model)
+        result = cls(
+            model, _load_tokenizer(path), config.slots, config.context_length or longest, _layer_type(model, device)
         )
-        return self._forward(input_ids, span)[:, 0]
+        result.warm_up()
+        return result
 
-    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """Run one token of each of the first slots.
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run one token, so that nothing is compiled or imported under the first request."""
+        nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.run(nothing, TokenPass(nothing, nothing, longest=1, singles=1, in_place=True))
+
+    def run(self, tokens: torch.Tensor, span: TokenPass) -> torch.Tensor:
+        """One forward pass over tokens of many sequences.
 
         Args:
-            tokens, positions: int64 [rows]; row i is slot i.
-            longest: the largest position, known without asking the device.
+            tokens: int64 [tokens].
 
         Returns:
-            logits, [rows, vocab].
+            logits of the wanted tokens, [wanted, vocab].
         """
-        span = SlotSpan(first=0, positions=positions[:, None], length=padded_length(longest + 1))
-        return self._forward(tokens[:, None], span)[:, 0]
+        self.cache.use(span)
+        self._span = span
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=span.positions[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            span=span,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def score(self, input_ids: list[int], temperature: float) -> list[float]:
         """Log-probs of given tokens at the current weights; entry 0 is 0.
@@ -123,35 +131,31 @@ class SlotModel:
         length = len(input_ids)
         if length < 2:
             return [0.0] * length
-        ids = torch.tensor([input_ids], device=self.device)
-        positions = torch.arange(length, device=self.device)[None]
-        span = SlotSpan(0, positions, length, fresh=True, cached=False, scored=True)
-        logits, targets = self._forward(ids, span)[0], ids[0, 1:]
+        ids = torch.tensor(input_ids, device=self.device)
+        places = torch.arange(length, device=self.device)
+        span = TokenPass(torch.zeros_like(places), places, length, singles=0, cached=False, wanted=places[:-1])
+        logits, targets = self.run(ids, span), ids[1:]
         sharpness = torch.full((length - 1,), temperature or 1.0, device=self.device).reciprocal()
         parts = [slice(start, start + _SCORED_AT_ONCE) for start in range(0, length - 1, _SCORED_AT_ONCE)]
         chosen = [chosen_logprobs(logits[part].float(), targets[part], sharpness[part])[0] for part in parts]
         return [0.0, *torch.cat(chosen).tolist()]
 
-    def _forward(self, input_ids: torch.Tensor, span: SlotSpan) -> torch.Tensor:
-        self.cache.use(span)
-        self._span = span
-        output = self.model(
-            input_ids=input_ids,
-            position_ids=span.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            span=span,
-        )
-        logits: torch.Tensor = output.logits
-        return logits
-
-    def _pick_last(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        if self._span is not None and self._span.scored:
-            return (inputs[0][:, :-1], *inputs[1:])
-        if self._span is None or self._span.last is None:
+    def _pick_wanted(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._span is None or self._span.wanted is None:
             return None
-        hidden, last = inputs[0], self._span.last
-        return (hidden[torch.arange(hidden.shape[0], device=hidden.device), last][:, None], *inputs[1:])
+        return (inputs[0][:, self._span.wanted], *inputs[1:])
+
+
+def _layer_type(model: Any, device: str) -> type[SlotLayer]:
+    """The fastest cache that fits the model."""
+    config = model.config.get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if device != "cpu" or model.dtype != torch.float32 or dim % 4:
+        return TorchLayer
+    if importlib.util.find_spec("numba") is None:
+        logger.warning("numba is not installed: attention on this CPU takes the slower path of torch")
+        return TorchLayer
+    return KernelLayer
 
 
 def _check_architecture(path: Path, model: Any) -> None:

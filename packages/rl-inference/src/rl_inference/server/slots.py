@@ -1,10 +1,12 @@
-"""The slots: which job is in which row, and the forward passes that move them on.
+"""The slots: which job is where in the cache, and the passes that move all of them on.
 
-Running jobs always occupy rows 0..n-1, so every pass works on a view of the cache. When one ends, the last
-one moves into its place."""
+One pass carries the next token of every answer and, within a budget, parts of the prompts that are still being read
+(chunked prefill); so a long prompt never holds up the answers, and reading a short one costs no pass of its own.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Callable
@@ -12,19 +14,21 @@ from typing import Any
 
 import torch
 
+from rl_inference.server.attention import Segment, TokenPass
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.model import SlotModel
+from rl_inference.server.prefix import PrefixIndex
 from rl_inference.server.sampling import SamplingBatch
 from rl_inference.server.stops import matched_stop
 
 
 class SlotTable:
-    """Running jobs by row. Belongs to the decode thread.
+    """Running jobs. Belongs to the decode thread.
 
     Args:
         model: the model and its cache.
-        slots: rows.
-        prefill_tokens: tokens, padding included, of one prefill pass at most.
+        slots: how many sequences at the same time.
+        prefill_tokens: prompt tokens of one pass at most.
         version: the version of the weights now, stamped on every token at the step that samples it.
         rescore: take the log-probs of an answer from one forward pass over all of it when it ends (see
             `ServerConfig.deterministic`); they appear with its end only.
@@ -35,91 +39,143 @@ class SlotTable:
     ) -> None:
         self.model = model
         self.slots = slots
-        self.jobs: list[GenerationJob] = []
         self.generated_tokens = 0
         self._prefill_tokens = prefill_tokens
         self._version = version
         self._rescore = rescore
-        self._sampling: SamplingBatch | None = None
-        self._inputs = torch.empty(0)
-        self._positions = torch.empty(0)
-        self._longest = 0
+        self._free = list(range(slots))
+        self._prefixes = PrefixIndex()
+        self._prefix_version = version()
+        self._reading: deque[GenerationJob] = deque()
+        self._writing: list[GenerationJob] = []
+        self._rows: _Rows | None = None
+
+    @property
+    def jobs(self) -> list[GenerationJob]:
+        """Running jobs."""
+        return [*self._writing, *self._reading]
+
+    @property
+    def running(self) -> int:
+        """How many jobs run."""
+        return len(self._writing) + len(self._reading)
 
     @torch.inference_mode()
     def admit(self, waiting: deque[GenerationJob]) -> None:
-        """Give free rows to the first waiting jobs, as many as one prefill pass has room for.
+        """Give free slots to waiting jobs, first come first served.
 
-        The members of a group share their prompt: only the first of them is prefilled, and sampled from. The
-        others copy its keys and values and join the next decode step with the prompt's last token. The first
-        may be running already, as long as its prompt was read with the weights that are served now.
+        What another sequence has read with the weights that are served now is copied instead of read again. A job
+        whose prompt is just being read by another one waits for it: the members of a group share one prefill.
         """
-        firsts, copies = self._choose(waiting)
-        first, version = len(self.jobs), self._version()
-        self._sampling = None
-        self.jobs.extend(firsts)
-        logits = self.model.prefill([job.tokens for job in firsts], first) if firsts else None
-        if copies:
-            row_of = {id(job): row for row, job in enumerate(self.jobs)}
-            sources = [row_of[id(source)] for source, _ in copies]
-            targets = range(len(self.jobs), len(self.jobs) + len(copies))
-            self.model.cache.copy_rows(sources, list(targets), max(job.length for _, job in copies))
-            self.jobs.extend(job for _, job in copies)
-        for job in self.jobs[first:]:
-            job.cache_version = version
-        if logits is not None:
-            positions = torch.tensor([job.length for job in firsts], device=logits.device)
-            self._record(firsts, *SamplingBatch.of(firsts, logits.device).sample(logits, positions))
-
-    def _choose(
-        self, waiting: deque[GenerationJob]
-    ) -> tuple[list[GenerationJob], list[tuple[GenerationJob, GenerationJob]]]:
-        """Take jobs from the front.
-
-        Returns:
-            those to prefill, and (source, job) where another one has the same tokens in its cache.
-        """
-        version, longest = self._version(), 0
-        known = {tuple(job.prompt): job for job in self.jobs if job.cache_version == version}
-        firsts: list[GenerationJob] = []
-        copies: list[tuple[GenerationJob, GenerationJob]] = []
-        while waiting and len(self.jobs) + len(firsts) + len(copies) < self.slots:
-            tokens = tuple(waiting[0].tokens)
-            if tokens in known:
-                copies.append((known[tokens], waiting.popleft()))
+        version = self._version()
+        if version != self._prefix_version:
+            self._prefixes.clear()
+            self._prefix_version = version
+        being_read = {tuple(job.tokens) for job in self._reading if job.cache_version == version}
+        copies: list[tuple[int, int, int]] = []
+        left: list[GenerationJob] = []
+        while waiting and self._free:
+            job = waiting.popleft()
+            tokens = job.tokens
+            if (key := tuple(tokens)) in being_read:
+                left.append(job)
                 continue
-            if firsts and max(longest, len(tokens)) * (len(firsts) + 1) > self._prefill_tokens:
-                break
-            longest = max(longest, len(tokens))
-            known[tokens] = waiting[0]
-            firsts.append(waiting.popleft())
-        return firsts, copies
+            known = self._prefixes.find(tokens)
+            job.slot, job.cache_version = heapq.heappop(self._free), version
+            self._prefixes.forget(job.slot)
+            job.read = 0
+            if known is not None:
+                source, job.read = known
+                copies.append((source, job.slot, job.read))
+            if job.read + 1 < len(tokens):
+                being_read.add(key)
+            self._reading.append(job)
+        waiting.extendleft(reversed(left))
+        moved = [copy for copy in copies if copy[0] != copy[1]]
+        if moved:
+            sources, targets, lengths = zip(*moved, strict=True)
+            self.model.cache.copy_slots(list(sources), list(targets), max(lengths))
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Generate one token for every running job."""
-        if self._sampling is None:
-            self._gather()
-        assert self._sampling is not None
-        logits = self.model.decode(self._inputs, self._positions, self._longest)
-        self._positions += 1
-        self._longest += 1
-        self._inputs, logprobs = self._sampling.sample(logits, self._positions)
-        self._record(self.jobs, self._inputs, logprobs)
+        """One pass: the next token of every answer, and of the prompts what the budget allows."""
+        parts = self._next_parts()
+        rows = self._rows if self._rows is not None else self._gather()
+        finished = [job for job, count in parts if job.read + count == job.length]
+        if parts:
+            tokens, span = self._join(rows, parts, finished)
+        else:
+            tokens, span = rows.tokens, rows.span()
+        logits = self.model.run(tokens, span)
+        for job, count in parts:
+            job.read += count
+        if parts:
+            self._reading = deque(job for job in self._reading if job.read < job.length)
+        for job in finished:
+            self._hold(job, job.tokens)
+        self._writing.extend(finished)
+        rows.advance(finished, self.model.device)
+        if self._writing:
+            if rows.sampling is None:
+                rows.sampling = SamplingBatch.of(self._writing, self.model.device)
+            rows.tokens, logprobs = rows.sampling.sample(logits, rows.positions)
+            self._record(rows.tokens, logprobs)
 
-    def _gather(self) -> None:
-        """Make the tensors of the running jobs anew, after rows changed. Each goes on from its last token."""
+    def _next_parts(self) -> list[tuple[GenerationJob, int]]:
+        """Which prompts are read on in this pass, and by how many tokens; shorter parts first."""
+        room, parts = self._prefill_tokens, []
+        for job in self._reading:
+            count = min(job.length - job.read, room)
+            if not count:
+                break
+            parts.append((job, count))
+            room -= count
+        return sorted(parts, key=lambda part: part[1])
+
+    def _gather(self) -> _Rows:
+        """The tensors of the answers anew, after some have ended. Each goes on from its last token."""
+        self._writing.sort(key=lambda job: job.slot)
+        self._rows = _Rows(self._writing, self.model.device)
+        return self._rows
+
+    def _join(
+        self, rows: _Rows, parts: list[tuple[GenerationJob, int]], finished: list[GenerationJob]
+    ) -> tuple[torch.Tensor, TokenPass]:
+        """The pass of all answers and of some prompts' parts."""
+        new: list[int] = []
+        slots: list[int] = []
+        places: list[int] = []
+        wanted: list[int] = []
+        segments: list[Segment] = []
+        answers, singles = len(rows.slots), len(rows.slots)
+        for job, count in parts:
+            first = answers + len(new)
+            new += job.tokens[job.read : job.read + count]
+            slots += [job.slot] * count
+            places += range(job.read, job.read + count)
+            if count == 1:
+                singles += 1
+            else:
+                segments.append(Segment(job.slot, job.read, first, count))
+            if job.read + count == job.length:
+                wanted.append(answers + len(new) - 1)
+        assert len(wanted) == len(finished)
+        both = torch.tensor([new, slots, places], device=self.model.device)
         device = self.model.device
-        places = [job.length - 1 for job in self.jobs]
-        self._sampling = SamplingBatch.of(self.jobs, device)
-        self._inputs = torch.tensor([(job.output_ids or job.prompt)[-1] for job in self.jobs], device=device)
-        self._positions = torch.tensor(places, device=device)
-        self._longest = max(places)
+        return torch.cat((rows.tokens, both[0])), TokenPass(
+            slots=torch.cat((rows.slots, both[1])),
+            positions=torch.cat((rows.positions, both[2])),
+            longest=max(rows.longest, max(places)) + 1,
+            singles=singles,
+            segments=tuple(segments),
+            wanted=torch.cat((torch.arange(answers, device=device), torch.tensor(wanted, device=device).long())),
+        )
 
-    def _record(self, jobs: list[GenerationJob], tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def _record(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Append the sampled tokens and end the jobs that are done. The one transfer to the host per pass."""
         ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
         version, ended = self._version(), False
-        for job, token, logprob in zip(jobs, map(int, ids), values, strict=True):
+        for job, token, logprob in zip(self._writing, map(int, ids), values, strict=True):
             job.append(token, None if self._rescore else logprob, version)
             reason = self._end_of(job, token, logprob)
             if reason is not None:
@@ -127,7 +183,7 @@ class SlotTable:
                     job.logprobs = self.model.score(job.tokens, job.generation.temperature)[len(job.prompt) :]
                 job.finish(reason)
                 ended = True
-        self.generated_tokens += len(jobs)
+        self.generated_tokens += len(ids)
         if ended:
             self.compact()
 
@@ -143,21 +199,62 @@ class SlotTable:
             return {"type": "length", "length": len(job.output_ids)}
         return None
 
-    @torch.inference_mode()
     def compact(self) -> None:
-        """Give up the rows of ended jobs, moving the last running ones into them."""
-        running = [row for row, job in enumerate(self.jobs) if job.finish_reason is None]
-        kept = len(running)
-        movers = [row for row in running if row >= kept]
-        holes = [row for row in range(kept) if self.jobs[row].finish_reason is not None]
-        if movers:
-            self.model.cache.copy_rows(movers, holes, max(self.jobs[row].length for row in movers))
-        for source, target in zip(movers, holes, strict=True):
-            self.jobs[target] = self.jobs[source]
-        del self.jobs[kept:]
-        self._sampling = None
+        """Give up the slots of ended jobs. What they hold stays usable as a prefix until a slot is given away."""
+        for job in self._writing:
+            if job.finish_reason is not None:
+                self._hold(job, job.tokens[:-1])  # the last token was not fed
+        for job in self.jobs:
+            if job.finish_reason is not None:
+                heapq.heappush(self._free, job.slot)
+        self._writing = [job for job in self._writing if job.finish_reason is None]
+        self._reading = deque(job for job in self._reading if job.finish_reason is None)
+        self._rows = None
 
     def take_all(self) -> list[GenerationJob]:
         """Empty the slots; the jobs keep their tokens and can be admitted again."""
-        jobs, self.jobs, self._sampling = self.jobs, [], None
+        jobs = self.jobs
+        for job in jobs:
+            heapq.heappush(self._free, job.slot)
+        self._writing, self._reading, self._rows = [], deque(), None
         return jobs
+
+    def _hold(self, job: GenerationJob, tokens: list[int]) -> None:
+        """Offer what is in a job's slot as a prefix, if one version of the weights, the one of now, read all of it."""
+        if job.cache_version == self._version() == self._prefix_version:
+            self._prefixes.hold(job.slot, tokens)
+
+
+class _Rows:
+    """Tensors of the answers, one row each, kept from pass to pass.
+
+    Args:
+        jobs: in the order of the rows.
+    """
+
+    def __init__(self, jobs: list[GenerationJob], device: torch.device) -> None:
+        places = [job.length - 1 for job in jobs]
+        slots = [job.slot for job in jobs]
+        self.tokens = torch.tensor([(job.output_ids or job.prompt)[-1] for job in jobs], device=device).long()
+        self.positions = torch.tensor(places, device=device).long()
+        self.slots = torch.tensor(slots, device=device).long()
+        self.longest = max(places, default=0)
+        self.in_place = slots == list(range(len(slots)))
+        self.sampling: SamplingBatch | None = None
+
+    def span(self) -> TokenPass:
+        """The pass that feeds each answer's last token."""
+        return TokenPass(self.slots, self.positions, self.longest + 1, singles=len(self.slots), in_place=self.in_place)
+
+    def advance(self, joined: list[GenerationJob], device: torch.device) -> None:
+        """After a pass: each position is that of the token to come; jobs whose prompt is read become rows."""
+        self.positions = self.positions + 1
+        self.longest += 1
+        if not joined:
+            return
+        lengths = [job.length for job in joined]
+        self.positions = torch.cat((self.positions, torch.tensor(lengths, device=device)))
+        self.slots = torch.cat((self.slots, torch.tensor([job.slot for job in joined], device=device)))
+        self.longest = max(self.longest, *lengths)
+        self.in_place = False
+        self.sampling = None

@@ -1,0 +1,151 @@
+"""The CPU's fast paths against plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_inference.server import kernel, linear
+from rl_inference.server.attention import Scoring, TokenPass, causal
+from rl_inference.server.cache import BLOCK, KernelLayer, SlotLayer, TorchLayer
+from rl_inference.server.prefix import PrefixIndex
+from rl_inference.testing import reference_model, tiny_model
+
+
+def attend(
+    layer: SlotLayer, states: tuple[torch.Tensor, ...], slots: list[int], positions: list[int], scoring: Scoring
+) -> torch.Tensor:
+    """Feed the tokens, one per sequence, to a layer."""
+    if layer.keys is None:
+        layer.reserve(4 * BLOCK)
+    span = TokenPass(torch.tensor(slots), torch.tensor(positions), max(positions) + 1, singles=len(slots))
+    layer.span = span
+    layer.update(states[1], states[2])
+    return layer.attend(*states, span, scoring)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    window=st.sampled_from([0, 5, 33]),
+    softcap=st.sampled_from([None, 3.0]),
+    with_sinks=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_attention_of_single_tokens_any_layout_equals_the_whole_sequence(
+    lengths: list[int], heads: tuple[int, int], window: int, softcap: float | None, with_sinks: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    query_heads, key_heads = heads
+    sinks = torch.randn(query_heads) if with_sinks else None
+    scoring = Scoring(0.3, window, softcap, sinks)
+    slots = torch.randperm(8)[: len(lengths)].tolist()
+    whole = [
+        (torch.randn(1, query_heads, n, 8), torch.randn(1, key_heads, n, 8), torch.randn(1, key_heads, n, 8))
+        for n in lengths
+    ]
+    layers: list[SlotLayer] = [TorchLayer(8), KernelLayer(8)]
+
+    last: dict[int, torch.Tensor] = {}
+    for place in range(max(lengths)):
+        going = [i for i, n in enumerate(lengths) if place < n]
+        states = tuple(torch.cat([whole[i][k][:, :, place : place + 1] for i in going], 2) for k in range(3))
+        found = [attend(layer, states, [slots[i] for i in going], [place] * len(going), scoring) for layer in layers]
+        torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=2e-5)
+        last.update((i, found[1][0, row]) for row, i in enumerate(going))
+
+    for i, states in enumerate(whole):
+        expected = causal(*states, scoring)[0, :, -1]
+        torch.testing.assert_close(last[i], expected, rtol=1e-4, atol=2e-5)
+
+
+def test_exponentials_of_scores_far_apart_equal_softmax() -> None:
+    scores = torch.tensor([0.0, -1e-6, -0.5, -3.25, -50.0, -86.9, -200.0, -1e30])
+    weights, bits = scores.numpy().copy(), np.empty(len(scores), np.int32)
+
+    total = kernel._exponentials(weights, bits, len(scores), np.float32(0.0))
+
+    torch.testing.assert_close(torch.from_numpy(weights / total), torch.softmax(scores, 0), rtol=1e-6, atol=1e-30)
+
+
+def test_attend_on_two_threads_equals_one() -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(4, 2, 8, 64).numpy(), torch.randn(4, 2, 64, 8).numpy()
+    query, slots, positions = torch.randn(6, 4, 8).numpy(), np.arange(6) % 4, np.arange(6) * 7
+    results = []
+    for threads in (1, 2):
+        out = np.empty_like(query)
+        kernel.attend(
+            threads,
+            query,
+            keys,
+            values,
+            slots,
+            positions,
+            out,
+            np.float32(0.5),
+            0,
+            np.float32(0),
+            np.empty(0, np.float32),
+        )
+        results.append(out)
+
+    assert np.array_equal(*results)
+
+
+def test_speed_up_linear_layers_keep_their_numbers_and_follow_exchanged_weights(tmp_path: Path) -> None:
+    model = reference_model(tiny_model(tmp_path / "model"))
+    ids = torch.randint(3, 90, (1, 70))
+    with torch.inference_mode():
+        before = model(ids).logits
+        linear.speed_up(model)
+        torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.1
+
+        changed = model(ids).logits
+
+    assert not torch.allclose(changed, before, atol=1e-3)
+
+
+def test_speed_up_operator_that_computes_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = reference_model(tiny_model(tmp_path / "model"))
+    monkeypatch.setattr(linear, "_onednn", lambda x, weight, bias: x @ weight.T + 1)
+
+    assert linear.speed_up(model) == 0
+
+
+def test_prefix_index_finds_the_longest_prefix_and_never_all_of_a_prompt() -> None:
+    index, tokens = PrefixIndex(), list(range(100))
+    index.hold(3, tokens)
+
+    assert index.find(tokens) == (3, 99)
+    assert index.find([*tokens, 7]) == (3, 100)
+    assert index.find([*tokens[:40], 7, 8]) == (3, 32)
+    assert index.find(tokens[:64]) == (3, 63)
+    assert index.find([9, *tokens]) is None
+    index.forget(3)
+    assert index.find(tokens) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=100), min_size=2, max_size=6), st.data())
+def test_prefix_index_what_it_finds_is_a_true_prefix(sequences: list[list[int]], data: st.DataObject) -> None:
+    index, held = PrefixIndex(), dict[int, list[int]]()
+    for tokens in sequences:
+        slot = data.draw(st.integers(0, 3))
+        index.hold(slot, tokens)
+        held[slot] = tokens
+        wanted = data.draw(st.sampled_from(sequences)) + data.draw(st.lists(st.integers(0, 2), max_size=5))
+        found = index.find(wanted)
+        if found is not None:
+            assert 0 <= found[1] < len(wanted)
+            assert held[found[0]][: found[1]] == wanted[: found[1]]

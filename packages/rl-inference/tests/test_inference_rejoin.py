@@ -47,6 +47,7 @@ class Trainer:
     directory: Path
     version: int = 0
     sent: dict[int, WeightReceipt] = field(default_factory=dict)
+    record: bool = True
 
     def put(self, version: int) -> WeightUpdateMeta:
         factor = 1 + version / 500
@@ -65,7 +66,8 @@ class Trainer:
     async def commit(self, engine: EmbeddedEngine, meta: WeightUpdateMeta, interrupt: str = "keep") -> None:
         await engine.commit_weights(meta.version, interrupt)
         self.version = meta.version
-        write_committed(self.directory, meta, self.sent[meta.version])
+        if self.record:
+            write_committed(self.directory, meta, self.sent[meta.version])
 
     async def publish(self, engine: EmbeddedEngine, interrupt: str = "keep") -> int:
         await self.commit(engine, await self.stage(engine), interrupt)
@@ -401,3 +403,24 @@ async def test_stats_client_that_does_not_publish_evicts_who_lags_and_takes_it_b
         await until_live(other, 2)
 
         await both_serve(other, trainer, 2)
+
+
+@pytest.mark.slow
+async def test_rejoin_route_that_leaves_nothing_to_read_takes_part_from_the_next_update_on(
+    servers: list[ServerProcess], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("rl_contracts.weights.committed", "rl_inference.updates"):
+        monkeypatch.setattr(f"{module}.READABLE_ROUTES", ())
+    trainer.record = False
+    async with client(servers) as engine:
+        await trainer.publish(engine)
+        servers[0].stop()
+        servers[0].start().wait_ready()
+        assert served_version(servers[0]) == 0
+        await until(lambda: "from the next update on" in engine._router.servers[0].last_error)
+        answers = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
+
+        assert {answer.server for answer in answers} == {servers[1].address}
+        await trainer.publish(engine)
+        assert len(engine._router.live) == 2
+        await both_serve(engine, trainer, 2)

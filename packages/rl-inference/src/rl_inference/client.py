@@ -17,9 +17,9 @@ from rl_contracts.inference import InferenceEngine
 from rl_contracts.scheduler import JobSpec
 from rl_inference.answer import PartialAnswer
 from rl_inference.config import InferenceConfig
-from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError
+from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError, ServerRestartedError
 from rl_inference.monitor import ServerMonitor
-from rl_inference.protocol import EmbeddedProtocol
+from rl_inference.protocol import Call, EmbeddedProtocol
 from rl_inference.routing import Router, Server
 from rl_inference.transport import Transport
 from rl_inference.updates import WeightUpdates
@@ -168,7 +168,7 @@ class EmbeddedEngine(InferenceEngine):
     def _note(self, server: Server, error: InferenceError) -> None:
         """Draw the consequence of a failure: one that is gone is out, one that may be ill is looked at."""
         server.last_error = str(error)
-        if isinstance(error, ServerGoneError) and self._monitor.on:
+        if isinstance(error, ServerRestartedError) or (isinstance(error, ServerGoneError) and self._monitor.on):
             self._router.evict(server, f"is gone: {error}")
         elif isinstance(error, ServerLostError):
             self._router.failed(server, str(error))
@@ -210,8 +210,14 @@ class EmbeddedEngine(InferenceEngine):
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Log-probs of given tokens at the current weights; entry 0 is 0."""
+        return await self._score(self._protocol.score(input_ids, temperature))
+
+    async def score_before(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """The same at the weights that were served before the last commit."""
+        return await self._score(self._protocol.score(input_ids, temperature, before=True))
+
+    async def _score(self, call: Call) -> list[float]:
         self._monitor.start()
-        call = self._protocol.score(input_ids, temperature)
         begin = self._clock.now()
         while await self._router.wait_live(self.config.rejoin_timeout):
             for server in sorted(self._router.live, key=lambda s: s.open):
@@ -222,7 +228,7 @@ class EmbeddedEngine(InferenceEngine):
             if not self.config.rejoin_timeout or self._clock.now() - begin > self.config.progress_timeout:
                 break
             await self._clock.sleep(self.config.retry_seconds)
-        raise InferenceError(f"no live server could score {len(input_ids)} tokens: {self._router.reasons}")
+        raise InferenceError(f"no live server could score: {self._router.reasons}")
 
     async def live_receipts(self) -> list[WeightReceipt]:
         """Checksums of the tensors that each server serves now, under all of their names."""

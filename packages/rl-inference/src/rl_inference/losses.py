@@ -10,7 +10,11 @@ class ServerLostError(InferenceError):
 
 
 class ServerGoneError(ServerLostError):
-    """The process that was there is not: nobody listens at its address, or another process does."""
+    """The process that was there is not: nobody listens at its address."""
+
+
+class ServerRestartedError(ServerGoneError):
+    """Another process than before answers at its address. What it serves must be checked before it is used."""
 
 
 class ServerBusyError(InferenceError):

@@ -108,11 +108,13 @@ class ServerMonitor:
         except InferenceError as error:
             self._unwell(server, error)
             return
+        server.well = True
         self._silent_since.pop(server, None)
         if not server.live and self._refused.get(server) != state:
             self._returning[server] = asyncio.create_task(self._return(server, state), name=f"rejoin {server.address}")
 
     def _unwell(self, server: Server, error: InferenceError) -> None:
+        server.well = False
         if not server.live:
             server.instance = ""  # whoever answers next may be another process
             return

@@ -31,6 +31,8 @@ class Server:
     """Last version it committed."""
     instance: str = ""
     """Which life of its process answers; empty: not known, the next answer tells."""
+    well: bool = True
+    """Whether it answered when it was last asked how it is."""
     evicted: str | None = None
     """Why it is not used now; None while it is live."""
     open: int = 0

@@ -11,7 +11,7 @@ import aiohttp
 
 from rl_contracts.errors import InferenceError
 from rl_inference.config import InferenceConfig
-from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError
+from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError, ServerRestartedError
 from rl_inference.protocol import Call, EmbeddedProtocol
 from rl_inference.routing import Server
 
@@ -107,7 +107,7 @@ class Transport:
         found = response.headers.get(self._protocol.instance_header, "")
         server.instance = server.instance or found
         if found and found != server.instance:
-            raise ServerGoneError(f"{where}: another process answers than before; it was restarted")
+            raise ServerRestartedError(f"{where}: another process answers than before; it was restarted")
         if response.status == 200:
             return
         message = f"{where} answered {response.status}: {self._protocol.error_message(await response.read())}"

@@ -15,6 +15,7 @@ from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.logging import get_logger
 from rl_contracts.weights import CommittedWeights, read_committed, verify_receipt
+from rl_contracts.weights.committed import READABLE_ROUTES
 from rl_inference.config import InferenceConfig
 from rl_inference.losses import ServerLostError
 from rl_inference.protocol import EmbeddedProtocol
@@ -52,6 +53,7 @@ class WeightUpdates:
         self._held = False
         self._staged: CommittedWeights | None = None
         self._committed: CommittedWeights | None = None
+        self._joining: list[Server] = []
 
     @property
     def under_way(self) -> bool:
@@ -63,12 +65,7 @@ class WeightUpdates:
         while await self._router.wait_live(self._config.rejoin_timeout):
             with contextlib.suppress(_AllLostError):
                 async with self._lock:
-                    self._staged = None
-                    receipts: list[WeightReceipt] = await self._everywhere(
-                        lambda server: self._stage(server, meta), f"stage version {meta.version}"
-                    )
-                    self._staged = CommittedWeights(meta, receipts[0])
-                    return receipts
+                    return await self._stage_all(meta)
         raise WeightUpdateError(f"no live server could stage version {meta.version}: {self._router.reasons}.")
 
     async def commit(self, version: int, interrupt: str) -> float:
@@ -79,6 +76,7 @@ class WeightUpdates:
             try:
                 await self._everywhere(lambda s: self._pause(s, interrupt), f"pause for version {version}")
                 await self._everywhere(lambda s: self._commit(s, version, interrupt), f"commit version {version}")
+                await self._admit_joining(version)
             except _AllLostError:
                 if self._staged is None or self._staged.version != version:
                     raise
@@ -156,6 +154,11 @@ class WeightUpdates:
         version = self._router.version
         if known is None or self._committed is None:  # another client publishes, and will bring it up
             raise InferenceError(f"{server.address}: serves version {found}, committed is {version}.")
+        if not known.readable:
+            raise InferenceError(
+                f"{server.address}: serves version {found}, committed is {version}; route {known.meta.route} leaves "
+                "nothing to read, so it takes part again from the next update on."
+            )
         receipt = await self._stage(server, known.meta)
         verify_receipt(known.receipt, receipt, known.meta.route)
         await self._commit(server, version, "keep")
@@ -169,6 +172,36 @@ class WeightUpdates:
         # a live receipt has a sum under every name of a tied parameter, and of what is never sent
         sums = {name: found.checksums[name] for name in known.receipt.checksums if name in found.checksums}
         verify_receipt(known.receipt, replace(found, checksums=sums), known.meta.route)
+
+    async def _stage_all(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
+        """Stage on all live servers. Over a route that leaves nothing to read, servers that came back can only be
+        brought up by an update: they are staged with the others, and take part from its commit on."""
+        self._staged, self._joining = None, []
+        joining = [] if meta.route in READABLE_ROUTES else self._returned()
+        servers = [*self._router.live, *joining]
+        receipts: list[WeightReceipt] = await self._everywhere(
+            lambda server: self._stage(server, meta), f"stage version {meta.version}", servers
+        )
+        self._staged, self._joining = CommittedWeights(meta, receipts[0]), joining
+        return receipts
+
+    def _returned(self) -> list[Server]:
+        """Evicted servers that are well again."""
+        found = [server for server in self._router.servers if not server.live and server.well]
+        for server in found:
+            server.instance = ""
+        return found
+
+    async def _admit_joining(self, version: int) -> None:
+        """Let servers that were staged although they did not take part commit as well, and take part."""
+        joining, self._joining = self._joining, []
+        for server in joining:
+            try:
+                await self._commit(server, version, "keep")
+            except InferenceError as error:
+                server.last_error = f"could not commit version {version}: {error}"
+            else:
+                self._router.readmit(server, version)
 
     async def _stage(self, server: Server, meta: WeightUpdateMeta) -> WeightReceipt:
         call = self._transport.call(server, self._protocol.stage(meta), timeout=self._config.update_timeout)
@@ -209,14 +242,16 @@ class WeightUpdates:
         """Wait for an answer, as long as the server is not evicted meanwhile."""
         return await server.run(call)
 
-    async def _everywhere(self, action: Callable[[Server], Coroutine[Any, Any, Any]], what: str) -> list[Any]:
-        """Do something on all live servers at once; those that fail are evicted.
+    async def _everywhere(
+        self, action: Callable[[Server], Coroutine[Any, Any, Any]], what: str, servers: list[Server] | None = None
+    ) -> list[Any]:
+        """Do something on all live servers at once (or on `servers`); those that fail are evicted.
 
         Raises:
             _AllLostError: none succeeded, and all of them were lost; they are evicted, and may come back.
             WeightUpdateError: none succeeded.
         """
-        servers = self._router.live
+        servers = self._router.live if servers is None else servers
         results = await asyncio.gather(*(action(server) for server in servers), return_exceptions=True)
         good, bad = [], []
         for server, result in zip(servers, results, strict=True):

@@ -18,6 +18,8 @@ from rl_contracts.errors import WeightUpdateError
 
 RECORD = "committed.json"
 """Name of the record in the directory of the weights."""
+READABLE_ROUTES = ("shm", "disk")
+"""Routes whose weights lie in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class CommittedWeights:
     def version(self) -> int:
         """Its number."""
         return self.meta.version
+
+    @property
+    def readable(self) -> bool:
+        """Whether the weights can still be read now that they are committed. Other routes leave nothing behind."""
+        return self.meta.route in READABLE_ROUTES
 
 
 def write_committed(directory: str | Path, meta: WeightUpdateMeta, receipt: WeightReceipt) -> None:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 logger = get_logger("inference.server")
 
-FILE_ROUTES = ("shm", "disk")
-"""Routes whose weights can be read after their update."""
 OVERTAKEN_SECONDS = 60.0
 """How long to try again while newer versions are committed faster than they are read."""
 
@@ -33,7 +31,7 @@ def restore(weights: ServedWeights, directory: str) -> None:
     deadline = time.monotonic() + OVERTAKEN_SECONDS
     record = read_committed(directory) if directory else None
     while record is not None:
-        if record.meta.route not in FILE_ROUTES:
+        if not record.readable:
             logger.info("version %d came over %s, which leaves nothing to read", record.version, record.meta.route)
             return
         try:

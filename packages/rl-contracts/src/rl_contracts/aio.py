@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -51,6 +52,11 @@ class LoopThread:
     def loop(self) -> asyncio.AbstractEventLoop:
         """The loop, for `call_soon_threadsafe` and the like."""
         return self._loop
+
+    @property
+    def death(self) -> BaseException | None:
+        """What ended the loop, if it was not closed: `SystemExit` or `KeyboardInterrupt` of a task."""
+        return self._death
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine in the loop, from any thread. Its error or result is in the future.
@@ -139,11 +145,12 @@ class LoopThread:
         """Cancel all tasks, also those that others start while they clean up, then close the loop."""
         loop = self._loop
         try:
-            loop.run_until_complete(asyncio.sleep(0))  # tasks submitted last now exist
-            while tasks := asyncio.all_tasks(loop):
-                for task in tasks:
-                    task.cancel()
-                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            ended = False
+            while not ended:
+                # SystemExit and KeyboardInterrupt of one more task leave the loop again; the others still must end
+                with suppress(SystemExit, KeyboardInterrupt):
+                    loop.run_until_complete(_end_all_tasks())
+                    ended = True
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
         finally:
@@ -185,6 +192,15 @@ async def supervise(*tasks: tuple[str, Coroutine[Any, Any, Any]], grace: float =
         elif task is not first and not task.cancelled() and task.exception() is not None:
             error.add_note(f"task {task.get_name()!r} failed as well: {task.exception()!r}")
     raise error from error.__cause__
+
+
+async def _end_all_tasks() -> None:
+    """Cancel all other tasks of the loop, those too that begin meanwhile, and wait for them."""
+    await asyncio.sleep(0)  # tasks submitted last now exist
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _ended(task: asyncio.Task[Any]) -> TaskEndedError:

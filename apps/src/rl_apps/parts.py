@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 CLOSE_SECONDS = 10.0
 """Time for a part to close when a run ends."""
 
+STUCK_EXIT_CODE = 70
+"""Of a trainer process that was ended because its training thread was stuck."""
+
 
 class Destroyable(Protocol):
     """Anything that must be taken down."""
@@ -170,6 +173,9 @@ def make_answering(
         on_batch=lambda rows: writer.write(next(names), rows) and None,
         loop=loop,
         version=engine.version,
+        on_stuck_trainer=lambda error: os._exit(
+            STUCK_EXIT_CODE
+        ),  # the log has the error; nothing else ends this thread
     )
     stack.callback(rollout.destroy)
     tune_garbage_collection()

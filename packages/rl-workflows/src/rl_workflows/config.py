@@ -34,6 +34,9 @@ class RolloutConfig:
     stall_timeout: float = 600.0
     """Seconds without any progress (nothing generated, accepted, rejected or failed) after which a wait ends with an
     error that names the stuck stage."""
+    trainer_timeout: float = 3600.0
+    """Seconds after which a trainer that is in no call of the runtime counts as stuck: longer than any training step,
+    with what is saved after it. The run then ends with an error that says where the trainer is."""
     seed: int = 0
     """Sampling seeds derive from it, the prompt, the epoch and the sample."""
 
@@ -63,6 +66,7 @@ class RolloutConfig:
         require(self.max_rejected_in_row >= 1, "rollout.max_rejected_in_row", "at least 1", self.max_rejected_in_row)
         require(self.eval_concurrent >= 1, "rollout.eval_concurrent", "at least 1", self.eval_concurrent)
         require(self.stall_timeout > 0, "rollout.stall_timeout", "more than 0 seconds", self.stall_timeout)
+        require(self.trainer_timeout > 0, "rollout.trainer_timeout", "more than 0 seconds", self.trainer_timeout)
 
     @property
     def needed(self) -> int:

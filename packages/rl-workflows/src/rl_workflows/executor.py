@@ -110,9 +110,14 @@ class WorkflowExecutor:
     async def _episode(self, group: _Group, sample: int) -> None:
         context = episode_context(group.row, group.ticket.group_id, sample, group.cache, self._clock)
         group.contexts[sample] = context
-        rows, error = await run_episode(
-            self._workflow, self._engine, group.row, context, self._progress, self._config.seed
-        )
+        try:
+            rows, error = await run_episode(
+                self._workflow, self._engine, group.row, context, self._progress, self._config.seed
+            )
+        except asyncio.CancelledError as killed:
+            if self._runner.closed or group.ticket.group_id not in self._groups:
+                raise
+            raise _killed(context) from killed  # nobody would report this episode: its group would never end
         group.contexts.pop(sample, None)
         if group.ticket.group_id in self._groups:
             self._member_ended(group, sample, rows, error)
@@ -165,6 +170,14 @@ class WorkflowExecutor:
             except Exception as error:  # noqa: BLE001 - user code: the group fails with it and the budget counts it
                 result.error = error
         return result
+
+
+def _killed(context: EpisodeContext) -> RLError:
+    return RLError(
+        f"the task of an episode (prompt {context.prompt_id}, group {context.group_id}, sample {context.sample}) was "
+        "cancelled, but not by the runtime. Something in the workflow cancels the task that it runs in, or all tasks "
+        "of the loop."
+    )
 
 
 def _sample_of(member: tuple[int, list[Trajectory]]) -> int:

@@ -15,6 +15,7 @@ from rl_workflows.runner import AsyncTaskRunner
 from rl_workflows.saving import groups_from_state, groups_to_state
 from rl_workflows.source import PromptSource, Row
 from rl_workflows.staleness import StalenessManager
+from rl_workflows.waiting import within
 from rl_workflows.watchdog import STATS_TIMEOUT, Watchdog
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class RolloutHead:
 
     async def _ask_servers(self) -> dict[str, float | None]:
         try:
-            servers = await asyncio.wait_for(self.engine.stats(), STATS_TIMEOUT)
+            servers = await within(self.clock, STATS_TIMEOUT, self.engine.stats())
         except (RLError, TimeoutError, OSError) as error:
             log.warning("the servers give no figures: %s", error)
             return {}

@@ -51,6 +51,11 @@ class AsyncTaskRunner:
         """Tasks that run now."""
         return len(self._tasks)
 
+    @property
+    def closed(self) -> bool:
+        """Whether everything was, or is being, cancelled."""
+        return self._closed
+
     def submit(self, start: Start, *arguments: Any) -> Job:
         """Run `start(*arguments)` as a task, now or when one ends."""
         job = Job()

@@ -8,6 +8,8 @@ second.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from threading import current_thread
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.aio import LoopThread
@@ -21,12 +23,14 @@ from rl_workflows.config import RolloutConfig, head_share
 from rl_workflows.filters import ShouldAccept, dynamic_sampling
 from rl_workflows.head import RolloutHead
 from rl_workflows.staleness import StalenessManager
+from rl_workflows.trainer_watch import TrainerWatch
 from rl_workflows.waiting import wait_while_alive
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.config import GenerationConfig
+    from rl_contracts.errors import StalledError
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.trajectory import Trajectory
     from rl_contracts.workflow import RolloutWorkflow
@@ -57,6 +61,9 @@ class DistRollout(RolloutRuntime):
         loop: the thread in which the engine's coroutines run, where others use the engine too. None: one of its own;
             `destroy` then closes the engine as well.
         version: version that the servers hold at the start.
+        on_stuck_trainer: told, on the loop, when the trainer has been elsewhere for `config.trainer_timeout`: its own
+            thread cannot be given an error before it comes back, so this should end the process. In any case the next
+            call raises the error, if there is one.
 
     Raises:
         ConfigError: the batch, or `max_concurrent`, does not divide over the heads.
@@ -77,6 +84,7 @@ class DistRollout(RolloutRuntime):
         clock: Clock | None = None,
         loop: LoopThread | None = None,
         version: int = 0,
+        on_stuck_trainer: Callable[[StalledError], None] | None = None,
     ) -> None:
         self.config = config or RolloutConfig()
         self.parallel = parallel or ParallelContext()
@@ -106,13 +114,22 @@ class DistRollout(RolloutRuntime):
             self._clock,
             _all_of(should_accept, dynamic_sampling if self.config.dynamic_sampling else None),
         )
+        self._on_stuck_trainer = on_stuck_trainer
+        self._trainer = TrainerWatch(self._clock, self.config.trainer_timeout, manager.describe, self._trainer_is_stuck)
+        self._watching: Future[None] | None = None
         self._wait_seconds = 0.0
         self._destroyed = False
 
     def next_batch(self) -> TensorDict:
+        with self._trainer.call(current_thread().name):
+            return self._next_batch()
+
+    def _next_batch(self) -> TensorDict:
         from rl_contracts.sharding import redistribute
         from rl_workflows.assembly import assemble
 
+        if self._watching is None and self.parallel.is_dp_head:
+            self._watching = self.loop.submit(self._trainer.watch())
         begin = self._clock.now()
         total = self._wait_for_all()
         self._wait_seconds += self._clock.now() - begin
@@ -137,6 +154,10 @@ class DistRollout(RolloutRuntime):
             self._call(self.head.end_step(version))
 
     def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
+        with self._trainer.call(current_thread().name):
+            return self._evaluate(data, generation, n)
+
+    def _evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int) -> list[Trajectory]:
         from rl_workflows.evaluation import Evaluator
 
         share = cut(len(data), self.parallel.dp_size)[self.parallel.dp_rank]
@@ -198,6 +219,8 @@ class DistRollout(RolloutRuntime):
         if self._destroyed:
             return
         self._destroyed = True
+        if self._watching is not None:
+            self._watching.cancel()
         if self.parallel.is_dp_head:
             self.loop.run(self.head.close(), CALL_SECONDS)
         if self._owns_loop:
@@ -234,11 +257,17 @@ class DistRollout(RolloutRuntime):
             self.on_batch([row for group in groups for row in group.rows])
 
     def _call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return wait_while_alive(self.loop, coroutine, self.config.stall_timeout, CALL_SECONDS)
+        with self._trainer.call(current_thread().name):
+            return wait_while_alive(self.loop, coroutine, self.config.stall_timeout, CALL_SECONDS)
 
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run something that waits for episodes. The watchdog on the loop ends it; here only the loop is watched."""
         return wait_while_alive(self.loop, coroutine, self.config.stall_timeout)
+
+    def _trainer_is_stuck(self, error: StalledError) -> None:
+        self.head.fail(error)
+        if self._on_stuck_trainer is not None:
+            self._on_stuck_trainer(error)
 
 
 def _all_of(*filters: ShouldAccept | None) -> ShouldAccept | None:

@@ -1,23 +1,40 @@
-"""A thread that waits for something on an event loop, and notices when the loop itself is stuck."""
+"""Waits with a deadline: of a thread for something on an event loop, and of a coroutine on the runtime's clock."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import RLError, StalledError
+from rl_workflows.stacks import stack_of_thread
 
 if TYPE_CHECKING:
     from rl_contracts.aio import LoopThread
+    from rl_contracts.clock import Clock
 
 BEAT_SECONDS = 1.0
 """How often the loop is asked whether it still turns."""
+
+
+async def within[T](clock: Clock, seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result, if it has one before `seconds` of the clock have passed.
+
+    Raises:
+        TimeoutError: it has none; it is cancelled.
+    """
+    task = asyncio.ensure_future(coroutine)
+    timer = asyncio.ensure_future(clock.sleep(seconds))
+    try:
+        await asyncio.wait((task, timer), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise TimeoutError
+    finally:
+        for running in (task, timer):
+            running.cancel()
 
 
 def wait_while_alive[T](
@@ -49,6 +66,8 @@ def wait_while_alive[T](
             if deadline is not None and time.monotonic() > deadline:
                 raise StalledError(f"loop {loop.name!r}: {what} did not finish within {timeout:g} s")
     except CancelledError as error:
+        if loop.death is not None:
+            raise RLError(f"loop {loop.name!r} died of {loop.death!r} while {what} was awaited") from loop.death
         raise RLError(f"loop {loop.name!r} was closed while {what} was awaited") from error
     finally:
         future.cancel()
@@ -61,13 +80,5 @@ def _beat(loop: LoopThread, limit: float) -> None:
         raise StalledError(
             f"the event loop {loop.name!r} is blocked for more than {limit:g} s: something on it computes or waits "
             f"without await, for example a plain reward function (wrap it in AsyncRewardWrapper). It is here:\n"
-            f"{_stack_of(loop.name)}"
+            f"{stack_of_thread(loop.name)}"
         ) from error
-
-
-def _stack_of(thread_name: str) -> str:
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        if thread.name == thread_name and thread.ident in frames:
-            return "".join(traceback.format_stack(frames[thread.ident]))
-    return "(no such thread)"

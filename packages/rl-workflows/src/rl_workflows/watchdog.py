@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rl_contracts.errors import RLError, StalledError
 from rl_contracts.logging import get_logger
+from rl_workflows.stacks import episode_task, stack_of_task
+from rl_workflows.waiting import within
 
 if TYPE_CHECKING:
     from rl_contracts.clock import Clock
@@ -25,7 +26,7 @@ CHECKS = 4
 """Looks within the limit at whether the servers still generate, once nothing else moves."""
 
 STACKS_SHOWN = 8
-"""Tasks whose stacks are logged when nothing moves."""
+"""Further tasks whose stacks are logged when nothing moves."""
 
 
 class Watchdog:
@@ -69,7 +70,11 @@ class Watchdog:
             self._task = None
 
     def _died(self, task: asyncio.Task[None], on_stall: Callable[[BaseException], None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task is not self._task:
+            return  # it was stopped
+        if task.cancelled():
+            on_stall(RLError("the watchdog of the rollouts was cancelled, but not by the runtime; nothing watches."))
+        elif (error := task.exception()) is not None:
             on_stall(error)
 
     async def _watch(self, on_stall: Callable[[BaseException], None]) -> None:
@@ -99,7 +104,7 @@ class Watchdog:
     async def _servers_moved(self) -> bool:
         """Whether the servers generated since this was last asked."""
         try:
-            stats = await asyncio.wait_for(self._engine.stats(), STATS_TIMEOUT)
+            stats = await within(self._clock, STATS_TIMEOUT, self._engine.stats())
         except (RLError, TimeoutError, OSError) as error:
             log.warning("watchdog: the servers do not answer: %s", error)
             return False
@@ -107,8 +112,15 @@ class Watchdog:
         return before is not None and self._served_tokens > before
 
     def _diagnosis(self, idle: float) -> str:
-        log.error("nothing moved for %.1f s; stacks of some tasks:\n%s", idle, _stacks())
         oldest = self._oldest()
+        task = None if oldest is None else episode_task(oldest)
+        others = [other for other in asyncio.all_tasks() if other not in (task, asyncio.current_task())]
+        log.error(
+            "nothing moved for %.1f s; stacks of some of %d tasks:\n%s",
+            idle,
+            len(others),
+            "\n".join(map(stack_of_task, others[:STACKS_SHOWN])),
+        )
         if oldest is None:
             stuck = "stuck stage: admission; no episode runs. Is the runtime paused?"
         else:
@@ -119,12 +131,4 @@ class Watchdog:
         return (
             f"nothing was generated, accepted, rejected or failed for {idle:.1f} s (rollout.stall_timeout="
             f"{self._limit:g}). {stuck}. {self._describe()}."
-        )
-
-
-def _stacks() -> str:
-    out = io.StringIO()
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in tasks[:STACKS_SHOWN]:
-        task.print_stack(file=out)
-    return out.getvalue()
+        ) + ("" if task is None else f" It waits here:\n{stack_of_task(task)}")

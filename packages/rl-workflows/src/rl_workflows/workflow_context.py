@@ -5,6 +5,7 @@ The stage is what the watchdog names when nothing moves.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -58,6 +59,11 @@ def current_episode() -> EpisodeContext | None:
 def set_current_episode(context: EpisodeContext) -> None:
     """Bind the running task to an episode."""
     _current.set(context)
+
+
+def episode_of(task: asyncio.Task[Any]) -> EpisodeContext | None:
+    """The episode to which a task is bound."""
+    return task.get_context().get(_current)
 
 
 @contextmanager

@@ -1,0 +1,275 @@
+"""Planted faults of the runtime's own machinery: each alarm names its cause."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+from itertools import count
+
+import pytest
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest
+from rl_contracts.errors import ConfigError, InferenceError, RewardError, RLError, StalledError
+from rl_contracts.reward_worker import AsyncRewardWrapper
+from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+from rl_contracts.trajectory import from_response
+from rl_contracts.workflow import RolloutWorkflow
+from rl_workflows import DistRollout, RolloutConfig
+from rl_workflows.waiting import within
+from rl_workflows.workflow_context import stage
+
+
+class Scored(RolloutWorkflow):
+    """One answer; `score(data)` gives the reward."""
+
+    def __init__(self, score=None):
+        self.score = score
+
+    async def arun_episode(self, engine, data):
+        response = await engine.agenerate(
+            ModelRequest([1 + data["prompt_id"] % 50], GenerationConfig(max_new_tokens=8))
+        )
+        with stage("reward"):
+            reward = 1.0 if self.score is None else await self.score(data)
+        return [from_response(response, reward=reward, temperature=1.0)]
+
+
+def _rollout(workflow=None, batch_size=2, engine=None, **options):
+    settings = {name: options.pop(name) for name in list(options) if hasattr(RolloutConfig, name)}
+    config = RolloutConfig(**({"group_size": 2, "stall_timeout": 30.0} | settings))
+    engine = engine or NullInferenceEngine(NullInferenceConfig(mean_tokens=4, seconds_per_token=0.0005))
+    rows = ({"prompt_id": i} for i in count())
+    return DistRollout(engine, workflow or Scored(), rows, batch_size=batch_size, config=config, **options)
+
+
+@pytest.fixture
+def head_with(make_head):
+    """A head on the simulated clock whose workflow is `Scored(score)`."""
+
+    def make(score, **settings):
+        head = make_head(**settings)
+        head.executor._workflow = Scored(score)
+        return head
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["reward", "environment", "workflow"])
+def test_episode_that_hangs_raises_the_alarm_with_stage_age_and_stack(clock, head_with, caplog, name):
+    async def waits_for_ever():
+        await asyncio.Event().wait()
+
+    async def score(data):
+        with stage(name):
+            await waits_for_ever()
+
+    head = head_with(score, stall_timeout=30.0)
+
+    async def main():
+        await head.begin_wait()
+        with pytest.raises(StalledError) as caught:
+            await head.fill()
+        await head.close()
+        return str(caught.value)
+
+    message = clock.run(main())
+    assert f"stuck stage: {name}, for 3" in message
+    assert "of prompt 0 (group 0, sample 0)" in message
+    assert "in waits_for_ever" in message, "the whole chain of awaits of that episode"
+    assert message.index("in arun_episode") < message.index("in score") < message.index("in waits_for_ever")
+    assert caplog.text.count("in waits_for_ever") >= 3, "further tasks are in the log"
+
+
+def test_stuck_episode_while_the_servers_give_no_figures_still_raises_the_alarm(clock, head_with, null_engine):
+    async def silent():
+        await asyncio.Event().wait()
+
+    async def score(data):
+        await asyncio.Event().wait()
+
+    null_engine.stats = silent
+    head = head_with(score, stall_timeout=60.0)
+
+    async def main():
+        await head.begin_wait()
+        with pytest.raises(StalledError, match="stuck stage: reward"):
+            await head.fill()
+        assert await head.stats(), "without the servers' own"
+        await head.close()
+
+    clock.run(main())
+    assert clock.now() < 120
+
+
+def test_episode_task_that_is_killed_ends_the_wait_and_names_the_episode(clock, head_with):
+    async def score(data):
+        if data["prompt_id"] == 3:
+            asyncio.current_task().cancel()
+            await asyncio.sleep(0)
+        return 1.0
+
+    head = head_with(score)
+
+    async def steps():
+        while True:
+            await head.begin_wait()
+            await head.fill()
+            await head.take()
+            await head.end_step(0)
+
+    async def main():
+        with pytest.raises(RLError, match=r"prompt 3, group 3, sample \d\) was cancelled, but not by"):
+            await steps()
+        await head.close()
+
+    clock.run(main())
+
+
+def test_watchdog_task_that_is_killed_ends_the_wait(clock, make_head, null_engine):
+    null_engine.faults.hang = lambda request: True
+    head = make_head()
+
+    async def main():
+        await head.begin_wait()
+        [task] = [task for task in asyncio.all_tasks() if task.get_name() == "rollout-watchdog"]
+        task.cancel()
+        with pytest.raises(RLError, match="the watchdog of the rollouts was cancelled, but not by the runtime"):
+            await head.fill()
+        await head.close()
+
+    clock.run(main())
+
+
+def test_loop_that_dies_ends_the_wait_with_what_killed_it():
+    async def score(data):
+        sys.exit(3)
+
+    rollout = _rollout(Scored(score))
+    with pytest.raises(RLError, match=r"SystemExit") as caught:
+        rollout.next_batch()
+    assert isinstance(caught.value.__cause__, SystemExit)
+
+
+def test_reward_worker_that_never_returns_is_killed_and_counted_as_a_reward_error(tmp_path, monkeypatch):
+    (tmp_path / "stuck_rewards.py").write_text("import time\ndef never(*given, **data):\n    time.sleep(1000)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = AsyncRewardWrapper("stuck_rewards:never", timeout=0.3)
+
+    async def score(data):
+        return await reward("", "", [], [])
+
+    rollout = _rollout(Scored(score), failure_min_groups=2)
+    try:
+        with pytest.raises(
+            RLError, match=r"groups failed \(reward \d\)[\s\S]*took longer than its limit of 0.3 s"
+        ) as e:
+            rollout.next_batch()
+        assert isinstance(e.value.__cause__, RewardError)
+    finally:
+        rollout.loop.run(reward.aclose(), 10)
+        rollout.destroy()
+
+
+def test_trainer_that_takes_no_batch_raises_the_alarm_and_says_where_it_is():
+    alarm: list[StalledError] = []
+    heard = threading.Event()
+
+    def on_stuck_trainer(error):
+        alarm.append(error)
+        heard.set()
+
+    rollout = _rollout(trainer_timeout=0.4, on_stuck_trainer=on_stuck_trainer)
+    try:
+        rollout.next_batch()
+        outstanding = rollout.head.manager.outstanding
+        assert heard.wait(20), "the planted fault: this thread is busy with something else"
+        message = str(alarm[0])
+        assert "stuck stage: trainer. It has not taken a batch for 0." in message
+        assert "rollout.trainer_timeout=0.4" in message
+        assert "2 accepted, 2 in the step" in message
+        assert "assert heard.wait(20)" in message, "the trainer's stack"
+        assert rollout.head.manager.outstanding <= max(outstanding, 4), "admission bounds what piles up"
+        rollout.end_step(0)
+        with pytest.raises(StalledError, match="stuck stage: trainer"):
+            rollout.next_batch()
+    finally:
+        rollout.destroy()
+
+
+def test_trainer_that_waits_inside_of_the_runtime_is_not_stuck():
+    alarm: list[StalledError] = []
+    slow = NullInferenceEngine(NullInferenceConfig(mean_tokens=4, seconds_per_token=0.3))
+    rollout = _rollout(engine=slow, trainer_timeout=0.4, on_stuck_trainer=alarm.append)
+    try:
+        for _ in range(2):
+            rollout.next_batch()
+            rollout.end_step(0)
+    finally:
+        rollout.destroy()
+    assert not alarm
+
+
+@pytest.mark.parametrize("name", ["stall_timeout", "trainer_timeout"])
+def test_limits_of_the_watchdogs_that_are_no_times_are_refused(name):
+    with pytest.raises(ConfigError, match=f"rollout.{name}"):
+        RolloutConfig(**{name: 0.0})
+
+
+def test_within_result_error_or_deadline(clock):
+    async def after(seconds, error=None):
+        await clock.sleep(seconds)
+        if error is not None:
+            raise error
+        return seconds
+
+    async def main():
+        assert await within(clock, 2.0, after(1.0)) == 1.0
+        with pytest.raises(InferenceError):
+            await within(clock, 2.0, after(1.0, InferenceError("planted")))
+        with pytest.raises(TimeoutError):
+            await within(clock, 2.0, after(1000.0))
+
+    clock.run(main())
+    assert clock.now() == pytest.approx(4.0)
+
+
+def test_finished_groups_leave_nothing_to_the_garbage_collector():
+    rollout = _rollout(batch_size=25, group_size=4)
+    try:
+        for _ in range(2):
+            rollout.next_batch()
+            rollout.end_step(0)
+        gc.collect()
+        gc.disable()
+        for _ in range(8):
+            rollout.next_batch()
+            rollout.end_step(0)
+        assert gc.collect() < 8 * 25, "some objects per batch, not per group"
+    finally:
+        gc.enable()
+        rollout.destroy()
+
+
+def test_tune_garbage_collection_freezes_what_exists_and_collects_rarely():
+    code = (
+        "import gc; from rl_workflows import tune_garbage_collection as tune; tune(); "
+        "print(gc.get_freeze_count() > 1000, gc.get_threshold(), gc.isenabled())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split(" ", 1) == ["True", "(100000, 20, 50) True\n"]
+
+
+def test_queue_that_nobody_drains_is_bounded_by_admission():
+    rollout = _rollout(max_staleness=2)
+    try:
+        rollout.loop.run(rollout.head.begin_wait(), 5)
+        deadline = time.monotonic() + 20
+        while rollout.head.manager.accepted < 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert (rollout.head.manager.outstanding, rollout.head.manager.capacity) == (6, 0)
+    finally:
+        rollout.destroy()

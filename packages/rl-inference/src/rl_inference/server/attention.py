@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from rl_contracts.errors import ModelError
+
 if TYPE_CHECKING:
     from rl_inference.server.cache import SlotLayer
 
@@ -103,7 +105,10 @@ def slot_attention(
         [1, tokens, query heads, head dim], and no weights.
     """
     if span is None:
-        raise RuntimeError("this model was loaded for the slot server; pass `span` to forward")
+        raise ModelError(
+            f"{type(module).__name__} gets no keyword arguments from its model, so the embedded server cannot tell it "
+            "whose tokens it sees. Use another engine for this model."
+        )
     scoring = Scoring(scaling or query.shape[-1] ** -0.5, sliding_window or 0, softcap, s_aux)
     if not span.cached:
         return causal(query, key, value, scoring).transpose(1, 2).contiguous(), None

@@ -228,8 +228,11 @@ class DecodeLoop:
         return paused
 
     def _commit(self, version: int, recompute: bool) -> None:
-        before = self.weights.version
+        # not by the version: a trainer that went back may give it to other weights
+        changed = self.weights.staged_version() == version
         self.weights.commit(version)
-        if recompute and version != before:
-            self._waiting.extendleft(reversed(self.table.take_all()))
+        if changed:
+            self.table.forget_prefixes()
+            if recompute:
+                self._waiting.extendleft(reversed(self.table.take_all()))
         logger.info("serving version %d", version)

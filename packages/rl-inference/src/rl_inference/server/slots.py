@@ -21,6 +21,9 @@ from rl_inference.server.prefix import PrefixIndex
 from rl_inference.server.sampling import SamplingBatch
 from rl_inference.server.stops import matched_stop
 
+NO_VERSION = -1
+"""Cache version of a job whose slot holds what other weights have read."""
+
 
 class SlotTable:
     """Running jobs. Belongs to the decode thread.
@@ -31,7 +34,7 @@ class SlotTable:
         prefill_tokens: prompt tokens of one pass at most.
         version: the version of the weights now, stamped on every token at the step that samples it.
         rescore: take the log-probs of an answer from one forward pass over all of it when it ends (see
-            `ServerConfig.deterministic`); they appear with its end only.
+            `ServerConfig.deterministic`); they appear with its end only. Every prompt is then read from its start.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class SlotTable:
             if (key := tuple(tokens)) in being_read:
                 left.append(job)
                 continue
-            known = self._prefixes.find(tokens)
+            known = None if self._rescore else self._prefixes.find(tokens)
             job.slot, job.cache_version = heapq.heappop(self._free), version
             self._prefixes.forget(job.slot)
             job.read = 0
@@ -218,6 +221,12 @@ class SlotTable:
             heapq.heappush(self._free, job.slot)
         self._writing, self._reading, self._rows = [], deque(), None
         return jobs
+
+    def forget_prefixes(self) -> None:
+        """The weights changed: nothing that was read before, by running jobs either, may be used by another job."""
+        self._prefixes.clear()
+        for job in self.jobs:
+            job.cache_version = NO_VERSION
 
     def _hold(self, job: GenerationJob, tokens: list[int]) -> None:
         """Offer what is in a job's slot as a prefix, if one version of the weights, the one of now, read all of it."""

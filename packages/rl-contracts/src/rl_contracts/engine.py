@@ -52,6 +52,10 @@ LossWeightFn = Callable[["TensorDict"], "torch.Tensor"]
 OutputFn = Callable[[TokenOutputs, "PackedBatch"], "torch.Tensor"]
 """`(outputs, packed) -> [N]`: what `forward` returns for each token."""
 
+Announce = Callable[[WeightUpdateMeta], Callable[[], None]]
+"""`(meta) -> check`: has the servers stage what `meta` says and returns at once; `check()` raises what has gone wrong
+there so far."""
+
 
 class TrainEngine(ABC):
     """One rank of a model in training (SPMD: every rank makes the same calls in the same order).
@@ -101,12 +105,17 @@ class TrainEngine(ABC):
     def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
         """Prepare the route on which weights will travel (collective). `inference` is None on ranks without a client.
 
-        `meta.location` is the directory in which the route keeps its files; later calls of `update_weights` use it.
+        `meta.location` is the directory in which the route keeps its files, or the address on which rank 0 listens (see
+        `rl_contracts.weights.open_sender`); later calls of `update_weights` use it.
         """
 
     @abstractmethod
-    def update_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
+    def update_weights(self, version: int, announce: Announce | None = None) -> tuple[WeightUpdateMeta, WeightReceipt]:
         """Put the current weights onto the route as `version` (collective).
+
+        Args:
+            announce: called on rank 0, with what this method will return, before the first parameter leaves. Only
+                routes on which both ends must be there at once (`rl_contracts.weights.MEETING_ROUTES`) call it.
 
         Returns:
             where they are, and this side's receipt. The caller hands the first to the servers and compares their

@@ -49,6 +49,11 @@ class WeightUpdateError(RLError):
     boundary = "weights"
 
 
+class ReceiversLostError(WeightUpdateError):
+    """Servers were lost while weights went to all of them at once. They are evicted; the others still serve the version
+    before, and sending again reaches them."""
+
+
 class RewardError(RLError):
     """A reward could not be computed (crash, deadline, missing gold answer). Never stands for a reward of zero."""
 

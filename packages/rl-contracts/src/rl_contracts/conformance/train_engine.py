@@ -7,7 +7,8 @@ are compared with one rank by its own tests, on the same batches (`rl_contracts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.trajectory import PackedBatch, empty_like, pad_to, select
-from rl_contracts.weights import checksum, open_weights
+from rl_contracts.weights import WeightReceiver, checksum, open_weights, seated
 
 OPTIMIZER = OptimizerConfig(
     lr=3e-3, weight_decay=0.1, eps=1e-4, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1, max_grad_norm=0.5
@@ -253,6 +254,32 @@ class TrainEngineConformance:
         assert held.keys() == {name for name, _ in model.named_parameters()}
         model.load_state_dict(held, strict=False)
         self.close(logprobs_of(_served(model), batch), logprobs_of(engine, batch))
+
+    def test_update_weights_by_broadcast_fills_the_receivers_own_tensors(self, start: Any) -> None:
+        engine, receiver = start(), WeightReceiver()
+        engine.connect_engine(None, WeightUpdateMeta("broadcast", 0, "tcp://127.0.0.1:0?timeout=20"))
+        held: dict[str, torch.Tensor] = {}
+        staging: list[Future[dict[str, int]]] = []
+
+        def place(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return held.setdefault(name, torch.empty(shape, dtype=dtype))
+
+        with ThreadPoolExecutor(1) as pool:
+
+            def announce(meta: WeightUpdateMeta) -> Callable[[], None]:
+                staging.append(pool.submit(receiver.receive, seated(meta, 1, 2), place))
+                return lambda: None
+
+            for version in (1, 2):
+                engine.train_batch(make_batch(3), policy_loss, trained_tokens)
+
+                meta, receipt = engine.update_weights(version, announce)
+
+                assert (meta.route, meta.version, receipt.version) == ("broadcast", version, version)
+                assert staging[-1].result(20) == receipt.checksums
+                assert {name: checksum(tensor) for name, tensor in held.items()} == receipt.checksums
+        receiver.close()
+        assert len(staging) == 2
 
     def test_save_hf_loads_with_transformers_and_tokenizer(self, start: Any, model_path: str, tmp_path: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

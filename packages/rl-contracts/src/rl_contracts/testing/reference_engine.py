@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
-from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
+from rl_contracts.engine import Announce, LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.parallel import ParallelContext
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.trajectory import PackedBatch
+    from rl_contracts.weights import WeightSender
 
 
 class ReferenceTrainEngine(TrainEngine):
@@ -42,7 +43,7 @@ class ReferenceTrainEngine(TrainEngine):
         self.parallel = ParallelContext()
         self.model: Any = model
         self._entropy_grad = entropy_grad
-        self._route: WeightUpdateMeta | None = None
+        self._sender: WeightSender | None = None
         self._steps = self._skipped = 0
 
     def initialize(self, spec: FinetuneSpec) -> None:
@@ -142,17 +143,16 @@ class ReferenceTrainEngine(TrainEngine):
             yield TokenOutputs(torch.cat([first, logprobs]), torch.cat([first, entropy])), packed
 
     def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
-        self._route = meta
+        from rl_contracts.weights import open_sender
 
-    def update_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
-        from rl_contracts.weights import staged_location, write_weights
+        self._sender = open_sender(meta)
 
-        if self._route is None:
+    def update_weights(self, version: int, announce: Announce | None = None) -> tuple[WeightUpdateMeta, WeightReceipt]:
+        if self._sender is None:
             raise EngineError("update_weights: no route; call connect_engine first.")
         named = [(name, p.detach()) for name, p in self.model.named_parameters()]
         specs = tuple(ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named)
-        location = staged_location(self._route.location, self._route.route, version)
-        return write_weights(WeightUpdateMeta(self._route.route, version, location, specs), named)
+        return self._sender.send(version, specs, named, announce)
 
     def save(self, meta: SaveLoadMeta) -> None:
         import torch
@@ -192,7 +192,9 @@ class ReferenceTrainEngine(TrainEngine):
     def onload(self) -> None: ...
 
     def destroy(self) -> None:
-        self.model = self._route = None
+        if self._sender is not None:
+            self._sender.close()
+        self.model = self._sender = None
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -1,16 +1,23 @@
-"""Moving weights between trainer and server: checksums, shared memory and files. Both sides use this one
-implementation."""
+"""Moving weights between trainer and server: routes, checksums, receipts. Both sides use this one implementation."""
 
 from rl_contracts.weights.checksum import checksum, copy_with_checksum, verify_receipt
 from rl_contracts.weights.committed import CommittedWeights, read_committed, write_committed
+from rl_contracts.weights.ends import MEETING_ROUTES, ROUTES, WeightReceiver, WeightSender, open_sender
+from rl_contracts.weights.meeting import seated
 from rl_contracts.weights.transport import open_weights, staged_location, write_weights
 
 __all__ = [
+    "MEETING_ROUTES",
+    "ROUTES",
     "CommittedWeights",
+    "WeightReceiver",
+    "WeightSender",
     "checksum",
     "copy_with_checksum",
+    "open_sender",
     "open_weights",
     "read_committed",
+    "seated",
     "staged_location",
     "verify_receipt",
     "write_committed",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
-from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
+from rl_contracts.engine import Announce, LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError, RLError
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_fsdp import loading, micro_batches, sharding, state_checkpoint
@@ -144,7 +144,7 @@ class FSDPEngine(TrainEngine):
         if self._membership is None:
             return
         if self._publisher is not None:
-            self._publisher.close(self.parallel)
+            self._publisher.close()
             self._publisher = None
         self._optimizer = None
         self.__dict__.pop("_model", None)  # absent where initialize failed
@@ -276,13 +276,15 @@ class FSDPEngine(TrainEngine):
 
     def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
         """See `TrainEngine.connect_engine`."""
-        self._publisher = WeightPublisher(self._model, meta, self.config.served_dtype)
+        if self._publisher is not None:
+            self._publisher.close()
+        self._publisher = WeightPublisher(self._model, meta, self.config.served_dtype, self.parallel)
 
-    def update_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
+    def update_weights(self, version: int, announce: Announce | None = None) -> tuple[WeightUpdateMeta, WeightReceipt]:
         """See `TrainEngine.update_weights`."""
         if self._publisher is None:
             raise EngineError("update_weights: expected a route, found none; call connect_engine first.")
-        return self._publisher.publish(self._model, version, self.parallel)
+        return self._publisher.publish(self._model, version, self.parallel, announce)
 
     def save(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.save`."""

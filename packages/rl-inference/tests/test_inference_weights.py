@@ -14,7 +14,7 @@ import torch
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
-from rl_contracts.errors import WeightUpdateError
+from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.weights import staged_location, verify_receipt, write_weights
 from rl_inference import EmbeddedEngine, InferenceConfig
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model, tiny_model
@@ -258,3 +258,22 @@ async def test_commit_tied_weights_stay_tied(engine: EmbeddedEngine, new_model_p
 
     verify_receipt(sent, receipt, "shm")
     assert answer.logprobs == pytest.approx(reference_logprobs(new, PROMPT, answer.output_ids), abs=1e-5)
+
+
+async def test_score_before_gives_the_log_probs_of_the_version_before_until_the_next_is_staged(
+    engine: EmbeddedEngine, model_path: Path, new_model_path: Path, scratch: Path
+) -> None:
+    old, ids = engine.version, [*PROMPT, 7, 9]
+    meta, _ = publish(reference_model(new_model_path), scratch, old + 1)
+    before = await engine.score(ids)
+    await engine.stage_weights(meta)
+    await engine.commit_weights(old + 1)
+
+    assert await engine.score_before(ids) == before
+    expected = reference_logprobs(reference_model(new_model_path), PROMPT, ids[len(PROMPT) :])
+    assert (await engine.score(ids))[len(PROMPT) :] == pytest.approx(expected, abs=1e-4)
+
+    meta, _ = publish(reference_model(model_path), scratch, old + 2)
+    await engine.stage_weights(meta)
+    with pytest.raises(InferenceError, match="no earlier weights are held"):
+        await engine.score_before(ids)

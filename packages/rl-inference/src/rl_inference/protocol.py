@@ -108,9 +108,9 @@ class EmbeddedProtocol:
         """End one request."""
         return Call("/abort_request", {"rid": rid})
 
-    def score(self, input_ids: list[int], temperature: float) -> Call:
-        """Log-probs of given tokens."""
-        return Call("/score", {"input_ids": input_ids, "temperature": temperature})
+    def score(self, input_ids: list[int], temperature: float, before: bool = False) -> Call:
+        """Log-probs of given tokens; `before`: at the weights served before the last commit."""
+        return Call("/score", {"input_ids": input_ids, "temperature": temperature, "before": before})
 
     def parse_score(self, value: dict[str, Any]) -> list[float]:
         """The answer to `score`."""

@@ -230,7 +230,7 @@ class ServerApp:
         return web.json_response({"aborted": await asyncio.wrap_future(count)})
 
     async def score(self, request: web.Request) -> web.Response:
-        """Log-probs of given tokens at the served weights."""
+        """Log-probs of given tokens at the served weights, or (`before`) at those served before the last commit."""
         body = await _json(request)
         ids = parse_ids(body.get("input_ids"), self.limits)
         temperature = body.get("temperature", 1.0)
@@ -241,7 +241,15 @@ class ServerApp:
         def work() -> tuple[list[float], int]:
             return loop.model.score(ids, float(temperature)), loop.weights.version
 
-        logprobs, version = await asyncio.wrap_future(loop.run(work))
+        def work_before() -> tuple[list[float], int]:
+            with loop.weights.before():
+                return work()
+
+        if body.get("before"):
+            async with self._staging:  # staging writes over them
+                logprobs, version = await asyncio.wrap_future(loop.run(work_before))
+        else:
+            logprobs, version = await asyncio.wrap_future(loop.run(work))
         return web.json_response({"logprobs": logprobs, "weight_version": version})
 
     async def stage_weights(self, request: web.Request) -> web.Response:

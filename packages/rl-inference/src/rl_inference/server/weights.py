@@ -3,6 +3,8 @@ pointers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ class ServedWeights:
         self._canonical = {name: first_name.setdefault(id(tensor), name) for name, tensor in self._live.items()}
         self._spare: dict[str, torch.Tensor] = {}
         self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._spare_version: int | None = None
 
     def stage(self, meta: WeightUpdateMeta) -> WeightReceipt:
         """Copy a version beside the served one.
@@ -42,7 +45,7 @@ class ServedWeights:
         shapes or dtypes."""
         self._check_location(meta)
         self._check_specs(meta)
-        self._staged = None
+        self._staged = self._spare_version = None
         staged: dict[str, torch.Tensor] = {}
         sent: list[str] = []
         for name, tensor in open_weights(meta):
@@ -98,11 +101,30 @@ class ServedWeights:
                 "Stage it first."
             )
         _, staged = self._staged
-        for key, tensor in staged.items():
-            # `.data`, so that the parameter object stays: tied names and compiled graphs hold on to it
-            staged[key], self._live[key].data = self._live[key].data, tensor
+        self._exchange(staged)
         self._spare, self._staged = staged, None
-        self.version = version
+        self._spare_version, self.version = self.version, version
+
+    def _exchange(self, others: dict[str, torch.Tensor]) -> None:
+        for key, tensor in others.items():
+            # `.data`, so that the parameter object stays: tied names and compiled graphs hold on to it
+            others[key], self._live[key].data = self._live[key].data, tensor
+
+    @contextmanager
+    def before(self) -> Iterator[None]:
+        """For the time of a block, compute with the weights that were served before the last commit. Between two
+        forward passes, and while nothing is staged.
+
+        Raises:
+            WeightUpdateError: they are gone.
+        """
+        if self._spare_version is None:
+            raise WeightUpdateError("no earlier weights are held: nothing was committed since the last were staged.")
+        self._exchange(self._spare)
+        try:
+            yield
+        finally:
+            self._exchange(self._spare)
 
     def _check_location(self, meta: WeightUpdateMeta) -> None:
         if self._directory is None:

@@ -116,6 +116,7 @@ def served(config: RunConfig, settings: RolloutSettings, layout: Layout, run_dir
         model_path=config.model.path,
         servers=layout.rollout.strategy.data,
         weights_dir=str(weights_directory(run_dir)),
+        rejoin_timeout=settings.server.rejoin_timeout if config.launcher.max_restarts else 0.0,
         cpus=layout.cores_each,
         deterministic=config.deterministic,
     )
@@ -181,7 +182,9 @@ def make_answering(
     tune_garbage_collection()
     publishing = replace(publish or PublishConfig(), interrupt=settings.interrupt)
     publisher = WeightPublisher(engine, client, loop.run, publishing, str(weights_directory(run_dir)))
-    return rollout, Weights(publisher, GapGate(engine, client, loop.run, gap or GapConfig()))
+    exact = config.actor.dtype == settings.server.dtype == "float32"
+    gate = GapGate(engine, client, loop.run, gap or GapConfig(), low_precision=not exact)
+    return rollout, Weights(publisher, gate)
 
 
 def runtime_config(config: RunConfig, settings: RolloutSettings) -> RolloutConfig:

@@ -4,11 +4,12 @@ from rl_contracts.weights.checksum import checksum, copy_with_checksum, verify_r
 from rl_contracts.weights.committed import CommittedWeights, read_committed, write_committed
 from rl_contracts.weights.ends import MEETING_ROUTES, ROUTES, WeightReceiver, WeightSender, open_sender
 from rl_contracts.weights.meeting import seated
-from rl_contracts.weights.transport import open_weights, staged_location, write_weights
+from rl_contracts.weights.transport import STORED_ROUTES, open_weights, staged_location, write_weights
 
 __all__ = [
     "MEETING_ROUTES",
     "ROUTES",
+    "STORED_ROUTES",
     "CommittedWeights",
     "WeightReceiver",
     "WeightSender",

@@ -155,8 +155,14 @@ class WeightReceiver:
         self._broadcast = BroadcastReceiver()
         self._ipc = IpcReader()
 
-    def receive(self, meta: WeightUpdateMeta, place_for: PlaceFor) -> dict[str, int]:
+    def receive(
+        self, meta: WeightUpdateMeta, place_for: PlaceFor, check: Callable[[], None] = lambda: None
+    ) -> dict[str, int]:
         """Copy a version into the reader's own tensors.
+
+        Args:
+            check: raises a WeightUpdateError if this version cannot be taken; called before anything moves, so that a
+                trainer that waits can be told.
 
         Returns:
             the checksum of what each holds then, by name.
@@ -167,9 +173,11 @@ class WeightReceiver:
         if meta.route == "broadcast":
 
             def targets() -> list[torch.Tensor]:
+                check()
                 return [place_for(spec.name, spec.shape, dtype_of(spec)) for spec in meta.params]
 
             return self._broadcast.receive(meta.location, meta.params, targets)
+        check()
         return {
             name: copy_with_checksum(place_for(name, tuple(tensor.shape), tensor.dtype), tensor)
             for name, tensor in self._read(meta)

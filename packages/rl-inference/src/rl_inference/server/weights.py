@@ -3,7 +3,8 @@ pointers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights import checksum, open_weights
+from rl_contracts.weights import STORED_ROUTES, WeightReceiver, checksum
 
 
 class ServedWeights:
@@ -32,6 +33,8 @@ class ServedWeights:
         self._spare: dict[str, torch.Tensor] = {}
         self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
         self._spare_version: int | None = None
+        self._receiver = WeightReceiver()
+        self._staging = threading.Lock()
 
     def stage(self, meta: WeightUpdateMeta) -> WeightReceipt:
         """Copy a version beside the served one.
@@ -44,37 +47,24 @@ class ServedWeights:
             WeightUpdateError: a path outside the weights directory, unknown or missing parameters, wrong
         shapes or dtypes."""
         self._check_location(meta)
-        self._check_specs(meta)
-        self._staged = self._spare_version = None
-        staged: dict[str, torch.Tensor] = {}
-        sent: list[str] = []
-        for name, tensor in open_weights(meta):
-            key = self._canonical.get(name)
-            if key is None:
-                raise WeightUpdateError(f"version {meta.version}: the model has no parameter {name!r}.")
-            sent.append(name)
-            if key in staged:
-                continue
-            live = self._live[key]
-            if tensor.shape != live.shape or tensor.dtype != live.dtype:
-                raise WeightUpdateError(
-                    f"version {meta.version}, parameter {name!r}: expected {_describe(live)}, "
-                    f"found {_describe(tensor)}."
-                )
-            target = self._spare.get(key)
-            if target is None:
-                target = torch.empty_like(live, memory_format=torch.contiguous_format, requires_grad=False)
-            staged[key] = target.copy_(tensor)
-        missing = sorted(set(self._canonical.values()) - set(staged))
-        if missing:
-            raise WeightUpdateError(
-                f"version {meta.version}: {len(missing)} parameters were not sent, the first {missing[:3]}. "
-                "Send every parameter of the served model."
-            )
-        sums = {key: checksum(tensor) for key, tensor in staged.items()}
-        self._spare = staged
-        self._staged = (meta.version, staged)
-        return WeightReceipt(self.holder, meta.version, {name: sums[self._canonical[name]] for name in sent})
+        with self._staging:  # a request that its client gave up may still be at work on the spare buffers
+            self._staged = self._spare_version = None
+            staged: dict[str, torch.Tensor] = {}
+            told: dict[str, str] = {}  # under which name a tensor came first; tied ones may come under several
+
+            def place_for(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+                key = self._check(meta.version, name, shape, dtype)
+                first = told.setdefault(key, name)
+                live, spare = self._live[key], self._spare.get(key)
+                if spare is None or first != name:
+                    spare = torch.empty_like(live, memory_format=torch.contiguous_format, requires_grad=False)
+                return staged.setdefault(key, spare) if first == name else spare
+
+            sums = self._receiver.receive(meta, place_for, lambda: self._check_specs(meta))
+            self._check_complete(meta.version, staged)
+            self._spare, self._staged = staged, (meta.version, staged)
+            receipt = {name: sums[told[self._canonical[name]]] for name in sums}
+            return WeightReceipt(self.holder, meta.version, receipt)
 
     def receipt(self) -> WeightReceipt:
         """What is served now: checksums of the live tensors under every name that they have. Between two forward
@@ -129,20 +119,32 @@ class ServedWeights:
     def _check_location(self, meta: WeightUpdateMeta) -> None:
         if self._directory is None:
             raise WeightUpdateError("this server takes no weight updates; start it with --weights-dir.")
-        if not Path(meta.location).resolve().is_relative_to(self._directory):
+        if meta.route in STORED_ROUTES and not Path(meta.location).resolve().is_relative_to(self._directory):
             raise WeightUpdateError(f"{meta.location}: outside the server's weights directory {self._directory}.")
 
     def _check_specs(self, meta: WeightUpdateMeta) -> None:
-        for spec in meta.params:
-            live = self._live.get(spec.name)
-            if live is None:
-                raise WeightUpdateError(f"version {meta.version}: the model has no parameter {spec.name!r}.")
-            if spec.shape != tuple(live.shape) or f"torch.{spec.dtype}" != str(live.dtype):
-                raise WeightUpdateError(
-                    f"version {meta.version}, parameter {spec.name!r}: expected {_describe(live)}, "
-                    f"found torch.{spec.dtype} {list(spec.shape)}."
-                )
+        """Refuse a version before anything of it is read. Routes that carry names themselves may come without."""
+        keys = [self._check(meta.version, p.name, p.shape, getattr(torch, p.dtype, p.dtype)) for p in meta.params]
+        if keys:
+            self._check_complete(meta.version, keys)
 
+    def _check(self, version: int, name: str, shape: tuple[int, ...], dtype: object) -> str:
+        """The name that stands for a parameter's tensor."""
+        key = self._canonical.get(name)
+        if key is None:
+            raise WeightUpdateError(f"version {version}: the model has no parameter {name!r}.")
+        live = self._live[key]
+        if tuple(shape) != tuple(live.shape) or dtype != live.dtype:
+            raise WeightUpdateError(
+                f"version {version}, parameter {name!r}: expected {live.dtype} {list(live.shape)}, "
+                f"found {dtype} {list(shape)}."
+            )
+        return key
 
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
+    def _check_complete(self, version: int, keys: Collection[str]) -> None:
+        missing = sorted(set(self._canonical.values()) - set(keys))
+        if missing:
+            raise WeightUpdateError(
+                f"version {version}: {len(missing)} parameters were not sent, the first {missing[:3]}. "
+                "Send every parameter of the served model."
+            )

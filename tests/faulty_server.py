@@ -1,0 +1,105 @@
+"""An embedded server with faults that a test switches on while it runs: the file FAULT_FILE names the one that is on.
+
+FAULT_FILE=path python tests/faulty_server.py --model DIR --port N ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_inference.server.__main__ import main
+from rl_inference.server.job import GenerationJob
+from rl_inference.server.model import SlotModel
+from rl_inference.server.prefix import PrefixIndex
+from rl_inference.server.sampling import SamplingBatch
+from rl_inference.server.weights import ServedWeights
+
+FILE = Path(os.environ["FAULT_FILE"])
+
+
+def fault() -> str:
+    """Name of the fault that is on; empty: none."""
+    return FILE.read_text().strip()
+
+
+def plant_in_weights() -> None:
+    """`weights not sent`: a commit changes the version only. `one tensor`: after the receipt one tensor changes."""
+    commit = ServedWeights.commit
+
+    def faulty_commit(self: ServedWeights, version: int) -> None:
+        commit(self, version)
+        if fault() == "weights not sent":
+            self._exchange(self._spare)
+        elif fault() == "one tensor":
+            with torch.no_grad():
+                self._live["model.norm.weight"].data.mul_(1.5)
+
+    ServedWeights.commit = faulty_commit  # type: ignore[method-assign]
+
+
+def plant_in_model() -> None:
+    """`stale copy`: the head multiplies with a copy of its weight made when the model was loaded."""
+    load = SlotModel.load
+
+    def faulty_load(config: Any) -> SlotModel:
+        model = load(config)
+        head = model.model.get_output_embeddings()
+        copy, forward = head.weight.detach().clone(), head.forward
+        head.forward = lambda x: torch.nn.functional.linear(x, copy) if fault() == "stale copy" else forward(x)
+        return model
+
+    SlotModel.load = faulty_load  # type: ignore[method-assign, assignment]
+
+
+def plant_in_sampling() -> None:
+    """`temperature`: everything is sampled at 0.7. `truncated`: log-probs are those of the 8 likeliest tokens."""
+    sample = SamplingBatch.sample
+
+    def faulty_sample(self: SamplingBatch, logits: torch.Tensor, positions: torch.Tensor) -> Any:
+        if fault() == "temperature":
+            self.temperature, self.tempered = torch.full_like(self.temperature, 0.7), True
+        if fault() == "truncated":
+            least = logits.topk(8, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        return sample(self, logits, positions)
+
+    SamplingBatch.sample = faulty_sample  # type: ignore[method-assign]
+
+
+def plant_in_cache() -> None:
+    """`stale prefix`: keys and values of known prompts are used on, whatever is committed."""
+    clear = PrefixIndex.clear
+
+    def faulty_clear(self: PrefixIndex) -> None:
+        if fault() != "stale prefix":
+            clear(self)
+
+    PrefixIndex.clear = faulty_clear  # type: ignore[method-assign]
+
+
+def plant_in_stamps() -> None:
+    """`stamped late`: tokens get the version that is served when the answer is read, which is the next one."""
+    version_spans = GenerationJob.version_spans
+
+    def faulty_spans(self: GenerationJob, start: int, end: int) -> list[dict[str, int]]:
+        late = fault() == "stamped late"
+        return [{**span, "version": span["version"] + late} for span in version_spans(self, start, end)]
+
+    GenerationJob.version_spans = faulty_spans  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    for plant in (
+        plant_in_weights,
+        plant_in_model,
+        plant_in_sampling,
+        plant_in_cache,
+        plant_in_stamps,
+    ):
+        plant()
+    sys.exit(main(sys.argv[1:]))

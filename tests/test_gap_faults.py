@@ -1,0 +1,205 @@
+"""The gap gate between a real trainer and a real server process: each planted fault stops the run and is named."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_contracts.aio import LoopThread
+from rl_contracts.config import GenerationConfig, OptimizerConfig
+from rl_contracts.data import FinetuneSpec, ModelRequest
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.sharding import share
+from rl_contracts.testing.models import make_tiny_model
+from rl_contracts.trajectory import from_response, stack
+from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference.testing import ServerProcess
+from rl_trainers import GapConfig, GapGate, PolicyActor, PublishConfig, WeightPublisher, Weights
+from rl_trainers.algorithm import AlgorithmConfig
+
+TEMPERATURE = 1.3
+PROMPTS = [[(7 * i + 3 * j) % 200 + 5 for j in range(40)] for i in range(3)]
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.0)
+
+
+class Run:
+    """A trainer and the client of its server; `step` is one training step, without a runtime between the two."""
+
+    def __init__(self, directory, model, address, loop, serve_dtype="float32"):
+        self.loop = loop
+        self.engine = FSDPEngine(FSDPEngineConfig(OPTIMIZER, device="cpu", serve_dtype=serve_dtype))
+        self.engine.initialize(FinetuneSpec(str(model), 1000))
+        self.client = EmbeddedEngine(InferenceConfig(progress_timeout=20))
+        self.client.initialize([address])
+        self.low_precision = serve_dtype != "float32"
+        self.publisher = WeightPublisher(self.engine, self.client, loop.run, PublishConfig(), str(directory))
+        self.forget("current")
+
+    def forget(self, proximal):
+        """Begin anew: nothing is suspected, and the servers hold what the trainer holds."""
+        config = GapConfig(rows=3, warn=0.005, stop=2.0, patience=1)
+        gate = GapGate(self.engine, self.client, self.loop.run, config, self.low_precision)
+        self.weights, self.actor = (
+            Weights(self.publisher, gate),
+            PolicyActor(self.engine, AlgorithmConfig(proximal=proximal)),
+        )
+        self.weights.publish(self.engine.version)
+        return gate
+
+    def answers(self):
+        """Two answers to each prompt, as a batch whose rewards differ within each group."""
+        generation = GenerationConfig(max_new_tokens=12, temperature=TEMPERATURE, ignore_eos=True)
+        first = 100 * self.engine.version
+
+        async def ask():
+            requests = [
+                ModelRequest(prompt, generation, seed=first + 10 * group + sample, group=str(group))
+                for group, prompt in enumerate(PROMPTS)
+                for sample in range(2)
+            ]
+            return await asyncio.gather(*(self.client.agenerate(request) for request in requests))
+
+        rows = []
+        for index, response in enumerate(self.loop.run(ask(), 60)):
+            row = from_response(response, reward=index % 2, temperature=TEMPERATURE)
+            row.prompt_id = row.group_id = index // 2
+            row.episode_id = index % 2
+            rows.append(row)
+        return share(stack(rows), self.engine.parallel)
+
+    def step(self, batch=None):
+        """What `rl_trainers.train` does with a batch."""
+        batch = self.answers() if batch is None else batch
+        stats = self.actor.prepare(batch)
+        self.weights.gap.examine(batch)
+        stats |= self.actor.update(batch)
+        return stats | self.weights.publish(self.engine.version, batch, stats)
+
+    def close(self):
+        self.loop.run(self.client.destroy(), 10)
+        self.engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
+
+
+@pytest.fixture(scope="module")
+def fault_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fault") / "fault"
+    path.write_text("")
+    os.environ["FAULT_FILE"] = str(path)
+    yield path
+    del os.environ["FAULT_FILE"]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, model, fault_file):
+    directory = tmp_path_factory.mktemp("run")
+    options = {"weights_dir": directory / "weights", "slots": 16}
+    command = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
+    with (
+        ServerProcess(model, directory / "server.log", options=options, command=command) as server,
+        LoopThread("client") as loop,
+    ):
+        run = Run(directory / "weights", model, server.address, loop)
+        yield run
+        run.close()
+
+
+@pytest.fixture
+def run(whole_run, fault_file):
+    """A run in which all is well so far: two steps were taken without an alarm."""
+    fault_file.write_text("")
+    whole_run.forget("current")
+    for _ in range(2):
+        stats = whole_run.step()
+        assert stats["gap/mean_abs"] < 1e-4
+        assert stats["gap/fresh_mean_abs"] < 1e-4
+        assert stats["gap/empty"] == 0
+    yield whole_run
+    fault_file.write_text("")
+
+
+def _alarm(work, *arguments):
+    with pytest.raises(WeightUpdateError) as caught:
+        work(*arguments)
+    return str(caught.value)
+
+
+def _steps(run, count):
+    for _ in range(count):
+        run.step()
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_gap_weights_not_sent_is_named(run, fault_file):
+    fault_file.write_text("weights not sent")
+    message = _alarm(_steps, run, 1)
+    assert "Likely cause: weights not received" in message
+    assert "its scores are those of the version before" in message
+
+
+def test_gap_one_tensor_wrong_after_the_receipt_is_named(run, fault_file):
+    fault_file.write_text("one tensor")
+    message = _alarm(_steps, run, 1)
+    assert "Likely cause: one tensor wrong" in message
+    assert "model.norm.weight" in message
+
+
+def test_gap_right_tensors_and_a_stale_fused_copy_is_named(run, fault_file):
+    fault_file.write_text("stale copy")
+    assert "Likely cause: stale fused copy" in _alarm(_steps, run, 1)
+
+
+@pytest.mark.parametrize("proximal", ["current", "recompute"])
+def test_gap_another_temperature_is_named(run, fault_file, proximal):
+    run.forget(proximal)
+    fault_file.write_text("temperature")
+    message = _alarm(_steps, run, 3)
+    assert "Likely cause: temperature" in message
+    assert "at temperature 0.7 instead" in message
+
+
+def test_gap_truncated_sampling_is_named(run, fault_file):
+    fault_file.write_text("truncated")
+    assert "Likely cause: truncated sampling" in _alarm(_steps, run, 3)
+
+
+def test_gap_stale_prefix_cache_is_named(run, fault_file):
+    fault_file.write_text("stale prefix")
+    message = _alarm(_steps, run, 4)
+    assert "Likely cause: stale prefix cache" in message
+    assert "one to a new prompt is right" in message
+
+
+def _learn_from_answers_made_a_step_before(run, clean):
+    late = run.answers()
+    run.step(clean)
+    for _ in range(2):
+        following = run.answers()
+        run.step(late)
+        late = following
+
+
+def test_gap_version_stamped_late_is_named(run, fault_file):
+    clean = run.answers()
+    fault_file.write_text("stamped late")
+    message = _alarm(_learn_from_answers_made_a_step_before, run, clean)
+    assert "Likely cause: version stamped late" in message
+
+
+def test_gap_rounding_to_16_bits_is_named_and_does_not_stop_the_run(tmp_path, model, caplog):
+    options = {"weights_dir": tmp_path / "weights", "dtype": "bfloat16", "slots": 16}
+    with ServerProcess(model, tmp_path / "server.log", options=options) as server, LoopThread("client") as loop:
+        run = Run(tmp_path / "weights", model, server.address, loop, serve_dtype="bfloat16")
+        for _ in range(3):
+            assert run.step()["gap/mean_abs"] > 0.005
+        run.close()
+    assert "Likely cause: dtype" in caplog.text

@@ -120,7 +120,24 @@ class ParallelContext:
 
 
 def _gather_bytes(mine: bytes, group: ProcessGroup) -> list[bytes]:
-    """Every rank's bytes, in order of group rank."""
+    """Every rank's bytes, in order of group rank.
+
+    Raises:
+        EngineError: a rank is lost.
+    """
+    import torch.distributed as dist
+
+    try:
+        return _exchange(mine, group)
+    except RuntimeError as error:
+        cause = str(error).splitlines()[0]
+        raise EngineError(
+            f"an exchange between {dist.get_world_size(group)} ranks failed: another rank ended, or did not come before"
+            f" the group's timeout ({cause}). The log of that rank has the reason."
+        ) from error
+
+
+def _exchange(mine: bytes, group: ProcessGroup) -> list[bytes]:
     import torch
     import torch.distributed as dist
 

@@ -1,12 +1,14 @@
 """A trainer process for the tests that need real ones: no model, but the real runtime.
 
 rollout_process.py heads RANK DIRECTORY     one of two data-parallel heads; writes DIRECTORY/RANK.json
+rollout_process.py lost RANK DIRECTORY      two heads, the second of which dies; the first writes DIRECTORY/0.json
 rollout_process.py lineage DIRECTORY        trains on 60 prompts, saving after every step; meant to be killed
 """
 
 import json
 import os
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -79,6 +81,22 @@ def heads(rank: int, directory: Path) -> None:
     dist.destroy_process_group()
 
 
+def lost(rank: int, directory: Path) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=90)
+    )
+    parallel = ParallelContext(rank, 2, rank, 2, host_group=dist.group.WORLD, dp_host_group=dist.group.WORLD)
+    engine, rollout = make_rollout(({"prompt_id": i} for i in range(100)), batch_size=2, parallel=parallel)
+    engine.faults.hang = lambda request: True
+    if rank == 1:
+        threading.Timer(1.0, os._exit, [9]).start()
+    try:
+        rollout.next_batch()
+    except RLError as error:
+        (directory / "0.json").write_text(json.dumps({"error": str(error)}))
+    os._exit(0)
+
+
 def lineage(directory: Path) -> None:
     trained: list[int] = []
     _, rollout = make_rollout([{"prompt_id": i} for i in range(60)], batch_size=4)
@@ -114,7 +132,7 @@ def save(directory: Path, state: dict, trained: list[int]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "heads":
-        heads(int(sys.argv[2]), Path(sys.argv[3]))
+    if sys.argv[1] in ("heads", "lost"):
+        {"heads": heads, "lost": lost}[sys.argv[1]](int(sys.argv[2]), Path(sys.argv[3]))
     else:
         lineage(Path(sys.argv[2]))

@@ -72,6 +72,17 @@ def test_head_that_fails_while_the_other_waits_ends_both_with_its_cause(two_head
         assert "planted on rank 1" in head["error"]
 
 
+def test_head_whose_process_dies_ends_the_wait_of_the_other(tmp_path):
+    ranks = [_start("lost", rank, tmp_path) for rank in range(2)]
+    try:
+        assert [rank.wait(DEADLINE) for rank in ranks] == [0, 9]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    error = json.loads((tmp_path / "0.json").read_text())["error"]
+    assert "an exchange between 2 ranks failed: another rank ended, or did not come" in error
+
+
 def test_run_killed_at_any_moment_trains_on_every_prompt_exactly_once(tmp_path):
     for kill_after in (20, None):
         process = _start("lineage", tmp_path, stdout=subprocess.PIPE, text=True)

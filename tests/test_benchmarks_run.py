@@ -36,3 +36,42 @@ def test_embedded_server_quick_last_line_has_the_ratio_of_both_cases() -> None:
         assert figures[case]["tokens_per_s"]["ours"] > 0
         assert figures[case]["ratio"]["transformers"] > 0
     assert figures["long_tail"]["requests"] == 80
+
+
+def _quick(name: str) -> dict:
+    """The JSON line of a benchmark in its small mode."""
+    command = [sys.executable, str(BENCHMARKS / name), "--quick"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_rollout_runtime_quick_last_line_has_rate_memory_and_floor() -> None:
+    figures = _quick("rollout_runtime.py")
+    assert figures["runtime"]["episodes"] == 4 * figures["outstanding"] / 10
+    assert figures["runtime"]["outstanding_least"] <= figures["outstanding"]
+    assert figures["runtime"]["episodes_per_s"] > 0
+    assert 0 < figures["runtime"]["peak_gib"] < 2
+    assert figures["floor"]["tasks_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_staleness_sweep_quick_never_exceeds_max_staleness_measured_or_simulated() -> None:
+    figures = _quick("staleness_sweep.py")
+    for kind in ("measured", "simulated"):
+        assert [int(eta) for eta in figures[kind]] == [0, 1, 2, 4, 8]
+        for eta, row in figures[kind].items():
+            assert row["staleness_max"] <= int(eta)
+            assert row["groups_per_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_async_overlap_quick_last_line_has_the_seconds_of_all_runs() -> None:
+    command = [sys.executable, str(BENCHMARKS / "async_overlap.py"), "--quick"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert set(figures["seconds_per_step"]) == {"asynchronous", "synchronous", "training", "generation"}
+    assert all(seconds > 0 for seconds in figures["seconds_per_step"].values())

@@ -2,12 +2,12 @@
 
     uv run python tests/benchmarks/rollout_runtime.py
 
-The runtime is `DistRollout` as a trainer uses it: admission, groups of 8, collection, batches of 10,000 rows assembled and
-cut into minibatches, and 10 batches outstanding (`max_staleness=9`). The servers are the null engine: an answer is a
-timer and a list of token ids (64 in prompt and answer). First all answers are held back until every episode runs, for the
-memory; then they go on, and the time is that of the batches after the first ones. The floor beside it is what Python's
-event loop needs for as many tasks that each sleep once. Each part is a process of its own, bound to one core, and the
-parts take turns. The last line is one JSON object.
+The runtime is `DistRollout` as a trainer uses it: admission, groups of 8, collection, batches of 10,000 rows assembled
+and cut into minibatches, and 10 batches outstanding (`max_staleness=9`). The servers are the null engine: an answer is
+a timer and a list of token ids, 32 of the prompt and 16 to 48 more. First all answers are held back until every episode
+runs, for the memory; then they go on, and the time is that of the batches after the first ones. The floor beside it is
+what Python's event loop needs for as many tasks that each sleep once. Each part is a process of its own, bound to one
+core, and the parts take turns. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROMPT = list(range(1, 33))
 TOKENS = 32
 """Mean length of an answer."""
 SECONDS = 4.0
-"""Mean time of an answer: with 100,000 outstanding, 25,000 end per second if the runtime keeps up."""
+"""Mean time of an answer. With 100,000 outstanding 25,000 would end per second, so that the runtime is the limit."""
 DEADLINE = 600.0
 """Seconds for one part."""
 
@@ -49,7 +49,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool) -> dict[str, fl
 
     generation = GenerationConfig(max_new_tokens=512, ignore_eos=True)
     rng = random.Random(0)
-    lengths = [max(1, round(TOKENS * rng.lognormvariate(-0.125, 0.5))) for _ in range(4096)]
+    lengths = [rng.randint(TOKENS // 2, TOKENS * 3 // 2) for _ in range(4096)]
     answers = [[rng.randrange(64) for _ in range(length)] for length in lengths]
 
     class Answer(RolloutWorkflow):
@@ -72,7 +72,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool) -> dict[str, fl
         config=RolloutConfig(max_staleness=STEPS_AHEAD - 1, group_size=GROUP, stall_timeout=DEADLINE),
         minibatches=4,
     )
-    empty()  # imports what batches need
+    empty()  # which imports what batches need
     if tuned:
         tune_garbage_collection()
     base = resident()
@@ -122,7 +122,7 @@ def measure_floor(outstanding: int, total: int) -> dict[str, float]:
         left, to_start = total, total - outstanding
 
         def start() -> None:
-            task = loop.create_task(asyncio.sleep(rng.lognormvariate(-0.125, 0.5)))
+            task = loop.create_task(asyncio.sleep(rng.uniform(0.5, 1.5)))
             tasks.add(task)
             task.add_done_callback(over)
 

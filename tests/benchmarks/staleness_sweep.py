@@ -1,0 +1,217 @@
+"""Throughput and staleness of asynchronous training for several `max_staleness`, measured beside simulated.
+
+    uv run python tests/benchmarks/staleness_sweep.py
+
+Answers take log-normal times on a server with 48 places (the null engine), a trainer takes 40 ms per step of 8 groups
+of 4 answers, and every step publishes a version. `measured` is `DistRollout` on the real clock: its loop in a thread, a
+trainer that sleeps. `simulated` is its head on the simulated clock, which takes no time of its own. Both ask the same
+prompts with the same seeds, so that the answers have the same lengths. Writes docs/images/staleness.svg; the last line
+is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from svg_lines import Line, Panel, render
+
+from rl_contracts.clock import Clock
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest, WeightUpdateMeta
+from rl_contracts.inference import InferenceEngine
+from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine, SimulatedClock
+from rl_contracts.trajectory import Trajectory, from_response
+from rl_contracts.workflow import RolloutWorkflow
+from rl_workflows import DistRollout, RolloutConfig, RolloutHead, StalenessManager
+from rl_workflows.assembly import assemble
+
+PLOT = Path(__file__).resolve().parents[2] / "docs" / "images" / "staleness.svg"
+SWEEP = (0, 1, 2, 4, 8)
+BATCH, GROUP = 8, 4
+"""Groups per step, and answers per group."""
+ANSWER_SECONDS, SIGMA = 0.05, 1.0
+"""Mean time of an answer, and sigma of its logarithm."""
+PLACES = 48
+"""Answers that the server generates at the same time."""
+TRAIN_SECONDS, COMMIT_SECONDS = 0.04, 0.002
+TOKENS = 32
+WARMUP = 5
+"""Steps that are not counted."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step was like, in seconds and versions."""
+
+    seconds: float
+    waited: float
+    staleness: float
+    staleness_max: float
+
+
+class Answer(RolloutWorkflow):
+    """One answer."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        response = await engine.agenerate(
+            ModelRequest([1 + data["prompt_id"] % 60], GenerationConfig(max_new_tokens=1 << 16))
+        )
+        return [from_response(response, reward=1.0, temperature=1.0)]
+
+
+def make_engine(clock: Clock | None) -> NullInferenceEngine:
+    """A server whose answers take log-normal times."""
+    config = NullInferenceConfig(
+        mean_tokens=TOKENS,
+        sigma=SIGMA,
+        seconds_per_token=ANSWER_SECONDS / TOKENS,
+        commit_seconds=COMMIT_SECONDS,
+        max_running=PLACES,
+        read_weights=False,
+    )
+    return NullInferenceEngine(config, clock)
+
+
+def settings_for(max_staleness: int) -> RolloutConfig:
+    """Settings of both runs."""
+    return RolloutConfig(max_staleness=max_staleness, group_size=GROUP, stall_timeout=60.0)
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """Prompts without end."""
+    return ({"prompt_id": number} for number in count())
+
+
+async def publish(engine: NullInferenceEngine, version: int) -> None:
+    """Both phases of a publication."""
+    await engine.stage_weights(WeightUpdateMeta("shm", version, "nowhere"))
+    await engine.commit_weights(version)
+
+
+def step_of(began: float, filled: float, ended: float, stats: dict[str, float | None]) -> Step:
+    """A step from its three moments and the runtime's counters."""
+    mean, largest = stats["groups/staleness_mean"], stats["groups/staleness_max"]
+    assert mean is not None
+    assert largest is not None
+    return Step(ended - began, filled - began, mean, largest)
+
+
+def measure(max_staleness: int, steps: int) -> list[Step]:
+    """The runtime on the real clock."""
+    engine = make_engine(None)
+    rollout = DistRollout(engine, Answer(), rows(), batch_size=BATCH, config=settings_for(max_staleness))
+    done = []
+    try:
+        for version in range(1, steps + 1):
+            began = time.monotonic()
+            rollout.next_batch()
+            filled = time.monotonic()
+            time.sleep(TRAIN_SECONDS)
+            rollout.loop.run(publish(engine, version), 10)
+            rollout.end_step(version)
+            done.append(step_of(began, filled, time.monotonic(), rollout.stats()))
+    finally:
+        rollout.destroy()
+    return done
+
+
+def simulate(max_staleness: int, steps: int) -> list[Step]:
+    """The same steps on the simulated clock."""
+    clock, config = SimulatedClock(), settings_for(max_staleness)
+    engine = make_engine(clock)
+    head = RolloutHead(engine, Answer(), rows(), StalenessManager(BATCH, max_staleness), config, clock)
+
+    async def train() -> list[Step]:
+        done = []
+        for version in range(1, steps + 1):
+            began = clock.now()
+            await head.begin_wait()
+            await head.fill()
+            filled = clock.now()
+            assemble(await head.take(), version - 1)
+            await clock.sleep(TRAIN_SECONDS)
+            await publish(engine, version)
+            await head.end_step(version)
+            done.append(step_of(began, filled, clock.now(), await head.stats()))
+        await head.close()
+        return done
+
+    return clock.run(train())
+
+
+def figures(steps: list[Step]) -> dict[str, float]:
+    """Of the steps after the warm-up."""
+    counted = steps[min(WARMUP, len(steps) // 2) :]
+    seconds = sum(step.seconds for step in counted)
+    return {
+        "groups_per_s": round(BATCH * len(counted) / seconds, 2),
+        "trainer_idle_share": round(sum(step.waited for step in counted) / seconds, 3),
+        "staleness_mean": round(statistics.mean(step.staleness for step in counted), 3),
+        "staleness_max": max(step.staleness_max for step in counted),
+    }
+
+
+def plot(measured: dict[int, dict[str, float]], simulated: dict[int, dict[str, float]]) -> str:
+    """Throughput and staleness over `max_staleness`, as SVG."""
+
+    def line(label: str, of: dict[int, dict[str, float]], key: str, color: int) -> Line:
+        return Line(label, [of[eta][key] for eta in of], color, dashed=of is simulated)
+
+    panels = [
+        Panel(
+            "groups per second",
+            [line("measured", measured, "groups_per_s", 0), line("simulated", simulated, "groups_per_s", 1)],
+        ),
+        Panel(
+            "share of the time in which the trainer waits",
+            [
+                line("measured", measured, "trainer_idle_share", 0),
+                line("simulated", simulated, "trainer_idle_share", 1),
+            ],
+        ),
+        Panel(
+            "staleness of what was trained on, in versions",
+            [
+                line("mean, measured", measured, "staleness_mean", 0),
+                line("mean, simulated", simulated, "staleness_mean", 1),
+                line("largest, measured", measured, "staleness_max", 2),
+            ],
+        ),
+    ]
+    return render(panels, [str(eta) for eta in measured], "max_staleness")
+
+
+def main() -> None:
+    """Run the sweep, and write the plot and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=45, help="steps of each run, the first five not counted")
+    parser.add_argument("--svg", type=Path, help="where to write the plot; by default docs/images/staleness.svg")
+    parser.add_argument("--quick", action="store_true", help="few steps and no plot, to see that it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps = 6
+    measured: dict[int, dict[str, float]] = {}
+    simulated: dict[int, dict[str, float]] = {}
+    for eta in SWEEP:
+        simulated[eta] = figures(simulate(eta, options.steps))
+        measured[eta] = figures(measure(eta, options.steps))
+        print(f"max_staleness {eta}: measured {measured[eta]}, simulated {simulated[eta]}", flush=True)
+    path = options.svg or (None if options.quick else PLOT)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(plot(measured, simulated))
+    result = {"benchmark": "staleness_sweep", "steps": options.steps, "load": os.getloadavg()[0]}
+    print(json.dumps(result | {"measured": measured, "simulated": simulated}))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -17,7 +19,7 @@ from rl_contracts.testing.models import make_tiny_model
 
 BIN = Path(sys.executable).parent
 SMALL = ("data.batch_size=4", "rollout.group_size=4", "rollout.generation.max_new_tokens=12", "evaluation.rows=8")
-ENDLESS = ("total_steps=100000", "evaluation.rows=0")
+ENDLESS = ("total_steps=100000", "evaluation.rows=0", "launcher.max_restarts=0")
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +187,63 @@ def test_grpo_server_that_dies_ends_the_run_with_its_name_and_log(endless_run):
     assert "SIGKILL" in err
     assert "serving version" in err, "the last lines of its log are in the error"
     _wait_for(lambda: not _processes_of(run_dir), 10, "no process left")
+
+
+def _is_ready(address):
+    try:
+        with urllib.request.urlopen(address + "/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_path):
+    run_dir = tmp_path / "run"
+    command = _command(
+        "gsm8k-grpo",
+        f"run_dir={run_dir}",
+        f"model.path={model}",
+        "total_steps=100",
+        "rollout.server.probe_interval=0.5",
+        "evaluation.rows=0",
+        "allocation=embedded:d2+fsdp:d1",
+        *SMALL[:-1],
+    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_for(lambda: _steps(run_dir) >= 2 or process.poll() is not None, 150, "two steps")
+        assert process.poll() is None, process.communicate()
+        server = _server_of(run_dir)
+        address = "http://{}:{}".format(
+            *(server.cmdline()[server.cmdline().index(n) + 1] for n in ("--host", "--port"))
+        )
+        trainer = next(p for p in _processes_of(run_dir) if "rl_apps.worker" in " ".join(p.cmdline()))
+        server.kill()
+        server.wait(10)
+        _wait_for(lambda: "is evicted" in (run_dir / "logs" / "actor-0.log").read_text(), 30, "the server is evicted")
+        trainer.suspend()  # the steps are so quick that the run would end before the server is back
+        _wait_for(lambda: _is_ready(address), 120, "the server is back")
+        trainer.resume()
+        _, err = process.communicate(timeout=120)
+    finally:
+        for left in [process, *_processes_of(run_dir)]:
+            left.kill()
+
+    assert process.returncode == 0, err
+    assert re.search(r"rollout-\d was killed by SIGKILL .*restart 1 of 3", err)
+    logs = [path.read_text() for path in (run_dir / "logs").glob("rollout-*.log")]
+    assert sum("restored version" in text and "restart 1 of 3" in text for text in logs) == 1
+    records = _records(run_dir)
+    assert [r["step"] for r in records] == list(range(1, 101))
+    assert all(r["version"] == r["step"] for r in records)
+    assert max(r["staleness/max"] for r in records) == 1
+    assert max(r["gap/max_abs"] for r in records) < 1e-5
+    servers = [r["server/servers"] for r in records]
+    assert {1.0, 2.0} <= set(servers)
+    assert servers[-1] == 2
+    assert records[-1]["server/rejoins"] == 1
+    assert not weights_directory(run_dir).exists()
 
 
 def test_grpo_interrupted_by_ctrl_c_leaves_no_process_and_no_port(endless_run):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_apps import compose, gsm8k_grpo, gsm8k_sft
+from rl_apps import compose, gsm8k_grpo, gsm8k_sft, parts
 from rl_apps.config import GRPOConfig, SFTConfig
 from rl_apps.driver import main
 from rl_apps.layout import check_batch, layout_of, run_directory
@@ -45,6 +45,7 @@ def test_compose_dotted_override_reaches_its_component():
         ("rollout.generation.top_p=0.9", "biased without notice"),
         ("rollout.generation.frequency_penalty=0.5", "allow_biased_sampling=true .*found {'frequency_penalty': 0.5}"),
         ("rollout.generation.temperature=0", "have no advantage"),
+        ("publish.timeout=100", "publish.timeout: expected more than rollout.server.rejoin_timeout"),
         ("algorithm.proximal=current actor.minibatches=2", "moves within the step"),
         ("publish.route=carrier-pigeon", "one of shm, disk"),
         ("launcher.kind=kubernetes", "Installed: local"),
@@ -151,3 +152,13 @@ def test_check_batch_says_the_arithmetic():
 def test_layout_of_counts_processes():
     layout = layout_of("embedded:d2+fsdp:d4", needs_servers=True)
     assert layout.processes == 6
+
+
+def test_served_waits_for_returning_servers_only_where_somebody_restarts_them(tmp_path):
+    def rejoin_timeout(*overrides):
+        config = _grpo(*overrides)
+        return parts.served(config, config.rollout, gsm8k_grpo.layout(config), tmp_path).rejoin_timeout
+
+    assert rejoin_timeout() == 180
+    assert rejoin_timeout("rollout.server.rejoin_timeout=7") == 7
+    assert rejoin_timeout("launcher.max_restarts=0") == 0

@@ -59,8 +59,8 @@ class RolloutSettings(RolloutConfig):
     distribution, so importance weights are biased."""
     port: int = 0
     """Port of the first server, the others follow; 0: any free one."""
-    server: InferenceConfig = field(default_factory=InferenceConfig)
-    """The servers and their client."""
+    server: InferenceConfig = field(default_factory=lambda: InferenceConfig(rejoin_timeout=180.0))
+    """The servers and their client. `rejoin_timeout` counts only where the launcher restarts servers."""
 
 
 @dataclass
@@ -165,6 +165,13 @@ class GRPOConfig(RunConfig):
             self.rollout.max_staleness,
         )
         require_plain_sampling(self.rollout)
+        require(
+            self.launcher.max_restarts == 0 or self.publish.timeout > self.rollout.server.rejoin_timeout,
+            "publish.timeout",
+            "more than rollout.server.rejoin_timeout, since a publication may wait for a server to come back "
+            f"({self.rollout.server.rejoin_timeout:g} s)",
+            self.publish.timeout,
+        )
         require(
             self.rollout.generation.temperature > 0,
             "rollout.generation.temperature",

@@ -90,6 +90,8 @@ def launch(app: App, config: Any, layout: Layout, run_dir: Path) -> int:
     from rl_launchers import Launcher
 
     run_dir.mkdir(parents=True, exist_ok=True)
+    # a run that was killed may have left weights there, which the servers would take for this run's
+    shutil.rmtree(weights_directory(run_dir), ignore_errors=True)
     with RunProgress(run_dir / "metrics.jsonl", config.total_steps, app.columns) as progress:
         model = app.make_model(config, progress.say)
         config = replace(config, run_dir=str(run_dir), model=replace(config.model, path=str(model)))

@@ -12,7 +12,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ModelError
+from rl_inference import EmbeddedEngine, InferenceConfig
 from rl_inference.server.config import ServerConfig
 from rl_inference.server.model import SlotModel
 from rl_inference.testing import ServerProcess, tiny_model
@@ -128,6 +131,33 @@ async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
         assert "ZeroDivisionError: planted" in message
         assert await asyncio.to_thread(server.wait) == 1
         assert "Traceback" in server.log.read_text()
+
+
+@pytest.mark.slow
+async def test_decode_thread_stuck_health_answers_503_and_the_client_moves_on(model_path: Path, tmp_path: Path) -> None:
+    fault = (
+        "import time\nfrom rl_inference.server.slots import SlotTable\nSlotTable.step = lambda self: time.sleep(600)\n"
+    )
+    command = (sys.executable, "-c", fault + MAIN)
+    options = {"stuck_seconds": 1}
+    config = InferenceConfig(progress_timeout=1.5, probe_interval=0.2, rejoin_timeout=0)
+    with (
+        ServerProcess(model_path, tmp_path / "stuck.log", command=command, options=options) as stuck,
+        ServerProcess(model_path, tmp_path / "well.log") as well,
+    ):
+        engine = EmbeddedEngine(config)
+        engine.initialize([stuck.address, well.address])
+        try:
+            requests = [ModelRequest([5, 6], GenerationConfig(max_new_tokens=8, ignore_eos=True)) for _ in range(4)]
+            answers = await asyncio.wait_for(asyncio.gather(*map(engine.agenerate, requests)), 60)
+            async with asyncio.timeout(60):
+                while len(engine._router.live) == 2:  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.02)
+
+            assert {answer.server for answer in answers} == {well.address}
+            assert "the decode thread has not moved for" in str(engine._router.servers[0].evicted)
+        finally:
+            await engine.destroy()
 
 
 @pytest.mark.parametrize("path", ["/generate", "/stats"])

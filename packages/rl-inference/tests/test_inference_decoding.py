@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ParamSpec, WeightUpdateMeta
@@ -188,12 +189,26 @@ def test_generate_any_family_through_weight_updates_equals_transformers(family: 
     assert any((each.finish_reason or {})["type"] == "stop" for each in jobs)
 
 
-@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
-def test_load_family_whose_attention_cannot_be_replaced_is_refused_with_what_to_do(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("stablelm", "does not let its attention be replaced"),
+        ("nemotron", "gets no keyword arguments"),
+        ("diffllama", "computes other numbers"),  # has two softmaxes
+        ("bert", "computes other numbers"),  # looks ahead
+    ],
+)
+def test_load_family_that_would_be_served_wrong_is_refused(family: str, reason: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model", family)
 
-    with pytest.raises(ModelError, match="Use another engine for this model"):
+    with pytest.raises(ModelError, match=rf"{reason}.*Use another engine for this model"):
         SlotModel.load(ServerConfig(model=str(path), port=0, device="cpu"))
+
+
+def test_load_in_bfloat16_rounding_is_no_other_numbers(model_path: Path) -> None:
+    config = ServerConfig(model=str(model_path), port=0, device="cpu", dtype="bfloat16")
+
+    assert SlotModel.load(config).model.dtype == torch.bfloat16
 
 
 LONG_PROMPT = [3 + (11 * i) % 90 for i in range(200)]

@@ -18,6 +18,7 @@ from rl_inference.server.cache import KernelLayer, SlotCache, SlotLayer, TorchLa
 from rl_inference.server.config import ServerConfig
 from rl_inference.server.directory import check_directory
 from rl_inference.server.linear import speed_up
+from rl_inference.server.selfcheck import check_numbers
 
 logger = get_logger("inference.server.model")
 
@@ -92,6 +93,7 @@ class SlotModel:
         result = cls(
             model, _load_tokenizer(path), config.slots, config.context_length or longest, _layer_type(model, device)
         )
+        check_numbers(result)
         result.warm_up()
         return result
 

@@ -144,15 +144,15 @@ class WeightUpdates:
 
     def _known(self) -> CommittedWeights | None:
         """What the committed version holds: as staged by this client, or as recorded by the trainer of another one."""
-        found = self._committed
-        if found is None and self._config.weights_dir:
+        found, version = self._committed, self._router.version
+        if (found is None or found.version != version) and self._config.weights_dir:
             found = read_committed(self._config.weights_dir)
-        return found if found is not None and found.version == self._router.version else None
+        return found if found is not None and found.version == version else None
 
     async def _bring_up(self, server: Server, known: CommittedWeights | None, found: int) -> None:
         """Stage and commit the committed version on a server that came back with another one."""
         version = self._router.version
-        if known is None or self._committed is None:  # another client publishes, and will bring it up
+        if known is None or known is not self._committed:  # another client publishes, and will bring it up
             raise InferenceError(f"{server.address}: serves version {found}, committed is {version}.")
         if not known.readable:
             raise InferenceError(

@@ -71,8 +71,8 @@ def make_model(directory: Path, layers: int, hidden: int) -> str:
     return str(prepare_from_scratch(texts, 1, ScratchRecipe(shape=shape), directory))
 
 
-def run_ours(job: Job, directory: Path) -> dict[str, Any]:
-    """One run of `gsm8k-grpo`; the figures of its measured steps."""
+def run_ours(job: Job, directory: Path, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One run of `gsm8k-grpo`, with `more` settings; the figures of its measured steps."""
     workflow = WORKFLOWS[job.case]
     overrides = {
         "run_dir": directory,
@@ -87,9 +87,15 @@ def run_ours(job: Job, directory: Path) -> dict[str, Any]:
         "actor.optimizer.weight_decay": job.weight_decay,
         "actor.optimizer.beta2": job.beta2,
         "evaluation.rows": 0,
+        **(more or {}),
     }
     command = [sys.executable, "-c", "from rl_apps.gsm8k_grpo import main; main()"]
-    _run([*command, *(f"{key}={value}" for key, value in overrides.items())])
+    run_command([*command, *(f"{key}={value}" for key, value in overrides.items())])
+    return figures_of(job, directory)
+
+
+def figures_of(job: Job, directory: Path) -> dict[str, Any]:
+    """The figures of a run's measured steps, from its `metrics.jsonl`."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     records = [r for r in map(json.loads, lines) if r["step"] > job.warmup]
     if len(records) != job.steps:
@@ -117,7 +123,7 @@ def run_trl(job: Job, directory: Path, threads: int) -> dict[str, Any]:
     path = directory / "job.json"
     more = {"rows": rows, "directory": str(directory), "threads": threads}
     path.write_text(json.dumps(asdict(job) | more))
-    output = _run([sys.executable, str(HERE / "grpo_step_trl.py"), str(path)])
+    output = run_command([sys.executable, str(HERE / "grpo_step_trl.py"), str(path)])
     figures: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return figures
 
@@ -130,7 +136,7 @@ def best_threads(job: Job, directory: Path) -> int:
     return min(counts, key=lambda count: run_trl(job, directory / f"trial-{count}", count)["seconds"])
 
 
-def _run(command: list[str]) -> str:
+def run_command(command: list[str]) -> str:
     """Run a command to its end; its standard output."""
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}

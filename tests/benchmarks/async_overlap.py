@@ -1,0 +1,93 @@
+"""What asynchronous training costs above the slower of its two sides, and what it saves against taking turns.
+
+    uv run python tests/benchmarks/async_overlap.py
+
+The work is that of `grpo_step.py`: 64 completions and one optimizer step. Per repetition four runs, one after the
+other, each with a server process and a trainer process:
+
+- `asynchronous`: `gsm8k-grpo` with `max_staleness` 1 (or as `--max-staleness` says).
+- `synchronous`: the same with `max_staleness` 0, so that the two sides take turns.
+- `training`: the trainer alone, on the batches that the asynchronous run saved, publishing to an idle server.
+- `generation`: the servers alone; batches are taken and not trained on.
+
+Seconds are those of a step, means over the measured ones. The last line is one JSON object; `overlap` is the
+asynchronous step divided by the larger of `training` and `generation` (1 is the limit), `speed_up` the synchronous step
+divided by the asynchronous one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from grpo_step import HERE, Job, make_model, run_command, run_ours
+from imposed_lengths import CASES
+
+
+def run_alone(mode: str, job: Job, recorded: Path) -> float:
+    """Seconds per step of one side, with the config and the batches of a recorded run."""
+    command = [sys.executable, str(HERE / "async_overlap_alone.py"), mode, str(recorded), str(job.warmup)]
+    return float(json.loads(run_command(command).strip().splitlines()[-1])["seconds"])
+
+
+def measure(job: Job, directory: Path, staleness: int) -> dict[str, float]:
+    """One repetition: seconds per step of each run."""
+    recorded = directory / "asynchronous"
+    runs = {
+        "asynchronous": {"rollout.max_staleness": staleness, "checkpoint.save_batches": True},
+        "synchronous": {"rollout.max_staleness": 0, "checkpoint.save_batches": True},
+    }
+    seconds = {
+        name: run_ours(job, directory / name, settings)["seconds"] / job.steps for name, settings in runs.items()
+    }
+    return seconds | {mode: run_alone(mode, job, recorded) for mode in ("training", "generation")}
+
+
+def main() -> None:
+    """Measure, and print a line per repetition and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of the four runs")
+    parser.add_argument("--case", choices=[*CASES], default="uniform", help="lengths of the answers")
+    parser.add_argument("--max-staleness", type=int, default=1, help="of the asynchronous run")
+    parser.add_argument("--quick", action="store_true", help="a small model and two steps, to see that it runs")
+    options = parser.parse_args()
+    sizes: dict[str, int] = {}
+    layers, hidden = 4, 128
+    if options.quick:
+        layers, hidden = 1, 32
+        options.steps, options.warmup, options.repeats = 2, 1, 1
+        sizes = {"prompts": 2, "group": 4}
+    runs: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        model = make_model(Path(temporary) / "models", layers, hidden)
+        job = Job(options.case, model, options.warmup, options.steps, **sizes)
+        for repeat in range(options.repeats):
+            runs.append(measure(job, Path(temporary) / str(repeat), options.max_staleness))
+            shown = ", ".join(f"{name} {value:.3f}" for name, value in runs[-1].items())
+            print(f"seconds per step: {shown}; load {os.getloadavg()[0]:.1f}", flush=True)
+    overlap = [run["asynchronous"] / max(run["training"], run["generation"]) for run in runs]
+    result: dict[str, Any] = {
+        "benchmark": "async_overlap",
+        "case": options.case,
+        "max_staleness": options.max_staleness,
+        "layers": layers,
+        "hidden": hidden,
+        "cores": os.cpu_count(),
+        "seconds_per_step": {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]},
+        "overlap": round(statistics.median(overlap), 3),
+        "overlap_runs": [round(value, 3) for value in overlap],
+        "speed_up": round(statistics.median(run["synchronous"] / run["asynchronous"] for run in runs), 3),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

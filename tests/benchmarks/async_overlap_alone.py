@@ -1,0 +1,120 @@
+"""One side of `async_overlap.py` by itself. Last line: one JSON object.
+
+python async_overlap_alone.py training|generation RUN_DIR WARMUP
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rl_apps import parts
+from rl_apps.compose import from_yaml
+from rl_apps.config import GRPOConfig
+from rl_apps.data import load_rows
+from rl_apps.layout import layout_of
+from rl_contracts.scheduler import RUN_KEY_VARIABLE
+from rl_launchers.local import LocalScheduler
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rl_contracts.rollout import RolloutRuntime
+
+
+class SavedBatches:
+    """A source of batches that were saved, in their order."""
+
+    def __init__(self, directory: Path, minibatches: int, parallel: Any) -> None:
+        paths = directory.glob("step_*.safetensors")
+        self._paths = iter(sorted(paths, key=lambda path: int(re.findall(r"step_(\d+)", path.name)[0])))
+        self._minibatches, self._parallel = minibatches, parallel
+
+    def next_batch(self) -> TensorDict:
+        """The next one."""
+        from rl_contracts.sharding import share
+        from rl_contracts.trajectory import load_batch
+
+        return share(load_batch(next(self._paths)), self._parallel, self._minibatches)
+
+    def end_step(self, version: int) -> None:
+        """Nothing waits for it."""
+
+
+@contextmanager
+def server(config: GRPOConfig, run_dir: Path) -> Iterator[str]:
+    """One idle server; its address."""
+    spec = parts.server_job(config, config.rollout, layout_of(config.allocation, needs_servers=True), run_dir)
+    spec = replace(spec, env={**spec.env, RUN_KEY_VARIABLE: os.environ[RUN_KEY_VARIABLE]})
+    with LocalScheduler(run_dir) as scheduler:
+        scheduler.create_workers(spec)
+        yield scheduler.wait_ready(spec.role)[0].address
+
+
+def generate(rollout: RolloutRuntime, steps: int, warmup: int) -> float:
+    """Seconds per batch that is taken and not trained on."""
+    begin = 0.0
+    for step in range(steps):
+        if step == warmup:
+            begin = time.perf_counter()
+        rollout.next_batch()
+        rollout.end_step(0)
+    return (time.perf_counter() - begin) / (steps - warmup)
+
+
+def train(config: GRPOConfig, engine: Any, weights: Any, recorded: Path, run_dir: Path, warmup: int) -> float:
+    """Seconds per step on the batches that were recorded."""
+    from rl_trainers import Books, PolicyActor
+    from rl_trainers import train as run_loop
+
+    actor = PolicyActor(engine, config.algorithm, config.actor.minibatches)
+    source = SavedBatches(recorded / "batches", config.actor.minibatches, engine.parallel)
+    run_loop(source, actor, weights, Books(engine, run_dir, config.checkpoint), config.total_steps)
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    seconds = [record["time/step"] for record in records if record["step"] > warmup]
+    return sum(seconds) / len(seconds)
+
+
+def main(mode: str, recorded: Path, warmup: int) -> float:
+    """Run one side; seconds per step."""
+    from rl_datasets import PromptLoader
+
+    config = from_yaml(recorded / "config.yaml", GRPOConfig)
+    layout = layout_of(config.allocation, needs_servers=True)
+    torch.set_num_threads(layout.cores_each)  # as the launcher has it
+    with tempfile.TemporaryDirectory() as temporary, parts.Closing() as stack:
+        run_dir = Path(temporary)
+        os.environ[RUN_KEY_VARIABLE] = "benchmark"
+        address = stack.enter_context(server(config, run_dir))
+        engine = stack.add(parts.make_engine(config, layout))
+        prompts = PromptLoader(load_rows(config.data, "train", "rl", config.seed), seed=config.seed)
+        rollout, weights = parts.make_answering(
+            stack,
+            config,
+            config.rollout,
+            engine,
+            layout,
+            run_dir,
+            [address],
+            prompts=prompts,
+            publish=config.publish,
+            gap=config.gap,
+        )
+        if mode == "training":
+            return train(config, engine, weights, recorded, run_dir, warmup)
+        weights.publish(0)
+        return generate(rollout, config.total_steps, warmup)
+
+
+if __name__ == "__main__":
+    print(json.dumps({"seconds": main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))}))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 
 class Clock(Protocol):
@@ -26,6 +27,6 @@ class SystemClock:
         """`time.monotonic()`, in seconds."""
         return time.monotonic()
 
-    async def sleep(self, seconds: float) -> None:
-        """`asyncio.sleep`."""
-        await asyncio.sleep(seconds)
+    def sleep(self, seconds: float) -> Coroutine[Any, Any, None]:
+        """`asyncio.sleep` itself, so that a sleeper is one coroutine and not two."""
+        return asyncio.sleep(seconds)

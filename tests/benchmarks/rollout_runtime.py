@@ -5,9 +5,10 @@
 The runtime is `DistRollout` as a trainer uses it: admission, groups of 8, collection, batches of 10,000 rows assembled
 and cut into minibatches, and 10 batches outstanding (`max_staleness=9`). The servers are the null engine: an answer is
 a timer and a list of token ids, 32 of the prompt and 16 to 48 more. First all answers are held back until every episode
-runs, for the memory; then they go on, and the time is that of the batches after the first ones. The floor beside it is
-what Python's event loop needs for as many tasks that each sleep once. Each part is a process of its own, bound to one
-core, and the parts take turns. The last line is one JSON object.
+runs, for the memory; then they go on, and the time is that of the batches after the first ones. Two floors are measured
+beside it: what Python's event loop needs for as many tasks that each sleep once, and what it needs where each asks the
+null engine once. Each part is a process of its own, bound to one core, and the parts take turns. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Coroutine
 from itertools import count
 from typing import Any
 
@@ -38,19 +40,28 @@ DEADLINE = 600.0
 """Seconds for one part."""
 
 
+def make_engine(seconds: float) -> Any:
+    """The null engine with answers of 16 to 48 tokens that take `seconds` on average."""
+    from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+
+    rng = random.Random(0)
+    lengths = [rng.randint(TOKENS // 2, TOKENS * 3 // 2) for _ in range(4096)]
+    answers = [[rng.randrange(64) for _ in range(length)] for length in lengths]
+    return NullInferenceEngine(
+        NullInferenceConfig(seconds_per_token=seconds / TOKENS, read_weights=False),
+        answer=lambda request: answers[(request.seed or 0) % len(answers)],
+    )
+
+
 def measure_runtime(outstanding: int, batches: int, tuned: bool) -> dict[str, float]:
     """Memory with all episodes running, and the time of `batches` batches after the first ones."""
     from rl_contracts.config import GenerationConfig
     from rl_contracts.data import ModelRequest
-    from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
     from rl_contracts.trajectory import empty, from_response
     from rl_contracts.workflow import RolloutWorkflow
     from rl_workflows import DistRollout, RolloutConfig, tune_garbage_collection
 
     generation = GenerationConfig(max_new_tokens=512, ignore_eos=True)
-    rng = random.Random(0)
-    lengths = [rng.randint(TOKENS // 2, TOKENS * 3 // 2) for _ in range(4096)]
-    answers = [[rng.randrange(64) for _ in range(length)] for length in lengths]
 
     class Answer(RolloutWorkflow):
         """One answer; the reward is its length."""
@@ -59,10 +70,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool) -> dict[str, fl
             response = await engine.agenerate(ModelRequest(PROMPT, generation))
             return [from_response(response, reward=float(len(response.output_ids)), temperature=1.0)]
 
-    engine = NullInferenceEngine(
-        NullInferenceConfig(seconds_per_token=SECONDS / TOKENS, read_weights=False),
-        answer=lambda request: answers[(request.seed or 0) % len(answers)],
-    )
+    engine = make_engine(SECONDS)
     groups = outstanding // GROUP // STEPS_AHEAD
     rollout = DistRollout(
         engine,
@@ -111,22 +119,32 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool) -> dict[str, fl
     }
 
 
-def measure_floor(outstanding: int, total: int) -> dict[str, float]:
-    """The event loop alone: tasks that sleep once, `outstanding` of them at any time, until `total` have ended."""
+def measure_floor(outstanding: int, total: int, ask: bool) -> dict[str, float]:
+    """Tasks that sleep once, or ask the null engine once: `outstanding` at any time, until `total` have ended."""
     from rl_contracts.aio import LoopThread
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.data import ModelRequest
     from rl_workflows import tune_garbage_collection
 
+    engine, generation = make_engine(1.0), GenerationConfig(max_new_tokens=512, ignore_eos=True)
+    rng = random.Random(0)
+
+    def work() -> Coroutine[Any, Any, Any]:
+        if ask:
+            return engine.agenerate(ModelRequest(PROMPT, generation, seed=rng.getrandbits(62)))
+        return asyncio.sleep(rng.uniform(0.5, 1.5))
+
     async def main() -> float:
-        loop, ended, tasks = asyncio.get_running_loop(), loop_future(), set()
-        rng = random.Random(0)
+        loop, tasks = asyncio.get_running_loop(), set()
+        ended: asyncio.Future[None] = loop.create_future()
         left, to_start = total, total - outstanding
 
         def start() -> None:
-            task = loop.create_task(asyncio.sleep(rng.uniform(0.5, 1.5)))
+            task = loop.create_task(work())
             tasks.add(task)
             task.add_done_callback(over)
 
-        def over(task: asyncio.Task[None]) -> None:
+        def over(task: asyncio.Task[Any]) -> None:
             nonlocal left, to_start
             tasks.discard(task)
             left -= 1
@@ -141,9 +159,6 @@ def measure_floor(outstanding: int, total: int) -> dict[str, float]:
             start()
         await ended
         return time.process_time() - cpu
-
-    def loop_future() -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
 
     tune_garbage_collection()
     with LoopThread("floor") as thread:
@@ -183,18 +198,19 @@ def main() -> None:
     parser.add_argument("--default-gc", action="store_true", help="also measure with Python's own collector settings")
     parser.add_argument("--quick", action="store_true", help="few episodes, to see that it runs")
     parser.add_argument("--core", type=int, default=min(os.sched_getaffinity(0)), help="the core to run on")
-    parser.add_argument("--part", choices=["floor", "runtime", "runtime-default-gc"], help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=["tasks", "engine", "runtime", "runtime-default-gc"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
         options.outstanding, options.batches, options.repeats = 800, 4, 1
     os.sched_setaffinity(0, {options.core})  # inherited by the parts
-    if options.part == "floor":
-        print(json.dumps(measure_floor(options.outstanding, 2 * options.outstanding)))
+    if options.part in ("tasks", "engine"):
+        total = 2 * options.outstanding
+        print(json.dumps(measure_floor(options.outstanding, total, ask=options.part == "engine")))
         return
     if options.part:
         print(json.dumps(measure_runtime(options.outstanding, options.batches, options.part == "runtime")))
         return
-    parts = ["floor", "runtime"] + ["runtime-default-gc"] * options.default_gc
+    parts = ["tasks", "engine", "runtime"] + ["runtime-default-gc"] * options.default_gc
     runs: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
     for _ in range(options.repeats):
         for part in parts:
@@ -202,13 +218,12 @@ def main() -> None:
     result: dict[str, Any] = {"benchmark": "rollout_runtime", "outstanding": options.outstanding, "core": options.core}
     result |= {part: middle(of_part, next(iter(of_part[0]))) for part, of_part in runs.items()}
     result["runtime"] = middle(runs["runtime"], "episodes_per_s")
-    result["ratio_to_floor_cpu"] = round(
-        statistics.median(
-            ours["cpu_us_per_episode"] / floor["cpu_us_per_task"]
-            for ours, floor in zip(runs["runtime"], runs["floor"], strict=True)
-        ),
-        2,
-    )
+    for floor in ("tasks", "engine"):
+        ratios = [
+            ours["cpu_us_per_episode"] / theirs["cpu_us_per_task"]
+            for ours, theirs in zip(runs["runtime"], runs[floor], strict=True)
+        ]
+        result[f"ratio_to_{floor}_cpu"] = round(statistics.median(ratios), 2)
     result["load"] = os.getloadavg()[0]
     print(json.dumps(result))
 

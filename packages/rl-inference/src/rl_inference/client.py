@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import sys
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,6 +15,7 @@ from rl_contracts.inference import InferenceEngine
 from rl_contracts.scheduler import JobSpec
 from rl_inference.answer import PartialAnswer
 from rl_inference.config import InferenceConfig
+from rl_inference.job import server_job
 from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError, ServerRestartedError
 from rl_inference.monitor import ServerMonitor
 from rl_inference.protocol import Call, EmbeddedProtocol
@@ -46,39 +45,7 @@ class EmbeddedEngine(InferenceEngine):
     @classmethod
     def server_spec(cls, config: InferenceConfig) -> JobSpec:
         """The servers of `config` as a job: role `rollout`, ready when `/health` answers 200."""
-        if not config.model_path:
-            raise ConfigError("inference.model_path: expected a model directory, found nothing.")
-        options = {
-            "model": config.model_path,
-            "host": "{host}",
-            "port": "{port}",
-            "name": "rollout-{index}",
-            "device": config.device,
-            "dtype": config.dtype,
-            "slots": config.slots,
-            "context-length": config.context_length,
-            "prefill-tokens": config.prefill_tokens,
-            "max-waiting": config.max_waiting,
-            "threads": config.cpus,
-            "weights-dir": str(Path(config.weights_dir).resolve()) if config.weights_dir else "",
-            "version": config.version,
-            "deterministic": str(config.deterministic).lower(),
-        }
-        return JobSpec(
-            role="rollout",
-            command=(
-                config.python or sys.executable,
-                "-m",
-                "rl_inference.server",
-                *(text for name, value in options.items() for text in (f"--{name}", str(value))),
-            ),
-            count=config.servers,
-            cpus=config.cpus,
-            gpus=1 if config.device.startswith("cuda") else 0,
-            needs_port=True,
-            ready_path="/health",
-            ready_timeout=config.ready_timeout,
-        )
+        return server_job(config)
 
     def initialize(self, addresses: list[str], key: str = "") -> None:
         """Remember the servers and the run key."""

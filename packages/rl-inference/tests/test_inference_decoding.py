@@ -37,6 +37,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {**ALTERNATING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma3_text": ALTERNATING,
+    "gemma4_text": {  # has buffers that no trainer sends
+        **ALTERNATING,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 160,
+    },
     "mistral": {"sliding_window": WINDOW},
     "phi3": {"sliding_window": WINDOW},
 }

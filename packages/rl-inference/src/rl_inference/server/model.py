@@ -151,7 +151,10 @@ class SlotModel:
 def _layer_type(model: Any, device: str) -> type[SlotLayer]:
     """The fastest cache that fits the model."""
     config = model.config.get_text_config()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    try:
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    except RuntimeError:  # transformers refuses to name one where layers differ
+        return TorchLayer
     if device != "cpu" or model.dtype != torch.float32 or dim % 4:
         return TorchLayer
     if importlib.util.find_spec("numba") is None:

@@ -30,6 +30,8 @@ class ServedWeights:
         first_name: dict[int, str] = {}
         # tied parameters are one tensor under several names: the first one stands for it
         self._canonical = {name: first_name.setdefault(id(tensor), name) for name, tensor in self._live.items()}
+        # trainers send parameters; a buffer that is not sent stays as it was loaded
+        self._required = {key for key in first_name.values() if isinstance(self._live[key], torch.nn.Parameter)}
         self._spare: dict[str, torch.Tensor] = {}
         self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
         self._spare_version: int | None = None
@@ -142,7 +144,7 @@ class ServedWeights:
         return key
 
     def _check_complete(self, version: int, keys: Collection[str]) -> None:
-        missing = sorted(set(self._canonical.values()) - set(keys))
+        missing = sorted(self._required - set(keys))
         if missing:
             raise WeightUpdateError(
                 f"version {version}: {len(missing)} parameters were not sent, the first {missing[:3]}. "

@@ -48,6 +48,17 @@ def run(tmp_path_factory):
     return start
 
 
+def _differences(one, other):
+    """(step, figure, both values) of all that two runs do not agree on."""
+    assert [record["step"] for record in one] == [record["step"] for record in other]
+    return [
+        (a["step"], name, a.get(name), b.get(name))
+        for a, b in zip(one, other, strict=True)
+        for name in sorted({*a, *b})
+        if a.get(name) != b.get(name)
+    ]
+
+
 @pytest.fixture(scope="module")
 def first(run):
     return run("first")
@@ -55,8 +66,7 @@ def first(run):
 
 @pytest.mark.slow
 def test_deterministic_run_repeated_gives_the_same_metrics_to_the_last_bit(run, first):
-    again = run("again")
-    assert again == first
+    assert _differences(run("again"), first) == []
     assert all(record["grad_norm"] > 0 for record in first if "grad_norm" in record)
 
 
@@ -69,4 +79,4 @@ def test_deterministic_run_servers_and_trainer_agree_to_the_last_bit(first):
 
 @pytest.mark.slow
 def test_deterministic_run_with_another_seed_differs(run, first):
-    assert run("other", "seed=2") != first
+    assert _differences(run("other", "seed=2"), first)

@@ -75,6 +75,7 @@ class Books:
         self.renamed = RENAMED if renamed is None else renamed
         self.step = 0
         self.trace = Trace(f"trainer-{engine.parallel.rank}")
+        self._counted: dict[str, float | None] | None = None
         self._evaluated = -1
         self._saved = -1
         self._seconds: dict[str, float] = defaultdict(float)
@@ -101,6 +102,12 @@ class Books:
             self._write({"step": self.step, "version": version, **figures})
         self._start_step()
 
+    def count(self) -> None:
+        """Read the counters of the asynchronous side for the step's record. Before the step ends there: what begins
+        after that belongs to the next record, however fast it is."""
+        if self.counters is not None:
+            self._counted = _over_replicas(self.counters(), self.engine.parallel)
+
     def close(
         self, step: int, batch: TensorDict, stats: dict[str, float | None], version_before: int, version: int
     ) -> None:
@@ -115,8 +122,7 @@ class Books:
             self._save_batch(batch, version_before)
         if self.config.every and step % self.config.every == 0:
             self._save()
-        # asked before the clock is read: waiting for the answer is part of the step
-        counters = None if self.counters is None else _over_replicas(self.counters(), self.engine.parallel)
+        counters, self._counted = self._counted, None
         record |= self._timing(record)
         if counters is not None:
             record |= counters

@@ -88,6 +88,7 @@ def train(source: BatchSource, learner: Learner, weights: Weights | None, books:
         with books.time("publish"):
             if weights is not None and learner.version > before:
                 stats |= weights.publish(learner.version, batch, stats)  # returns at the commit; servers run on
+        books.count()
         source.end_step(learner.version)
         books.close(step, batch, stats, before, learner.version)
     books.finish()

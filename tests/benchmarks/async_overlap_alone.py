@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from rl_apps import parts
 from rl_apps.compose import from_yaml
 from rl_apps.config import GRPOConfig

@@ -20,7 +20,9 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -123,6 +125,7 @@ def main() -> None:
     parser.add_argument("--case", choices=[*REQUIRED], help="only this case")
     parser.add_argument("--quick", action="store_true", help="a small model and little work, to see that it runs")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
     if options.peer and options.peer[0] != "vllm":
         parser.error(f"--peer: expected `vllm PYTHON`, found {options.peer[0]!r}")
     layers, hidden = (1, 64) if options.quick else (4, 128)

@@ -7,7 +7,7 @@ A step is 64 completions, 8 of each of 8 prompts, and one optimizer step, on a r
 most 256. Ours is the program `gsm8k-grpo` as it stands: a server process, a trainer process and a reward process,
 asynchronous, checks and records on, its time taken from `metrics.jsonl`. The peer is one process with all cores, or
 with one thread where a trial shows that to be faster, as it is on a machine that is busy with other things. The two
-run in turn, never at the same time. The last line is one JSON object.
+run in turn, never at the same time. With a peer, `grpo_samples` is measured last. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import grpo_samples
 from imposed_lengths import CASES, WORKFLOWS
 
 HERE = Path(__file__).resolve().parent
@@ -208,6 +209,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side")
     parser.add_argument("--case", choices=[*CASES], help="only this case")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the comparison of samples; 0: leave it out")
     parser.add_argument("--quick", action="store_true", help="a small model and two steps, to see that it runs")
     parser.add_argument("--keep", type=Path, help="directory for run directories; by default they are removed")
     options = parser.parse_args()
@@ -215,7 +217,7 @@ def main() -> None:
     layers, hidden = 4, 128
     if options.quick:
         layers, hidden = 1, 32
-        options.steps, options.warmup, options.repeats = 2, 1, 1
+        options.steps, options.warmup, options.repeats, options.seeds = 2, 1, 1, 0
         sizes = {"prompts": 2, "group": 4}
     with tempfile.TemporaryDirectory() as temporary:
         root = options.keep or Path(temporary)
@@ -228,6 +230,8 @@ def main() -> None:
         for case in [options.case] if options.case else CASES:
             job = Job(case, model, options.warmup, options.steps, **sizes)
             result[case] = measure(job, options.repeats, options.peer, threads, root)
+        if options.peer and options.seeds:
+            result["samples"] = grpo_samples.measure(options.seeds, root, run_command, threads)
     print(json.dumps(result))
 
 

@@ -1,0 +1,119 @@
+"""Completions that GRPO needs on the demonstration's problems, ours beside TRL's GRPOTrainer; part of `grpo_step.py`.
+
+Both start from the same warmed-up embedded model, take the same hyper-parameters where both have them (ours is
+asynchronous with the demonstration's staleness, TRL on-policy), and answer the same held-out problems greedily every
+few steps. Counted is what was generated for training until the accuracy reaches the goal, interpolated between two
+evaluations.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+GOAL = 0.80
+"""Accuracy that is to be reached."""
+EVERY = 5
+"""Steps between two evaluations."""
+HELD_OUT = 256
+"""Problems of an evaluation."""
+STEPS = 90
+"""Steps after which a side that has not reached the goal gives up."""
+
+
+def samples_to_goal(curve: list[tuple[int, float]], per_step: int) -> float | None:
+    """Completions at which a curve of (step, accuracy) first reaches the goal; None if it does not."""
+    last_step, last = curve[0]
+    for step, accuracy in curve:
+        if accuracy >= GOAL:
+            if step == last_step:
+                return float(step * per_step)
+            return (last_step + (step - last_step) * (GOAL - last) / (accuracy - last)) * per_step
+        last_step, last = step, accuracy
+    return None
+
+
+def settings(seed: int) -> Any:
+    """The demonstration's config."""
+    from rl_apps.compose import compose
+    from rl_apps.gsm8k_grpo import APP
+
+    return compose("gsm8k_grpo", APP.schema, [f"seed={seed}"])
+
+
+def ours(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tuple[int, float]]:
+    """The curve of one run of `gsm8k-grpo`."""
+    overrides = {
+        "run_dir": directory,
+        "seed": seed,
+        "total_steps": STEPS,
+        "evaluation.every": EVERY,
+        "evaluation.rows": HELD_OUT,
+    }
+    command = [sys.executable, "-c", "from rl_apps.gsm8k_grpo import main; main()"]
+    run([*command, *(f"{key}={value}" for key, value in overrides.items())])
+    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [(r["step"], r["eval/accuracy"]) for r in records if r.get("eval/accuracy") is not None]
+
+
+def trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> list[tuple[int, float]]:
+    """The curve of one run of TRL on the same prompts in the same order."""
+    from rl_apps.data import head, load_rows
+    from rl_apps.embedded.prepare import prepare_embedded
+    from rl_apps.embedded.recipe import EmbeddedRecipe
+    from rl_datasets import PromptLoader
+
+    config = settings(seed)
+    directory.mkdir(parents=True)
+    prompts = PromptLoader(load_rows(config.data, "train", "rl", seed), seed=seed)
+    optimizer, algorithm, generation = config.actor.optimizer, config.algorithm, config.rollout.generation
+    job = {
+        "model": str(prepare_embedded(seed, EmbeddedRecipe())),
+        "rows": list(islice(prompts, STEPS * config.data.batch_size)),
+        "held_out": head(load_rows(config.data, "test", "rl", seed), HELD_OUT),
+        "directory": str(directory),
+        "threads": threads,
+        "seed": seed,
+        "prompts": config.data.batch_size,
+        "group": config.rollout.group_size,
+        "steps": STEPS,
+        "every": EVERY,
+        "goal": GOAL,
+        "max_new_tokens": generation.max_new_tokens,
+        "temperature": generation.temperature,
+        "lr": optimizer.lr,
+        "warmup_steps": optimizer.warmup_steps,
+        "beta2": optimizer.beta2,
+        "weight_decay": optimizer.weight_decay,
+        "clip_low": algorithm.clip_low,
+        "clip_high": algorithm.clip_high,
+    }
+    path = directory / "job.json"
+    path.write_text(json.dumps(job, default=str))
+    output = run([sys.executable, str(HERE / "grpo_samples_trl.py"), str(path)])
+    curve = json.loads(output.strip().splitlines()[-1])["curve"]
+    return [(int(step), float(accuracy)) for step, accuracy in curve]
+
+
+def measure(seeds: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> dict[str, Any]:
+    """Both sides in turn, from each seed; medians and their ratio."""
+    config = settings(1)
+    per_step = config.data.batch_size * config.rollout.group_size
+    found: dict[str, list[float | None]] = {"ours": [], "trl": []}
+    for seed in range(1, seeds + 1):
+        found["ours"].append(samples_to_goal(ours(seed, directory / f"samples-ours-{seed}", run), per_step))
+        found["trl"].append(samples_to_goal(trl(seed, directory / f"samples-trl-{seed}", run, threads), per_step))
+        print(f"seed {seed}: completions to {GOAL}: ours {found['ours'][-1]}, trl {found['trl'][-1]}", flush=True)
+    # one that does not arrive counts as arriving after all others
+    medians = {side: statistics.median(float("inf") if n is None else n for n in each) for side, each in found.items()}
+    return {
+        "goal": GOAL,
+        "completions": {side: [None if n is None else round(n) for n in each] for side, each in found.items()},
+        "ratio": round(medians["ours"] / medians["trl"], 3) if medians["ours"] < float("inf") else None,
+    }

@@ -412,7 +412,7 @@ async def test_rejoin_route_that_leaves_nothing_to_read_takes_part_from_the_next
     for module in ("rl_contracts.weights.committed", "rl_inference.updates"):
         monkeypatch.setattr(f"{module}.READABLE_ROUTES", ())
     trainer.record = False
-    async with client(servers) as engine:
+    async with client(servers, update_timeout=2.0) as engine:
         await trainer.publish(engine)
         servers[0].stop()
         servers[0].start().wait_ready()
@@ -421,6 +421,11 @@ async def test_rejoin_route_that_leaves_nothing_to_read_takes_part_from_the_next
         answers = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
 
         assert {answer.server for answer in answers} == {servers[1].address}
+        servers[0].signal(signal.SIGSTOP)
+        await trainer.publish(engine)  # one that cannot come along holds nobody up
+        assert [server.address for server in engine._router.live] == [servers[1].address]
+        servers[0].signal(signal.SIGCONT)
+        await until(lambda: engine._router.servers[0].well)
         await trainer.publish(engine)
         assert len(engine._router.live) == 2
-        await both_serve(engine, trainer, 2)
+        await both_serve(engine, trainer, 3)

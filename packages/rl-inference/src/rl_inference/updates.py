@@ -205,7 +205,13 @@ class WeightUpdates:
 
     async def _stage(self, server: Server, meta: WeightUpdateMeta) -> WeightReceipt:
         call = self._transport.call(server, self._protocol.stage(meta), timeout=self._config.update_timeout)
-        return self._protocol.parse_receipt(await self._ask(server, call))
+        try:
+            return self._protocol.parse_receipt(await self._ask(server, call))
+        except InferenceError as error:
+            server.well = False  # if it is out, or will be, it is not staged again before it has shown that it is well
+            if server.live:
+                raise
+            raise ServerLostError(str(error)) from error  # nobody counts on it yet, whatever it refused
 
     async def _pause(self, server: Server, mode: str) -> None:
         """Wait for the pause; a drain may take as long as it makes tokens."""

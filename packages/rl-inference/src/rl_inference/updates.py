@@ -12,9 +12,9 @@ from typing import Any
 from rl_contracts.clock import Clock
 from rl_contracts.config import require_choice
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
-from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.errors import InferenceError, ReceiversLostError, WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_contracts.weights import CommittedWeights, read_committed, verify_receipt
+from rl_contracts.weights import MEETING_ROUTES, CommittedWeights, read_committed, seated, verify_receipt
 from rl_contracts.weights.committed import READABLE_ROUTES
 from rl_inference.config import InferenceConfig
 from rl_inference.losses import ServerLostError
@@ -23,6 +23,9 @@ from rl_inference.routing import Router, Server
 from rl_inference.transport import Transport
 
 logger = get_logger("inference.client")
+
+_FAREWELL = 5.0
+"""Seconds within which servers pass on that the trainer broke off."""
 
 
 class _AllLostError(WeightUpdateError):
@@ -179,11 +182,50 @@ class WeightUpdates:
         self._staged, self._joining = None, []
         joining = [] if meta.route in READABLE_ROUTES else self._returned()
         servers = [*self._router.live, *joining]
-        receipts: list[WeightReceipt] = await self._everywhere(
-            lambda server: self._stage(server, meta), f"stage version {meta.version}", servers
-        )
+        receipts: list[WeightReceipt]
+        if meta.route in MEETING_ROUTES:
+            receipts = await self._stage_together(servers, meta)
+        else:
+            receipts = await self._everywhere(
+                lambda server: self._stage(server, meta), f"stage version {meta.version}", servers
+            )
         self._staged, self._joining = CommittedWeights(meta, receipts[0]), joining
         return receipts
+
+    async def _stage_together(self, servers: list[Server], meta: WeightUpdateMeta) -> list[WeightReceipt]:
+        """Stage on servers that wait for each other, each with a seat: where one fails, nobody can go on.
+
+        Raises:
+            ReceiversLostError: some were lost, and are evicted; whoever is left can be sent the version again.
+            WeightUpdateError: one refused, or nobody is left.
+        """
+        seats = [seated(meta, rank, len(servers) + 1) for rank in range(1, len(servers) + 1)]
+        tasks = [asyncio.create_task(self._stage(*pair)) for pair in zip(servers, seats, strict=True)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            errors = [task.exception() if task.done() else None for task in tasks]
+            if any(errors) and not any(isinstance(error, ServerLostError) for error in errors):
+                # The trainer broke off, for a reason that it told all of them; who does not pass it on is not there.
+                await asyncio.wait(tasks, timeout=_FAREWELL)
+                errors = [task.exception() if task.done() else ServerLostError("did not answer") for task in tasks]
+            if not any(errors):
+                return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        failed = [(server, error) for server, error in zip(servers, errors, strict=True) if error is not None]
+        for _, error in failed:
+            if not isinstance(error, (InferenceError, KeyError, TypeError, ValueError)):
+                raise error
+        lost = [(server, error) for server, error in failed if isinstance(error, ServerLostError)]
+        for server, error in lost:
+            server.well = False  # until it answers again
+            self._router.evict(server, f"could not stage version {meta.version}: {error}")
+        reasons = "; ".join(f"{server.address}: {error}" for server, error in lost or failed)
+        if lost and (self._router.live or self._config.rejoin_timeout):
+            raise ReceiversLostError(f"route {meta.route}, version {meta.version}: servers were lost: {reasons}.")
+        raise WeightUpdateError(f"route {meta.route}: no server could stage version {meta.version}: {reasons}.")
 
     def _returned(self) -> list[Server]:
         """Evicted servers that are well again."""

@@ -171,13 +171,15 @@ class NullInferenceEngine(InferenceEngine):
         return [0.0, *self._model.logprobs(np.asarray(input_ids[1:], dtype=np.int64), 1, temperature)]
 
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        from rl_contracts.weights import checksum, open_weights
+        from rl_contracts.weights import MEETING_ROUTES, checksum, open_weights
 
         error = self.faults.stage(meta)
         if error is not None:
             raise error
         sums: dict[str, int] = {}
-        if self.config.read_weights:
+        if meta.route in MEETING_ROUTES:
+            sums = await asyncio.to_thread(_receive, meta)
+        elif self.config.read_weights:
             sums = {name: checksum(tensor) for name, tensor in open_weights(meta)}
         sums = {name: value ^ 1 if self.faults.corrupt(name) else value for name, value in sums.items()}
         self._staged = meta
@@ -306,3 +308,16 @@ class NullInferenceEngine(InferenceEngine):
             return None if request.generation.greedy else request.seed
         self._unseeded += 1
         return -self._unseeded
+
+
+def _receive(meta: WeightUpdateMeta) -> dict[str, int]:
+    """Take part in a transfer as its only receiver; what arrives is summed and forgotten."""
+    import torch
+
+    from rl_contracts.weights import WeightReceiver, seated
+
+    receiver = WeightReceiver()
+    try:
+        return receiver.receive(seated(meta, 1, 2), lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
+    finally:
+        receiver.close()

@@ -9,6 +9,7 @@ store holds is JSON, and each try has keys of its own, which cannot be guessed.
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import socket
@@ -134,7 +135,7 @@ class Host:
         return replace(self.place, update=f"{version}-{secrets.token_hex(8)}")
 
     def wait_for_all(self, place: Place, check: Callable[[], None]) -> list[Arrival]:
-        """Wait until every receiver has arrived.
+        """Wait until every receiver has arrived, at most the timeout after the first.
 
         Args:
             check: raises what has gone wrong on the receivers' side meanwhile.
@@ -142,10 +143,11 @@ class Host:
         Raises:
             WeightUpdateError: names who did not arrive in time, or who refused and why.
         """
-        deadline, world, found = time.monotonic() + place.timeout, 0, dict[int, Arrival]()
+        deadline, world, found = math.inf, 0, dict[int, Arrival]()
         while not world or len(found) < world - 1:
-            check()
-            world = world or int(self._read(place, "world") or 0)
+            check()  # before the first is there, their client knows how long to wait for any
+            if not world and (value := self._read(place, "world")) is not None:
+                deadline, world = time.monotonic() + place.timeout, int(value)
             for rank in (rank for rank in range(1, world) if rank not in found):
                 value = self._read(place, str(rank))
                 if value is not None:
@@ -154,11 +156,11 @@ class Host:
             if refused is not None:
                 raise WeightUpdateError(f"{refused.name} does not take part: {refused.error}")
             if time.monotonic() > deadline:
-                missing = [str(rank) for rank in range(1, world) if rank not in found] if world else ["any"]
+                missing = ", ".join(str(rank) for rank in range(1, world) if rank not in found)
                 raise WeightUpdateError(
-                    f"receiver {', '.join(missing)} of {world - 1 if world else 'an unknown number'} did not arrive "
-                    f"within {place.timeout:g} s. Arrived: {', '.join(a.name for a in found.values()) or 'none'}. "
-                    f"Can the servers reach {place.host}:{place.port}?"
+                    f"receiver {missing} of {world - 1} did not arrive within {place.timeout:g} s of the first. "
+                    f"Arrived: {', '.join(a.name for a in found.values()) or 'none'}. "
+                    f"Can all servers reach {place.host}:{place.port}?"
                 )
             time.sleep(_POLL)
         return [found[rank] for rank in sorted(found)]

@@ -1,0 +1,311 @@
+"""Routes on which trainer and servers must be there at once, with real servers, and with either side dying."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_contracts.aio import LoopThread
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import ReceiversLostError, WeightUpdateError
+from rl_contracts.weights import WeightSender, broadcast, open_sender, verify_receipt
+from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference.testing import ServerProcess, reference_logprobs, reference_model, tiny_model
+
+PROMPT = [5, 17, 40, 33, 21, 90]
+STEP = 4.0
+"""Seconds that a step of a transfer may take in these tests."""
+DEADLINE = 30.0
+"""Seconds within which every failure must have been noticed."""
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def new_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("new") / "qwen3", seed=1)
+
+
+def parameters(path: Path) -> Tensors:
+    return [(name, p.detach()) for name, p in reference_model(path).named_parameters()]
+
+
+def specs_of(tensors: Tensors) -> tuple[ParamSpec, ...]:
+    return tuple(ParamSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors)
+
+
+class Trainer:
+    """What a trainer does with its end of the route, and a client of the servers in a thread."""
+
+    def __init__(self, addresses: list[str], route: str, location: str) -> None:
+        self.loop = LoopThread("test")
+        self.engine = EmbeddedEngine(InferenceConfig(progress_timeout=20, update_timeout=DEADLINE))
+        self.engine.initialize(addresses)
+        self.sender: WeightSender = open_sender(WeightUpdateMeta(route, 0, location))
+        self.receipts: Any = None
+
+    def send(self, version: int, tensors: Any, specs: tuple[ParamSpec, ...]) -> WeightReceipt:
+        """Send and stage; the trainer's receipt. Errors are the trainer's own."""
+        self.receipts = None
+
+        def announce(meta: WeightUpdateMeta) -> Callable[[], None]:
+            self.receipts = self.loop.submit(self.engine.stage_weights(meta))
+            return lambda: self.receipts.result() and None if self.receipts.done() else None
+
+        meta, mine = self.sender.send(version, specs, tensors, announce)
+        if self.receipts is None:
+            announce(meta)
+        return mine
+
+    def publish(self, version: int, tensors: Tensors) -> WeightReceipt:
+        mine = self.send(version, tensors, specs_of(tensors))
+        for receipt in self.receipts.result(DEADLINE):
+            verify_receipt(mine, receipt, "test")
+        self.loop.run(self.engine.commit_weights(version), DEADLINE)
+        return mine
+
+    def answer(self, tokens: int = 5) -> Any:
+        generation = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, ignore_eos=True)
+        return self.loop.run(self.engine.agenerate(ModelRequest(list(PROMPT), generation, seed=1)), DEADLINE)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.loop.run(self.engine.destroy(), 10)
+        self.loop.close()
+
+
+@contextmanager
+def serving(model: Path, folder: Path, count: int) -> Iterator[list[ServerProcess]]:
+    servers = [
+        ServerProcess(model, folder / f"server-{i}.log", options={"weights_dir": folder / "weights", "slots": 8})
+        for i in range(count)
+    ]
+    try:
+        for server in servers:
+            server.start()
+        yield [server.wait_ready() for server in servers]
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture
+def start(model_path: Path, tmp_path: Path) -> Iterator[Any]:
+    """`start(number of servers, route)`: a trainer and its servers."""
+    with ExitStack() as stack:
+
+        def start(count: int, route: str = "broadcast") -> tuple[Trainer, list[ServerProcess]]:
+            servers = stack.enter_context(serving(model_path, tmp_path, count))
+            location = f"tcp://127.0.0.1:0?timeout={STEP}" if route == "broadcast" else str(tmp_path / "weights")
+            trainer = Trainer([server.address for server in servers], route, location)
+            stack.callback(trainer.close)
+            return trainer, servers
+
+        yield start
+
+
+def test_broadcast_reaches_all_servers_while_they_generate_and_uses_its_group_again(
+    start: Any, model_path: Path, new_model_path: Path
+) -> None:
+    trainer, servers = start(2)
+    new, old = parameters(new_model_path), parameters(model_path)
+    running = trainer.loop.submit(
+        trainer.engine.agenerate(
+            ModelRequest(list(PROMPT), GenerationConfig(max_new_tokens=400, min_new_tokens=400, ignore_eos=True))
+        )
+    )
+
+    trainer.publish(1, new)
+    group = trainer.sender._sender._group  # type: ignore[attr-defined]
+    trainer.publish(2, old)
+    trainer.publish(3, new)
+
+    assert trainer.sender._sender._group is group  # type: ignore[attr-defined]
+    assert set(running.result(DEADLINE).versions) >= {0}
+    answers = [trainer.answer(20) for _ in servers]
+    for answer in answers:
+        assert answer.versions == [3] * 20
+        expected = reference_logprobs(reference_model(new_model_path), PROMPT, answer.output_ids)
+        assert answer.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_broadcast_changed_on_the_way_names_route_version_and_parameter_and_nothing_is_committed(
+    start: Any, new_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = start(1)
+    new = parameters(new_model_path)
+    put = broadcast._Pipe.put
+
+    def corrupt(self: Any, name: str, piece: torch.Tensor, *then: Any) -> None:
+        piece = piece.clone()
+        piece.view(torch.uint8)[-1] ^= 1  # the end of the last parameter in the bucket
+        put(self, name, piece, *then)
+
+    monkeypatch.setattr(broadcast._Pipe, "put", corrupt)
+    mine = trainer.send(1, new, specs_of(new))
+    (receipt,) = trainer.receipts.result(DEADLINE)
+
+    with pytest.raises(WeightUpdateError, match=f"route broadcast, version 1.*parameter '{new[-1][0]}' differs"):
+        verify_receipt(mine, receipt, "broadcast")
+    assert trainer.answer().versions == [0] * 5
+    monkeypatch.undo()
+    trainer.publish(2, new)
+    assert trainer.answer().versions == [2] * 5
+
+
+def test_broadcast_of_what_the_model_is_not_is_refused_by_name_before_anything_moves(
+    start: Any, new_model_path: Path
+) -> None:
+    trainer, _ = start(2)
+    new = parameters(new_model_path)
+    name = "model.norm.weight"
+    missing = [(n, t) for n, t in new if n != name]
+    half = [(n, t.bfloat16() if n == name else t) for n, t in new]
+    for tensors, match in (
+        (missing, r"were not sent, the first \['model.norm.weight'\]"),
+        (half, r"'model.norm.weight': expected torch.float32 \[32\], found torch.bfloat16 \[32\]"),
+    ):
+        with pytest.raises(WeightUpdateError, match=match):
+            trainer.send(1, tensors, specs_of(tensors))
+        with pytest.raises(WeightUpdateError, match=match):
+            trainer.receipts.result(DEADLINE)
+
+    assert trainer.answer().versions == [0] * 5
+    trainer.publish(1, new)
+    assert trainer.answer().versions == [1] * 5
+
+
+def dying(tensors: Tensors, server: ServerProcess, signum: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters; a signal goes to the server before the last."""
+    for index, pair in enumerate(tensors):
+        if index == len(tensors) - 1:
+            server.signal(signum)
+        yield pair
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_broadcast_server_lost_in_the_middle_is_evicted_and_the_others_get_it_again(
+    start: Any, new_model_path: Path, signum: int
+) -> None:
+    trainer, servers = start(2)
+    new = parameters(new_model_path)
+    trainer.publish(1, new)
+
+    with suppress(WeightUpdateError):  # what is small may have left before the death is seen
+        trainer.send(2, dying(new, servers[0], signum), specs_of(new))
+    with pytest.raises(ReceiversLostError, match=servers[0].address):
+        trainer.receipts.result(DEADLINE)
+
+    assert trainer.answer().versions == [1] * 5  # the other one, which does not serve a half
+    trainer.publish(2, new)
+    assert trainer.answer().versions == [2] * 5
+    assert trainer.loop.run(trainer.engine.stats(), DEADLINE)["servers"] == 1
+
+
+@pytest.mark.slow
+def test_broadcast_server_that_does_not_arrive_is_evicted_within_the_deadline(start: Any, new_model_path: Path) -> None:
+    trainer, servers = start(2)
+    new = parameters(new_model_path)
+    servers[1].signal(signal.SIGSTOP)
+
+    with pytest.raises(WeightUpdateError, match=r"receiver 2 of 2 did not arrive within 4 s.*receiver 1"):
+        trainer.send(1, new, specs_of(new))
+    with pytest.raises(ReceiversLostError, match=servers[1].address):
+        trainer.receipts.result(DEADLINE)
+
+    trainer.publish(1, new)
+    assert trainer.answer().versions == [1] * 5
+
+
+def test_shm_server_killed_while_it_stages_is_evicted_and_the_update_goes_on(start: Any, new_model_path: Path) -> None:
+    trainer, servers = start(2, "shm")
+    new = parameters(new_model_path)
+    servers[0].signal(signal.SIGSTOP)
+    mine = trainer.send(1, new, specs_of(new))
+    servers[0].signal(signal.SIGKILL)  # it never answers
+
+    (receipt,) = trainer.receipts.result(DEADLINE)
+    verify_receipt(mine, receipt, "shm")
+    trainer.loop.run(trainer.engine.commit_weights(1), DEADLINE)
+
+    assert trainer.answer().versions == [1] * 5
+
+
+def test_shm_stale_buffer_differs_from_what_was_sent(start: Any, model_path: Path, new_model_path: Path) -> None:
+    """A server that stages what lay there from an earlier version, under the new number."""
+    trainer, _ = start(1, "shm")
+    old, new = parameters(model_path), parameters(new_model_path)
+    trainer.publish(1, old)
+    mine = trainer.send(2, new, specs_of(new))
+    trainer.receipts.result(DEADLINE)
+    stale = WeightUpdateMeta("shm", 2, str(trainer.sender._directory) + "/slot-1.weights", specs_of(new))  # type: ignore[attr-defined]
+
+    (receipt,) = trainer.loop.run(trainer.engine.stage_weights(stale), DEADLINE)
+
+    with pytest.raises(WeightUpdateError, match=rf"route shm, version 2.*'{new[0][0]}' differs"):
+        verify_receipt(mine, receipt, "shm")
+    assert trainer.answer().versions == [1] * 5
+
+
+def _die_in_the_middle(route: str, location: str, addresses: list[str], tensors: Tensors) -> None:
+    """A trainer that is killed before its last parameter."""
+    trainer = Trainer(addresses, route, location)
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(tensors):
+            if index == len(tensors) - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield pair
+
+    trainer.send(2, pairs(), specs_of(tensors))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["broadcast", "shm"])
+def test_trainer_killed_in_the_middle_servers_go_on_and_a_new_trainer_publishes(
+    start: Any, model_path: Path, new_model_path: Path, tmp_path: Path, route: str
+) -> None:
+    trainer, servers = start(2, route)
+    new = parameters(new_model_path)
+    trainer.publish(1, parameters(model_path))
+    location = "tcp://127.0.0.1:0?timeout=4" if route == "broadcast" else str(tmp_path / "weights")
+    addresses = [server.address for server in servers]
+    process = multiprocessing.get_context("spawn").Process(
+        target=_die_in_the_middle, args=(route, location, addresses, [(n, t.clone()) for n, t in new]), daemon=True
+    )
+
+    process.start()
+    process.join(60)
+
+    assert process.exitcode == -signal.SIGKILL
+    assert trainer.answer().versions == [1] * 5
+    for server in servers:
+        with urllib.request.urlopen(server.address + "/health", timeout=10) as response:
+            assert json.load(response)["version"] == 1
+    trainer.publish(2, new)
+    assert trainer.answer().versions == [2] * 5
+
+
+@pytest.mark.gpu
+def test_ipc_server_on_the_same_gpu_holds_what_was_sent(model_path: Path, new_model_path: Path, tmp_path: Path) -> None:
+    new = [(name, tensor.cuda()) for name, tensor in parameters(new_model_path)]
+    options = {"weights_dir": tmp_path / "weights", "slots": 8, "device": "cuda"}
+    with ServerProcess(model_path, tmp_path / "server.log", options=options) as server:
+        trainer = Trainer([server.address], "shm", str(tmp_path / "weights"))
+        trainer.sender = open_sender(WeightUpdateMeta("ipc", 0, ""), "cuda")
+        for version in (1, 2):
+            trainer.publish(version, new)
+        assert trainer.answer().versions == [2] * 5
+        trainer.close()

@@ -147,8 +147,9 @@ class LoopThread:
         try:
             ended = False
             while not ended:
-                # SystemExit and KeyboardInterrupt of one more task leave the loop again; the others still must end
-                with suppress(SystemExit, KeyboardInterrupt):
+                # SystemExit and KeyboardInterrupt of one more task leave the loop again, while the others still must
+                # end; what was left of the round before may cancel this one
+                with suppress(SystemExit, KeyboardInterrupt, asyncio.CancelledError):
                     loop.run_until_complete(_end_all_tasks())
                     ended = True
             loop.run_until_complete(loop.shutdown_asyncgens())

@@ -151,6 +151,7 @@ def test_loop_that_dies_ends_the_wait_with_what_killed_it():
     with pytest.raises(RLError, match=r"SystemExit") as caught:
         rollout.next_batch()
     assert isinstance(caught.value.__cause__, SystemExit)
+    rollout.loop.close()  # joins the thread: all tasks have ended
 
 
 def test_reward_worker_that_never_returns_is_killed_and_counted_as_a_reward_error(tmp_path, monkeypatch):

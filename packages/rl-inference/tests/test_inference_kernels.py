@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_inference.server import kernel, linear
+from rl_inference.server import kernel
 from rl_inference.server.attention import Scoring, TokenPass, causal
 from rl_inference.server.cache import BLOCK, KernelLayer, SlotLayer, TorchLayer
 from rl_inference.server.prefix import PrefixIndex
-from rl_inference.testing import reference_model, tiny_model
 
 
 def attend(
@@ -97,30 +93,6 @@ def test_attend_on_two_threads_equals_one() -> None:
         results.append(out)
 
     assert np.array_equal(*results)
-
-
-def test_speed_up_linear_layers_keep_their_numbers_and_follow_exchanged_weights(tmp_path: Path) -> None:
-    model = reference_model(tiny_model(tmp_path / "model"))
-    ids = torch.randint(3, 90, (1, 70))
-    with torch.inference_mode():
-        before = model(ids).logits
-        linear.speed_up(model)
-        torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
-        for parameter in model.parameters():
-            parameter.data = parameter.data * 1.1
-
-        changed = model(ids).logits
-
-    assert not torch.allclose(changed, before, atol=1e-3)
-
-
-def test_speed_up_operator_that_computes_something_else_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = reference_model(tiny_model(tmp_path / "model"))
-    monkeypatch.setattr(linear, "_onednn", lambda x, weight, bias: x @ weight.T + 1)
-
-    assert linear.speed_up(model) == 0
 
 
 def test_prefix_index_finds_the_longest_prefix_and_never_all_of_a_prompt() -> None:

@@ -14,6 +14,7 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
 from rl_contracts.engine import Announce, LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError, RLError
+from rl_contracts.linear import speed_up
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_fsdp import loading, micro_batches, sharding, state_checkpoint
 from rl_engines_fsdp.attention import Segments
@@ -104,6 +105,8 @@ class FSDPEngine(TrainEngine):
             )
 
     def _wrap(self, model: torch.nn.Module) -> PackedCausalLM:
+        if not self.config.deterministic:  # a server that makes the same bits multiplies with torch's choice
+            speed_up(model)
         max_logits = sys.maxsize if self.config.deterministic else self.config.max_logits
         return PackedCausalLM(model, max_logits, self.config.entropy_grad)
 

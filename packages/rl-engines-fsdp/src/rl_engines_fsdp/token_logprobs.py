@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_contracts.linear import linear
 from rl_contracts.token_logprobs import chosen_logprobs
 
 KEEP_AT_MOST = 1 << 22
@@ -129,8 +130,8 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad -= probs.mul_(scaled - (norm - entropy)[part, None]).mul_(grad_entropy[part, None])
                 grad = options.transform.backward(grad.mul_(sharpness[part, None]), logits)
             grad = grad.to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
-            grad_weight += grad.T @ hidden[part]
+            grad_hidden[part] = linear(grad, weight.T)
+            grad_weight += linear(grad.T, hidden[part].T)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         grad_bias = None if grad_bias is None else grad_bias.to(hidden.dtype)
@@ -139,7 +140,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
     """Transformed logits of a chunk, float32 [tokens, V]; a new tensor."""
-    return transform.apply(torch.nn.functional.linear(hidden, weight, bias).float())
+    return transform.apply(linear(hidden, weight, bias).float())
 
 
 def _chunks(tokens: int, vocabulary: int, max_logits: int) -> list[slice]:

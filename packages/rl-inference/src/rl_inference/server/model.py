@@ -11,13 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rl_contracts.errors import ModelError
+from rl_contracts.linear import speed_up
 from rl_contracts.logging import get_logger
 from rl_contracts.token_logprobs import chosen_logprobs
 from rl_inference.server.attention import IMPLEMENTATION, TokenPass
 from rl_inference.server.cache import KernelLayer, SlotCache, SlotLayer, TorchLayer
 from rl_inference.server.config import ServerConfig
 from rl_inference.server.directory import check_directory
-from rl_inference.server.linear import speed_up
 from rl_inference.server.selfcheck import check_numbers
 
 logger = get_logger("inference.server.model")

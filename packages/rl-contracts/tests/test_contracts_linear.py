@@ -1,0 +1,89 @@
+"""Products by oneDNN against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rl_contracts import linear as module
+from rl_contracts.linear import linear, speed_up
+
+
+@pytest.fixture(autouse=True)
+def _taken_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use oneDNN wherever it can be called, whatever the processor."""
+    monkeypatch.setattr(module, "LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(module, "_vendor", lambda: "AuthenticAMD")
+    module.prefers_onednn.cache_clear()
+    if not module.prefers_onednn():
+        pytest.skip("this build of torch has no oneDNN")
+
+
+@pytest.mark.parametrize("shape", [(7, 16), (1, 130, 16), (2, 3, 16)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_values_and_gradients_equal_torch(shape: tuple[int, ...], with_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(*shape, requires_grad=True), torch.randn(24, 16, requires_grad=True)
+    bias = torch.randn(24, requires_grad=True) if with_bias else None
+    wanted = [t for t in (x, weight, bias) if t is not None]
+    toward = torch.randn(*shape[:-1], 24)
+
+    ours = linear(x, weight, bias)
+    theirs = F.linear(x, weight, bias)
+
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad((ours * toward).sum(), wanted)
+    expected = torch.autograd.grad((theirs * toward).sum(), wanted)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_only_the_weight_learns_no_other_gradient_is_made() -> None:
+    x, weight = torch.randn(4, 8), torch.randn(3, 8, requires_grad=True)
+
+    linear(x, weight).sum().backward()
+
+    assert x.grad is None
+    assert weight.grad is not None
+
+
+def test_linear_other_dtypes_take_torchs_product() -> None:
+    x, weight = torch.randn(4, 8).double(), torch.randn(3, 8).double()
+
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+def test_linear_under_deterministic_algorithms_is_torchs_product_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    x, weight = torch.randn(64, 128), torch.randn(96, 128)
+
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+def test_speed_up_layers_follow_exchanged_weights() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4, bias=False))
+    x = torch.randn(5, 8)
+    before = model(x)
+
+    assert speed_up(model) == 2
+    torch.testing.assert_close(model(x), before, rtol=1e-5, atol=1e-5)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+
+    assert not torch.allclose(model(x), before, atol=1e-3)
+
+
+def test_prefers_onednn_operator_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_onednn", lambda x, weight, bias: F.linear(x, weight, bias) + 1)
+    module.prefers_onednn.cache_clear()
+
+    assert not module.prefers_onednn()
+    module.prefers_onednn.cache_clear()
+
+
+def test_prefers_onednn_on_processors_for_which_mkl_is_made_is_false(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_vendor", lambda: "GenuineIntel")
+    module.prefers_onednn.cache_clear()
+
+    assert not module.prefers_onednn()
+    module.prefers_onednn.cache_clear()

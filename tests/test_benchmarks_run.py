@@ -75,3 +75,16 @@ def test_async_overlap_quick_last_line_has_the_seconds_of_all_runs() -> None:
     figures = json.loads(result.stdout.splitlines()[-1])
     assert set(figures["seconds_per_step"]) == {"asynchronous", "synchronous", "training", "generation"}
     assert all(seconds > 0 for seconds in figures["seconds_per_step"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_weight_publish_quick_last_line_has_the_ratio_of_every_route() -> None:
+    command = [sys.executable, str(BENCHMARKS / "weight_publish.py"), "--quick"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    for route in ("shm", "broadcast", "disk"):
+        assert figures[route]["ratio"] > 0
+        assert figures[route]["paused_s"] > 0
+    assert 7 < figures["shm"]["mebibytes"] < 9

@@ -1,0 +1,190 @@
+"""Seconds to publish 512 MiB of weights over each route, beside a copy of as many bytes.
+
+    uv run python tests/benchmarks/weight_publish.py
+
+A Qwen3 with few wide layers, whose float32 parameters add up to 512 MiB, is made on the spot. The trainer's side is an
+`FSDPEngine` and the publisher of a run, the other side an embedded server in a process of its own; each update is put
+on the route, staged, its receipts compared, and committed. The limit is a copy of as many bytes by two torch threads
+between warm pages, measured before each update. Pages are warm on both sides: the first updates are not counted.
+`paused` is the time for which the server does not generate at a commit, measured while it has an answer to write.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+REQUIRED = {"shm": 6.0, "broadcast": 15.0, "paused": 2.0}
+"""Multiples of a copy that are allowed."""
+PARTS = ("send", "stage", "commit")
+
+
+def make_model(path: Path, mebibytes: int) -> Path:
+    """A model of float32 parameters of about that size: two layers as wide as it takes."""
+    from rl_inference.testing import tiny_model
+
+    hidden, layers = (1024, 4) if mebibytes >= 64 else (256, 1)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": hidden // 8}
+    attention, elements = 4 * hidden * hidden, mebibytes * MIB // 4
+    width = max((elements // layers - attention) // (3 * hidden), 64)
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": width, **heads}
+    return tiny_model(path, "qwen3", **shape)
+
+
+class Copy:
+    """A copy between warm pages."""
+
+    def __init__(self, size: int) -> None:
+        import torch
+
+        self._source = torch.ones(size // 8, dtype=torch.int64)
+        self._target = torch.zeros(size // 8, dtype=torch.int64)
+        self()
+
+    def __call__(self) -> float:
+        """Seconds of one, by two threads."""
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2)
+        self._target.copy_(self._source)  # wakes the threads
+        begin = time.perf_counter()
+        self._target.copy_(self._source)
+        seconds = time.perf_counter() - begin
+        torch.set_num_threads(threads)
+        return seconds
+
+
+class Run:
+    """A trainer's engine, a server and the publisher between them, over one route."""
+
+    def __init__(self, stack: ExitStack, model: Path, folder: Path, route: str) -> None:
+        from rl_contracts.aio import LoopThread
+        from rl_contracts.data import FinetuneSpec
+        from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+        from rl_inference import EmbeddedEngine, InferenceConfig
+        from rl_inference.testing import ServerProcess
+        from rl_trainers import PublishConfig, WeightPublisher
+
+        memory = Path("/dev/shm")
+        base = memory if memory.is_dir() and route != "disk" else folder
+        weights = stack.enter_context(tempfile.TemporaryDirectory(dir=base, prefix="rl-weight-publish-"))
+        options = {"weights_dir": weights, "slots": 4}
+        server = stack.enter_context(ServerProcess(model, folder / f"{route}.log", options=options))
+        self.loop = stack.enter_context(LoopThread("benchmark"))
+        self.client = EmbeddedEngine(InferenceConfig())
+        self.client.initialize([server.address])
+        stack.callback(lambda: self.loop.run(self.client.destroy(), 10))
+        self.engine = FSDPEngine(FSDPEngineConfig(optimizer=None))
+        self.engine.initialize(FinetuneSpec(str(model), 1))
+        stack.callback(self.engine.destroy)
+        config = PublishConfig(route=route)
+        self.publisher = WeightPublisher(self.engine, self.client, self.loop.run, config, weights)
+        self.version = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parameters."""
+        return sum(p.numel() * p.element_size() for _, p in self.engine._model.hugging_face_parameters())
+
+    def publish(self) -> dict[str, float]:
+        """One update; its seconds, all told and paused."""
+        self.version += 1
+        begin = time.perf_counter()
+        times = self.publisher.publish(self.version)
+        seconds = time.perf_counter() - begin
+        assert self.client.version == self.version
+        return {"total": seconds, "after_sending": times["time/stage"], "paused": times["time/paused"]}
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """One answer after the other is being written."""
+        from rl_contracts.config import GenerationConfig
+        from rl_contracts.data import ModelRequest
+
+        async def work() -> None:
+            while True:
+                await self.client.agenerate(
+                    ModelRequest([5, 6, 7], GenerationConfig(max_new_tokens=64, ignore_eos=True))
+                )
+
+        async def begun() -> None:
+            while (await self.client.stats())["running"] < 1:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.01)
+
+        future = self.loop.submit(work())
+        self.loop.run(begun(), 60)
+        try:
+            yield
+        finally:
+            future.cancel()
+
+
+def measure(model: Path, folder: Path, route: str, warm: int, rounds: int) -> dict[str, Any]:
+    """Medians of one route, and of the rounds' ratios to a copy."""
+    with ExitStack() as stack:
+        run = Run(stack, model, folder, route)
+        copy = Copy(run.size)
+        for _ in range(warm):
+            run.publish()
+        limits, found = [], []
+        for _ in range(rounds):
+            limits.append(statistics.median(copy() for _ in range(3)))
+            found.append(run.publish())
+        with run.generating():
+            busy = [run.publish() for _ in range(rounds)]
+        size = run.size
+    ratios = [one["total"] / limit for one, limit in zip(found, limits, strict=True)]
+    limit = statistics.median(limits)
+    result = {
+        "mebibytes": round(size / MIB, 1),
+        "copy_s": round(limit, 4),
+        "total_s": round(statistics.median(one["total"] for one in found), 4),
+        "after_sending_s": round(statistics.median(one["after_sending"] for one in found), 4),
+        "ratio": round(statistics.median(ratios), 2),
+        "best_ratio": round(min(ratios), 2),
+        "while_generating_s": round(statistics.median(one["total"] for one in busy), 4),
+        "paused_s": round(statistics.median(one["paused"] for one in busy), 4),
+    }
+    result["paused_ratio"] = round(result["paused_s"] / limit, 3)
+    print(
+        f"{route:10s} {result['total_s']:.3f} s, {result['ratio']:.1f} copies of {limit:.3f} s; paused "
+        f"{result['paused_s'] * 1e3:.1f} ms; while generating {result['while_generating_s']:.3f} s "
+        f"(load {os.getloadavg()[0]:.1f})",
+        flush=True,
+    )
+    return result
+
+
+def main() -> None:
+    """Measure, and print a line per route and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mebibytes", type=int, default=512, help="size of the parameters")
+    parser.add_argument("--rounds", type=int, default=5, help="updates that count")
+    parser.add_argument("--warm", type=int, default=3, help="updates before, which do not")
+    parser.add_argument("--route", choices=["shm", "broadcast", "disk"], action="append", help="only these")
+    parser.add_argument("--quick", action="store_true", help="a small model and few updates, to see that it runs")
+    options = parser.parse_args()
+    mebibytes, warm, rounds = (8, 1, 2) if options.quick else (options.mebibytes, options.warm, options.rounds)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = make_model(folder / "model", mebibytes)
+        routes = options.route or ["shm", "broadcast", "disk"]
+        figures: dict[str, Any] = {route: measure(model, folder, route, warm, rounds) for route in routes}
+    print(json.dumps({**figures, "required": REQUIRED}))
+
+
+if __name__ == "__main__":
+    main()

@@ -36,11 +36,11 @@ class Run:
         self.client.initialize([address])
         self.low_precision = serve_dtype != "float32"
         self.publisher = WeightPublisher(self.engine, self.client, loop.run, PublishConfig(), str(directory))
-        self.forget("current")
+        self.forget()
 
-    def forget(self, proximal):
+    def forget(self, proximal="current", answer_every=0):
         """Begin anew: nothing is suspected, and the servers hold what the trainer holds."""
-        config = GapConfig(rows=3, warn=0.005, stop=2.0, patience=1)
+        config = GapConfig(rows=3, warn=0.005, stop=2.0, patience=1, answer_every=answer_every)
         gate = GapGate(self.engine, self.client, self.loop.run, config, self.low_precision)
         self.weights, self.actor = (
             Weights(self.publisher, gate),
@@ -115,7 +115,7 @@ def whole_run(tmp_path_factory, model, fault_file):
 def run(whole_run, fault_file):
     """A run in which all is well so far: two steps were taken without an alarm."""
     fault_file.write_text("")
-    whole_run.forget("current")
+    whole_run.forget()
     for _ in range(2):
         stats = whole_run.step()
         assert stats["gap/mean_abs"] < 1e-4
@@ -179,13 +179,36 @@ def test_gap_stale_prefix_cache_is_named(run, fault_file):
     assert "one to a new prompt is right" in message
 
 
-def _learn_from_answers_made_a_step_before(run, clean):
-    late = run.answers()
-    run.step(clean)
-    for _ in range(2):
+def _learn_from_answers_made_a_step_before(run, clean, steps=2):
+    """As an asynchronous run does; returns the last step's figures."""
+    late, stats = run.answers(), run.step(clean)
+    for _ in range(steps):
         following = run.answers()
-        run.step(late)
+        stats = run.step(late)
         late = following
+    return stats
+
+
+def test_gap_asynchronous_run_has_answers_made_where_its_batches_have_no_fresh_token(run):
+    run.forget(answer_every=2)
+    stats = _learn_from_answers_made_a_step_before(run, run.answers())
+    assert stats["gap/fresh_mean_abs"] is None
+    assert stats["gap/empty"] == 1
+    assert stats["gap/answers_mean_abs"] < 1e-4
+
+
+@pytest.mark.parametrize(("fault", "name"), [("temperature", "temperature"), ("stale prefix", "stale prefix cache")])
+def test_gap_fault_of_an_asynchronous_run_is_named_by_answers_made_for_it(run, fault_file, fault, name):
+    run.forget(answer_every=2)
+    clean = run.answers()
+    fault_file.write_text(fault)
+    assert f"Likely cause: {name}" in _alarm(_learn_from_answers_made_a_step_before, run, clean, 4)
+
+
+def test_gap_suspicion_that_no_further_batch_can_confirm_is_examined_on_answers_made_for_it(run, fault_file):
+    fault_file.write_text("temperature")
+    off = run.answers()
+    assert "Likely cause: temperature" in _alarm(_learn_from_answers_made_a_step_before, run, off)
 
 
 def test_gap_version_stamped_late_is_named(run, fault_file):

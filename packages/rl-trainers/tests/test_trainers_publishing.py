@@ -96,4 +96,5 @@ def test_gap_gate_servers_that_compute_something_else_stop_the_run(parts):
 def test_gap_gate_switched_off_is_null_not_zero(parts):
     engine, server, loop, _ = parts
     gap = GapGate(engine, server, loop.run, GapConfig(rows=0)).check(make_batch(2))
-    assert gap == {"gap/mean_abs": None, "gap/max_abs": None, "gap/k3": None, "gap/empty": 0.0}
+    assert gap.pop("gap/empty") == 0.0
+    assert set(gap.values()) == {None}

@@ -46,13 +46,17 @@ class GapConfig:
     """Mean absolute difference, in nats, above which the run stops at once."""
     patience: int = 5
     """Comparisons above `warn` in a row at which the run stops as well, unless rounding to 16 bits explains them."""
+    answer_every: int = 20
+    """Steps in a row without a fresh token after which the servers answer `rows` of the batch's prompts again (at most
+    16 tokens each), so that there are some; 0: never. Asynchronous runs seldom have fresh tokens of their own."""
     timeout: float = 60.0
-    """Seconds for the servers to score the rows."""
+    """Seconds for the servers to score or answer the rows."""
 
     def __post_init__(self) -> None:
         require(self.rows >= 0, "gap.rows", "0 (off) or more", self.rows)
         require(0 < self.warn <= self.stop, "gap.warn", f"more than 0 and at most gap.stop ({self.stop})", self.warn)
         require(self.patience >= 1, "gap.patience", "at least 1", self.patience)
+        require(self.answer_every >= 0, "gap.answer_every", "0 (never) or more steps", self.answer_every)
         require(self.timeout > 0, "gap.timeout", "more than 0 seconds", self.timeout)
 
 
@@ -83,6 +87,7 @@ class GapGate:
         self._scores = Alarm(config, "the servers' scores")
         self._fresh = Alarm(config, "the recorded log-probs of tokens that the trainer's version made")
         self._kept: tuple[TensorDict, torch.Tensor] | None = None
+        self._without_fresh = 0
 
     def check(
         self,
@@ -98,14 +103,16 @@ class GapGate:
             sent: the trainer's receipt of the version.
 
         Returns:
-            `gap/mean_abs`, `gap/max_abs`, `gap/k3` over the compared tokens of all replicas, None without any; and
-            `gap/empty`, the comparisons that found no token.
+            `gap/mean_abs`, `gap/max_abs`, `gap/k3` over the compared tokens of all replicas, None without any;
+            `gap/answers_mean_abs` where the servers answered for the gate; and `gap/empty`, the comparisons that found
+            no token.
 
         Raises:
             WeightUpdateError: the scores are off by more than `stop`, or for too long; names the cause.
         """
         if not self.config.rows:
-            return {"gap/mean_abs": None, "gap/max_abs": None, "gap/k3": None, "gap/empty": 0.0}
+            names = ("gap/mean_abs", "gap/max_abs", "gap/k3", "gap/answers_mean_abs")
+            return {**dict.fromkeys(names), "gap/empty": 0.0}
         from rl_contracts.trajectory import select
 
         rows = select(batch, list(range(min(self.config.rows, batch.batch_size[0]))))
@@ -114,23 +121,51 @@ class GapGate:
         ours, theirs = self.experiments.ours(rows), self.experiments.scores(rows, self.inference.score)
         gap = self.experiments.compare(ours, theirs, mask)
         kept, self._kept = self._kept, (rows, ours)
-        recorded = (fresh or {}).get(FRESH_MEAN)
-        if recorded is not None and self._fresh.note(recorded):
-            log.warning(
-                "recorded log-probs of fresh tokens are %.3g nats off; the next batch is examined before its update",
-                recorded,
-            )
-        empty = float(gap is None) + float(recorded is None and FRESH_MEAN in (fresh or {}))
-        if gap is None:
-            return {"gap/mean_abs": None, "gap/max_abs": None, "gap/k3": None, "gap/empty": empty}
-        if self._scores.note(gap.mean_abs):
+        result: dict[str, float | None] = {
+            "gap/mean_abs": None if gap is None else gap.mean_abs,
+            "gap/max_abs": None if gap is None else gap.max_abs,
+            "gap/k3": None if gap is None else gap.k3,
+        }
+        if gap is not None and self._scores.note(gap.mean_abs):
             causes = self._explain_scores(gap, rows, theirs, mask, kept, sent)
             self._scores.speak(gap, self.engine.version, causes)
-        return {"gap/mean_abs": gap.mean_abs, "gap/max_abs": gap.max_abs, "gap/k3": gap.k3, "gap/empty": empty}
+        compared = FRESH_MEAN in (fresh or {})
+        recorded = (fresh or {}).get(FRESH_MEAN)
+        result["gap/answers_mean_abs"] = self._note_fresh(rows, recorded) if compared else None
+        return result | {"gap/empty": float(gap is None) + float(compared and recorded is None)}
+
+    def _note_fresh(self, rows: TensorDict, recorded: float | None) -> float | None:
+        """Count what the actor found. Where it long had nothing to compare, ask for answers; their mean difference."""
+        if recorded is not None:
+            self._without_fresh = 0
+            if self._fresh.note(recorded):
+                log.warning("recorded log-probs are %.3g nats off; the next batch is examined first", recorded)
+            return None
+        self._without_fresh += 1
+        if not self.config.answer_every or self._without_fresh < self.config.answer_every:
+            return None
+        self._without_fresh = 0
+        found = self._answered(rows)
+        if found is None:
+            return None
+        gap, answers = found
+        if self._fresh.note(gap.mean_abs):
+            self._fresh.speak(gap, self.engine.version, self._explain_fresh(gap, answers))
+        return gap.mean_abs
+
+    def _answered(self, rows: TensorDict) -> tuple[Gap, TensorDict] | None:
+        """Fresh answers to the rows' prompts, and their gap."""
+        answers = self.experiments.answers(rows)
+        gap = None if answers is None else self._gap_of_fresh(answers)
+        return None if answers is None or gap is None else (gap, answers)
+
+    def _gap_of_fresh(self, rows: TensorDict) -> Gap | None:
+        return self.experiments.compare(self.experiments.ours(rows), rows["logprobs"], rows["fresh"])
 
     def examine(self, batch: TensorDict) -> None:
         """Before an update (collective): where the fresh tokens of a batch before were off, find out why on those of
-        this one, with the weights that they say they came from. Else this does nothing.
+        this one, with the weights that they say they came from; where it has none, on answers made for it. Else this
+        does nothing.
 
         Args:
             batch: prepared by the actor.
@@ -143,12 +178,16 @@ class GapGate:
         from rl_contracts.trajectory import select
 
         ours = self.experiments.ours(batch)
-        difference = (ours - batch["logprobs"]).abs() * batch["fresh"]
         gap = self.experiments.compare(ours, batch["logprobs"], batch["fresh"])
-        if gap is not None:  # else a later batch has fresh tokens
-            worst = difference.sum(-1).argsort(descending=True, stable=True)
+        if gap is not None:
+            worst = ((ours - batch["logprobs"]).abs() * batch["fresh"]).sum(-1).argsort(descending=True, stable=True)
             rows = select(batch, worst[: self.config.rows])
-            self._fresh.speak(gap, self.engine.version, self._explain_fresh(gap, rows))
+        else:
+            found = self._answered(select(batch, list(range(min(self.config.rows, batch.batch_size[0])))))
+            if found is None:
+                return
+            gap, rows = found
+        self._fresh.speak(gap, self.engine.version, self._explain_fresh(gap, rows))
 
     def _explain_scores(
         self,

@@ -17,8 +17,9 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.logging import get_logger
-from rl_contracts.trajectory import lengths
+from rl_contracts.trajectory import Trajectory, from_response, lengths, stack
 from rl_trainers.diagnosis import Gap, Receipts
+from rl_trainers.fresh import mark
 from rl_trainers.functional.divergence import gap_sums
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ TEMPERATURES = [0.1 * 100 ** (i / 12) for i in range(13)]
 """Where the search for another temperature begins: 0.1 to 10."""
 REFINEMENTS = 16
 """Steps of the golden section between the two neighbours of the best one; each shrinks the bracket by 0.618."""
+ANSWER_TOKENS = 16
+"""Tokens of an answer that the gate asks for itself."""
 PROBE_TOKENS = 8
 """Tokens generated to compare what a server generates with what it scores."""
 
@@ -97,6 +100,34 @@ class Experiments:
             return None
         return self.compare(ours, theirs, mask)
 
+    def answers(self, rows: TensorDict) -> TensorDict | None:
+        """Let the servers answer the rows' prompts again, now: rows of fresh tokens, marked as such. None, on every
+        rank, where they do not."""
+        made: list[Trajectory] = []
+        error: Exception | None = None
+        try:
+            made = self.run(self._answer_all(rows), self.timeout)
+        except (RLError, TimeoutError) as caught:
+            error = caught
+        if any(self.engine.parallel.gather_json(error is not None)):
+            log.info("servers do not answer for the gap gate: %s", error or "on another rank")
+            return None
+        result = stack(made)
+        mark(result, self.engine.version)
+        return result
+
+    async def _answer_all(self, rows: TensorDict) -> list[Trajectory]:
+        async def one(seed: int, row: TensorDict) -> Trajectory:
+            prompt, temperature, generated = _prompt(row)
+            generation = GenerationConfig(
+                max_new_tokens=min(ANSWER_TOKENS, generated), temperature=temperature, ignore_eos=True
+            )
+            answer = await self.inference.agenerate(ModelRequest(prompt, generation, seed=seed))
+            return from_response(answer, reward=0.0, temperature=temperature)
+
+        answered = rows[(rows["versions"] >= 0).any(-1)]
+        return await asyncio.gather(*(one(i, answered[i]) for i in range(answered.batch_size[0])))
+
     def temperature(self, rows: TensorDict, theirs: torch.Tensor, mask: torch.Tensor) -> tuple[float, Gap] | None:
         """The one temperature at which the trainer comes nearest to some log-probs, and how near; None without
         tokens."""
@@ -138,10 +169,9 @@ class Experiments:
         """
         recorded, scored = torch.zeros(PROBE_TOKENS), torch.zeros(PROBE_TOKENS)
         if rows.batch_size[0]:
-            generated = rows["versions"][0] >= 0
-            prompt = rows["input_ids"][0, : int(generated.long().argmax())].tolist()
-            tokens = min(PROBE_TOKENS, int(generated.sum()))
-            coroutine = self._generate_and_score(prompt[::-1] if new else prompt, float(rows["temperature"][0]), tokens)
+            prompt, temperature, generated = _prompt(rows[0])
+            asked = prompt[::-1] if new else prompt
+            coroutine = self._generate_and_score(asked, temperature, min(PROBE_TOKENS, generated))
             try:
                 values, scores = self.run(coroutine, self.timeout)
                 recorded[: len(values)], scored[: len(values)] = torch.tensor(values), torch.tensor(scores)
@@ -158,6 +188,12 @@ class Experiments:
             raise InferenceError("the server answered a probe without a token.")
         scores = await self.inference.score([*prompt, *answer.output_ids], temperature)
         return answer.logprobs, scores[len(prompt) :]
+
+
+def _prompt(row: TensorDict) -> tuple[list[int], float, int]:
+    """Ids before the first generated token, temperature, and number of generated tokens of one row."""
+    generated = row["versions"] >= 0
+    return row["input_ids"][: int(generated.long().argmax())].tolist(), float(row["temperature"]), int(generated.sum())
 
 
 def _against(sent: WeightReceipt, live: WeightReceipt) -> Receipts:

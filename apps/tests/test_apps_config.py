@@ -48,6 +48,7 @@ def test_compose_dotted_override_reaches_its_component():
         ("publish.timeout=100", "publish.timeout: expected more than rollout.server.rejoin_timeout"),
         ("algorithm.proximal=current actor.minibatches=2", "moves within the step"),
         ("publish.route=carrier-pigeon", "one of shm, disk"),
+        ("publish.host=10.0.0.7", "publish.host: expected 127.0.0.1 where publish.route=shm"),
         ("launcher.kind=kubernetes", "Installed: local"),
         ("deterministic=true", "deterministic=true with rollout.max_staleness: expected 0 .*, found 1"),
     ],
@@ -55,6 +56,12 @@ def test_compose_dotted_override_reaches_its_component():
 def test_compose_setting_that_cannot_work_is_refused_with_what_to_do(override, message):
     with pytest.raises(ConfigError, match=message):
         _grpo(*override.split(" "))
+
+
+def test_publish_ipc_between_devices_is_refused_with_both_fields():
+    config = _grpo("publish.route=ipc")
+    with pytest.raises(ConfigError, match=r"publish.route=ipc .*allocation=embedded:d1\+fsdp:d1"):
+        parts.check_publish(config.publish, config.allocation)
 
 
 def test_compose_biased_sampling_is_taken_where_it_is_allowed():

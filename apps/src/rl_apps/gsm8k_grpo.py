@@ -24,6 +24,7 @@ def check(config: GRPOConfig, layout: Layout) -> list[str]:
     """Everything that can be known before a process starts."""
     check_model(config.model.path)
     parts.check_rollout(config.rollout)
+    parts.check_publish(config.publish, config.allocation)
     train_rows = load_rows(config.data, "train", "rl", config.seed)
     if config.evaluation.rows:
         load_rows(config.data, "test", "rl", config.seed)

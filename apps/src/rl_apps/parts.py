@@ -100,6 +100,19 @@ def check_rollout(settings: RolloutSettings) -> None:
             )
 
 
+def check_publish(publish: PublishConfig, allocation: str) -> None:
+    """Refuse a route that this allocation cannot have.
+
+    Raises:
+        ConfigError: names both settings.
+    """
+    if publish.route == "ipc" and "|" not in allocation:
+        raise ConfigError(
+            f"publish.route=ipc needs trainer and server on one CUDA device, but allocation={allocation} gives each "
+            "devices of its own. Use publish.route=shm on one host, or publish.route=broadcast."
+        )
+
+
 def server_job(config: RunConfig, settings: RolloutSettings, layout: Layout, run_dir: Path) -> JobSpec:
     """The servers as a role: which model, how many, where they read new weights."""
     assert layout.rollout is not None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +135,7 @@ class NullInferenceEngine(InferenceEngine):
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self._refuse_bad(request)
         submitted = self.clock.now()
-        with self._interruptible():
+        with _Interruptible(self):
             await self._slots.acquire()
             self._timeline.set_busy(True)
             try:
@@ -152,16 +151,15 @@ class NullInferenceEngine(InferenceEngine):
         if error is not None:
             raise error
         self._generated += len(ids)
-        times = [began + self.config.latency + i * self.config.seconds_per_token for i in range(1, len(ids) + 1)]
         return ModelResponse(
             input_ids=list(request.input_ids),
             output_ids=ids.tolist(),
             logprobs=self._model.logprobs(ids, len(request.input_ids), request.generation.temperature),
-            versions=self._timeline.versions_at(times),
+            versions=self._timeline.versions_between(began + self._seconds(1), self.config.seconds_per_token, len(ids)),
             stop_reason=reason,
             server=self._addresses[0],
             seconds=self.clock.now() - submitted,
-            resubmissions=self._timeline.recomputes_between(began, times[-1]),
+            resubmissions=self._timeline.recomputes_between(began, began + self._seconds(len(ids))),
         )
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
@@ -228,23 +226,6 @@ class NullInferenceEngine(InferenceEngine):
         for task in list(self._tasks):
             task.cancel()
 
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Turn the cancellation by `destroy` into an error of the request; let any other pass."""
-        if self._closed:
-            raise InferenceError("null engine: used after destroy().")
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks[task] = None
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._closed and task.uncancel() <= 0:
-                raise InferenceError("null engine: destroyed while the request waited.") from None
-            raise
-        finally:
-            del self._tasks[task]
-
     def _seconds(self, tokens: int) -> float:
         """Generation time from the start of an answer to the end of its token number `tokens`."""
         return self.config.latency + tokens * self.config.seconds_per_token
@@ -281,7 +262,7 @@ class NullInferenceEngine(InferenceEngine):
             if not len(ids):
                 raise InferenceError("null engine: the given answer has no token; expected at least one.")
         first = generation.min_new_tokens
-        for index, token in enumerate(ids[first:room].tolist(), start=first):
+        for index, token in enumerate(ids[first:room].tolist() if ends else (), start=first):
             if token in ends:
                 return ids[: index + 1], StopReason.STOP
         ended = scripted is not None and len(ids) <= room and not generation.ignore_eos
@@ -321,3 +302,24 @@ def _receive(meta: WeightUpdateMeta) -> dict[str, int]:
         return receiver.receive(seated(meta, 1, 2), lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
     finally:
         receiver.close()
+
+
+class _Interruptible:
+    """One request: turns its cancellation by `destroy` into an error, and lets any other pass."""
+
+    __slots__ = ("_engine", "_task")
+
+    def __init__(self, engine: NullInferenceEngine) -> None:
+        if engine._closed:
+            raise InferenceError("null engine: used after destroy().")
+        task = asyncio.current_task()
+        assert task is not None
+        self._engine, self._task = engine, task
+
+    def __enter__(self) -> None:
+        self._engine._tasks[self._task] = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        del self._engine._tasks[self._task]
+        if isinstance(error, asyncio.CancelledError) and self._engine._closed and self._task.uncancel() <= 0:
+            raise InferenceError("null engine: destroyed while the request waited.") from None

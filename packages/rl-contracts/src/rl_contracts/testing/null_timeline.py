@@ -6,7 +6,6 @@ import asyncio
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 
 from rl_contracts.clock import Clock
 
@@ -69,13 +68,13 @@ class Timeline:
         if recompute:
             self._recompute_times.append(now)
 
-    def versions_at(self, times: Sequence[float]) -> list[int]:
-        """The version that served at each moment of generation time, in order; at a commit's own moment still the old
-        one."""
+    def versions_between(self, first: float, step: float, number: int) -> list[int]:
+        """The version that served at each of `number` moments of generation time, of which the first is `first`; at a
+        commit's own moment still the old one."""
         commits, versions = self._commit_times, self._commit_versions
-        if times and commits[-1] < times[0] - _RESOLUTION:
-            return [versions[-1]] * len(times)
-        return [versions[bisect_left(commits, time - _RESOLUTION) - 1] for time in times]
+        if commits[-1] < first - _RESOLUTION:
+            return [versions[-1]] * number
+        return [versions[bisect_left(commits, first + i * step - _RESOLUTION) - 1] for i in range(number)]
 
     def recomputes_between(self, began: float, ended: float) -> int:
         """How often an answer that took from `began` to `ended` was begun again from its prefix."""

@@ -159,6 +159,7 @@ class BroadcastSender:
     def close(self) -> None:
         """Leave the group and end the store. Safe to call twice."""
         self._leave()
+        self._host.close()
 
     def _meet(self, place: Place, check: Callable[[], None]) -> Broadcast:
         arrivals = self._host.wait_for_all(place, check)

@@ -126,9 +126,13 @@ class Host:
             ) from error
         self.place = replace(place, port=listener.getsockname()[1])
         wait = timedelta(seconds=place.timeout)
-        self.store = TCPStore(
+        self.store: Any = TCPStore(
             place.host, self.place.port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+
+    def close(self) -> None:
+        """End the store; receivers that wait in it get an error."""
+        self.store = None
 
     def new_update(self, version: int) -> Place:
         """A place for one try to send a version."""

@@ -6,8 +6,8 @@ A Qwen3 with few wide layers, whose float32 parameters add up to 512 MiB, is mad
 `FSDPEngine` and the publisher of a run, the other side an embedded server in a process of its own; each update is put
 on the route, staged, its receipts compared, and committed. The limit is a copy of as many bytes by two torch threads
 between warm pages, measured before each update. Pages are warm on both sides: the first updates are not counted.
-`ratio` is the median over updates, `undisturbed_ratio` that of the fastest update to the fastest copy: on a busy machine
-a long work is interrupted more often than a short one, and the second is the fairer one.
+`ratio` is the median over updates, `undisturbed_ratio` that of the fastest update to the fastest copy: on a busy
+machine a long work is interrupted more often than a short one, and the second is the fairer one.
 `paused` is the time for which the server does not generate at a commit, measured while it has an answer to write.
 
 The last line is one JSON object.

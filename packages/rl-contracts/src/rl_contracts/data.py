@@ -76,11 +76,12 @@ class WeightUpdateMeta:
     """Where one version of the weights is and how it travels."""
 
     route: str
-    """`shm` (same host, shared memory) or `disk` (safetensors on a shared file system)."""
+    """One of `rl_contracts.weights.ROUTES`."""
     version: int
     """The version that these weights become once committed."""
     location: str
-    """Path of the shared-memory file or of the directory with the safetensors."""
+    """Path of the shared-memory file or of the directory with the safetensors, address of a broadcast's meeting, or
+    handle of memory on a GPU."""
     params: tuple[ParamSpec, ...] = ()
     """The parameters in the order in which they lie in the shared memory; empty for routes that carry names
     themselves."""

@@ -7,7 +7,7 @@ The bytes of a tensor are read as signed 64-bit words w_i (the last one filled u
 Every word has an odd, hence invertible, factor of its own: changing one word always changes the sum, and the constant C
 makes zeros count. Exchanging words i and j changes it unless 2 (i - j) (w_i - w_j) is a multiple of 2^64. With
 i = r K + c the sum needs only the row sums and column sums of the words laid out as a matrix of K columns, so it costs
-two reductions and no multiplication per word: about two reads of memory. A shard that begins at word `offset` adds its
+two reductions and no multiplication per word. A shard that begins at word `offset` adds its
 own part; sums compose by (wrap-around) addition.
 """
 

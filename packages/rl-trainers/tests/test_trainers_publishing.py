@@ -34,7 +34,7 @@ def test_publish_all_receipts_agree_commits_the_version(parts):
 
 
 def test_publish_leaves_a_record_of_what_was_committed_last(parts, tmp_path):
-    engine, server, _, publisher = parts
+    _, server, _, publisher = parts
     publisher.publish(1)
     publisher.publish(2)
     server.faults.commit = lambda version: WeightUpdateError("planted")

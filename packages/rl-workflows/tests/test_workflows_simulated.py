@@ -247,7 +247,7 @@ LONG_CASES = [
 def test_million_events_consume_nothing_too_old_and_every_prompt_once():
     events: Counter = Counter()
     for seed, case in enumerate(LONG_CASES):
-        events += simulate(seed, 62_500, case)
+        events += simulate(seed, 50_000, case)
     print(dict(events))
     assert events.total() >= 1_000_000
     assert min(events[what] for what in ("rejected", "failed", "batches", "crashes", "saves")) > 100

@@ -410,7 +410,7 @@ async def test_rejoin_route_that_leaves_nothing_to_read_takes_part_from_the_next
     servers: list[ServerProcess], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("rl_contracts.weights.committed", "rl_inference.updates"):
-        monkeypatch.setattr(f"{module}.READABLE_ROUTES", ())
+        monkeypatch.setattr(f"{module}.STORED_ROUTES", ())
     trainer.record = False
     async with client(servers, update_timeout=2.0) as engine:
         await trainer.publish(engine)

@@ -14,8 +14,14 @@ from rl_contracts.config import require_choice
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, ReceiversLostError, WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_contracts.weights import MEETING_ROUTES, CommittedWeights, read_committed, seated, verify_receipt
-from rl_contracts.weights.committed import READABLE_ROUTES
+from rl_contracts.weights import (
+    MEETING_ROUTES,
+    STORED_ROUTES,
+    CommittedWeights,
+    read_committed,
+    seated,
+    verify_receipt,
+)
 from rl_inference.config import InferenceConfig
 from rl_inference.losses import ServerLostError
 from rl_inference.protocol import EmbeddedProtocol
@@ -180,7 +186,7 @@ class WeightUpdates:
         """Stage on all live servers. Over a route that leaves nothing to read, servers that came back can only be
         brought up by an update: they are staged with the others, and take part from its commit on."""
         self._staged, self._joining = None, []
-        joining = [] if meta.route in READABLE_ROUTES else self._returned()
+        joining = [] if meta.route in STORED_ROUTES else self._returned()
         servers = [*self._router.live, *joining]
         receipts: list[WeightReceipt]
         if meta.route in MEETING_ROUTES:

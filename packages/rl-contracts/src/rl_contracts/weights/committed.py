@@ -15,11 +15,10 @@ from pathlib import Path
 
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
+from rl_contracts.weights.transport import STORED_ROUTES
 
 RECORD = "committed.json"
 """Name of the record in the directory of the weights."""
-READABLE_ROUTES = ("shm", "disk")
-"""Routes whose weights lie in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class CommittedWeights:
     @property
     def readable(self) -> bool:
         """Whether the weights can still be read now that they are committed. Other routes leave nothing behind."""
-        return self.meta.route in READABLE_ROUTES
+        return self.meta.route in STORED_ROUTES
 
 
 def write_committed(directory: str | Path, meta: WeightUpdateMeta, receipt: WeightReceipt) -> None:

@@ -27,9 +27,10 @@ class FSDPEngineConfig:
     """`cpu`, `cuda`, or `auto`: CUDA where there is one."""
     entropy_grad: bool = False
     """Let the entropy carry gradient, for a loss that has an entropy bonus; costs memory and time in backward."""
-    max_logits: int = 1 << 26
+    max_logits: int = 0
     """Entries of a [tokens, vocabulary] float32 block that exist at once; what is over is done in chunks of tokens and
-    computed again in backward."""
+    computed again in backward. 0: what suits the device: 2^19 (2 MiB, which a core's cache holds) on a CPU, 2^26 on a
+    GPU."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in backward."""
     reshard_after_forward: bool = True
@@ -50,7 +51,7 @@ class FSDPEngineConfig:
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("serve_dtype", self.serve_dtype, ("", *DTYPES))
         require_choice("device", self.device, ("auto", "cpu", "cuda"))
-        require(self.max_logits >= 1, "max_logits", "at least 1", self.max_logits)
+        require(self.max_logits >= 0, "max_logits", "0 (what suits the device) or more entries", self.max_logits)
         require(self.timeout_seconds > 0, "timeout_seconds", "more than 0", self.timeout_seconds)
 
     @property

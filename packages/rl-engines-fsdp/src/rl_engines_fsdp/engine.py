@@ -107,7 +107,8 @@ class FSDPEngine(TrainEngine):
     def _wrap(self, model: torch.nn.Module) -> PackedCausalLM:
         if not self.config.deterministic:  # a server that makes the same bits multiplies with torch's choice
             speed_up(model)
-        max_logits = sys.maxsize if self.config.deterministic else self.config.max_logits
+        suits = 1 << 19 if self._device.type == "cpu" else 1 << 26
+        max_logits = sys.maxsize if self.config.deterministic else self.config.max_logits or suits
         return PackedCausalLM(model, max_logits, self.config.entropy_grad)
 
     def _read_source(self, path: str, like: PackedCausalLM | None = None) -> PackedCausalLM | None:

@@ -1,7 +1,7 @@
 """Log-probs and entropies of given tokens straight from hidden states, without a full [tokens, vocabulary] tensor.
 
-The vocabulary projection runs in chunks of tokens, and again in backward. Where the whole block is small, as with the
-vocabularies of toy models, it runs once and the probabilities are kept.
+The vocabulary projection runs in chunks of tokens, and again in backward. Where all probabilities together are small,
+as with the vocabularies of toy models, they are kept and it runs once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl_contracts.linear import linear
 from rl_contracts.token_logprobs import chosen_logprobs
 
 KEEP_AT_MOST = 1 << 22
-"""Entries of a block of probabilities that is kept for backward instead of being computed again (16 MiB)."""
+"""Probabilities that are kept for backward instead of being computed again, at most (16 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +89,17 @@ class _TokenLogprobs(torch.autograd.Function):
         tokens = hidden.shape[0]
         logprobs = hidden.new_empty(tokens, dtype=torch.float32)
         entropy, norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        probs: Tensor | None = None
+        simple = options.transform.cap is None and not options.entropy_grad
+        keep = simple and tokens * weight.shape[0] <= KEEP_AT_MOST
+        kept = logprobs.new_empty(tokens, weight.shape[0]) if keep else None
         for part in _chunks(tokens, weight.shape[0], options.max_logits):
             logits = _logits(hidden[part], weight, bias, options.transform)
             logprobs[part], norm[part] = chosen_logprobs(logits, targets[part], sharpness[part])
-            probs = (logits - norm[part, None]).exp_()
+            shifted = torch.sub(logits, norm[part, None], out=None if kept is None else kept[part])
+            probs = shifted.exp_()
             entropy[part] = norm[part] - logits.mul_(probs).sum(-1)
-        keep = tokens * weight.shape[0] <= min(KEEP_AT_MOST, options.max_logits)
-        simple = options.transform.cap is None and not options.entropy_grad
         ctx.options = options
-        ctx.save_for_backward(
-            hidden, weight, bias, targets, sharpness, norm, entropy, probs if keep and simple else None
-        )
+        ctx.save_for_backward(hidden, weight, bias, targets, sharpness, norm, entropy, kept)
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy

@@ -3,8 +3,9 @@
     uv run python tests/benchmarks/embedded_server.py [--peer vllm PYTHON]
 
 A random Qwen3 of 4 layers of width 128 in float32 on this machine's cores, prompts of 32 random tokens, all different,
-sampling at temperature 1, end tokens ignored. Ours is a server process spoken to by the client `EmbeddedEngine`, with
-log-probs and versions of every token. The sides take turns and never work at the same time. Two cases:
+sampling at temperature 1, end tokens ignored. Ours is spoken to by the client `EmbeddedEngine`, with log-probs and
+versions of every token. Every side may use all cores, as threads of one process or, ours, as a server per core that
+share the slots. The sides take turns and never work at the same time. Two cases:
 
 - `uniform`: 64 requests of 64 tokens; transformers answers them as one batch.
 - `long_tail`: 512 requests of log-normal length (mean about 54, at most 256) over 64 slots; transformers answers them
@@ -57,8 +58,9 @@ def make_cases(quick: bool) -> dict[str, list[int]]:
     return {"uniform": [uniform(i, 0) for i in range(64)], "long_tail": [long_tail(i, 0) for i in range(512)]}
 
 
-def best_threads(model: Path, scratch: Path) -> int:
-    """Threads with which our server is faster now: one, or one per core."""
+def best_layout(model: Path, scratch: Path, threads: int) -> tuple[int, int]:
+    """Servers and threads of each with which ours is faster now: one server with one thread, or with all cores, or a
+    server per core. `threads` other than 0 leaves only layouts with so many threads."""
 
     async def trial(side: EmbeddedSide) -> float:
         try:
@@ -66,11 +68,13 @@ def best_threads(model: Path, scratch: Path) -> int:
         finally:
             await side.engine.destroy()
 
+    cores = os.cpu_count() or 1
+    layouts = {(1, 1), (1, cores), (cores, 1)}
     seconds = {}
-    for count in {1, os.cpu_count() or 1}:
-        with embedded(model, count, scratch) as side:
-            seconds[count] = asyncio.run(trial(side))
-    return min(seconds, key=lambda count: seconds[count])
+    for layout in sorted(each for each in layouts if threads in (0, each[1])) or [(1, threads)]:
+        with embedded(model, layout, scratch) as side:
+            seconds[layout] = asyncio.run(trial(side))
+    return min(seconds, key=lambda layout: seconds[layout])
 
 
 async def worst_logprob(ours: EmbeddedSide, model: Path, requests: list[Request]) -> float:
@@ -120,7 +124,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", nargs=2, metavar=("vllm", "PYTHON"), help="also measure vLLM in that interpreter")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side per case")
-    parser.add_argument("--threads", type=int, default=0, help="of the server; 0: whichever is faster")
+    parser.add_argument("--servers", type=int, default=0, help="of ours, sharing 64 slots; 0: whichever is faster")
+    parser.add_argument("--threads", type=int, default=0, help="of each server; 0: whichever is faster")
     parser.add_argument("--peer-threads", type=int, default=0, help="of transformers; 0: whichever is faster")
     parser.add_argument("--case", choices=[*REQUIRED], help="only this case")
     parser.add_argument("--quick", action="store_true", help="a small model and little work, to see that it runs")
@@ -136,8 +141,11 @@ def main() -> None:
         heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
         limits = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
         model = tiny_model(scratch / "model", "qwen3", **shape, **heads, **limits)
-        threads = options.threads or best_threads(model, scratch)
-        ours = stack.enter_context(embedded(model, threads, scratch))
+        if options.servers:
+            layout = (options.servers, options.threads or 1)
+        else:
+            layout = best_layout(model, scratch, options.threads)
+        ours = stack.enter_context(embedded(model, layout, scratch))
         peer = stack.enter_context(transformers(model))
         peer.threads = options.peer_threads or peer.threads
         if not options.peer_threads:
@@ -147,7 +155,7 @@ def main() -> None:
             sides.append(stack.enter_context(vllm(model, options.peer[1], scratch)))
         rounds = 1 if options.quick else options.rounds
         result = {"benchmark": "embedded_server", "layers": layers, "hidden": hidden, "cores": os.cpu_count()}
-        result |= {"threads": threads, "transformers_threads": peer.threads}
+        result |= {"servers": layout[0], "threads": layout[1], "transformers_threads": peer.threads}
         result |= asyncio.run(run(ours, sides, cases, model, rounds))
     print(json.dumps(result))
 

@@ -11,7 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,14 @@ class EmbeddedSide(Side):
 
     name = "ours"
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, addresses: list[str]) -> None:
         self.engine = EmbeddedEngine(InferenceConfig())
-        self.engine.initialize([address])
+        self.engine.initialize(addresses)
+        self.servers = len(addresses)
         self.responses: list[ModelResponse] = []
         """Of the last run."""
         self.busy_share = 0.0
-        """Share of the last run's time in which the server's decode thread worked."""
+        """Share of the last run's time in which the servers' decode threads worked."""
 
     async def run(self, requests: list[Request]) -> float:
         """See `Side`."""
@@ -79,7 +80,7 @@ class EmbeddedSide(Side):
             self.responses = await asyncio.gather(*(self.engine.agenerate(r) for r in asked))
         seconds = time.perf_counter() - started
         after = await self.engine.stats()
-        self.busy_share = (after["busy_seconds"] - before["busy_seconds"]) / seconds
+        self.busy_share = (after["busy_seconds"] - before["busy_seconds"]) / seconds / self.servers
         for request, response in zip(requests, self.responses, strict=True):
             if not len(response.output_ids) == len(response.logprobs) == request.tokens:
                 raise SystemExit(f"asked for {request.tokens} tokens, got {len(response.output_ids)}")
@@ -87,16 +88,26 @@ class EmbeddedSide(Side):
 
 
 @contextmanager
-def embedded(model: Path, threads: int, scratch: Path) -> Iterator[EmbeddedSide]:
-    """A server process of ours and its client."""
-    server = ServerProcess(
-        model,
-        scratch / "embedded.log",
-        options={"device": "cpu", "slots": SLOTS, "threads": threads},
-        command=(sys.executable, "-m", "rl_inference.server"),
-    )
-    with server:
-        yield EmbeddedSide(server.address)
+def embedded(model: Path, layout: tuple[int, int], scratch: Path) -> Iterator[EmbeddedSide]:
+    """Server processes of ours and their client.
+
+    Args:
+        layout: servers, which share the slots, and threads of each.
+    """
+    servers, threads = layout
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                ServerProcess(
+                    model,
+                    scratch / f"embedded-{index}.log",
+                    options={"device": "cpu", "slots": SLOTS // servers, "threads": threads},
+                    command=(sys.executable, "-m", "rl_inference.server"),
+                )
+            )
+            for index in range(servers)
+        ]
+        yield EmbeddedSide([server.address for server in started])
 
 
 class TransformersSide(Side):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,12 +18,16 @@ from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights import (
     checksum,
     copy_with_checksum,
+    kernel,
     open_weights,
     staged_location,
     verify_receipt,
     write_weights,
 )
 from rl_contracts.weights.mapping import Mappings
+
+# the package's function of the same name hides the module
+checksum_module = importlib.import_module("rl_contracts.weights.checksum")
 
 ROUTES = ["shm", "disk"]
 CONSTANT = 0x1E3779B97F4A7C15
@@ -41,6 +46,7 @@ def formula(data: bytes, first: int = 0) -> int:
 # ---- checksum
 
 
+@settings(deadline=None)  # the first call compiles
 @given(st.binary(max_size=200), st.integers(0, 1000))
 def test_checksum_equals_its_definition(data: bytes, first: int) -> None:
     assert checksum(as_tensor(data), offset_bytes=8 * first) == formula(data, first)
@@ -322,3 +328,21 @@ def test_staged_locations_of_neighbouring_versions_differ(version: int) -> None:
         now, then = (staged_location("/x", route, v) for v in (version, version + 1))
         assert now != then
         assert now == staged_location("/x", route, version + 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(words=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=80), first=st.integers(0, 2**40))
+def test_checksum_compiled_loop_and_numpy_agree(words: list[int], first: int) -> None:
+    tensor = torch.tensor(words, dtype=torch.int64)
+    target = torch.empty_like(tensor)
+    expected = sum((word + 0x1E3779B97F4A7C15) * (2 * (first + i) + 1) for i, word in enumerate(words)) % 2**64
+
+    found = {checksum(tensor, 8 * first)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksum_module, "_kernel", lambda: None)
+        found.add(checksum(tensor, 8 * first))
+    copied = kernel.copy_words(target.numpy(), tensor.numpy(), first)
+
+    assert found == {expected}
+    assert copied == expected
+    assert torch.equal(target, tensor)

@@ -5,16 +5,20 @@ The bytes of a tensor are read as signed 64-bit words w_i (the last one filled u
     sum_i (w_i + C) * (2 i + 1)   modulo 2^64
 
 Every word has an odd, hence invertible, factor of its own: changing one word always changes the sum, and the constant C
-makes zeros count. Exchanging words i and j changes it unless 2 (i - j) (w_i - w_j) is a multiple of 2^64. With
-i = r K + c the sum needs only the row sums and column sums of the words laid out as a matrix of K columns, so it costs
-two reductions and no multiplication per word. A shard that begins at word `offset` adds its
-own part; sums compose by (wrap-around) addition.
+makes zeros count. Exchanging words i and j changes it unless 2 (i - j) (w_i - w_j) is a multiple of 2^64. A shard that
+begins at word `offset` adds its own part; sums compose by (wrap-around) addition.
+
+On a CPU a compiled loop sums while it copies. Where that is missing, and on other devices, i = r K + c says that the
+row sums and the column sums of the words laid out as a matrix of K columns are enough: two reductions and no
+multiplication per word.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.data import WeightReceipt
@@ -81,6 +85,9 @@ def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
         for first in range(start, stop, _CHUNK_WORDS):
             piece = slice(first * per_word, min(first + _CHUNK_WORDS, stop) * per_word)
             words = flat[piece].view(torch.int64).numpy()
+            if same and (kernel := _kernel()) is not None:
+                total += kernel.copy_words(words, given[piece].view(torch.int64).numpy(), first)
+                continue
             if same:
                 words[:] = given[piece].view(torch.int64).numpy()
             else:
@@ -110,12 +117,24 @@ def _in_shares(words: int, work: Callable[[int, int], int]) -> int:
 
 def _host_sum(words: Any, first: int) -> int:
     """The sum of int64 words, [n], the first of which has index `first`; not reduced."""
+    if (kernel := _kernel()) is not None:
+        return int(kernel.sum_words(words, first))
     count = len(words)
     whole = count - count % _COLUMNS
     total: int = _CONSTANT * ((first + count) ** 2 - first**2)
     for start in range(0, whole, _CHUNK_WORDS):
         total += _block(words[start : min(start + _CHUNK_WORDS, whole)].reshape(-1, _COLUMNS), first + start)
     return total + _block(words[whole:].reshape(1, -1), first + whole)
+
+
+@functools.cache
+def _kernel() -> ModuleType | None:
+    """The compiled loops; None without numba, then numpy takes some passes more."""
+    try:
+        from rl_contracts.weights import kernel
+    except ImportError:
+        return None
+    return kernel
 
 
 def _block(words: Any, first: int) -> int:

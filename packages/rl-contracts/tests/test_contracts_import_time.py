@@ -26,7 +26,8 @@ def test_import_every_module_takes_at_most_1_3_times_torch_alone() -> None:
     modules = [
         info.name
         for info in pkgutil.walk_packages(rl_contracts.__path__, "rl_contracts.")
-        if ".conformance" not in info.name and not info.name.endswith("__main__")
+        if ".conformance" not in info.name
+        and not info.name.endswith(("__main__", ".kernel"))  # a kernel is imported at its first use
     ]
     statement = "import " + ", ".join(modules)
     for warm in ("import torch", statement):

@@ -23,8 +23,8 @@ class InferenceConfig:
     """Sequences that one server generates at the same time."""
     context_length: int = 0
     """Tokens of prompt and answer together at most; 0: what the model says."""
-    prefill_tokens: int = 8192
-    """Tokens, padding included, that a server prefills in one pass at most."""
+    prefill_tokens: int = 2048
+    """Prompt tokens that a server reads in one pass at most, beside a token of each answer."""
     max_waiting: int = 4096
     """Requests that may wait at one server; beyond, the client backs off."""
     cpus: int = 1

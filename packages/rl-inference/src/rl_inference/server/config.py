@@ -29,9 +29,8 @@ class ServerConfig:
     """Tokens of prompt and answer together at most; 0: what the model says."""
     max_waiting: int = 4096
     """Requests that may wait for a slot; beyond, 503."""
-    prefill_tokens: int = 8192
-    """Tokens, padding included, of one prefill pass at most; a single longer prompt is one pass of its
-    own."""
+    prefill_tokens: int = 2048
+    """Prompt tokens that are read in one pass at most, beside a token of each answer; longer prompts take several."""
     max_request_bytes: int = 64 * 2**20
     """Larger request bodies are refused with 413."""
     threads: int = 0

@@ -225,7 +225,7 @@ def main() -> None:
         result: dict[str, Any] = {"benchmark": "grpo_step", "layers": layers, "hidden": hidden, "cores": os.cpu_count()}
         threads = options.peer_threads
         if options.peer and not threads:
-            threads = best_threads(Job("uniform", model, 1, 1, **sizes), root)
+            threads = best_threads(Job("uniform", model, 1, 1 if options.quick else 4, **sizes), root)
             print(f"trl runs with {threads} thread(s)", flush=True)
         for case in [options.case] if options.case else CASES:
             job = Job(case, model, options.warmup, options.steps, **sizes)

@@ -4,19 +4,26 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_grpo_step_quick_last_line_has_the_figures_of_both_cases() -> None:
-    command = [sys.executable, str(BENCHMARKS / "grpo_step.py"), "--quick"]
+
+def quick(name: str) -> dict[str, Any]:
+    """The JSON line of a benchmark in its small mode."""
+    command = [sys.executable, str(BENCHMARKS / name), "--quick"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
+    figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return figures
+
+
+def test_grpo_step_quick_last_line_has_the_figures_of_both_cases() -> None:
+    figures = quick("grpo_step.py")
     for case in ("uniform", "long_tail"):
         ours = figures[case]["ours"]
         assert ours["completions_per_s"] > 0
@@ -24,13 +31,8 @@ def test_grpo_step_quick_last_line_has_the_figures_of_both_cases() -> None:
     assert figures["uniform"]["ours"]["mean_tokens"] == 64
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_embedded_server_quick_last_line_has_the_ratio_of_both_cases() -> None:
-    command = [sys.executable, str(BENCHMARKS / "embedded_server.py"), "--quick"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
+    figures = quick("embedded_server.py")
     assert figures["logprob_error"] < 2e-5
     for case in ("uniform", "long_tail"):
         assert figures[case]["tokens_per_s"]["ours"] > 0
@@ -38,17 +40,8 @@ def test_embedded_server_quick_last_line_has_the_ratio_of_both_cases() -> None:
     assert figures["long_tail"]["requests"] == 80
 
 
-def _quick(name: str) -> dict:
-    """The JSON line of a benchmark in its small mode."""
-    command = [sys.executable, str(BENCHMARKS / name), "--quick"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
 def test_rollout_runtime_quick_last_line_has_rate_memory_and_floor() -> None:
-    figures = _quick("rollout_runtime.py")
+    figures = quick("rollout_runtime.py")
     assert figures["runtime"]["episodes"] == 4 * figures["outstanding"] / 10
     assert figures["runtime"]["outstanding_least"] <= figures["outstanding"]
     assert figures["runtime"]["episodes_per_s"] > 0
@@ -56,9 +49,8 @@ def test_rollout_runtime_quick_last_line_has_rate_memory_and_floor() -> None:
     assert min(figures[floor]["tasks_per_s"] for floor in ("tasks", "engine")) > 0
 
 
-@pytest.mark.slow
 def test_staleness_sweep_quick_never_exceeds_max_staleness_measured_or_simulated() -> None:
-    figures = _quick("staleness_sweep.py")
+    figures = quick("staleness_sweep.py")
     for kind in ("measured", "simulated"):
         assert [int(eta) for eta in figures[kind]] == [0, 1, 2, 4, 8]
         for eta, row in figures[kind].items():
@@ -66,24 +58,14 @@ def test_staleness_sweep_quick_never_exceeds_max_staleness_measured_or_simulated
             assert row["groups_per_s"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_async_overlap_quick_last_line_has_the_seconds_of_all_runs() -> None:
-    command = [sys.executable, str(BENCHMARKS / "async_overlap.py"), "--quick"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
+    figures = quick("async_overlap.py")
     assert set(figures["seconds_per_step"]) == {"asynchronous", "synchronous", "training", "generation"}
     assert all(seconds > 0 for seconds in figures["seconds_per_step"].values())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_weight_publish_quick_last_line_has_the_ratio_of_every_route() -> None:
-    command = [sys.executable, str(BENCHMARKS / "weight_publish.py"), "--quick"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
+    figures = quick("weight_publish.py")
     for route in ("shm", "broadcast", "disk"):
         assert figures[route]["ratio"] > 0
         assert figures[route]["paused_s"] > 0

@@ -58,6 +58,7 @@ def test_staleness_sweep_quick_never_exceeds_max_staleness_measured_or_simulated
             assert row["groups_per_s"] > 0
 
 
+@pytest.mark.nightly  # four runs of two processes each
 def test_async_overlap_quick_last_line_has_the_seconds_of_all_runs() -> None:
     figures = quick("async_overlap.py")
     assert set(figures["seconds_per_step"]) == {"asynchronous", "synchronous", "training", "generation"}

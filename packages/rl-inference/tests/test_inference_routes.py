@@ -275,8 +275,15 @@ def _die_in_the_middle(route: str, location: str, addresses: list[str], tensors:
 @pytest.mark.slow
 @pytest.mark.parametrize("route", ["broadcast", "shm"])
 def test_trainer_killed_in_the_middle_servers_go_on_and_a_new_trainer_publishes(
-    start: Any, model_path: Path, new_model_path: Path, tmp_path: Path, route: str
+    start: Any,
+    model_path: Path,
+    new_model_path: Path,
+    tmp_path: Path,
+    route: str,
+    monkeypatch: pytest.MonkeyPatch,
+    pytestconfig: pytest.Config,
 ) -> None:
+    monkeypatch.syspath_prepend(str(pytestconfig.rootpath))  # the new process finds this module there
     trainer, servers = start(2, route)
     new = parameters(new_model_path)
     trainer.publish(1, parameters(model_path))

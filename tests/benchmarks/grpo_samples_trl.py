@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from datasets import Dataset
+from grpo_step_trl import PLAIN
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -92,16 +93,7 @@ def main(path: str) -> None:
         optim="adamw_torch_fused",
         weight_decay=job["weight_decay"],
         adam_beta2=job["beta2"],
-        max_grad_norm=1.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        shuffle_dataset=False,
-        logging_strategy="no",
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **PLAIN,
         seed=job["seed"],
     )
     rows = [{"prompt": row["messages"], "answer": row["answer"]} for row in job["rows"]]

@@ -21,6 +21,20 @@ from imposed_lengths import CASES, even_share
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+PLAIN: dict[str, Any] = {
+    "max_grad_norm": 1.0,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "shuffle_dataset": False,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""Settings of TRL in every comparison: our clipping, prompts in their order, and nothing besides training."""
+
 
 class ImposedLengths(LogitsProcessor):
     """Forbids the end token before the row's length and forces it there, so that it is the row's last token."""
@@ -107,16 +121,7 @@ def main(path: str) -> None:
         optim="adamw_torch_fused",
         weight_decay=job["weight_decay"],
         adam_beta2=job["beta2"],
-        max_grad_norm=1.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        shuffle_dataset=False,
-        logging_strategy="no",
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **PLAIN,
         seed=job["seed"],
     )
     trainer = GRPOTrainer(

@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side per case")
     parser.add_argument("--servers", type=int, default=0, help="of ours, sharing 64 slots; 0: whichever is faster")
     parser.add_argument("--threads", type=int, default=0, help="of each server; 0: whichever is faster")
+    parser.add_argument("--compile", action="store_true", help="our servers compile their forward pass")
     parser.add_argument("--peer-threads", type=int, default=0, help="of transformers; 0: whichever is faster")
     parser.add_argument("--case", choices=[*REQUIRED], help="only this case")
     parser.add_argument("--quick", action="store_true", help="a small model and little work, to see that it runs")
@@ -145,7 +146,7 @@ def main() -> None:
             layout = (options.servers, options.threads or 1)
         else:
             layout = best_layout(model, scratch, options.threads)
-        ours = stack.enter_context(embedded(model, layout, scratch))
+        ours = stack.enter_context(embedded(model, layout, scratch, options.compile))
         peer = stack.enter_context(transformers(model))
         peer.threads = options.peer_threads or peer.threads
         if not options.peer_threads:
@@ -155,7 +156,8 @@ def main() -> None:
             sides.append(stack.enter_context(vllm(model, options.peer[1], scratch)))
         rounds = 1 if options.quick else options.rounds
         result = {"benchmark": "embedded_server", "layers": layers, "hidden": hidden, "cores": os.cpu_count()}
-        result |= {"servers": layout[0], "threads": layout[1], "transformers_threads": peer.threads}
+        result |= {"servers": layout[0], "threads": layout[1], "compiled": options.compile}
+        result |= {"transformers_threads": peer.threads}
         result |= asyncio.run(run(ours, sides, cases, model, rounds))
     print(json.dumps(result))
 

@@ -88,11 +88,12 @@ class EmbeddedSide(Side):
 
 
 @contextmanager
-def embedded(model: Path, layout: tuple[int, int], scratch: Path) -> Iterator[EmbeddedSide]:
+def embedded(model: Path, layout: tuple[int, int], scratch: Path, compiled: bool = False) -> Iterator[EmbeddedSide]:
     """Server processes of ours and their client.
 
     Args:
         layout: servers, which share the slots, and threads of each.
+        compiled: whether they compile their forward pass.
     """
     servers, threads = layout
     with ExitStack() as stack:
@@ -101,7 +102,12 @@ def embedded(model: Path, layout: tuple[int, int], scratch: Path) -> Iterator[Em
                 ServerProcess(
                     model,
                     scratch / f"embedded-{index}.log",
-                    options={"device": "cpu", "slots": SLOTS // servers, "threads": threads},
+                    options={
+                        "device": "cpu",
+                        "slots": SLOTS // servers,
+                        "threads": threads,
+                        "compile": str(compiled).lower(),
+                    },
                     command=(sys.executable, "-m", "rl_inference.server"),
                 )
             )

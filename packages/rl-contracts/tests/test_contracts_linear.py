@@ -14,7 +14,7 @@ from rl_contracts.linear import linear, speed_up
 def _taken_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use oneDNN wherever it can be called, whatever the processor."""
     monkeypatch.setattr(module, "LEAST_OUTPUTS", 1)
-    monkeypatch.setattr(module, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(module, "_mkl_wastes_speed", lambda: True)
     module.prefers_onednn.cache_clear()
     if not module.prefers_onednn():
         pytest.skip("this build of torch has no oneDNN")
@@ -81,9 +81,41 @@ def test_prefers_onednn_operator_that_computes_something_else_is_refused(monkeyp
     module.prefers_onednn.cache_clear()
 
 
-def test_prefers_onednn_on_processors_for_which_mkl_is_made_is_false(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_vendor", lambda: "GenuineIntel")
+@pytest.mark.parametrize(
+    ("vendor", "capability", "expected"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("GenuineIntel", "AVX512", False),
+        ("", "AVX512", False),
+    ],
+)
+def test_prefers_onednn_where_mkl_leaves_vector_instructions_unused(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str, expected: bool
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "_vendor", lambda: vendor)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     module.prefers_onednn.cache_clear()
 
-    assert not module.prefers_onednn()
+    assert module.prefers_onednn() is expected
     module.prefers_onednn.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_speed_up_compiled_model_equals_uncompiled(with_grad: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.ReLU(), torch.nn.Linear(24, 8, bias=False))
+    speed_up(model)
+    x = torch.randn(5, 16)
+
+    with torch.set_grad_enabled(with_grad):
+        found, expected = torch.compile(model, dynamic=True)(x), model(x)
+
+    torch.testing.assert_close(found, expected)
+    if with_grad:
+        parameters = list(model.parameters())
+        torch.testing.assert_close(
+            torch.autograd.grad(found.sum(), parameters), torch.autograd.grad(expected.sum(), parameters)
+        )

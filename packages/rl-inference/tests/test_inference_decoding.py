@@ -65,6 +65,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
     "exaone4": ALTERNATING,
     "seed_oss": {},
+    "nemotron": {},
 }
 TOLERANCE = 2e-5
 
@@ -200,7 +201,6 @@ def test_generate_any_family_through_weight_updates_equals_transformers(family: 
     ("family", "reason"),
     [
         ("stablelm", "does not let its attention be replaced"),
-        ("nemotron", "gets no keyword arguments"),
         ("diffllama", "computes other numbers"),  # has two softmaxes
         ("bert", "computes other numbers"),  # looks ahead
     ],

@@ -20,8 +20,6 @@ def attend(
     if layer.keys is None:
         layer.reserve(4 * BLOCK)
     span = TokenPass(torch.tensor(slots), torch.tensor(positions), max(positions) + 1, singles=len(slots))
-    layer.span = span
-    layer.update(states[1], states[2])
     return layer.attend(*states, span, scoring)
 
 

@@ -33,6 +33,7 @@ def server_job(config: InferenceConfig) -> JobSpec:
         "weights-dir": str(Path(config.weights_dir).resolve()) if config.weights_dir else "",
         "version": config.version,
         "deterministic": str(config.deterministic).lower(),
+        "compile": str(config.compile).lower(),
     }
     return JobSpec(
         role="rollout",

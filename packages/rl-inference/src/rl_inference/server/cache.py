@@ -5,12 +5,10 @@ Two layouts of a layer: `TorchLayer` works everywhere, `KernelLayer` is faster o
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from rl_inference.server.attention import Scoring, TokenPass, causal, masked, visible
 
@@ -28,17 +26,15 @@ def padded_length(tokens: int) -> int:
     return -(-tokens // BLOCK) * BLOCK
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class SlotLayer(ABC):
     """Keys and values of one layer. All layers, sliding ones too, keep every position; windows are a matter of what is
     looked at."""
 
-    is_sliding = False
-
     def __init__(self, slots: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.slots = slots
         self.capacity = 0
-        self.span: TokenPass | None = None
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
 
     @abstractmethod
     def room(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -52,11 +48,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def part(self, slots: torch.Tensor | slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first `length` positions of some slots in both stores; views for a slice."""
 
-    @abstractmethod
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: TokenPass, scoring: Scoring
     ) -> torch.Tensor:
-        """Keep the pass's keys and values and compute its attention.
+        """Keep the pass's keys and values and compute its attention. The first pass tells heads, sizes, dtype and
+        device.
 
         Args:
             query: [1, query heads, tokens, head dim].
@@ -65,6 +61,14 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Returns:
             [1, tokens, query heads, head dim].
         """
+        if self.keys is None:
+            self.room(key, value)
+        return self._attend(query, key, value, span, scoring)
+
+    @abstractmethod
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: TokenPass, scoring: Scoring
+    ) -> torch.Tensor: ...
 
     @abstractmethod
     def sequence(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,11 +84,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         keys, values = self.sequence(segment.slot, segment.start + segment.count)
         return causal(query[:, :, here], keys, values, scoring)
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take heads, sizes, dtype and device from the first keys and values."""
-        self.room(key_states, value_states)
-        self.is_initialized = True
-
     def reserve(self, capacity: int) -> None:
         """Make room for sequences of `capacity` tokens; keeps what is there."""
         kept, self.capacity = self.capacity, capacity
@@ -99,16 +98,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _like_tokens(self, store: torch.Tensor) -> torch.Tensor:
         """Something of the shape that `room` takes."""
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Announce this layer to the attention function, which keeps keys and values itself."""
-        if self.span is not None and self.span.cached:
-            if self.keys is None:
-                self.lazy_initialization(key_states, value_states)
-            self.span.layer = self
-        return key_states, value_states
-
     def copy_slots(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of some slots onto others."""
         if self.keys is None:
@@ -116,18 +105,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         everything = self.part(slice(None), length)
         for store, copied in zip(everything, self.part(sources, length), strict=True):
             store[targets] = copied
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Never used for a mask (the attention function makes its own)."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Unknown as one number, since slots differ; positions are always given explicitly."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Tokens for which a slot has room now."""
-        return self.capacity
 
 
 class TorchLayer(SlotLayer):
@@ -149,7 +126,7 @@ class TorchLayer(SlotLayer):
     def sequence(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.part(slice(slot, slot + 1), length)
 
-    def attend(
+    def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: TokenPass, scoring: Scoring
     ) -> torch.Tensor:
         self._write(key, value, span)
@@ -201,7 +178,7 @@ class KernelLayer(SlotLayer):
         keys, values = self.part(slice(slot, slot + 1), length)
         return keys.transpose(2, 3), values
 
-    def attend(
+    def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: TokenPass, scoring: Scoring
     ) -> torch.Tensor:
         import numpy as np
@@ -234,31 +211,29 @@ class KernelLayer(SlotLayer):
         return output[None]
 
 
-class SlotCache(Cache):
+class SlotCache:
     """All layers' slots. `use` says which tokens the next forward pass is about."""
 
     def __init__(self, layers: int, slots: int, context_length: int, layer: type[SlotLayer] = TorchLayer) -> None:
         self.slots = slots
         self.context_length = context_length
-        self._slot_layers = [layer(slots) for _ in range(layers)]
-        super().__init__(layers=list(self._slot_layers))
+        self.layers = [layer(slots) for _ in range(layers)]
 
     def use(self, span: TokenPass) -> None:
         """Direct the next forward pass to `span`, growing the slots (by doubling) where it needs more room."""
-        have = self._slot_layers[0].capacity
+        have = self.layers[0].capacity
         if span.cached and span.longest > have:
             wanted = min(max(padded_length(span.longest), 2 * have, 8 * BLOCK), padded_length(self.context_length))
-            for layer in self._slot_layers:
+            for layer in self.layers:
                 layer.reserve(wanted)
-        for layer in self._slot_layers:
-            layer.span = span
+        span.layers = self.layers
 
     def copy_slots(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions of slots `sources[i]` onto slots `targets[i]`, in all layers."""
         if not sources:
             return
-        keys = self._slot_layers[0].keys
+        keys = self.layers[0].keys
         device = keys.device if keys is not None else None
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        for layer in self._slot_layers:
+        for layer in self.layers:
             layer.copy_slots(source, target, length)

@@ -14,8 +14,9 @@ from rl_contracts.errors import ModelError
 from rl_contracts.linear import speed_up
 from rl_contracts.logging import get_logger
 from rl_contracts.token_logprobs import chosen_logprobs
-from rl_inference.server.attention import IMPLEMENTATION, TokenPass
+from rl_inference.server.attention import IMPLEMENTATION, TokenPass, running
 from rl_inference.server.cache import KernelLayer, SlotCache, SlotLayer, TorchLayer
+from rl_inference.server.compiled import compile_pass, stance
 from rl_inference.server.config import ServerConfig
 from rl_inference.server.directory import check_directory
 from rl_inference.server.selfcheck import check_numbers
@@ -90,6 +91,8 @@ class SlotModel:
         model.eval().requires_grad_(False)
         if not config.deterministic:  # a trainer that makes the same bits multiplies with torch's choice
             speed_up(model)
+        if config.compile:
+            compile_pass(model)
         result = cls(
             model, _load_tokenizer(path), config.slots, config.context_length or longest, _layer_type(model, device)
         )
@@ -114,13 +117,8 @@ class SlotModel:
         """
         self.cache.use(span)
         self._span = span
-        output = self.model(
-            input_ids=tokens[None],
-            position_ids=span.positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            span=span,
-        )
+        with running(span), stance(len(tokens)):
+            output = self.model(input_ids=tokens[None], position_ids=span.positions[None], use_cache=False)
         logits: torch.Tensor = output.logits[0]
         return logits
 

@@ -12,6 +12,7 @@ import torch
 
 from rl_contracts.errors import ModelError
 from rl_inference.server.attention import IMPLEMENTATION, Segment, TokenPass
+from rl_inference.server.compiled import uncompiled
 
 if TYPE_CHECKING:
     from rl_inference.server.model import SlotModel
@@ -73,7 +74,8 @@ def _by_itself(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
     """Log-probs [tokens, vocab] with the model's own attention and no cache."""
     model.model.set_attn_implementation("eager")
     try:
-        logits = model.model(input_ids=ids[None], use_cache=False).logits[0]
+        with uncompiled():
+            logits = model.model(input_ids=ids[None], use_cache=False).logits[0]
     finally:
         model.model.set_attn_implementation(IMPLEMENTATION)
     return torch.log_softmax(logits.float(), -1)

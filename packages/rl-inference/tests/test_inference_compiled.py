@@ -1,0 +1,89 @@
+"""The compiled pass: the same numbers in one graph, and errors that say what is missing."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.errors import ConfigError, ModelError
+from rl_inference.server.config import ServerConfig
+from rl_inference.server.job import GenerationJob
+from rl_inference.server.model import SlotModel
+from rl_inference.server.slots import SlotTable
+from rl_inference.testing import reference_logprobs, reference_model, tiny_model
+
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {}),
+        pytest.param("gemma2", {**SLIDING, "attn_logit_softcapping": 5.0}, marks=pytest.mark.nightly),
+        pytest.param("gemma3_text", SLIDING, marks=pytest.mark.nightly),
+        pytest.param("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}, marks=pytest.mark.nightly),
+    ],
+)
+def test_compiled_any_number_of_tokens_equals_transformers_in_one_graph(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path / "model", family, **settings)
+    torch._dynamo.reset()
+    table = SlotTable(
+        SlotModel.load(ServerConfig(model=str(path), port=0, device="cpu", slots=4, compile=True)), 4, 16, lambda: 0
+    )
+    generation = [GenerationConfig(max_new_tokens=5 + 4 * i, ignore_eos=True) for i in range(6)]
+    jobs = [
+        GenerationJob("job", [5, 9, 30 + i, *range(40, 40 + 7 * i)], settings, i, frozenset())
+        for i, settings in enumerate(generation)
+    ]
+    waiting = deque(jobs)
+
+    while waiting or table.running:
+        table.admit(waiting)
+        table.step()
+
+    model = reference_model(path)
+    for job in jobs:
+        expected = reference_logprobs(model, job.prompt, job.output_ids)
+        assert job.logprobs == pytest.approx(expected, abs=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+def test_compiled_changed_weights_are_used(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model", "qwen3")
+    model = SlotModel.load(ServerConfig(model=str(path), port=0, device="cpu", slots=1, compile=True))
+    ids = [5, 9, 30, 77, 12]
+    before = model.score(ids, 1.0)
+
+    for parameter in model.model.parameters():
+        parameter.data.mul_(1.5)
+
+    reference = reference_model(path)
+    for parameter in reference.parameters():
+        parameter.data.mul_(1.5)
+    found, expected = model.score(ids, 1.0)[1:], reference_logprobs(reference, ids[:1], ids[1:])
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert found != pytest.approx(before[1:], abs=1e-3)
+
+
+def test_compile_without_a_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_model(tmp_path / "model", "qwen3")
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
+
+    with pytest.raises(ModelError, match="Install g"):
+        SlotModel.load(ServerConfig(model=str(path), port=0, device="cpu", slots=1, compile=True))
+
+
+def test_compile_with_deterministic_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compile"):
+        ServerConfig(model="m", port=0, deterministic=True, compile=True)

@@ -29,7 +29,7 @@ from rl_contracts.engine import TrainEngine
 from rl_contracts.errors import EngineError
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine, ReferenceTrainEngine, make_batch
-from rl_contracts.trajectory import Trajectory, from_response, lengths
+from rl_contracts.trajectory import Trajectory, from_response, lengths, units
 from rl_contracts.weights import write_weights
 from rl_contracts.workflow import RolloutWorkflow
 
@@ -43,10 +43,11 @@ class LimitedReference(ReferenceTrainEngine):
         super().__init__(optimizer)
         self.limit = limit
 
-    def _rows(self, batch: Any) -> Iterator[Any]:
-        if batch.batch_size[0] and int(lengths(batch).max()) > self.limit:
-            raise EngineError("a row is longer than a micro-batch.")
-        return super()._rows(batch)
+    def _run(self, batch: Any) -> Iterator[Any]:
+        tokens = lengths(batch)
+        if any(int(tokens[unit].sum()) > self.limit for unit in units(batch)):
+            raise EngineError("rows that stay together are longer than a micro-batch.")
+        return super()._run(batch)
 
 
 class TestReferenceTrainEngine(TrainEngineConformance):

@@ -9,6 +9,19 @@ from itertools import pairwise
 from rl_contracts.errors import DataError
 
 
+def units_of(labels: Sequence[int]) -> list[list[int]]:
+    """Rows that must stay together: row indices of each label, ascending; labels in the order of their first row."""
+    found: dict[int, list[int]] = {}
+    for row, label in enumerate(labels):
+        found.setdefault(label, []).append(row)
+    return list(found.values())
+
+
+def expand(shares: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Shares of units as shares of their rows, ascending."""
+    return [sorted(row for unit in share for row in units[unit]) for share in shares]
+
+
 def pack_first_fit(lengths: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
     """First-fit decreasing bin packing of rows into micro-batches of at most `capacity` tokens.
 

@@ -2,7 +2,8 @@
 
 Minibatches are cut in global order of (group, episode) before they are sharded over data-parallel replicas, so that the
 same rows meet in the same optimizer step however many replicas there are. Within a minibatch the replicas' tokens are
-balanced, which may split a group: nothing that follows looks at positions, only at ids.
+balanced, which may split a group: nothing that follows looks at positions, only at ids. Rows of one unit (the entry
+`unit_ids`: the two answers of a preference pair) are never parted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_contracts.errors import ConfigError
-from rl_contracts.packing import balance, cut
+from rl_contracts.packing import balance, cut, units_of
 
 if TYPE_CHECKING:
     import torch
@@ -30,29 +31,42 @@ def global_order(batch: TensorDict) -> torch.Tensor:
     return by_episode[torch.argsort(batch["group_ids"][by_episode], stable=True)]
 
 
+def _ordered_units(batch: TensorDict) -> list[list[int]]:
+    """Rows that stay together, in global order."""
+    from rl_contracts.trajectory import UNIT_KEY
+
+    order = global_order(batch)
+    rows: list[int] = order.tolist()
+    if UNIT_KEY not in batch:
+        return [[row] for row in rows]
+    return [[rows[place] for place in unit] for unit in units_of(batch[UNIT_KEY][order].tolist())]
+
+
 def share(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) -> TensorDict:
     """This replica's rows of a batch that every replica holds whole, with the entry `minibatch`.
 
     Raises:
-        ConfigError: there are fewer rows than minibatches.
+        ConfigError: there are fewer rows (or units of rows) than minibatches.
     """
     import torch
 
     from rl_contracts.trajectory import lengths, select
 
-    rows = batch.batch_size[0]
-    if rows < minibatches:
+    together = _ordered_units(batch)
+    if len(together) < minibatches:
         raise ConfigError(
-            f"a batch of {rows} rows cannot be cut into {minibatches} minibatches; lower actor.minibatches."
+            f"a batch of {len(together)} rows cannot be cut into {minibatches} minibatches; lower actor.minibatches."
         )
-    order, sizes = global_order(batch), lengths(batch)
+    tokens = lengths(batch).tolist()
     mine: list[int] = []
     label: list[int] = []
-    for number, part in enumerate(cut(rows, minibatches)):
-        members = order[part.start : part.stop]
-        chosen = balance(sizes[members].tolist(), parallel.dp_size)[parallel.dp_rank]
-        mine += members[chosen].tolist()
-        label += [number] * len(chosen)
+    for number, part in enumerate(cut(len(together), minibatches)):
+        members = together[part.start : part.stop]
+        weights = [sum(tokens[row] for row in unit) for unit in members]
+        chosen = balance(weights, parallel.dp_size)[parallel.dp_rank]
+        rows = [row for index in chosen for row in members[index]]
+        mine += rows
+        label += [number] * len(rows)
     result = select(batch, mine)
     result[MINIBATCH_KEY] = torch.tensor(label, dtype=torch.int64)
     return result

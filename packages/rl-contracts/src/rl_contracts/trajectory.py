@@ -42,6 +42,10 @@ ROW_KEYS: dict[str, str] = {
 }
 """Per-row entries, [B], of every batch, with their dtypes."""
 
+UNIT_KEY = "unit_ids"
+"""int64 [B], where a batch has it: rows of the same unit (the two answers of a preference pair) are learned from in the
+same micro-batch, so that a loss may compare them."""
+
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
@@ -176,6 +180,15 @@ def lengths(batch: TensorDict) -> torch.Tensor:
     return batch["attention_mask"].sum(-1)
 
 
+def units(batch: TensorDict) -> list[list[int]]:
+    """Rows that stay together, as row indices of each unit; without the entry `unit_ids` each row by itself."""
+    from rl_contracts.packing import units_of
+
+    if UNIT_KEY not in batch:
+        return [[row] for row in range(batch.batch_size[0])]
+    return units_of(batch[UNIT_KEY].tolist())
+
+
 def validate(batch: TensorDict, generated: bool = True) -> None:
     """Check a batch once, where it enters training.
 
@@ -191,7 +204,8 @@ def validate(batch: TensorDict, generated: bool = True) -> None:
     import torch
 
     size = batch["input_ids"].shape if "input_ids" in batch else torch.Size([])
-    for names, shape in ((TOKEN_KEYS, size), (ROW_KEYS, size[:1])):
+    of_rows = ROW_KEYS | ({UNIT_KEY: "int64"} if UNIT_KEY in batch else {})
+    for names, shape in ((TOKEN_KEYS, size), (of_rows, size[:1])):
         for name, dtype in names.items():
             if name not in batch:
                 raise DataError(f"batch: key {name!r} is missing; it has {sorted(map(str, batch.keys()))}.")
@@ -312,7 +326,9 @@ class PackedBatch:
     tokens: dict[str, torch.Tensor]
     """Per-token entries, [N]."""
     rows: dict[str, torch.Tensor]
-    """Per-row entries, [S]."""
+    """Per-row entries, [S]; `unit_ids`, where the batch has them, count from 0 here."""
+    num_units: int
+    """U: units of rows that stay together; S where the batch has no `unit_ids`."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         try:
@@ -344,6 +360,16 @@ class PackedBatch:
         """Sum of per-token values [N] in each row, [S]; carries gradient."""
         return values.new_zeros(self.num_rows).index_add(0, self.row_of_token, values)
 
+    def unit_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of per-row values [S] in each unit, [U]; carries gradient."""
+        if UNIT_KEY not in self.rows:
+            return values
+        return values.new_zeros(self.num_units).index_add(0, self.rows[UNIT_KEY], values)
+
+    def last_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """The entry of each row's last token, [S], of per-token values [N]; carries gradient."""
+        return values[self.cu_seqlens[1:].long() - 1]
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same on another device, without waiting for the copy."""
 
@@ -357,6 +383,7 @@ class PackedBatch:
             move(self.row_of_token),
             {k: move(v) for k, v in self.tokens.items()},
             {k: move(v) for k, v in self.rows.items()},
+            self.num_units,
         )
 
 
@@ -371,6 +398,10 @@ def pack(batch: TensorDict) -> PackedBatch:
     tensors: dict[str, torch.Tensor] = {
         str(k): v for k, v in batch.items() if isinstance(v, torch.Tensor) and k != "attention_mask"
     }
+    num_units = len(sizes)
+    if UNIT_KEY in tensors:
+        seen, tensors[UNIT_KEY] = torch.unique(tensors[UNIT_KEY], return_inverse=True)
+        num_units = len(seen)
     return PackedBatch(
         cu_seqlens=cu_seqlens,
         max_seqlen=int(sizes.max()) if len(sizes) else 0,
@@ -378,6 +409,7 @@ def pack(batch: TensorDict) -> PackedBatch:
         row_of_token=torch.repeat_interleave(torch.arange(len(sizes)), sizes),
         tokens={k: v[mask] for k, v in tensors.items() if is_token_entry(v, width)},
         rows={k: v for k, v in tensors.items() if not is_token_entry(v, width)},
+        num_units=num_units,
     )
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_contracts.errors import DataError, EngineError
-from rl_contracts.packing import pack_first_fit
+from rl_contracts.packing import expand, pack_first_fit
 from rl_contracts.parallel import ParallelContext
-from rl_contracts.trajectory import PackedBatch, lengths, pack, select
+from rl_contracts.trajectory import PackedBatch, lengths, pack, select, units
 from rl_engines_fsdp.config import FSDPEngineConfig
 
 if TYPE_CHECKING:
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 def plan(batch: TensorDict, config: FSDPEngineConfig, parallel: ParallelContext) -> list[list[int]]:
-    """Row indices of each micro-batch (collective); those of a rank with fewer rows may be empty.
+    """Row indices of each micro-batch (collective); those of a rank with fewer rows may be empty. Units stay whole.
 
     Raises:
         EngineError: a row is longer than a micro-batch, on any rank.
     """
-    sizes, max_tokens = lengths(batch).tolist(), config.micro_batch.max_tokens
+    tokens, max_tokens, together = lengths(batch).tolist(), config.micro_batch.max_tokens, units(batch)
+    sizes = [sum(tokens[row] for row in unit) for unit in together]
     bins: list[list[int]] = []
     error: EngineError | None = None
     try:
@@ -34,13 +35,15 @@ def plan(batch: TensorDict, config: FSDPEngineConfig, parallel: ParallelContext)
     parallel.agree(error, "cutting a batch into micro-batches")
     if config.deterministic:
         # a row's numbers must not depend on its neighbours, and kernels round differently for other shapes
-        bins = [[row] for row in range(len(sizes))] or [[]]
+        bins = [[unit] for unit in range(len(sizes))] or [[]]
     if parallel.dp_size == 1:
-        return bins
+        return expand(bins, together)
     count = int(parallel.max_over_replicas(torch.tensor([len(bins)]))[0])
     if config.deterministic:
-        return bins + [[] for _ in range(count - len(bins))]
-    return bins if count == len(bins) else pack_first_fit(sizes, max_tokens, at_least=count)
+        bins = bins + [[] for _ in range(count - len(bins))]
+    elif count != len(bins):
+        bins = pack_first_fit(sizes, max_tokens, at_least=count)
+    return expand(bins, together)
 
 
 def packed(batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int], PackedBatch]]:

@@ -22,7 +22,7 @@ from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
-from rl_contracts.trajectory import PackedBatch, empty_like, pad_to, select
+from rl_contracts.trajectory import UNIT_KEY, PackedBatch, empty_like, pad_to, select
 from rl_contracts.weights import WeightReceiver, checksum, open_weights, seated
 
 OPTIMIZER = OptimizerConfig(
@@ -45,6 +45,14 @@ def policy_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tenso
     }
 
 
+def pair_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
+    """A loss that compares the rows of each unit, and counts the units that it sees."""
+    sums = packed.row_sums(torch.where(packed["loss_mask"], outputs.logprobs, 0.0))
+    margins = packed.unit_sums(torch.where(packed["rewards"] > 0, sums, -sums))
+    seen = torch.tensor(float(packed.num_units), device=margins.device)
+    return -torch.nn.functional.logsigmoid(margins).sum(), {"margin": (margins.detach().sum(), seen)}
+
+
 def exploding_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
     """A loss whose gradients are not finite."""
     return outputs.logprobs.sum() * math.inf, {}
@@ -53,6 +61,11 @@ def exploding_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Te
 def trained_tokens(batch: TensorDict) -> torch.Tensor:
     """The denominator of `policy_loss`."""
     return batch["loss_mask"].sum()
+
+
+def pairs(batch: TensorDict) -> torch.Tensor:
+    """The denominator of `pair_loss`."""
+    return (batch["rewards"] > 0).sum()
 
 
 def logprobs_of(engine: TrainEngine, batch: TensorDict) -> torch.Tensor:
@@ -183,6 +196,46 @@ class TrainEngineConformance:
         found = start(micro_batch_tokens=size).train_batch(batch, policy_loss, trained_tokens)
 
         self.close_stats(found, reference.train_batch(make_batch(6, seed=3), policy_loss, trained_tokens))
+
+    @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 0, 3, 1, 2, 4]])
+    def test_train_batch_rows_of_a_unit_meet_in_one_micro_batch(
+        self, start: Any, reference: Any, order: list[int]
+    ) -> None:
+        batch = make_batch(6, seed=5)
+        batch[UNIT_KEY], batch["rewards"] = torch.tensor([4, 4, 9, 9, 2, 2]), torch.tensor([1.0, 0, 1, 0, 1, 0])
+        longest_pair = int(batch["attention_mask"].sum(-1).view(3, 2).sum(1).max())
+
+        found = start(micro_batch_tokens=longest_pair).train_batch(select(batch, order), pair_loss, pairs)
+
+        self.close_stats(found, reference.train_batch(batch, pair_loss, pairs))
+        with pytest.raises(EngineError):
+            start(micro_batch_tokens=longest_pair - 1).train_batch(batch, pair_loss, pairs)
+
+    def test_train_batch_row_with_nothing_to_learn_from_changes_nothing(self, start: Any, reference: Any) -> None:
+        batch = make_batch(4, seed=6)
+        batch["loss_mask"][2] = False
+        without = select(batch, [0, 1, 3])
+
+        found = start().train_batch(batch, policy_loss, trained_tokens)
+
+        expected = reference.train_batch(without, policy_loss, trained_tokens)
+        for name in ("loss", "grad_norm", "entropy", "logprob/max"):
+            assert found[name] == pytest.approx(expected[name], rel=10 * self.tolerance, abs=self.tolerance), name
+
+    def test_train_batch_every_weight_moves_as_in_the_reference(
+        self, start: Any, reference: Any, tmp_path: Path
+    ) -> None:
+        engine, batch = start(), make_batch(6, seed=7)
+        engine.connect_engine(None, WeightUpdateMeta("disk", 0, str(tmp_path)))
+        before = {name: value.detach().clone() for name, value in reference.model.named_parameters()}
+        for each in (engine, reference):
+            each.train_batch(batch, policy_loss, trained_tokens)
+
+        moved = dict(open_weights(engine.update_weights(1)[0]))
+
+        for name, value in reference.model.named_parameters():
+            step = (value.detach() - before[name]).norm()
+            assert (moved[name] - value.detach()).norm() <= 10 * self.tolerance * step, name
 
     def test_train_batch_zero_denominator_or_no_rows_raises_engine_error(self, start: Any) -> None:
         batch, engine = make_batch(3), start()

@@ -98,8 +98,8 @@ class ReferenceTrainEngine(TrainEngine):
 
         result = torch.zeros(batch["attention_mask"].shape)
         with torch.no_grad():
-            for row, (outputs, packed) in enumerate(self._rows(batch)):
-                result[row, : packed.num_tokens] = output_fn(outputs, packed)
+            for rows, outputs, packed in self._run(batch):
+                result[torch.tensor(rows)[packed.row_of_token], packed.position_ids] = output_fn(outputs, packed)
         return result
 
     def _loss(
@@ -112,7 +112,7 @@ class ReferenceTrainEngine(TrainEngine):
         if not denominator > 0:
             raise EngineError(f"minibatch: expected a positive denominator, found {denominator}.")
         loss, found = torch.zeros(()), []
-        for outputs, packed in self._rows(batch):
+        for _, outputs, packed in self._run(batch):
             part, stats = loss_fn(outputs, packed)
             loss = loss + part
             found.append(stats)
@@ -125,22 +125,30 @@ class ReferenceTrainEngine(TrainEngine):
                 result[name] = sum(float(stats[name][0]) for stats in found) / total if total else math.nan
         return loss / denominator, result
 
-    def _rows(self, batch: TensorDict) -> Iterator[tuple[TokenOutputs, PackedBatch]]:
+    def _run(self, batch: TensorDict) -> Iterator[tuple[list[int], TokenOutputs, PackedBatch]]:
+        """Each unit of rows (a row by itself, unless the batch says otherwise), its outputs and its packed form."""
         import torch
 
-        from rl_contracts.trajectory import pack, select
+        from rl_contracts.trajectory import pack, select, units
 
-        for row in range(batch.batch_size[0]):
-            packed = pack(select(batch, [row]))
-            ids = packed["input_ids"]
-            out = self.model(input_ids=ids[None])
-            logits = getattr(out, "logits", out)[0].float() / packed["temperature"]
-            distribution = torch.log_softmax(logits[:-1], -1)
-            first = torch.zeros(1)
-            logprobs = distribution.gather(1, ids[1:, None])[:, 0]
-            entropy = -(distribution.exp() * distribution).sum(-1)
-            entropy = entropy if self._entropy_grad else entropy.detach()
-            yield TokenOutputs(torch.cat([first, logprobs]), torch.cat([first, entropy])), packed
+        for rows in units(batch):
+            packed = pack(select(batch, rows))
+            ids = packed["input_ids"].split(packed.cu_seqlens.diff().tolist())
+            parts = [self._row(each, packed["temperature"][i]) for i, each in enumerate(ids)]
+            logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+            yield rows, TokenOutputs(logprobs, entropy), packed
+
+    def _row(self, ids: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        out = self.model(input_ids=ids[None])
+        logits = getattr(out, "logits", out)[0].float() / temperature
+        distribution = torch.log_softmax(logits[:-1], -1)
+        first = torch.zeros(1)
+        logprobs = distribution.gather(1, ids[1:, None])[:, 0]
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        entropy = entropy if self._entropy_grad else entropy.detach()
+        return torch.cat([first, logprobs]), torch.cat([first, entropy])
 
     def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
         from rl_contracts.weights import open_sender

@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_datasets.gsm8k import GSM8K, GSM8KOptions
+    from rl_datasets.hh_rlhf import HHRLHF
     from rl_datasets.loader import BatchLoader, PromptLoader
     from rl_datasets.order import EpochOrder
+    from rl_datasets.word_problem_pairs import WordProblemPairs
     from rl_datasets.word_problems import WordProblems
 
 __version__ = "0.1.0"
 
-__all__ = ["GSM8K", "BatchLoader", "EpochOrder", "GSM8KOptions", "PromptLoader", "WordProblems"]
+__all__ = [
+    "GSM8K",
+    "HHRLHF",
+    "BatchLoader",
+    "EpochOrder",
+    "GSM8KOptions",
+    "PromptLoader",
+    "WordProblemPairs",
+    "WordProblems",
+]
 
 # imported when asked for: the loaders bring in torch, the data sets do not
 _MODULES = {
@@ -24,7 +35,9 @@ _MODULES = {
     "EpochOrder": "order",
     "GSM8K": "gsm8k",
     "GSM8KOptions": "gsm8k",
+    "HHRLHF": "hh_rlhf",
     "PromptLoader": "loader",
+    "WordProblemPairs": "word_problem_pairs",
     "WordProblems": "word_problems",
 }
 

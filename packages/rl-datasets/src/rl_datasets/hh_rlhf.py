@@ -1,0 +1,108 @@
+"""Preference pairs in the form of Anthropic's HH-RLHF (Bai et al., arXiv 2204.05862), or any set of pairs like it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from rl_contracts.config import require_choice
+from rl_contracts.errors import ConfigError, DataError
+from rl_datasets.files import Record, read_records
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+class HHRLHF(Sequence[dict[str, Any]]):
+    """The pairs of one split, in the order of the file: `{"prompt_id": row index, "chosen": messages, "rejected":
+    messages}`.
+
+    A side is either one text with turns marked `\\n\\nHuman:` and `\\n\\nAssistant:`, as in HH-RLHF, or a list of
+    messages `{"role", "content"}`; with a `prompt` (text or messages) beside them, the sides may be the answers alone.
+    """
+
+    def __init__(
+        self,
+        path: str | Path = "Anthropic/hh-rlhf",
+        split: str = "train",
+        form: str = "pairs",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Read and check all rows.
+
+        Args:
+            path: hub id, directory or file; see `rl_datasets.files.read_records`.
+            split: `train` or `test`.
+            form: `pairs`.
+            seed: part of every data set's signature; nothing is generated.
+
+        Raises:
+            ConfigError: another form, or an option (there are none).
+            DataError: nothing can be read there, a row lacks a side, a side does not end with an assistant turn, or
+                both are the same.
+        """
+        require_choice("form", form, ("pairs",))
+        if options:
+            raise ConfigError(f"hh-rlhf data: expected no options, found {', '.join(sorted(options))}")
+        self._rows = [_pair(index, record) for index, record in enumerate(read_records(path, split))]
+        if not self._rows:
+            raise DataError(f"{path}: expected pairs in the split {split!r}, found none")
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        """The row, made anew each time: changing it changes nothing here."""
+        return _copied(self._rows[index]) if isinstance(index, int) else [_copied(row) for row in self._rows[index]]
+
+
+def _copied(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, **{side: [dict(m) for m in row[side]] for side in ("chosen", "rejected")}}
+
+
+def _pair(index: int, record: Record) -> dict[str, Any]:
+    where, row = record
+    prompt = _messages(row["prompt"], f"{where}: prompt", "user") if row.get("prompt") else []
+    sides = {}
+    for side in ("chosen", "rejected"):
+        if not row.get(side):
+            raise DataError(f"{where}: expected {side!r}, found only {', '.join(row) or 'an empty row'}; complete it")
+        sides[side] = prompt + _messages(row[side], f"{where}: {side}", "assistant")
+        if sides[side][-1]["role"] != "assistant" or not sides[side][-1]["content"].strip():
+            raise DataError(f"{where}: expected {side!r} to end with an assistant turn, found {row[side]!r:.60}")
+    if sides["chosen"] == sides["rejected"]:
+        raise DataError(f"{where}: chosen and rejected are the same; there is nothing to prefer. Remove the row")
+    return {"prompt_id": index, **sides}
+
+
+def _messages(value: Any, where: str, role: str) -> list[dict[str, str]]:
+    """Messages of a side; plain text without marks is one turn of `role`."""
+    if isinstance(value, str):
+        return parse_dialogue(value) or [{"role": role, "content": value}]
+    if isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
+        return [{"role": str(m["role"]), "content": str(m["content"])} for m in value]
+    raise DataError(f"{where}: expected text or a list of messages with role and content, found {value!r:.60}")
+
+
+def parse_dialogue(text: str) -> list[dict[str, str]]:
+    """The turns of a text marked `\\n\\nHuman:` and `\\n\\nAssistant:`; none if it has no marks.
+
+    Turns that follow each other with the same role are joined by a blank line, as chat templates ask for alternation.
+    """
+    parts = _TURN.split(text if text.startswith("\n\n") else f"\n\n{text}")
+    turns: list[dict[str, str]] = []
+    for mark, content in zip(parts[1::2], parts[2::2], strict=True):
+        role = _ROLES[mark]
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] = f"{turns[-1]['content']}\n\n{content.strip()}".strip()
+        else:
+            turns.append({"role": role, "content": content.strip()})
+    return turns

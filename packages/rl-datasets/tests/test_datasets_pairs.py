@@ -1,0 +1,136 @@
+"""Preference pairs: HH-RLHF's form from files, and generated ones."""
+
+import json
+import random
+
+import pytest
+
+from rl_contracts import registry
+from rl_contracts.errors import ConfigError, DataError
+from rl_datasets import HHRLHF, WordProblemPairs
+from rl_datasets.hh_rlhf import parse_dialogue
+from rl_datasets.word_problem_pairs import MISTAKES, with_mistake
+from rl_datasets.word_problems import WordProblems
+
+DIALOGUE = "\n\nHuman: How are you?\n\nAssistant: Well.\n\nHuman: And now?\n\nAssistant:"
+ROW = {"chosen": f"{DIALOGUE} Still well.", "rejected": f"{DIALOGUE} Go away."}
+
+
+def _file(tmp_path, *rows):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_hh_rlhf_dialogues_become_messages(tmp_path):
+    data = HHRLHF(_file(tmp_path, ROW))
+
+    assert len(data) == 1
+    assert data[0]["chosen"] == [
+        {"role": "user", "content": "How are you?"},
+        {"role": "assistant", "content": "Well."},
+        {"role": "user", "content": "And now?"},
+        {"role": "assistant", "content": "Still well."},
+    ]
+    assert data[0]["rejected"][-1] == {"role": "assistant", "content": "Go away."}
+    assert data[0]["rejected"][:-1] == data[0]["chosen"][:-1]
+
+
+def test_hh_rlhf_prompt_and_answers_apart(tmp_path):
+    data = HHRLHF(_file(tmp_path, {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}))
+
+    assert data[0]["chosen"] == [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+def test_hh_rlhf_lists_of_messages(tmp_path):
+    user = {"role": "user", "content": "2 + 2?"}
+    sides = {
+        side: [user, {"role": "assistant", "content": text}] for side, text in (("chosen", "4"), ("rejected", "5"))
+    }
+
+    assert HHRLHF(_file(tmp_path, sides))[0]["rejected"] == sides["rejected"]
+
+
+def test_hh_rlhf_row_is_made_anew(tmp_path):
+    data = HHRLHF(_file(tmp_path, ROW))
+    data[0]["chosen"][0]["content"] = "changed"
+
+    assert data[0]["chosen"][0]["content"] == "How are you?"
+    assert data[:1][0]["chosen"][0]["content"] == "How are you?"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": ROW["chosen"]}, "expected 'rejected', found only chosen"),
+        ({**ROW, "rejected": ROW["chosen"]}, "chosen and rejected are the same"),
+        ({**ROW, "rejected": DIALOGUE}, "expected 'rejected' to end with an assistant turn"),
+        ({**ROW, "rejected": 3}, "rejected: expected text or a list of messages"),
+    ],
+)
+def test_hh_rlhf_row_that_is_no_pair_is_refused_with_its_line(tmp_path, row, message):
+    with pytest.raises(DataError, match=rf"train\.jsonl:2.*{message}"):
+        HHRLHF(_file(tmp_path, ROW, row))
+
+
+def test_hh_rlhf_other_form_or_option_is_refused(tmp_path):
+    path = _file(tmp_path, ROW)
+
+    with pytest.raises(ConfigError, match="form"):
+        HHRLHF(path, form="rl")
+    with pytest.raises(ConfigError, match="found level"):
+        HHRLHF(path, level=3)
+
+
+def test_hh_rlhf_empty_file_is_refused(tmp_path):
+    with pytest.raises(DataError, match="found none"):
+        HHRLHF(_file(tmp_path))
+
+
+def test_parse_dialogue_joins_turns_of_one_role():
+    assert parse_dialogue("\n\nHuman: a\n\nHuman: b\n\nAssistant: c") == [
+        {"role": "user", "content": "a\n\nb"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+def test_parse_dialogue_text_without_marks_is_no_dialogue():
+    assert parse_dialogue("Assistants: unite") == []
+
+
+def test_word_problem_pairs_differ_in_the_answer_alone():
+    data = WordProblemPairs(seed=3, size=60)
+
+    for row in data[:60]:
+        assert row["chosen"][0] == row["rejected"][0]
+        assert row["chosen"][1]["content"] != row["rejected"][1]["content"]
+    assert {row["mistake"] for row in data[:60]} == set(MISTAKES)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_with_mistake_has_that_mistake_and_no_other(mistake):
+    for problem in WordProblems(seed=1, size=50).problems:
+        right = problem.worked_answer()
+        wrong = with_mistake(problem, mistake, random.Random(0))
+        if mistake == "unfinished":
+            assert right.startswith(wrong)
+            assert "####" not in wrong
+            continue
+        assert wrong != right
+        assert wrong.count("\n") == right.count("\n")
+        sums = [line[2:].split(">>")[0].split("=") for line in wrong.splitlines()[:-1]]
+        false = sum(eval(left) != int(result) for left, result in sums)
+        assert false == (mistake == "result")
+
+
+def test_word_problem_pairs_splits_and_seeds():
+    assert WordProblemPairs(seed=1, size=20)[0] == WordProblemPairs(seed=1, size=20)[0]
+    train, test = (
+        {row["chosen"][0]["content"] for row in WordProblemPairs(split=s, size=200)[:200]} for s in ("train", "test")
+    )
+    assert not train & test
+
+
+def test_pairs_are_found_by_name():
+    assert registry.load("rl.datasets", "hh-rlhf") is HHRLHF
+    assert registry.load("rl.datasets", "word-problem-pairs") is WordProblemPairs

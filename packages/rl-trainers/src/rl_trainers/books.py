@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import require
 from rl_contracts.data import SaveLoadMeta
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers")
 
-RENAMED = {"loss": "loss/policy", "kl_old/k1": "kl/old_k1", "kl_old/k3": "kl/old_k3"}
+RENAMED = {"loss": "loss/policy"}
 """Names of the engine's and the loss's statistics in `metrics.jsonl`, where they differ."""
+
+COMPUTED = ("advantages", "returns", "values", "loss_weights", "prox_logprobs", "ref_logprobs", "moment_kept", "fresh")
+"""Entries that a learner adds to a batch."""
 
 
 @dataclass
@@ -95,9 +98,18 @@ class Books:
         finally:
             self._seconds[stage] += time.perf_counter() - begin
 
+    def state_dict(self) -> dict[str, Any]:
+        """The last step, and of which steps there are evaluations and checkpoints."""
+        return {"step": self.step, "evaluated": self._evaluated, "saved": self._saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after a step."""
+        self.step, self._evaluated, self._saved = (int(state[name]) for name in ("step", "evaluated", "saved"))
+
     def begin(self, version: int) -> None:
-        """Before the first step: evaluate what there is, and write it as the record of the step that is done."""
-        figures = self._evaluate()
+        """Before the first step: evaluate what there is, and write it as the record of the step that is done. A run
+        that goes on has done so before."""
+        figures = self._evaluate() if self.step == 0 else {}
         if figures:
             self._write({"step": self.step, "version": version, **figures})
         self._start_step()
@@ -161,8 +173,7 @@ class Books:
 
     def _save_batch(self, batch: TensorDict, version: int) -> None:
         """The whole batch as it left the runtime, without what was computed from it, on rank 0."""
-        added = ("advantages", "loss_weights", "prox_logprobs", "fresh")
-        raw: dict[str, torch.Tensor] = {str(k): v for k, v in batch.exclude(*added).items()}  # type: ignore[misc]
+        raw: dict[str, torch.Tensor] = {str(k): v for k, v in batch.exclude(*COMPUTED).items()}  # type: ignore[misc]
         parts = self.engine.parallel.gather_tensors(raw)
         if not self.engine.parallel.is_main:
             return

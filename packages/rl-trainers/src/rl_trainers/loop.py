@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rl_trainers.books import Books
     from rl_trainers.gap import GapGate
     from rl_trainers.publish import WeightPublisher
+    from rl_trainers.recover import RecoverPoints
 
 
 class BatchSource(Protocol):
@@ -63,12 +64,21 @@ class Weights:
         return times if batch is None else times | self.gap.check(batch, stats, self.publisher.receipt)
 
 
-def train(source: BatchSource, learner: Learner, weights: Weights | None, books: Books, total_steps: int) -> None:
+def train(
+    source: BatchSource,
+    learner: Learner,
+    weights: Weights | None,
+    books: Books,
+    total_steps: int,
+    recover: RecoverPoints | None = None,
+) -> None:
     """Run the steps that are left until `total_steps`, or to the end of the data (collective).
 
     Raises:
         RLError: whatever stops the run, with its cause.
     """
+    if recover is not None:
+        recover.resume()
     if weights is not None:
         # from here on the servers hold what the trainer holds, verified, before the first answer counts
         weights.publish(learner.version)
@@ -91,4 +101,6 @@ def train(source: BatchSource, learner: Learner, weights: Weights | None, books:
         books.count()
         source.end_step(learner.version)
         books.close(step, batch, stats, before, learner.version)
+        if recover is not None:
+            recover.after_step(step)
     books.finish()

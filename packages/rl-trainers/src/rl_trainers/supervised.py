@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rl_contracts.engine import TrainEngine
-from rl_contracts.errors import DataError
+from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.sharding import share
 from rl_contracts.trajectory import Trajectory, empty, stack, validate
 from rl_trainers.functional.supervised import cross_entropy_loss
+from rl_trainers.recover import Stateful
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +66,16 @@ class SupervisedSource:
     def __init__(
         self, batches: Iterable[list[dict[str, Any]]], renderer: Renderer, max_length: int, parallel: ParallelContext
     ) -> None:
-        self._batches = iter(batches)
+        self._rows, self._batches = batches, iter(batches)
         self.renderer, self.max_length, self.parallel = renderer, max_length, parallel
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, as its loader says it."""
+        return position_of(self._rows)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._batches = iter(at_position(self._rows, state))
 
     def next_batch(self) -> TensorDict:
         """This rank's rows of the next batch; StopIteration at the end of the data."""
@@ -74,6 +83,25 @@ class SupervisedSource:
 
     def end_step(self, version: int) -> None:
         """Nothing waits for it."""
+
+
+def position_of(batches: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
+    """The state of a loader of batches.
+
+    Raises:
+        ConfigError: it cannot be saved.
+    """
+    if not isinstance(batches, Stateful):
+        raise ConfigError(f"recover: {type(batches).__name__} has no state_dict, so its position cannot be saved.")
+    return batches.state_dict()
+
+
+def at_position(batches: Iterable[list[dict[str, Any]]], state: dict[str, Any]) -> Iterable[list[dict[str, Any]]]:
+    """The loader, at a saved state."""
+    if not isinstance(batches, Stateful):
+        raise ConfigError(f"recover: {type(batches).__name__} has no load_state_dict, so it cannot go on from a state.")
+    batches.load_state_dict(state)
+    return batches
 
 
 def whole_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:

@@ -1,0 +1,216 @@
+"""Learning from preference pairs: a reward model, or a policy by DPO or IPO, as learners for the common loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rl_contracts.config import require, require_choice
+from rl_contracts.engine import LossFn, Stats, TokenOutputs, TrainEngine
+from rl_contracts.errors import DataError, EngineError
+from rl_contracts.sharding import share
+from rl_contracts.trajectory import UNIT_KEY, PackedBatch, Trajectory, stack, validate
+from rl_trainers.functional.preference import bradley_terry_loss, dpo_loss, ipo_loss
+from rl_trainers.supervised import Renderer, at_position, position_of
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rl_contracts.parallel import ParallelContext
+
+LOSSES = ("dpo", "ipo")
+
+
+@dataclass
+class PreferenceConfig:
+    """How a policy learns from pairs."""
+
+    loss: str = "dpo"
+    """`dpo` (arXiv 2305.18290) or `ipo` (arXiv 2310.12036)."""
+    beta: float = 0.1
+    """Strength of the pull to the reference policy (IPO: tau)."""
+    label_smoothing: float = 0.0
+    """Share of pairs that are taken to be labelled the wrong way round (conservative DPO); 0: none."""
+
+    def __post_init__(self) -> None:
+        require_choice("preference.loss", self.loss, LOSSES)
+        require(self.beta > 0, "preference.beta", "more than 0", self.beta)
+        require(0 <= self.label_smoothing < 0.5, "preference.label_smoothing", "in [0, 0.5)", self.label_smoothing)
+        require(
+            self.loss == "dpo" or not self.label_smoothing,
+            "preference.label_smoothing",
+            "0 with preference.loss=ipo (label smoothing belongs to DPO)",
+            self.label_smoothing,
+        )
+
+
+def preference_rows(rows: Iterable[dict[str, Any]], renderer: Renderer, max_length: int) -> list[Trajectory]:
+    """Two trajectories per pair, chosen (reward 1) and rejected (reward 0), of the same group. What the model learns
+    from is the last assistant turn; what comes before it is the prompt.
+
+    Args:
+        rows: each with the conversations `chosen` and `rejected`.
+
+    Raises:
+        DataError: a conversation has no assistant turn at its end or is longer than `max_length` tokens, or both
+            conversations of a pair are the same; names the row.
+    """
+    result = []
+    for number, row in enumerate(rows):
+        name = int(row.get("prompt_id", number))
+        sides = [_side(row[side], side, name, renderer, max_length) for side in ("chosen", "rejected")]
+        if np.array_equal(sides[0][0], sides[1][0]):
+            raise DataError(f"row {name}: chosen and rejected are the same text; there is nothing to prefer. Drop it.")
+        for which, (ids, mask) in enumerate(sides):
+            result.append(
+                Trajectory(
+                    input_ids=ids,
+                    loss_mask=mask,
+                    logprobs=np.zeros(len(ids), dtype=np.float32),
+                    versions=np.full(len(ids), -1, dtype=np.int32),
+                    reward=1.0 - which,
+                    prompt_id=name,
+                    group_id=number,
+                    episode_id=2 * number + which,
+                )
+            )
+    return result
+
+
+def _side(
+    messages: Sequence[dict[str, Any]], side: str, name: int, renderer: Renderer, max_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of a conversation, and which of them are its last assistant turn."""
+    if not messages or messages[-1]["role"] != "assistant":
+        raise DataError(f"row {name}: expected `{side}` to end with an assistant turn, found {messages!r:.80}.")
+    ids, mask = renderer.render_sft(messages)
+    if len(ids) > max_length:
+        raise DataError(
+            f"row {name}: `{side}` has {len(ids)} tokens, more than data.max_length ({max_length}); raise that or drop "
+            "it."
+        )
+    learn = np.asarray(mask, dtype=bool)
+    gaps = np.flatnonzero(~learn[: int(np.flatnonzero(learn)[-1])])
+    learn[: int(gaps[-1]) + 1 if len(gaps) else 0] = False
+    return np.asarray(ids, dtype=np.int64), learn
+
+
+def pairs_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
+    """This replica's token-balanced part of pairs that every replica has, none of them parted; validated."""
+    batch = stack(rows)
+    batch[UNIT_KEY] = batch["group_ids"].clone()
+    mine = share(batch, parallel)
+    validate(mine, generated=False)
+    return mine
+
+
+class PreferenceSource:
+    """Batches of pairs for the training loop; every rank reads the same rows and keeps its share."""
+
+    def __init__(
+        self, batches: Iterable[list[dict[str, Any]]], renderer: Renderer, max_length: int, parallel: ParallelContext
+    ) -> None:
+        self._rows, self._batches = batches, iter(batches)
+        self.renderer, self.max_length, self.parallel = renderer, max_length, parallel
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, as its loader says it."""
+        return position_of(self._rows)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._batches = iter(at_position(self._rows, state))
+
+    def next_batch(self) -> TensorDict:
+        """This rank's rows of the next batch; StopIteration at the end of the data."""
+        return pairs_to_share(preference_rows(next(self._batches), self.renderer, self.max_length), self.parallel)
+
+    def end_step(self, version: int) -> None:
+        """Nothing waits for it."""
+
+
+def reward_model_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
+    """`bradley_terry_loss` of the scores at the rows' last tokens."""
+    if outputs.values is None:
+        raise EngineError("reward model: the engine gives no scores; make it with a score head (`head=score`).")
+    return bradley_terry_loss(packed.last_tokens(outputs.values), packed)
+
+
+@dataclass(frozen=True)
+class PolicyPreferenceLoss:
+    """DPO or IPO of one packed micro-batch that holds the reference's log-probs."""
+
+    config: PreferenceConfig
+
+    def __call__(self, outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
+        """`(loss_sum, stats)`."""
+        learn = packed["loss_mask"]
+        ratios = packed.row_sums(torch.where(learn, outputs.logprobs - packed["ref_logprobs"], 0.0))
+        if self.config.loss == "ipo":
+            return ipo_loss(ratios, packed, self.config.beta)
+        return dpo_loss(ratios, packed, self.config.beta, self.config.label_smoothing)
+
+
+def pairs(batch: TensorDict) -> torch.Tensor:
+    """This share's part of the denominator: its pairs."""
+    return (batch["rewards"] > 0).sum().float()
+
+
+class PreferenceLearner:
+    """One optimizer step per batch of pairs.
+
+    Args:
+        engine: what learns: a reward model, or a policy.
+        loss: `reward_model_loss` or a `PolicyPreferenceLoss`.
+        reference: the frozen policy whose log-probs a policy's loss compares with; None for a reward model.
+    """
+
+    def __init__(self, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None) -> None:
+        self.engine, self.loss, self.reference = engine, loss, reference
+
+    @property
+    def version(self) -> int:
+        """Training batches applied."""
+        return self.engine.version
+
+    def prepare(self, batch: TensorDict) -> dict[str, float | None]:
+        """Add the reference's log-probs, where there is one (collective)."""
+        add_reference(batch, self.reference)
+        return {}
+
+    def update(self, batch: TensorDict) -> dict[str, float | None]:
+        """Take the step; the version advances unless it was skipped (collective)."""
+        stats = self.engine.train_batch(batch, self.loss, pairs)
+        if stats["applied"]:
+            self.engine.version += 1
+        return dict(stats)
+
+
+class PreferenceEvaluation:
+    """Loss and accuracy on held-out pairs: how often the chosen answer is preferred.
+
+    Args:
+        batch: this rank's share of the pairs, with the reference's log-probs where the loss needs them.
+    """
+
+    def __init__(self, engine: TrainEngine, loss: LossFn, batch: TensorDict) -> None:
+        self.engine, self.loss, self.batch = engine, loss, batch
+
+    def __call__(self, step: int) -> dict[str, float | None]:
+        """`loss/eval`, `eval/accuracy` and `eval/margin` (collective)."""
+        found = self.engine.eval_batch(self.batch, self.loss, pairs)
+        return {
+            "loss/eval": found["loss"],
+            "eval/accuracy": found["pair/accuracy"],
+            "eval/margin": found["pair/margin"],
+        }
+
+
+def add_reference(batch: TensorDict, reference: TrainEngine | None) -> None:
+    """Add `ref_logprobs`, [B, T], at the reference's weights (collective); nothing without one."""
+    if reference is not None:
+        batch["ref_logprobs"] = reference.forward(batch, lambda outputs, _: outputs.logprobs)

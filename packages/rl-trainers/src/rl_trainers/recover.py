@@ -1,0 +1,230 @@
+"""Recover points: everything that a stopped run needs to go on as if it had not been stopped.
+
+A point is taken between two steps. It is written beside the others and renamed when it is complete, so that a process
+may be killed at any moment; older points go after that. What the run wrote after its last point is cut off when it is
+resumed, because those steps are taken again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from rl_contracts.config import require
+from rl_contracts.data import SaveLoadMeta
+from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.logging import get_logger
+
+if TYPE_CHECKING:
+    from rl_contracts.engine import TrainEngine
+
+log = get_logger("trainers.recover")
+
+_STEP = re.compile(r"step_(\d+)")
+_TENSOR = "$tensor"
+"""Key under which the JSON of a state names a tensor that lies in the safetensors file beside it."""
+
+
+@dataclass
+class RecoverConfig:
+    """When a run saves what it needs to go on after it was stopped."""
+
+    every: int = 0
+    """Steps between recover points; 0: none."""
+    resume: bool = True
+    """Go on from the last recover point of the run directory, where there is one."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "recover.every", "0 (none) or more steps", self.every)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A part of a run that goes on from a saved state: nested dicts and lists of JSON values and tensors."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+class RecoverPoints:
+    """Saves and restores a run; every method is collective.
+
+    Args:
+        run_dir: points lie in `recover/step_<n>`.
+        config: when.
+        engines: train engines by name (`actor`, `critic`); the first one's ranks decide who writes.
+        parts: this rank's other parts by name; each saves a state of its own.
+
+    Raises:
+        ConfigError: points are asked for, and a part cannot be saved.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        config: RecoverConfig,
+        engines: Mapping[str, TrainEngine],
+        parts: Mapping[str, Any],
+    ) -> None:
+        for name, part in parts.items():
+            if config.every and not isinstance(part, Stateful):
+                raise ConfigError(
+                    f"recover.every={config.every}: {name} ({type(part).__name__}) cannot be saved: it has no "
+                    "state_dict and load_state_dict. Set recover.every=0."
+                )
+        self.run_dir, self.config = Path(run_dir), config
+        self.directory = self.run_dir / "recover"
+        self.engines, self.parts = dict(engines), dict(parts)
+        self.parallel = next(iter(self.engines.values())).parallel
+
+    def resume(self) -> int | None:
+        """Restore the last complete point, and cut off what the run wrote after it.
+
+        Returns:
+            its step; None where there is none, or resuming is switched off.
+
+        Raises:
+            ConfigError, EngineError: the point is of another layout or cannot be read.
+        """
+        step = last_point(self.directory) if self.config.resume else None
+        if step is None:
+            if self.config.every and self.config.resume and self.parallel.is_main:
+                cut_after(self.run_dir, -1)  # it was stopped before its first point, and begins anew
+            self.parallel.barrier()
+            return None
+        point = self.directory / f"step_{step}"
+        for name, engine in self.engines.items():
+            engine.load(SaveLoadMeta(str(point / name), "state"))
+        error: Exception | None = None
+        try:
+            for name, part in self.parts.items():
+                part.load_state_dict(_read(point / f"{name}-{self.parallel.rank}"))
+            if self.parallel.is_main:
+                cut_after(self.run_dir, step)
+        except Exception as failure:  # noqa: BLE001 - handed to every rank by agree, which raises it
+            error = failure
+        self.parallel.agree(error, f"resuming from {point}")
+        if self.parallel.is_main:
+            log.info("resumed from %s", point)
+        return step
+
+    def after_step(self, step: int) -> None:
+        """Save a point if one is due. Call it when the step has ended everywhere."""
+        if self.config.every and step % self.config.every == 0:
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """Save a point, and drop the ones before it.
+
+        Raises:
+            EngineError: it cannot be written; the points before it are still there.
+        """
+        point, scratch = self.directory / f"step_{step}", self.directory / f".step_{step}.partial"
+        error: Exception | None = None
+        try:
+            if self.parallel.is_main:
+                shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir(parents=True)
+        except OSError as failure:
+            error = failure
+        self.parallel.agree(error, f"preparing {point}")
+        for name, engine in self.engines.items():
+            engine.save(SaveLoadMeta(str(scratch / name), "state"))
+        try:
+            for name, part in self.parts.items():
+                _write(scratch / f"{name}-{self.parallel.rank}", part.state_dict())
+        except Exception as failure:  # noqa: BLE001 - handed to every rank by agree, which raises it
+            error = failure
+        self.parallel.agree(error, f"saving {point}")
+        if self.parallel.is_main:
+            shutil.rmtree(point, ignore_errors=True)
+            os.replace(scratch, point)
+            for other in _points(self.directory).keys() - {step}:
+                shutil.rmtree(self.directory / f"step_{other}", ignore_errors=True)
+        self.parallel.barrier()
+
+
+def last_point(directory: Path) -> int | None:
+    """Step of the latest complete point in a `recover` directory."""
+    return max(_points(directory), default=None)
+
+
+def _points(directory: Path) -> dict[int, Path]:
+    found = {path: _STEP.fullmatch(path.name) for path in directory.glob("step_*")}
+    return {int(match[1]): path for path, match in found.items() if match}
+
+
+def cut_after(run_dir: Path, step: int) -> None:
+    """Remove what a run wrote for steps after `step`: records, rollouts, saved batches and checkpoints."""
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists():
+        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        scratch = metrics.with_suffix(".partial")
+        scratch.write_text("".join(kept), encoding="utf-8")
+        os.replace(scratch, metrics)
+    for folder in ("rollouts", "batches", "checkpoints"):
+        for path in (run_dir / folder).glob("*step_*"):
+            match = _STEP.search(path.name)
+            if match and int(match[1]) > step:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    """A state as `<path>.json`, with its tensors in `<path>.safetensors`."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Any] = {}
+    text = json.dumps(_without_tensors(state, tensors))
+    if tensors:
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, f"{path}.safetensors")
+    Path(f"{path}.json").write_text(text, encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    try:
+        state = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
+        has_tensors = Path(f"{path}.safetensors").exists()
+        tensors = load_file(f"{path}.safetensors") if has_tensors else {}
+    except (OSError, ValueError) as error:
+        raise EngineError(
+            f"{path}: this rank's part of the recover point cannot be read: {error}. Resume with as many trainer "
+            "processes as the run had, or start a new run (recover.resume=false)."
+        ) from error
+    result: dict[str, Any] = _with_tensors(state, tensors)
+    return result
+
+
+def _without_tensors(value: Any, tensors: dict[str, Any]) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = value
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        return {str(key): _without_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_tensors(item, tensors) for item in value]
+    return value
+
+
+def _with_tensors(value: Any, tensors: dict[str, Any]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    return [_with_tensors(item, tensors) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,244 @@
+"""Preference pairs: losses by hand, rows from conversations, and a policy that learns to prefer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_contracts.config import OptimizerConfig
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.engine import TokenOutputs
+from rl_contracts.errors import ConfigError, DataError, EngineError
+from rl_contracts.parallel import ParallelContext
+from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
+from rl_contracts.trajectory import UNIT_KEY, PackedBatch, pack, select
+from rl_trainers.functional.preference import bradley_terry_loss, dpo_loss, ipo_loss
+from rl_trainers.preference import (
+    PolicyPreferenceLoss,
+    PreferenceConfig,
+    PreferenceEvaluation,
+    PreferenceLearner,
+    add_reference,
+    pairs,
+    pairs_to_share,
+    preference_rows,
+    reward_model_loss,
+)
+
+
+def pair_batch(count: int, seed: int = 0) -> Any:
+    """Pairs of random rows, some with the rejected one first."""
+    batch = make_batch(2 * count, seed=seed)
+    batch[UNIT_KEY] = torch.arange(2 * count) // 2
+    first = torch.arange(count) % 2 == 0
+    batch["rewards"] = torch.stack([first, ~first], 1).flatten().float()
+    return batch
+
+
+def packed_pairs(count: int = 2) -> PackedBatch:
+    return pack(pair_batch(count))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def test_bradley_terry_matches_hand_computation_whichever_row_comes_first() -> None:
+    # pair 0: chosen 1.5, rejected 0.5; pair 1 has the rejected row first: rejected 2, chosen -1
+    loss, stats = bradley_terry_loss(torch.tensor([1.5, 0.5, 2.0, -1.0]), packed_pairs())
+
+    assert loss.item() == pytest.approx(-math.log(sigmoid(1.0)) - math.log(sigmoid(-3.0)), rel=1e-6)
+    figures = {name: (total / count).item() for name, (total, count) in stats.items()}
+    assert figures == pytest.approx({"pair/accuracy": 0.5, "pair/margin": -1.0, "score/mean": 0.75})
+
+
+def test_bradley_terry_equal_scores_are_half_right() -> None:
+    _, stats = bradley_terry_loss(torch.zeros(4), packed_pairs())
+
+    assert stats["pair/accuracy"][0].item() / stats["pair/accuracy"][1].item() == 0.5
+
+
+def test_dpo_matches_hand_computation() -> None:
+    # log ratios: chosen 0.4, rejected -0.6, so h = 1; rejected 0.5, chosen 0.1, so h = -0.4; beta 0.5
+    loss, stats = dpo_loss(torch.tensor([0.4, -0.6, 0.5, 0.1]), packed_pairs(), beta=0.5)
+
+    assert loss.item() == pytest.approx(-math.log(sigmoid(0.5)) - math.log(sigmoid(-0.2)), rel=1e-6)
+    figures = {name: (total / count).item() for name, (total, count) in stats.items()}
+    assert figures["reward/chosen"] == pytest.approx(0.5 * (0.4 + 0.1) / 2)
+    assert figures["reward/rejected"] == pytest.approx(0.5 * (-0.6 + 0.5) / 2)
+    assert figures["pair/margin"] == pytest.approx(0.5 * (1.0 - 0.4) / 2)
+
+
+def test_dpo_label_smoothing_weighs_both_orders() -> None:
+    loss, _ = dpo_loss(torch.tensor([0.4, -0.6]), packed_pairs(1), beta=1.0, label_smoothing=0.1)
+
+    assert loss.item() == pytest.approx(-0.9 * math.log(sigmoid(1.0)) - 0.1 * math.log(sigmoid(-1.0)), rel=1e-6)
+
+
+def test_ipo_matches_hand_computation() -> None:
+    # h = 1 and -0.4; 1 / (2 * 0.25) = 2
+    loss, _ = ipo_loss(torch.tensor([0.4, -0.6, 0.5, 0.1]), packed_pairs(), beta=0.25)
+
+    assert loss.item() == pytest.approx((1.0 - 2.0) ** 2 + (-0.4 - 2.0) ** 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bradley_terry", "dpo", "dpo smoothed", "ipo"])
+def test_gradients_equal_finite_differences(name: str) -> None:
+    packed = packed_pairs(3)
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        if name == "bradley_terry":
+            return bradley_terry_loss(values, packed)[0]
+        if name == "ipo":
+            return ipo_loss(values, packed, 0.3)[0]
+        return dpo_loss(values, packed, 0.3, 0.2 if "smoothed" in name else 0.0)[0]
+
+    torch.manual_seed(0)
+    assert torch.autograd.gradcheck(loss, (torch.randn(6, dtype=torch.float64, requires_grad=True),))
+
+
+@settings(max_examples=20, deadline=None)
+@given(order=st.permutations(range(8)), cut=st.integers(1, 3))
+def test_pairs_any_order_and_split_gives_the_same_loss_and_statistics(order: list[int], cut: int) -> None:
+    batch = pair_batch(4)
+    batch["ref_logprobs"] = torch.where(batch["loss_mask"], batch["logprobs"] - 0.1, 0.0)
+    loss = PolicyPreferenceLoss(PreferenceConfig(beta=0.3))
+
+    def figures(rows: list[int]) -> list[float]:
+        packed = pack(select(batch, rows))
+        total, stats = loss(TokenOutputs(packed["logprobs"] * 1.1, packed["logprobs"]), packed)
+        return [total.item(), *(value.item() for pair in stats.values() for value in pair)]
+
+    shuffled = [row for row in order if row // 2 < cut], [row for row in order if row // 2 >= cut]
+    split = [a + b for a, b in zip(*(figures(rows) for rows in shuffled), strict=True)]
+
+    assert split == pytest.approx(figures(list(range(8))), abs=1e-4)
+
+
+def test_policy_loss_ignores_what_is_not_learned_from() -> None:
+    batch = pair_batch(2)
+    batch["ref_logprobs"] = torch.full_like(batch["logprobs"], float("nan")).where(~batch["loss_mask"], -1.0)
+    packed = pack(batch)
+
+    total, _ = PolicyPreferenceLoss(PreferenceConfig())(TokenOutputs(packed["logprobs"], packed["logprobs"]), packed)
+
+    assert math.isfinite(total.item())
+
+
+def test_reward_model_loss_reads_the_scores_of_the_last_tokens() -> None:
+    packed = packed_pairs()
+    values = torch.full((packed.num_tokens,), 99.0)
+    values[packed.cu_seqlens[1:].long() - 1] = torch.tensor([1.5, 0.5, 2.0, -1.0])
+
+    found, _ = reward_model_loss(TokenOutputs(values, values, values), packed)
+
+    expected, _ = bradley_terry_loss(torch.tensor([1.5, 0.5, 2.0, -1.0]), packed)
+    assert found.item() == expected.item()
+
+
+def test_reward_model_loss_on_an_engine_without_scores_says_which_to_make() -> None:
+    packed = packed_pairs()
+
+    with pytest.raises(EngineError, match="head=score"):
+        reward_model_loss(TokenOutputs(packed["logprobs"], packed["logprobs"]), packed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"loss": "kto"}, "loss"), ({"beta": 0}, "beta"), ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing")],
+)
+def test_config_that_cannot_work_is_refused(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"preference.{name}"):
+        PreferenceConfig(**settings)
+
+
+class Letters:
+    """A renderer whose tokens are characters; the model writes assistant turns and their ends."""
+
+    def render_sft(self, messages: Any) -> tuple[list[int], list[bool]]:
+        ids, mask = [], []
+        for message in messages:
+            text = message["content"] + "."
+            ids += [ord(letter) for letter in text]
+            mask += [message["role"] == "assistant"] * len(text)
+        return ids, mask
+
+
+def talk(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def test_preference_rows_learn_from_the_last_turn_alone() -> None:
+    row = {"prompt_id": 7, "chosen": talk("hi", "lo", "ab", "good"), "rejected": talk("hi", "lo", "ab", "bad")}
+
+    chosen, rejected = preference_rows([row], Letters(), max_length=100)
+
+    assert [chr(i) for i in chosen.input_ids[chosen.loss_mask]] == list("good.")
+    assert [chr(i) for i in rejected.input_ids[rejected.loss_mask]] == list("bad.")
+    assert (chosen.reward, rejected.reward) == (1.0, 0.0)
+    assert chosen.group_id == rejected.group_id
+    assert chosen.prompt_id == rejected.prompt_id == 7
+
+
+@pytest.mark.parametrize(
+    ("rejected", "message"),
+    [
+        (talk("hi", "good"), "row 3: chosen and rejected are the same"),
+        (talk("hi"), "row 3: expected `rejected` to end with an assistant turn"),
+        (talk("hi", "x" * 50), r"row 3: `rejected` has 54 tokens, more than data.max_length \(40\)"),
+    ],
+)
+def test_preference_rows_that_teach_nothing_are_refused(rejected: list[dict[str, str]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        preference_rows([{"prompt_id": 3, "chosen": talk("hi", "good"), "rejected": rejected}], Letters(), 40)
+
+
+def test_pairs_to_share_parts_no_pair_and_counts_each_once() -> None:
+    rows = preference_rows(
+        [{"chosen": talk("hi", "a" * (i + 2)), "rejected": talk("hi", "b" * (9 - i))} for i in range(5)], Letters(), 99
+    )
+
+    shares = [pairs_to_share(rows, ParallelContext(dp_rank=r, dp_size=2, world_size=2)) for r in range(2)]
+
+    assert sum(pairs(part).item() for part in shares) == 5
+    for part in shares:
+        assert part[UNIT_KEY].bincount().unique().tolist() in ([2], [0, 2])
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo"])
+def test_learner_a_few_steps_prefer_the_chosen_rows(kind: str, tmp_path: Path) -> None:
+    path = str(make_tiny_model(tmp_path / "model"))
+    engine, reference = (ReferenceTrainEngine(OptimizerConfig(lr=3e-3)) for _ in range(2))
+    for each in (engine, reference):
+        each.initialize(FinetuneSpec(path, total_steps=10))
+    batch = pair_batch(4)
+    loss = PolicyPreferenceLoss(PreferenceConfig(loss=kind))
+    learner = PreferenceLearner(engine, loss, reference)
+    learner.prepare(batch)
+    evaluate = PreferenceEvaluation(engine, loss, batch)
+    before = evaluate(0)
+
+    for _ in range(6):
+        learner.update(batch)
+
+    after = evaluate(6)
+    assert learner.version == 6
+    assert before["eval/accuracy"] == 0.5  # policy and reference are the same model
+    assert after["eval/accuracy"] == 1.0
+    assert after["loss/eval"] is not None
+    assert before["loss/eval"] is not None
+    assert after["loss/eval"] < before["loss/eval"]
+
+
+def test_add_reference_without_one_adds_nothing() -> None:
+    batch = pair_batch(1)
+
+    add_reference(batch, None)
+
+    assert "ref_logprobs" not in batch

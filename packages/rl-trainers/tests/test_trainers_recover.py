@@ -1,0 +1,216 @@
+"""KilledError at any step and resumed, a run goes on bit for bit; and nothing half-written is ever taken for a point."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_contracts.config import OptimizerConfig
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.parallel import ParallelContext
+from rl_contracts.rendering import ChatRenderer
+from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
+from rl_contracts.testing.models import make_tiny_tokenizer
+from rl_contracts.trajectory import save_batch
+from rl_trainers import (
+    Books,
+    CheckpointConfig,
+    PolicyActor,
+    RecoverConfig,
+    RecoverPoints,
+    ReplaySource,
+    SupervisedLearner,
+    SupervisedSource,
+    train,
+)
+from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers.recover import last_point
+
+STEPS = 6
+
+
+class KilledError(Exception):
+    """The process was killed here."""
+
+
+class Loader:
+    """Batches of two conversations for ever, which can be saved at any batch; stops the run at one of them."""
+
+    def __init__(self, stop_at: int = 0) -> None:
+        self.position, self.stop_at = 0, stop_at
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> list[dict[str, Any]]:
+        self.position += 1
+        if self.position == self.stop_at:
+            raise KilledError
+        numbers = (self.position, 3 * self.position)
+        return [
+            {"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}]}
+            for n in numbers
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class StoppingReplay(ReplaySource):
+    """Saved batches; stops the run at one of them."""
+
+    stop_at = 0
+
+    def next_batch(self) -> Any:
+        if self.position + 1 == self.stop_at:
+            raise KilledError
+        return super().next_batch()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden=32))
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    directory = tmp_path_factory.mktemp("batches")
+    paths = [directory / f"step_{step}.safetensors" for step in range(1, STEPS + 1)]
+    for step, path in enumerate(paths):
+        save_batch(make_batch(6, seed=step).exclude("advantages"), path)
+    return paths
+
+
+def run(kind: str, model: str, batches: list[Path], run_dir: Path, stop_at: int = 0, every: int = 2) -> Any:
+    """One life of a run: to its end, or until it is stopped. Returns the weights."""
+    engine = ReferenceTrainEngine(OptimizerConfig(lr=3e-3, schedule="cosine", warmup_steps=2))
+    engine.initialize(FinetuneSpec(model, STEPS))
+    source: Any
+    learner: Any
+    if kind == "sft":
+        source = SupervisedSource(Loader(stop_at), ChatRenderer(make_tiny_tokenizer()), 64, ParallelContext())
+        learner = SupervisedLearner(engine)
+    else:
+        source, learner = StoppingReplay(batches, ParallelContext()), PolicyActor(engine, AlgorithmConfig())
+        source.stop_at = stop_at
+    books = Books(engine, run_dir, CheckpointConfig(every=3))
+    recover = RecoverPoints(run_dir, RecoverConfig(every), {"actor": engine}, {"source": source, "books": books})
+    try:
+        train(source, learner, None, books, STEPS, recover)
+        return {name: value.clone() for name, value in engine.model.state_dict().items()}
+    finally:
+        engine.destroy()
+
+
+def figures(run_dir: Path) -> list[dict[str, Any]]:
+    """The records without what the clock says."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if not k.startswith(("time/", "throughput/"))} for r in records]
+
+
+@pytest.mark.parametrize("kind", ["sft", "replayed"])
+@pytest.mark.parametrize("stop_at", [2, 3, 4, 6])
+def test_resume_after_a_stop_at_any_step_is_bit_for_bit(
+    kind: str, stop_at: int, model: str, batches: list[Path], tmp_path: Path
+) -> None:
+    expected = run(kind, model, batches, tmp_path / "whole")
+    with pytest.raises(KilledError):
+        run(kind, model, batches, tmp_path / "cut", stop_at)
+
+    found = run(kind, model, batches, tmp_path / "cut")
+
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+    assert figures(tmp_path / "cut") == figures(tmp_path / "whole")
+    assert sorted(p.name for p in (tmp_path / "cut" / "checkpoints").iterdir()) == ["step_3", "step_6"]
+
+
+def test_resume_twice_in_one_run_is_bit_for_bit(model: str, batches: list[Path], tmp_path: Path) -> None:
+    expected = run("sft", model, batches, tmp_path / "whole")
+    for stop_at in (4, 6):
+        with pytest.raises(KilledError):
+            run("sft", model, batches, tmp_path / "cut", stop_at)
+
+    found = run("sft", model, batches, tmp_path / "cut")
+
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_points_only_the_last_one_is_kept(model: str, batches: list[Path], tmp_path: Path) -> None:
+    run("sft", model, batches, tmp_path)
+
+    assert [p.name for p in (tmp_path / "recover").iterdir()] == ["step_6"]
+
+
+def test_resume_half_written_point_is_not_taken(model: str, batches: list[Path], tmp_path: Path) -> None:
+    expected = run("sft", model, batches, tmp_path / "whole")
+    with pytest.raises(KilledError):
+        run("sft", model, batches, tmp_path / "cut", 4)
+    (tmp_path / "cut" / "recover" / ".step_3.partial").mkdir()  # what a kill in the middle of saving leaves
+
+    assert last_point(tmp_path / "cut" / "recover") == 2
+    found = run("sft", model, batches, tmp_path / "cut")
+
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_resume_switched_off_begins_anew(model: str, batches: list[Path], tmp_path: Path) -> None:
+    run("sft", model, batches, tmp_path)
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(model, STEPS))
+
+    points = RecoverPoints(tmp_path, RecoverConfig(2, resume=False), {"actor": engine}, {})
+
+    assert points.resume() is None
+    engine.destroy()
+
+
+def test_resume_damaged_part_is_an_error_that_names_it(model: str, batches: list[Path], tmp_path: Path) -> None:
+    run("sft", model, batches, tmp_path)
+    (tmp_path / "recover" / "step_6" / "source-0.json").unlink()
+
+    with pytest.raises(EngineError, match=r"source-0.*recover\.resume=false"):
+        run("sft", model, batches, tmp_path)
+
+
+def test_part_that_cannot_be_saved_is_refused_before_the_run(model: str, tmp_path: Path) -> None:
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(model, STEPS))
+
+    with pytest.raises(ConfigError, match=r"recover\.every=2: source \(object\) cannot be saved"):
+        RecoverPoints(tmp_path, RecoverConfig(2), {"actor": engine}, {"source": object()})
+    engine.destroy()
+
+
+def test_state_of_nested_values_and_tensors_comes_back(model: str, tmp_path: Path) -> None:
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(model, STEPS))
+    state = {"a": [1, {"b": torch.arange(3), "c": None}], "d": {"e": torch.zeros(0, dtype=torch.bool)}, "f": "text"}
+    seen: list[dict[str, Any]] = []
+
+    class Part:
+        def state_dict(self) -> dict[str, Any]:
+            return state
+
+        def load_state_dict(self, found: dict[str, Any]) -> None:
+            seen.append(found)
+
+    points = RecoverPoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"part": Part()})
+    points.save(4)
+
+    assert points.resume() == 4
+    (found,) = seen
+    assert found["a"][1]["b"].tolist() == [0, 1, 2]
+    assert found["a"][1]["c"] is None
+    assert found["d"]["e"].dtype == torch.bool
+    assert found["f"] == "text"
+    engine.destroy()

@@ -5,16 +5,18 @@ import torch
 
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.engine import TokenOutputs
+from rl_contracts.errors import ConfigError, DataError, EngineError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.sharding import share
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
-from rl_contracts.trajectory import load_batch, pack, save_batch, select
-from rl_trainers import PolicyActor, replay_batch
-from rl_trainers.actor import PolicyLoss
+from rl_contracts.trajectory import load_batch, save_batch, select
+from rl_trainers import Critic, PolicyActor, replay_batch
 from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers.algorithm_parts import KLConfig, RewardConfig
+from rl_trainers.books import COMPUTED
 
 
 @pytest.fixture(scope="module")
@@ -95,25 +97,6 @@ def test_actor_current_proximal_with_several_minibatches_is_refused(engine):
         PolicyActor(engine, AlgorithmConfig(proximal="current"), minibatches=2)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "constant_length"])
-def test_policy_loss_any_split_of_the_rows_sums_to_the_same(engine, aggregation):
-    actor = PolicyActor(engine, AlgorithmConfig(aggregation=aggregation, proximal="recompute"))
-    batch = _batch(rows=9)
-    actor.prepare(batch)
-    loss = PolicyLoss(actor.algorithm, actor.proximal)
-
-    def total(parts):
-        result = torch.zeros(())
-        for rows in parts:
-            packed = pack(select(batch, rows))
-            outputs = type("Outputs", (), {})()
-            outputs.logprobs, outputs.entropy = packed["prox_logprobs"] + 0.1, torch.zeros_like(packed["logprobs"])
-            result += loss(outputs, packed)[0]
-        return result
-
-    torch.testing.assert_close(total([range(9)]), total([[8, 1], [0], [2, 3, 4], [7, 6, 5]]), rtol=1e-5, atol=1e-6)
-
-
 def test_actor_skipped_step_does_not_advance_the_version(engine):
     actor = PolicyActor(engine, AlgorithmConfig())
     batch = _batch()
@@ -139,3 +122,215 @@ def test_replay_batch_saved_and_loaded_gives_the_step_of_the_run(model_path, tmp
             figures.append(replay_batch(actor, tmp_path / "b.safetensors"))
         engine.destroy()
     assert figures[0] == figures[1]
+
+
+COMPOSITIONS = {
+    "kl in the reward": {"kl": KLConfig("reward", 0.1, "k1"), "baseline": "leave_one_out"},
+    "reward to go": {"kl": KLConfig("reward", 0.1, "k3"), "baseline": "none", "advantage_norm": "batch"},
+    "second moment": {"policy_loss": "importance", "correction": "plain", "second_moment": 0.04},
+    "overlong": {"reward": RewardConfig(overlong_max=10, overlong_cache=5), "baseline": "group_mean_batch_std"},
+    "gae": {"baseline": "gae", "advantage_norm": "batch"},
+}
+
+
+class ValueEngine(ReferenceTrainEngine):
+    """A reference engine with a value head: a row of weights on the logits that come before each token."""
+
+    def initialize(self, spec):
+        super().initialize(spec)
+        torch.manual_seed(7)
+        self.head = torch.nn.Parameter(0.1 * torch.randn(self.model.config.vocab_size))
+        self._optimizer.add_param_group({"params": [self.head], "weight_decay": 0.0})
+
+    def _row(self, ids, temperature):
+        logits = self.model(input_ids=ids[None]).logits[0].float()
+        values = torch.cat([torch.zeros(1), (logits[:-1] @ self.head) / 10])
+        return values, torch.zeros_like(values)
+
+    def _run(self, batch):
+        for rows, outputs, packed in super()._run(batch):
+            zeros = torch.zeros_like(outputs.entropy)
+            yield rows, TokenOutputs(zeros, zeros, outputs.logprobs), packed
+
+
+def _engine_of(kind, path):
+    engine = kind(OptimizerConfig(lr=1e-2, weight_decay=0.0))
+    engine.initialize(FinetuneSpec(str(path), 20))
+    return engine
+
+
+def _full_actor(model_path, reference_path, minibatches=1, **settings):
+    algorithm = AlgorithmConfig(**settings)
+    reference = _engine_of(ReferenceTrainEngine, reference_path) if algorithm.needs_reference else None
+    critic = Critic(_engine_of(ValueEngine, model_path), 0.2, minibatches) if algorithm.needs_critic else None
+    return PolicyActor(_engine_of(ReferenceTrainEngine, model_path), algorithm, minibatches, reference, critic)
+
+
+@pytest.fixture(scope="module")
+def other_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("other"), layers=1, hidden=32, seed=9)
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_actor_order_of_the_rows_does_not_change_what_is_learned(name, model_path, other_path):
+    results = []
+    whole = make_batch(8).exclude("advantages")
+    for order in (list(range(8)), [5, 2, 7, 0, 1, 3, 6, 4]):
+        actor = _full_actor(model_path, other_path, 2, **COMPOSITIONS[name])
+        batch = share(select(whole, order), ParallelContext(), 2)
+        stats = actor.prepare(batch) | actor.update(batch)
+        results.append(stats)
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-5)
+
+
+def test_actor_reference_logprobs_are_the_reference_models(model_path, other_path):
+    actor = _full_actor(model_path, other_path, kl=KLConfig("loss", 0.1, "k3"))
+    batch = _batch()
+    actor.prepare(batch)
+    own = actor.engine.forward(batch, lambda outputs, _: outputs.logprobs)
+    learn = batch["loss_mask"]
+    assert (batch["ref_logprobs"] - own)[learn].abs().min() > 0
+    before = batch["ref_logprobs"].clone()
+    stats = actor.update(batch)
+    assert stats["kl/ref_k3"] == pytest.approx(_k3(own - before, learn), rel=1e-4)
+    actor.prepare(batch)
+    torch.testing.assert_close(batch["ref_logprobs"], before)
+
+
+def _k3(d, learn):
+    return float(((-d).exp() - 1 + d)[learn].mean())
+
+
+def test_actor_kl_in_the_loss_pulls_the_policy_to_the_reference(model_path, other_path):
+    distances = []
+    actor = _full_actor(
+        model_path, other_path, kl=KLConfig("loss", 1.0, "k3"), policy_loss="importance", correction="none"
+    )
+    batch = _batch()
+    batch["rewards"][:] = 0.0
+    for _ in range(5):
+        batch["versions"] = torch.where(batch["versions"] >= 0, actor.version, -1).int()
+        actor.prepare(batch)
+        distances.append(actor.update(batch)["kl/ref_k3"])
+    assert distances[-1] < 0.8 * distances[0]
+
+
+def test_actor_kl_in_the_reward_lowers_the_advantage_of_tokens_the_reference_would_not_take(model_path, other_path):
+    actor = _full_actor(model_path, other_path, kl=KLConfig("reward", 0.5, "k1"), baseline="none")
+    batch = _batch(rows=4)
+    actor.prepare(batch)
+    learn = batch["loss_mask"]
+    penalty = torch.where(learn, -0.5 * (batch["logprobs"] - batch["ref_logprobs"]), 0.0)
+    to_go = penalty.flip(-1).cumsum(-1).flip(-1) + batch["rewards"][:, None]
+    torch.testing.assert_close(batch["advantages"], torch.where(learn, to_go, 0.0), rtol=1e-4, atol=1e-4)
+
+
+def test_actor_distillation_moves_the_policy_to_its_teacher(model_path, other_path):
+    actor = _full_actor(
+        model_path,
+        other_path,
+        baseline="none",
+        gamma=0.0,
+        policy_loss="importance",
+        reward=RewardConfig(scale=0.0),
+        kl=KLConfig("reward", 1.0, "k1"),
+    )
+    batch = _batch()
+    learn = batch["loss_mask"]
+    batch["logprobs"] = actor.engine.forward(batch, lambda outputs, _: outputs.logprobs)
+    actor.prepare(batch)
+    gap = batch["ref_logprobs"] - batch["logprobs"]
+    torch.testing.assert_close(batch["advantages"], torch.where(learn, gap, 0.0), rtol=1e-4, atol=1e-4)
+    actor.update(batch)
+    after = actor.engine.forward(batch, lambda outputs, _: outputs.logprobs)
+    moved = (after - batch["logprobs"])[learn]
+    assert float((moved * gap[learn]).mean()) > 0
+
+
+def test_actor_overlong_penalty_counts_the_generated_tokens_of_an_episode(engine):
+    settings = RewardConfig(overlong_max=10, overlong_cache=5)
+    batch = _batch(rows=4)
+    batch["group_ids"][:] = torch.arange(4)
+    actor = PolicyActor(engine, AlgorithmConfig(baseline="none", reward=settings))
+    actor.prepare(batch)
+    length = (batch["versions"] >= 0).sum(-1)
+    expected = batch["rewards"] + ((5 - length) / 5).clamp(-1, 0)
+    for row in range(4):
+        assert (batch["advantages"][row][batch["loss_mask"][row]] - expected[row]).abs().max() < 1e-6
+
+
+def test_actor_turn_rewards_reach_the_tokens_before_them(engine):
+    batch = _batch(rows=2)
+    batch["rewards"][:] = 0.0
+    batch["token_rewards"] = torch.zeros(batch["input_ids"].shape)
+    last = int(batch["attention_mask"][0].sum()) - 1
+    batch["token_rewards"][0, last] = 3.0
+    PolicyActor(engine, AlgorithmConfig(baseline="none")).prepare(batch)
+    assert (batch["advantages"][0][batch["loss_mask"][0]] == 3.0).all()
+    assert batch["advantages"][1].abs().max() == 0
+
+
+def test_actor_staleness_shares_count_trained_tokens(engine):
+    engine.version = 6
+    batch = _batch()
+    generated = batch["versions"] >= 0
+    batch["versions"] = torch.where(generated, torch.arange(len(batch))[:, None] % 3 * 3, -1).int()
+    figures = PolicyActor(engine, AlgorithmConfig()).prepare(batch)
+    age = 6 - batch["versions"][batch["loss_mask"]]
+    for name, chosen in (("0", age == 0), ("3", age == 3), ("4_and_more", age == 6)):
+        assert figures[f"staleness/share_{name}"] == pytest.approx(float(chosen.float().mean()))
+    assert figures["staleness/share_1"] == 0
+
+
+def test_actor_second_moment_mask_holds_over_each_minibatch(engine):
+    threshold = 0.5
+    algorithm = AlgorithmConfig(policy_loss="importance", correction="plain", second_moment=threshold)
+    batch = _batch(minibatches=2)
+    actor = PolicyActor(engine, algorithm, minibatches=2)
+    actor.prepare(batch)
+    log_ratio, kept = batch["prox_logprobs"] - batch["logprobs"], batch["moment_kept"]
+    bound = batch["loss_mask"] & (log_ratio * batch["advantages"] > 0)
+    assert kept[~bound].all()
+    assert not kept[bound].all()
+    for number in range(2):
+        chosen = bound & kept & (batch["minibatch"] == number)[:, None]
+        assert not chosen.any() or log_ratio[chosen].double().square().mean() <= threshold + 1e-6
+    stats = actor.update(batch)
+    assert 0 < stats["correction/masked"] < 1
+
+
+def test_actor_without_the_reference_or_critic_that_it_needs_is_refused(engine):
+    with pytest.raises(ConfigError, match=r"algorithm.kl.place=loss needs a reference policy, but there is no `ref`"):
+        PolicyActor(engine, AlgorithmConfig(kl=KLConfig("loss", 0.1)))
+    with pytest.raises(ConfigError, match=r"algorithm.baseline=gae needs values, but there is no `critic`"):
+        PolicyActor(engine, AlgorithmConfig(baseline="gae"))
+
+
+def test_critic_learns_the_returns_and_reports_how_well(model_path, other_path):
+    actor = _full_actor(model_path, other_path, baseline="gae")
+    batch = _batch(rows=6)
+    found = []
+    for _ in range(12):
+        batch["versions"] = torch.where(batch["versions"] >= 0, actor.version, -1).int()
+        figures = actor.prepare(batch) | actor.update(batch)
+        found.append(figures["critic/explained_variance"])
+    assert found[-1] > found[0] + 0.2
+    assert actor.critic.engine.version == actor.version == 12
+    assert figures["critic/applied"] == 1.0
+    learn = batch["loss_mask"]
+    torch.testing.assert_close(batch["returns"][learn], (batch["rewards"][:, None].expand_as(learn))[learn])
+
+
+def test_critic_on_an_engine_without_values_says_so(engine):
+    with pytest.raises(EngineError, match="head=value"):
+        Critic(engine).values(_batch())
+
+
+def test_prepared_entries_are_all_known_to_the_books(model_path, other_path):
+    kept = set(_batch().keys())
+    added = set()
+    for settings in ({"baseline": "gae"}, {"kl": KLConfig("loss", 0.1), "second_moment": 0.1, "correction": "plain"}):
+        batch = _batch()
+        _full_actor(model_path, other_path, **settings).prepare(batch)
+        added |= set(batch.keys()) - kept
+    assert added <= set(COMPUTED)

@@ -1,4 +1,4 @@
-"""Hand-computed cases and properties of the pure functions."""
+"""Hand-computed cases and properties of advantages, aggregation and the comparison of log-probs."""
 
 import math
 
@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_trainers.functional.advantages import group_advantages
+from rl_trainers.functional.advantages import group_advantages, moments, whitened
 from rl_trainers.functional.aggregation import denominator, token_weights
 from rl_trainers.functional.divergence import gap_sums
-from rl_trainers.functional.policy import clipped_policy_loss, importance_weights
+
+GROUPED = ("group_mean_std", "group_mean", "group_mean_batch_std", "leave_one_out")
 
 
 def test_group_advantages_mean_std_matches_hand_computation():
@@ -22,10 +23,33 @@ def test_group_advantages_mean_std_matches_hand_computation():
     assert (result.groups, result.singletons, result.zero_variance) == (2, 0, 1)
 
 
-def test_group_advantages_group_of_one_is_zero_and_counted():
-    result = group_advantages(torch.tensor([5.0]), torch.tensor([0]), "group_mean_std")
+def test_group_advantages_mean_of_unequal_groups_matches_hand_computation():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 2.0, 4.0])
+    result = group_advantages(rewards, torch.tensor([0, 1, 0, 1, 1]), "group_mean")
+    torch.testing.assert_close(result.advantages, torch.tensor([0.5, -2.0, -0.5, 0.0, 2.0]))
+
+
+def test_group_advantages_batch_std_divides_by_the_std_of_all_rewards():
+    rewards = torch.tensor([3.0, 1.0, 0.0, 0.0])
+    result = group_advantages(rewards, torch.tensor([0, 0, 1, 1]), "group_mean_batch_std")
+    # all rewards: mean 1, sample variance (4 + 0 + 1 + 1) / 3 = 2
+    expected = torch.tensor([1.0, -1.0, 0.0, 0.0]) / math.sqrt(2)
+    torch.testing.assert_close(result.advantages, expected, atol=1e-5, rtol=0)
+    assert result.zero_variance == 1
+
+
+@pytest.mark.parametrize("baseline", GROUPED)
+def test_group_advantages_group_of_one_is_zero_and_counted(baseline):
+    result = group_advantages(torch.tensor([5.0]), torch.tensor([0]), baseline)
     assert result.advantages.tolist() == [0.0]
     assert result.singletons == 1
+
+
+@pytest.mark.parametrize("baseline", GROUPED)
+def test_group_advantages_zero_variance_is_zero_and_counted(baseline):
+    result = group_advantages(torch.full((4,), 0.7), torch.tensor([0, 0, 1, 1]), baseline)
+    assert result.advantages.tolist() == [0.0] * 4
+    assert result.zero_variance == 2
 
 
 def test_group_advantages_leave_one_out_is_reward_minus_mean_of_others():
@@ -62,6 +86,21 @@ def test_group_advantages_any_order_of_rows_gives_the_same(rows, random):
         assert a == pytest.approx(b, abs=2e-3)
 
 
+def test_whitened_masked_values_have_mean_zero_and_sample_std_one():
+    values, mask = torch.tensor([[1.0, 2.0, 6.0, 99.0]]), torch.tensor([[True, True, True, False]])
+    found = whitened(values, mask, moments(values, mask))
+    # mean 3, sample variance (4 + 1 + 9) / 2 = 7
+    expected = torch.tensor([[-2.0, -1.0, 3.0, 0.0]]) / math.sqrt(7)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [4.0]])
+def test_whitened_values_that_do_not_vary_are_zero(values):
+    values = torch.tensor(values)
+    mask = torch.ones_like(values).bool()
+    assert whitened(values, mask, moments(values, mask)).abs().max() == 0
+
+
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
@@ -76,66 +115,6 @@ def test_aggregation_two_rows_matches_hand_computation(aggregation, expected):
     mask = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]]).bool()
     weights = token_weights(mask, aggregation, constant_length=10)
     assert ((losses * weights).sum() / denominator(mask, aggregation)).item() == pytest.approx(expected)
-
-
-def _loss(logprob, old, advantage, **bounds):
-    values = [torch.tensor([float(x)]) for x in (logprob, old, advantage)]
-    values[0].requires_grad_()
-    loss, stats = clipped_policy_loss(*values, torch.ones(1), **({"clip_low": 0.2, "clip_high": 0.28} | bounds))
-    loss.backward()
-    return loss.item(), values[0].grad.item(), {k: (a / b).item() for k, (a, b) in stats.items()}
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "moves"),
-    [
-        (1.0, 2.0, -2.0, True),
-        (1.5, 2.0, -2.56, False),
-        (0.5, 2.0, -1.0, True),
-        (0.5, -2.0, 1.6, False),
-        (1.5, -2.0, 3.0, True),
-    ],
-)
-def test_clipped_policy_loss_each_side_of_the_clip_matches_hand_computation(ratio, advantage, loss, moves):
-    found, gradient, stats = _loss(math.log(ratio), 0.0, advantage)
-    assert found == pytest.approx(loss, rel=1e-5)
-    assert (gradient != 0) == moves
-    assert stats["clip/high"] == float(ratio > 1.28 and advantage > 0)
-    assert stats["clip/low"] == float(ratio < 0.8 and advantage < 0)
-
-
-def test_clipped_policy_loss_dual_clip_bounds_the_loss_of_negative_advantages():
-    found, gradient, _ = _loss(math.log(10.0), 0.0, -1.0, dual_clip=3.0)
-    assert found == pytest.approx(3.0)
-    assert gradient == 0
-
-
-def test_clipped_policy_loss_untrained_token_may_hold_anything():
-    logprobs = torch.tensor([0.0, 800.0], requires_grad=True)
-    loss, _ = clipped_policy_loss(
-        logprobs, torch.zeros(2), torch.ones(2), torch.tensor([1.0, 0.0]), clip_low=0.2, clip_high=0.2
-    )
-    loss.backward()
-    assert torch.isfinite(logprobs.grad).all()
-    assert logprobs.grad[1] == 0
-
-
-def test_clipped_policy_loss_gradient_matches_finite_differences():
-    torch.manual_seed(0)
-    old, advantages = torch.randn(12, dtype=torch.float64), torch.randn(12, dtype=torch.float64)
-    weights = torch.rand(12, dtype=torch.float64)
-    logprobs = (old + 0.1 * torch.randn(12, dtype=torch.float64)).requires_grad_()
-
-    def loss(x):
-        return clipped_policy_loss(x, old, advantages, weights, clip_low=0.2, clip_high=0.2)[0]
-
-    assert torch.autograd.gradcheck(loss, (logprobs,))
-
-
-def test_importance_weights_above_the_cap_are_truncated_and_marked():
-    weights, capped = importance_weights(torch.tensor([0.0, 2.0]), torch.zeros(2), cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor([1.0, 2.0]))
-    assert capped.tolist() == [False, True]
 
 
 def test_gap_sums_masked_tokens_do_not_count():

@@ -16,7 +16,7 @@ KNOWN_PACKAGES: dict[str, str] = {
     "rl.rewards": "rl-rewards",
     "rl.datasets": "rl-datasets",
     "rl.schedulers": "rl-launchers",
-    "rl.algorithms": "rl-trainers",
+    "rl.policy_losses": "rl-trainers",
 }
 """The entry-point groups and the package of this project that fills each; a third party may fill any."""
 

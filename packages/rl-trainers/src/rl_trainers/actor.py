@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from rl_contracts.config import require
-from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
-from rl_contracts.errors import DataError
+from rl_contracts.engine import TrainEngine
+from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.sharding import MINIBATCH_KEY
-from rl_contracts.trajectory import PackedBatch, select, validate
+from rl_contracts.trajectory import select, validate
 from rl_trainers import fresh
+from rl_trainers.advantages import compute_advantages
 from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.functional.advantages import GroupAdvantages, group_advantages
+from rl_trainers.critic import RETURNS_KEY, VALUES_KEY, Critic
 from rl_trainers.functional.aggregation import denominator, token_weights
-from rl_trainers.functional.policy import clipped_policy_loss, importance_weights
+from rl_trainers.objective import KEPT_KEY, PolicyLoss, effective_share, load_policy_loss
+from rl_trainers.staleness import token_shares
+from rl_trainers.trust_region import second_moment_mask
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -31,11 +34,35 @@ class PolicyActor:
         engine: holds the policy.
         algorithm: advantages, loss, aggregation and correction.
         minibatches: optimizer steps per training batch.
+        reference: holds the frozen reference policy, where `algorithm.kl` asks for one.
+        critic: estimates values, where `algorithm.baseline` is `gae`; learns with the policy.
+
+    Raises:
+        ConfigError: the algorithm needs a reference or critic that is not given, or its policy loss is not installed.
     """
 
-    def __init__(self, engine: TrainEngine, algorithm: AlgorithmConfig, minibatches: int = 1) -> None:
+    def __init__(
+        self,
+        engine: TrainEngine,
+        algorithm: AlgorithmConfig,
+        minibatches: int = 1,
+        reference: TrainEngine | None = None,
+        critic: Critic | None = None,
+    ) -> None:
         require(minibatches >= 1, "actor.minibatches", "at least 1", minibatches)
+        if algorithm.needs_reference and reference is None:
+            raise ConfigError(
+                f"algorithm.kl.place={algorithm.kl.place} needs a reference policy, but there is no `ref`; give one, "
+                "or set algorithm.kl.place=none and algorithm.kl.coef=0."
+            )
+        if algorithm.needs_critic and critic is None:
+            raise ConfigError(
+                "algorithm.baseline=gae needs values, but there is no `critic`; give one, or take a baseline without "
+                "(group_mean_std, leave_one_out, none)."
+            )
+        load_policy_loss(algorithm)
         self.engine, self.algorithm, self.minibatches = engine, algorithm, minibatches
+        self.reference, self.critic = reference, critic
         self.proximal = algorithm.resolve_proximal(minibatches)
 
     @property
@@ -44,55 +71,55 @@ class PolicyActor:
         return self.engine.version
 
     def prepare(self, batch: TensorDict) -> dict[str, float | None]:
-        """Add `advantages`, `loss_weights`, `fresh` and, where recomputed, `prox_logprobs`, [B, T] each (collective).
+        """Add `advantages`, `loss_weights`, `fresh` and, where they are needed, `prox_logprobs`, `ref_logprobs`,
+        `values`, `returns` and `moment_kept`, [B, T] each (collective).
 
         Returns:
-            `groups/singleton` and `groups/zero_variance`, counted over all ranks; where proximal log-probs are
-            recomputed, `gap/fresh_...` (see `rl_trainers.fresh`).
+            `groups/singleton` and `groups/zero_variance`, counted over all ranks; `reward/shaped` (mean over episodes);
+            `staleness/share_...`; where proximal log-probs are recomputed, `gap/fresh_...` (see
+            `rl_trainers.fresh`); with a critic, `critic/explained_variance`.
 
         Raises:
             DataError: the batch is not valid, or holds a trained token from a version later than the current one.
         """
         validate(batch)
-        algorithm, learn = self.algorithm, batch["loss_mask"]
-        if bool((batch["versions"] > self.version)[learn].any()):
+        algorithm, parallel = self.algorithm, self.engine.parallel
+        if bool((batch["versions"] > self.version)[batch["loss_mask"]].any()):
             raise DataError(
                 f"batch holds tokens of versions later than {self.version}, the trainer's; were servers rolled back?"
             )
-        advantages, groups = self._advantages(batch)
-        batch["advantages"] = torch.where(learn, advantages[:, None], 0.0)
-        weights = token_weights(learn, algorithm.aggregation, algorithm.constant_length)
-        if algorithm.staleness_coef:
-            age = (self.version - batch["versions"]).float()
-            weights = weights * torch.where(learn, torch.exp(-algorithm.staleness_coef * age), 0.0)
-        batch["loss_weights"] = weights
         fresh.mark(batch, self.version)
-        figures: dict[str, float | None] = {
-            "groups/singleton": float(groups.singletons),
-            "groups/zero_variance": float(groups.zero_variance),
-        }
+        self._run_other_models(batch)
+        figures = token_shares(batch, self.version, parallel)
+        figures |= self._add_advantages(batch)
+        batch["loss_weights"] = self._weights(batch)
         if self.proximal == "recompute":
             batch["prox_logprobs"] = self.engine.forward(batch, lambda outputs, _: outputs.logprobs)
-            figures |= fresh.of_proximal(batch, self.engine.parallel)
+            figures |= fresh.of_proximal(batch, parallel)
         elif self.proximal == "behaviour":
             batch["prox_logprobs"] = batch["logprobs"]
+        if algorithm.second_moment:
+            batch[KEPT_KEY] = second_moment_mask(batch, algorithm.second_moment, self.minibatches, parallel)
         return figures
 
     def update(self, batch: TensorDict) -> dict[str, float | None]:
         """Learn from a prepared batch; the version advances by one unless every minibatch was skipped (collective).
 
         Returns:
-            the engine's statistics, averaged over the minibatches (`.../max`: the largest); and `gap/fresh_...`, where
-            `prepare` could not give it.
+            the engine's statistics, averaged over the minibatches (`.../max`: the largest); `gap/fresh_...`, where
+            `prepare` could not give it; and the critic's, under `critic/`.
         """
         in_loss = self.proximal != "recompute"
-        loss = PolicyLoss(self.algorithm, self.proximal, compare=in_loss)
+        loss = PolicyLoss(self.algorithm, self.proximal, self.version, compare=in_loss)
         steps = []
         for number in range(self.minibatches):
             rows = select(batch, (batch[MINIBATCH_KEY] == number).nonzero().flatten())
             steps.append(self.engine.train_batch(rows, loss, self._denominator))
+            effective_share(steps[-1])
             loss = replace(loss, compare=False)  # from the first step on the policy is not the sampler's any more
         figures = fresh.of_loss(steps[0], batch, self.engine.parallel) if in_loss else {}
+        if self.critic is not None and self.algorithm.needs_critic:
+            figures |= self.critic.update(batch)
         if any(step["applied"] for step in steps):
             self.engine.version += 1
         return _combine(steps) | figures
@@ -100,56 +127,36 @@ class PolicyActor:
     def _denominator(self, minibatch: TensorDict) -> torch.Tensor:
         return denominator(minibatch["loss_mask"], self.algorithm.aggregation)
 
-    def _advantages(self, batch: TensorDict) -> tuple[torch.Tensor, GroupAdvantages]:
-        """One advantage per row, [B]; ranks exchange (group, episode, reward), so a group may lie on several."""
-        names = ("group_ids", "episode_ids", "rewards")
-        parts = self.engine.parallel.gather_tensors({name: batch[name] for name in names})
-        group, episode, reward = (torch.cat([part[name] for part in parts]) for name in names)
-        # an episode may have several rows; it counts once in its group
-        key, of_row = torch.unique(torch.stack([group, episode], 1), dim=0, return_inverse=True)
-        first = torch.full((len(key),), len(of_row)).scatter_reduce(0, of_row, torch.arange(len(of_row)), "amin")
-        result = group_advantages(reward[first], key[:, 0], self.algorithm.baseline)
-        start = sum(len(part["rewards"]) for part in parts[: self.engine.parallel.dp_rank])
-        return result.advantages[of_row[start : start + batch.batch_size[0]]], result
+    def _run_other_models(self, batch: TensorDict) -> None:
+        if self.algorithm.needs_reference:
+            assert self.reference is not None
+            batch["ref_logprobs"] = self.reference.forward(batch, lambda outputs, _: outputs.logprobs)
+        if self.algorithm.needs_critic:
+            assert self.critic is not None
+            batch[VALUES_KEY] = self.critic.values(batch)
 
+    def _add_advantages(self, batch: TensorDict) -> dict[str, float | None]:
+        advantages, returns, groups, rewards = compute_advantages(batch, self.algorithm, self.engine.parallel)
+        batch["advantages"] = advantages
+        figures: dict[str, float | None] = {
+            "groups/singleton": float(groups.singletons),
+            "groups/zero_variance": float(groups.zero_variance),
+            "reward/shaped": float(rewards.double().mean()) if len(rewards) else None,
+        }
+        if returns is not None:
+            batch[RETURNS_KEY] = returns
+            assert self.critic is not None
+            figures["critic/explained_variance"] = self.critic.explained_variance(batch)
+        return figures
 
-@dataclass(frozen=True)
-class PolicyLoss:
-    """The clipped policy loss of one packed micro-batch, with the decoupled objective's weight."""
-
-    config: AlgorithmConfig
-    proximal: str
-    """`recompute` or `behaviour` (both read `prox_logprobs`) or `current`."""
-    compare: bool = False
-    """Compare the log-probs of fresh tokens with the recorded ones."""
-
-    def __call__(self, outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-        """`(loss_sum, stats)`; see `clipped_policy_loss`. Adds `entropy/mean`, `correction/mean` and
-        `correction/capped`."""
-        config, weights = self.config, packed["loss_weights"]
-        trained = weights > 0
-        old = outputs.logprobs.detach() if self.proximal == "current" else packed["prox_logprobs"]
-        stats: Stats = {}
-        count = trained.sum().float()
-        if config.correction_cap and self.proximal != "behaviour":
-            correction, capped = importance_weights(old, packed["logprobs"], config.correction_cap)
-            correction = torch.where(trained, correction, 0.0)
-            weights = weights * correction
-            stats["correction/mean"] = (correction.sum(), count)
-            stats["correction/capped"] = ((capped & trained).sum().float(), count)
-        loss, policy_stats = clipped_policy_loss(
-            outputs.logprobs,
-            old,
-            packed["advantages"],
-            weights,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip or None,
-        )
-        if self.compare:
-            stats |= fresh.in_loss(outputs, packed)
-        stats["entropy/mean"] = (torch.where(trained, outputs.entropy, 0.0).detach().sum(), count)
-        return loss, stats | policy_stats
+    def _weights(self, batch: TensorDict) -> torch.Tensor:
+        """Weight of each token's loss, by aggregation and staleness, float32 [B, T]."""
+        algorithm, learn = self.algorithm, batch["loss_mask"]
+        weights = token_weights(learn, algorithm.aggregation, algorithm.constant_length)
+        if algorithm.staleness_coef:
+            age = (self.version - batch["versions"]).float()
+            weights = weights * torch.where(learn, torch.exp(-algorithm.staleness_coef * age), 0.0)
+        return weights
 
 
 def _combine(steps: list[dict[str, float]]) -> dict[str, float | None]:

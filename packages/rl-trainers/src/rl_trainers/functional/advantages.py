@@ -30,8 +30,9 @@ def group_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, baseline: s
         rewards: float32 [E], one per episode.
         group_ids: int64 [E].
         baseline: `group_mean_std`: (r - mean) / (std + 1e-6) with the sample std (ddof 1), GRPO (arXiv 2402.03300,
-            section 4.1.2); `group_mean`: r - mean, Dr. GRPO (arXiv 2503.20783); `leave_one_out`: r - mean of the
-            others, RLOO (arXiv 2402.14740); `none`: r itself, REINFORCE.
+            section 4.1.2); `group_mean`: r - mean, Dr. GRPO (arXiv 2503.20783); `group_mean_batch_std`: (r - mean) /
+            (std of all rewards + 1e-6), LitePPO (arXiv 2508.08221); `leave_one_out`: r - mean of the others, RLOO
+            (arXiv 2402.14740); `none`: r itself, REINFORCE.
 
     Raises:
         ValueError: an unknown baseline.
@@ -50,6 +51,8 @@ def group_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, baseline: s
         advantages = deviation / (std + EPS)[group]
     elif baseline == "group_mean":
         advantages = deviation
+    elif baseline == "group_mean_batch_std":
+        advantages = deviation / ((rewards.std() if len(rewards) > 1 else 0.0) + EPS)
     elif baseline == "leave_one_out":
         advantages = deviation * (size / (size - 1).clamp(min=1))[group]
     elif baseline == "none":
@@ -58,3 +61,29 @@ def group_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, baseline: s
         raise ValueError(f"unknown baseline {baseline!r}")
     advantages = torch.where((flat | alone)[group], 0.0, advantages)
     return GroupAdvantages(advantages, number, int(alone.sum()), int(flat.sum()))
+
+
+def moments(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Number, sum and sum of squares of masked values, to be added over replicas; float64 [3]."""
+    kept = torch.where(mask, values, 0.0).double()
+    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+
+
+def whitened(values: torch.Tensor, mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """(A - mean) / (std + 1e-6) with the sample std over all masked values: the batch normalisation of REINFORCE++
+    (arXiv 2501.03262). Where they are all equal, 0.
+
+    Args:
+        values: float32, any shape.
+        mask: bool, same shape.
+        total: `moments` over all replicas.
+
+    Returns:
+        same shape, 0 where not masked.
+    """
+    count, first, second = total.tolist()
+    mean = first / max(count, 1)
+    variance = max(second - count * mean**2, 0.0) / max(count - 1, 1)
+    if variance**0.5 <= EPS * max(abs(mean), 1):
+        return torch.zeros_like(values)
+    return torch.where(mask, (values - mean) / (variance**0.5 + EPS), 0.0)

@@ -1,0 +1,67 @@
+"""What a policy loss is given, and how rows of a packed micro-batch are added up.
+
+A policy loss is a pure function `loss(terms, *, constant=..., ...) -> (losses [N], marks)`: what each trained token
+contributes, and named shares to report (bool [N]). Weights, aggregation, corrections and sums are not its business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rl_contracts.trajectory import PackedBatch
+
+TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Losses, float [N] with gradient; and marks, bool [N], whose shares of the trained tokens are reported."""
+
+
+@dataclass(slots=True)
+class PolicyTerms:
+    """One packed micro-batch in the eyes of a policy loss. Where a token is not trained, log-prob and advantage are 0
+    and the ratio is 1, so that whatever a loss makes of them is finite and without gradient."""
+
+    logprobs: torch.Tensor
+    """[N] log pi_theta; carries gradient."""
+    ratio: torch.Tensor
+    """[N] pi_theta / pi_old, of the token or of its row (`algorithm.ratio_level`); carries gradient."""
+    advantages: torch.Tensor
+    """[N]."""
+    trained: torch.Tensor
+    """bool [N]."""
+
+
+def policy_terms(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    trained: torch.Tensor,
+    packed: PackedBatch | None = None,
+) -> PolicyTerms:
+    """The terms of a micro-batch.
+
+    With `packed`, the ratio is the row's: GSPO (arXiv 2507.18071, eq. 7), s = exp(mean over the row's trained tokens of
+    log pi_theta - log pi_old), in the form GSPO-token (eq. 14): each token carries the value of s and the gradient of
+    its own log-prob, s_t = sg[s] pi_theta(t) / sg[pi_theta(t)]. With equal advantages and weights within a row this is
+    the gradient of GSPO, and it stays defined where they differ.
+
+    Args:
+        logprobs: [N] of the policy that learns; carries gradient. May hold anything where not trained.
+        old_logprobs: [N] of the policy at the start of this update; may hold anything where not trained.
+        advantages: [N].
+        trained: bool [N].
+        packed: whose rows share a ratio; None: each token has its own.
+    """
+    logprobs = torch.where(trained, logprobs, 0.0)
+    difference = logprobs - torch.where(trained, old_logprobs.detach(), 0.0)
+    if packed is not None:
+        mean = row_means(difference.detach(), trained, packed)[packed.row_of_token]
+        difference = torch.where(trained, mean, 0.0) + logprobs - logprobs.detach()
+    return PolicyTerms(logprobs, difference.exp(), torch.where(trained, advantages, 0.0), trained)
+
+
+def row_means(values: torch.Tensor, trained: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
+    """Mean of per-token values [N] over each row's trained tokens, [S]; 0 for a row without any. `values` must be 0
+    where not trained."""
+    count = packed.row_sums(trained.to(values.dtype))
+    return packed.row_sums(values) / count.clamp(min=1)

@@ -1,0 +1,154 @@
+"""Corrections between server and trainer, M2PO's mask, KL estimates and the interpolated old policy, by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_contracts.testing.batches import make_batch
+from rl_contracts.trajectory import pack
+from rl_trainers.functional.correction import (
+    effective_sample_sums,
+    level_ratio,
+    masked_weights,
+    truncated_weights,
+)
+from rl_trainers.functional.kl import kl_estimate, weighted_kl
+from rl_trainers.functional.old_policy import interpolated_logprobs
+from rl_trainers.functional.second_moment import bound_by_trust_region, second_moment_cutoff
+
+
+def test_truncated_weights_above_the_cap_are_truncated_and_marked():
+    weights, capped = truncated_weights(torch.tensor([0.1, 1.0, 7.4]), cap=2.0)
+    torch.testing.assert_close(weights, torch.tensor([0.1, 1.0, 2.0]))
+    assert capped.tolist() == [False, False, True]
+
+
+def test_masked_weights_outside_the_bounds_are_dropped_and_the_others_keep_their_ratio():
+    weights, dropped = masked_weights(torch.tensor([0.4, 0.5, 1.2, 5.0, 5.1, math.inf, math.nan]), 0.5, 5.0)
+    torch.testing.assert_close(weights, torch.tensor([0.0, 0.5, 1.2, 5.0, 0.0, 0.0, 0.0]))
+    assert dropped.tolist() == [True, False, False, False, True, True, True]
+
+
+def test_level_ratio_token_sequence_and_geometric_match_hand_computation():
+    batch = make_batch(2, seed=1, lengths=(4, 4))
+    batch["loss_mask"] = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]).bool()
+    packed = pack(batch)
+    log_ratio = torch.tensor([0.0, 0.2, 0.4, 0.0, 0.0, 0.0, -0.3, 0.1])
+    found = {level: level_ratio(log_ratio, packed["loss_mask"], packed, level) for level in LEVELS}
+    torch.testing.assert_close(found["token"], log_ratio.exp())
+    rows = torch.tensor([0.6] * 4 + [-0.2] * 4)
+    torch.testing.assert_close(found["sequence"], rows.exp())
+    torch.testing.assert_close(found["geometric"], (rows / 2).exp())
+
+
+LEVELS = ("token", "sequence", "geometric")
+
+
+def test_level_ratio_row_without_a_trained_token_is_one():
+    batch = make_batch(1, seed=1)
+    batch["loss_mask"][:] = False
+    packed = pack(batch)
+    zeros = torch.zeros(packed.num_tokens)
+    for level in LEVELS:
+        assert (level_ratio(zeros, packed["loss_mask"], packed, level) == 1).all()
+
+
+def test_effective_sample_sums_of_kish():
+    weights, trained = torch.tensor([1.0, 3.0, 50.0]), torch.tensor([True, True, False])
+    total, square = effective_sample_sums(weights, trained)
+    # (1 + 3)^2 / (1 + 9) = 1.6 of 2 tokens
+    assert (total**2 / square).item() == pytest.approx(1.6)
+
+
+def test_second_moment_cutoff_masks_the_largest_until_the_mean_is_below_the_bound():
+    squares = torch.tensor([0.5, 0.01, 0.09, 0.02])
+    # means of the smallest 1, 2, 3, 4: 0.01, 0.015, 0.04, 0.155
+    assert second_moment_cutoff(squares, 0.0401) == pytest.approx(0.09)
+    assert second_moment_cutoff(squares, 0.039) == pytest.approx(0.02)
+    assert second_moment_cutoff(squares, 1.0) == math.inf
+    assert second_moment_cutoff(squares, 0.005) == -math.inf
+    assert second_moment_cutoff(torch.zeros(0), 0.04) == math.inf
+
+
+def test_second_moment_cutoff_equal_values_go_together():
+    squares = torch.tensor([0.01, 0.09, 0.09])
+    # with one of the two 0.09 the mean is 0.05; with both 0.0633
+    assert second_moment_cutoff(squares, 0.055) == pytest.approx(0.01)
+
+
+@given(st.lists(st.floats(0, 4), min_size=1, max_size=40), st.floats(0.001, 2))
+def test_second_moment_cutoff_is_the_largest_that_keeps_the_bound(values, threshold):
+    squares = torch.tensor(values, dtype=torch.float64)
+    cutoff = second_moment_cutoff(squares, threshold)
+    kept = squares[squares <= cutoff]
+    assert not len(kept) or kept.mean() <= threshold * (1 + 1e-9)
+    more = squares[squares > cutoff]
+    if len(more):
+        assert squares[squares <= more.min()].mean() > threshold * (1 - 1e-9)
+
+
+def test_bound_by_trust_region_is_where_the_policy_went_the_advantages_way():
+    log_ratio, advantages = torch.tensor([0.3, 0.3, -0.3, -0.3, 0.0]), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    assert bound_by_trust_region(log_ratio, advantages).tolist() == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))],
+)
+def test_kl_estimate_value_and_slope_match_schulman(estimator, value, slope):
+    logprob = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
+    found = kl_estimate(logprob, torch.tensor(-1.5, dtype=torch.float64), estimator)
+    (gradient,) = torch.autograd.grad(found, logprob)
+    assert (found.item(), gradient.item()) == (pytest.approx(value), pytest.approx(slope))
+
+
+def _expected_gradient(term):
+    """Expectation over pi of the gradient of `term(log pi, log ref, ratio)`, and the true gradient of KL(pi || ref), at
+    the logits of a categorical distribution."""
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    policy, reference = logits.log_softmax(-1), other.log_softmax(-1)
+    weight = policy.detach().exp()
+    ratio = (policy - policy.detach()).exp()
+    (found,) = torch.autograd.grad((weight * term(policy, reference, ratio)).sum(), logits, retain_graph=True)
+    (true,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
+    return found, true
+
+
+@pytest.mark.parametrize(("estimator", "weighted"), [("k2", False), ("k1", True), ("k3", True)])
+def test_kl_in_the_loss_has_the_gradient_of_the_divergence_where_it_is_said_to(estimator, weighted):
+    def term(policy, reference, ratio):
+        found = kl_estimate(policy, reference, estimator)
+        return weighted_kl(found, ratio) if weighted else found
+
+    found, true = _expected_gradient(term)
+    torch.testing.assert_close(found, true)
+
+
+def test_kl_k1_in_the_loss_alone_has_no_gradient_in_the_mean():
+    found, _ = _expected_gradient(lambda policy, reference, _: kl_estimate(policy, reference, "k1"))
+    torch.testing.assert_close(found, torch.zeros_like(found))
+
+
+def test_kl_k3_in_the_loss_alone_has_the_gradient_of_the_other_direction():
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    reference = other.log_softmax(-1)
+    forward = (reference.exp() * (reference - logits.log_softmax(-1))).sum()
+    (expected,) = torch.autograd.grad(forward, logits)
+    found, _ = _expected_gradient(lambda policy, ref, _: kl_estimate(policy, ref, "k3"))
+    torch.testing.assert_close(found, expected)
+
+
+def test_interpolated_logprobs_goes_with_the_age_of_the_token():
+    here = torch.full((4,), -2.0, requires_grad=True)
+    found = interpolated_logprobs(here, torch.full((4,), -1.0), torch.tensor([5, 4, 2, -1]), version=5)
+    # ages 0, 1, 3: 0, 1/2 and 3/4 of the way
+    torch.testing.assert_close(found[:3], torch.tensor([-1.0, -1.5, -1.75]))
+    assert not found.requires_grad

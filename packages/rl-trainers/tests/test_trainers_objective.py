@@ -1,0 +1,176 @@
+"""The objective of a micro-batch: no split of the rows changes it, its gradient is that of its formula, and what is not
+trained cannot reach it."""
+
+import math
+
+import pytest
+import torch
+from policy_toys import VERSION, objective, prepared_batch, total
+
+from rl_contracts.engine import TokenOutputs
+from rl_contracts.errors import EngineError
+from rl_contracts.trajectory import pack, select
+from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers.algorithm_parts import KLConfig
+from rl_trainers.critic import ValueLoss
+from rl_trainers.objective import PolicyLoss, effective_share
+
+SMOOTH = {
+    "clip": {},
+    "dual clip": {"dual_clip": 1.5},
+    "importance": {"policy_loss": "importance"},
+    "reinforce": {"policy_loss": "reinforce"},
+    "sapo": {"policy_loss": "sapo"},
+    "sequence mean token mean": {"aggregation": "sequence_mean_token_mean"},
+    "sequence mean token sum": {"aggregation": "sequence_mean_token_sum"},
+    "constant length": {"aggregation": "constant_length", "constant_length": 20},
+    "no correction": {"correction": "none"},
+    "plain": {"correction": "plain"},
+    "truncated rows": {"correction_level": "sequence", "correction_cap": 1.5},
+    "truncated geometric means": {"correction_level": "geometric", "correction_cap": 1.1},
+    "masked tokens": {"correction": "mask", "correction_floor": 0.7, "correction_cap": 1.5},
+    "masked rows": {"correction": "mask", "correction_level": "sequence", "correction_cap": 1.5},
+    "masked geometric means": {"correction": "mask", "correction_level": "geometric", "correction_cap": 1.1},
+    "row mask": {"row_mask": "sequence", "row_mask_low": 0.5, "row_mask_high": 2.0},
+    "geometric row mask": {"row_mask": "geometric", "row_mask_low": 0.9, "row_mask_high": 1.1},
+    "second moment": {"policy_loss": "importance", "correction": "plain", "second_moment": 0.04},
+    "kl k2": {"kl": KLConfig("loss", 0.3, "k2")},
+    "kl k3": {"kl": KLConfig("loss", 0.3, "k3")},
+    "weighted kl k1": {"kl": KLConfig("loss", 0.3, "k1", weighted=True)},
+    "weighted kl k3": {"kl": KLConfig("loss", 0.3, "k3", weighted=True)},
+    "entropy": {"entropy_coef": 0.2},
+    "behaviour": {"proximal": "behaviour"},
+}
+"""Compositions whose gradient is the derivative of their value."""
+SURROGATE = {
+    "gspo": {"ratio_level": "sequence", "clip_low": 0.05, "clip_high": 0.05},
+    "sapo of rows": {"policy_loss": "sapo", "ratio_level": "sequence"},
+    "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.3},
+    "interpolate": {"proximal": "interpolate"},
+}
+"""... and those with a part that is held constant."""
+ALL = SMOOTH | SURROGATE
+WHOLE = [range(9)]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_objective_any_split_and_order_of_the_rows_gives_the_same(name):
+    config = AlgorithmConfig(**ALL[name])
+    batch = prepared_batch(config)
+    loss, gradient, stats = objective(batch, config, WHOLE)
+    assert gradient.abs().sum() > 0
+    for parts in ([[8, 1], [0], [], [2, 3, 4], [7, 6, 5]], [[row] for row in reversed(range(9))]):
+        other, other_gradient, other_stats = objective(batch, config, parts)
+        torch.testing.assert_close(other, loss, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(other_gradient, gradient, rtol=1e-10, atol=1e-12)
+        assert other_stats == pytest.approx(stats, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_objective_untrained_entries_may_hold_anything(name):
+    config = AlgorithmConfig(**ALL[name])
+    batch = prepared_batch(config)
+    loss, gradient, stats = objective(batch, config, WHOLE)
+    untrained = ~batch["loss_mask"]
+    # the entropy of these tests is made of theta, and would itself be NaN
+    anything = (800.0 if config.entropy_coef else math.nan, math.inf, -math.inf, math.nan)
+    for value, key in zip(anything, ("theta", "prox_logprobs", "ref_logprobs", "advantages"), strict=True):
+        batch[key][untrained] = value
+    batch["moment_kept"][untrained] = False
+    other, other_gradient, other_stats = objective(batch, config, WHOLE)
+    torch.testing.assert_close(other, loss)
+    torch.testing.assert_close(other_gradient, gradient)
+    assert other_stats == pytest.approx(stats)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_objective_gradient_matches_finite_differences(name):
+    config = AlgorithmConfig(**SMOOTH[name])
+    batch = prepared_batch(config, rows=4)
+    proximal = config.resolve_proximal(minibatches=2)
+    loss = PolicyLoss(config, proximal, VERSION)
+
+    def value(theta):
+        return loss(*_outputs(batch, theta))[0]
+
+    assert torch.autograd.gradcheck(value, (batch["theta"].clone().requires_grad_(),), atol=1e-6)
+
+
+def _outputs(batch, theta):
+    here = theta[batch["attention_mask"]]
+    return TokenOutputs(here, -0.5 * here.sin()), pack(batch)
+
+
+def test_value_loss_any_split_of_the_rows_gives_the_same():
+    batch = prepared_batch(AlgorithmConfig())
+    whole = total(ValueLoss(0.2), batch, WHOLE, 10.0)
+    split = total(ValueLoss(0.2), batch, [[8, 1], [0], [], [2, 3, 4], [7, 6, 5]], 10.0)
+    torch.testing.assert_close(split[0], whole[0])
+    torch.testing.assert_close(split[1], whole[1])
+    assert split[2] == pytest.approx(whole[2])
+
+
+def _one_row(**settings):
+    """The objective of the first row that has trained tokens, with its trained entries as lists."""
+    config = AlgorithmConfig(**settings)
+    batch = select(prepared_batch(config), [0])
+    loss, stats = PolicyLoss(config, "recompute", VERSION)(*_outputs(batch, batch["theta"]))
+    learn = batch["loss_mask"]
+    names = ("theta", "prox_logprobs", "logprobs", "ref_logprobs", "advantages", "loss_weights")
+    return loss.item(), stats, [batch[name][learn].tolist() for name in names]
+
+
+def test_objective_is_the_weighted_sum_of_its_parts():
+    kl = KLConfig("loss", 0.3, "k2")
+    loss, _, columns = _one_row(correction_cap=1.2, kl=kl, entropy_coef=0.2, clip_low=0.2, clip_high=0.28)
+    expected = 0.0
+    for theta, old, behaviour, reference, advantage, weight in zip(*columns, strict=True):
+        ratio, correction = math.exp(theta - old), min(math.exp(old - behaviour), 1.2)
+        surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
+        entropy = -0.5 * math.sin(theta)
+        expected += weight * (-correction * surrogate + 0.3 * (theta - reference) ** 2 / 2 - 0.2 * entropy)
+    assert loss == pytest.approx(expected)
+
+
+def test_objective_statistics_match_hand_computation():
+    _, stats, (theta, old, behaviour, reference, *_) = _one_row(correction_cap=1.2)
+    figures = {name: float(a) / float(b) for name, (a, b) in stats.items() if not name.endswith("/max")}
+    effective_share(figures)
+    count = len(theta)
+    weights = [min(math.exp(o - b), 1.2) * math.exp(t - o) for t, o, b in zip(theta, old, behaviour, strict=True)]
+    assert figures["weight/effective"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) / count)
+    d = [b - t for t, b in zip(theta, behaviour, strict=True)]
+    assert figures["kl/beh_k1"] == pytest.approx(sum(d) / count)
+    assert figures["kl/beh_k3"] == pytest.approx(sum(math.exp(-x) - 1 + x for x in d) / count)
+    d = [t - r for t, r in zip(theta, reference, strict=True)]
+    assert figures["kl/ref_k3"] == pytest.approx(sum(math.exp(-x) - 1 + x for x in d) / count)
+    capped = sum(math.exp(o - b) > 1.2 for o, b in zip(old, behaviour, strict=True))
+    assert figures["correction/capped"] == pytest.approx(capped / count)
+
+
+def test_objective_row_mask_drops_whole_rows_and_counts_their_tokens():
+    config = AlgorithmConfig(row_mask="geometric", row_mask_low=0.99, row_mask_high=1.01)
+    batch = prepared_batch(config)
+    _, gradient, stats = objective(batch, config, WHOLE)
+    learn = batch["loss_mask"]
+    log_ratio = torch.where(learn, batch["prox_logprobs"] - batch["logprobs"], 0.0)
+    mean = log_ratio.sum(-1) / learn.sum(-1).clamp(min=1)
+    dropped = (mean.exp() < 0.99) | (mean.exp() > 1.01)
+    assert dropped.sum() > 0
+    assert gradient[dropped].abs().max() == 0
+    assert stats["correction/masked"] == pytest.approx(float(learn[dropped].sum() / learn.sum()))
+
+
+def test_objective_entropy_bonus_without_an_entropy_gradient_is_refused():
+    config = AlgorithmConfig(entropy_coef=0.1)
+    batch = prepared_batch(config)
+    outputs, packed = _outputs(batch, batch["theta"].clone().requires_grad_())
+    outputs.entropy = outputs.entropy.detach()
+    with pytest.raises(EngineError, match="entropy_grad=true"):
+        PolicyLoss(config, "recompute")(outputs, packed)
+
+
+def test_effective_share_of_a_minibatch_without_weight_is_zero():
+    figures = {"weight/mean": 0.0, "weight/square": 0.0, "loss": 1.0}
+    effective_share(figures)
+    assert figures == {"weight/effective": 0.0, "loss": 1.0}

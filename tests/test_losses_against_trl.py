@@ -1,0 +1,148 @@
+"""Our losses against TRL's own code: value and gradient of the same batch, for every loss that both have."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from rl_contracts.engine import TokenOutputs
+from rl_contracts.testing.batches import make_batch
+from rl_contracts.trajectory import pack
+from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers.algorithm_parts import KLConfig
+from rl_trainers.functional.aggregation import denominator, token_weights
+from rl_trainers.objective import PolicyLoss
+
+ROWS, LENGTH = 6, 12
+KL = {"kl": KLConfig("loss", 0.2, "k3")}
+CASES = {
+    "grpo": ({}, {"aggregation": "sequence_mean_token_mean"}),
+    "bnpo": ({"loss_type": "bnpo"}, {"aggregation": "token_mean"}),
+    "dapo": ({"loss_type": "dapo"}, {"aggregation": "token_mean"}),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, {"aggregation": "constant_length", "constant_length": LENGTH}),
+    "two-sided clip": ({"loss_type": "dapo", "delta": 1.5}, {"dual_clip": 1.5}),
+    "gspo": (
+        {"level": "sequence", "epsilon_low": 0.02, "epsilon_high": 0.03},
+        {
+            "ratio_level": "sequence",
+            "clip_low": 0.02,
+            "clip_high": 0.03,
+            "aggregation": "sequence_mean_token_mean",
+        },
+    ),
+    "luspo": (
+        {"loss_type": "luspo", "level": "sequence"},
+        {"ratio_level": "sequence", "aggregation": "sequence_mean_token_sum"},
+    ),
+    "cispo": (
+        {"loss_type": "cispo", "epsilon_high": 1.2},
+        {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.2},
+    ),
+    "sapo": ({"loss_type": "sapo"}, {"policy_loss": "sapo", "aggregation": "sequence_mean_token_mean"}),
+    "kl": ({"loss_type": "dapo", "beta": 0.2}, KL),
+    "weighted kl": (
+        {"loss_type": "dapo", "beta": 0.2, "unbiased_kl": True},
+        {"kl": KLConfig("loss", 0.2, "k3", weighted=True)},
+    ),
+    "truncated importance sampling": ({"loss_type": "dapo", "cap": 1.2}, {"correction_cap": 1.2}),
+    "entropy bonus": ({"loss_type": "dapo", "entropy_coef": 0.3}, {"entropy_coef": 0.3}),
+}
+"""What TRL is told, and what we are."""
+
+
+@pytest.fixture
+def batch():
+    """One prompt token and up to LENGTH trained ones per row."""
+    batch = make_batch(ROWS, lengths=(4, LENGTH + 1))
+    batch["loss_mask"] = batch["attention_mask"].clone()
+    batch["loss_mask"][:, 0] = False
+    generator = torch.Generator().manual_seed(0)
+    for name, scale in (("theta", 0.3), ("prox_logprobs", 0.3), ("ref_logprobs", 0.3), ("logprobs", 0.2)):
+        batch[name] = -1 + scale * torch.randn(batch["input_ids"].shape, generator=generator, dtype=torch.float64)
+    batch["per_row"] = torch.randn(ROWS, generator=generator, dtype=torch.float64)
+    return batch
+
+
+def entropies(logprobs):
+    """Something that depends on the log-probs, in place of the entropy."""
+    return -0.5 * logprobs.sin()
+
+
+def trl_loss(batch, theta, told):
+    """`GRPOTrainer._compute_loss` on a trainer that has what that method reads."""
+    settings = {"loss_type": "grpo", "level": "token", "epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.0} | told
+    mask = batch["loss_mask"][:, 1:].int()
+    cap, entropy_coef = settings.get("cap"), settings.get("entropy_coef", 0.0)
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    trainer.__dict__ |= {
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (theta[:, 1:], entropies(theta[:, 1:]), None),
+        "args": SimpleNamespace(
+            delta=settings.get("delta"),
+            use_bias_correction_kl=settings.get("unbiased_kl", False),
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            steps_per_generation=1,
+        ),
+        "model": SimpleNamespace(training=True),
+        "accelerator": SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+        ),
+        "loss_type": settings["loss_type"],
+        "importance_sampling_level": settings["level"],
+        "epsilon_low": settings["epsilon_low"],
+        "epsilon_high": settings["epsilon_high"],
+        "beta": settings["beta"],
+        "max_completion_length": LENGTH,
+        "current_gradient_accumulation_steps": 1,
+        "aux_loss_enabled": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "use_vllm": cap is not None,
+        "vllm_importance_sampling_correction": cap is not None,
+        "_entropy_bonus_enabled": entropy_coef > 0,
+        "use_adaptive_entropy": False,
+        "entropy_coef": entropy_coef,
+        "_metrics": {"train": defaultdict(list)},
+    }
+    old, ref, behaviour = (batch[name][:, 1:] for name in ("prox_logprobs", "ref_logprobs", "logprobs"))
+    inputs = {
+        "prompt_ids": batch["input_ids"][:, :1],
+        "prompt_mask": torch.ones(ROWS, 1, dtype=torch.int32),
+        "completion_ids": batch["input_ids"][:, 1:],
+        "completion_mask": mask,
+        "advantages": batch["per_row"],
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "importance_sampling_ratio": (old - behaviour).exp().clamp(max=cap) * mask if cap else None,
+        "num_items_in_batch": mask.sum(),
+    }
+    return trainer._compute_loss(trainer.model, inputs)
+
+
+def our_loss(batch, theta, settings):
+    """The same through the objective, packed."""
+    config = AlgorithmConfig(**({"correction": "none", "clip_high": 0.28} | settings))
+    if "correction_cap" in settings:
+        config.correction = "truncate"
+    learn = batch["loss_mask"]
+    batch["advantages"] = torch.where(learn, batch["per_row"][:, None], 0.0)
+    batch["loss_weights"] = token_weights(learn, config.aggregation, config.constant_length).double()
+    here = theta[batch["attention_mask"]]
+    value, _ = PolicyLoss(config, "recompute")(TokenOutputs(here, entropies(here)), pack(batch))
+    return value / denominator(learn, config.aggregation)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_those_of_trl(name, batch):
+    told, settings = CASES[name]
+    found = []
+    for loss in (lambda theta: trl_loss(batch, theta, told), lambda theta: our_loss(batch, theta, settings)):
+        theta = batch["theta"].clone().requires_grad_()
+        value = loss(theta)
+        (gradient,) = torch.autograd.grad(value, theta)
+        found.append((value.detach().double(), gradient))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-6, atol=1e-8)
+    assert found[0][1].abs().max() > 0

@@ -31,7 +31,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     "Llama": {"tie_word_embeddings": False},
     "Mistral": {"sliding_window": 5},
-    "Gemma2": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {  # caps so small that they matter
+        "head_dim": 8,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 4.0,
+    },
+    "Gemma3Text": {
+        "head_dim": 8,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "Phi": {},
     "Granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3},
     "Cohere": {"logit_scale": 0.25},
@@ -42,6 +56,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+ATTENTION_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Mistral")
+"""Between them: full and sliding attention, in one model too, grouped queries, soft caps, norms of queries and keys."""
+
+
 def make_model(path: Path, family: str = "Qwen3", seed: int = 0) -> str:
     """Save a random model with weights large enough that every part of it matters."""
     import transformers
@@ -49,6 +67,20 @@ def make_model(path: Path, family: str = "Qwen3", seed: int = 0) -> str:
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family]))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def make_classifier(path: Path, family: str = "Qwen3", seed: int = 0, **settings: Any) -> str:
+    """Save a random sequence classifier of one label, with a head that is not zero."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family] | {"num_labels": 1} | settings))
+    model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -71,7 +103,7 @@ def make_batch(rows: int = 10, seed: int = 0, longest: int = 19) -> Any:
                 versions=np.where(learn, 0, -1).astype(np.int32),
                 temperature=float(random.choice([0.6, 1.0, 1.3])),
                 prompt_id=row,
-                group_id=row,
+                group_id=row // 2,
                 episode_id=row,
             )
         )
@@ -95,6 +127,17 @@ def loss_weight_fn(batch: Any) -> torch.Tensor:
     return batch["loss_mask"].sum()
 
 
+def value_loss_fn(outputs: Any, packed: Any) -> Any:
+    """Squared error against the advantages, for scalar heads."""
+    learn = packed["loss_mask"]
+    loss = ((outputs.values - packed["advantages"]).square() * learn).sum()
+    return loss, {"value/mean": ((outputs.values.detach() * learn).sum(), learn.sum())}
+
+
+def values_of(outputs: Any, packed: Any) -> torch.Tensor:
+    return outputs.values
+
+
 def logprobs_of(outputs: Any, packed: Any) -> torch.Tensor:
     return outputs.logprobs
 
@@ -106,6 +149,29 @@ def make_engine(path: str, micro_batch: int = 64, total_steps: int = 10, **setti
     engine = FSDPEngine(config)
     engine.initialize(FinetuneSpec(path, total_steps))
     return engine
+
+
+def record_gradients(engine: FSDPEngine, rate: float = 0.1) -> dict[str, torch.Tensor]:
+    """Let the engine step with plain SGD, and find here after each step the gradients that it took (collective)."""
+    from rl_engines_fsdp.sharding import whole
+
+    named = engine._model.hugging_face_parameters()
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], rate)
+    take, found = optimizer.step, {}
+
+    def step() -> None:
+        found.update({name: whole(parameter.grad).clone() for name, parameter in named if parameter.grad is not None})
+        take()
+
+    optimizer.step = step  # type: ignore[method-assign]
+    engine._optimizer = optimizer  # type: ignore[assignment]
+    return found
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], norm: float) -> float:
+    """Norm of the difference of two sets of tensors, relative to `norm`."""
+    assert found.keys() == expected.keys()
+    return sum(float((found[n].double() - expected[n]).square().sum()) for n in expected) ** 0.5 / norm
 
 
 def weights_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:

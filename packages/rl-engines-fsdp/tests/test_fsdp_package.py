@@ -20,7 +20,15 @@ def test_engine_is_found_by_its_entry_point():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"dtype": "float16"}, {"serve_dtype": "int8"}, {"device": "tpu"}, {"max_logits": -1}, {"timeout_seconds": 0}],
+    [
+        {"head": "critic"},
+        {"dtype": "float16"},
+        {"serve_dtype": "int8"},
+        {"device": "tpu"},
+        {"max_logits": -1},
+        {"max_shard_gb": 0},
+        {"timeout_seconds": 0},
+    ],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_config_with_a_wrong_value_names_the_field(wrong):

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_toys import FAMILIES, logprobs_of, make_batch, make_engine, make_model
+from fsdp_toys import ATTENTION_FAMILIES, FAMILIES, logprobs_of, make_batch, make_engine, make_model
 
 from rl_contracts.errors import ModelError
 
-SUPPORTED = ["Qwen3", "Llama", "Mistral", "Gemma2", "Phi", "Granite", "Cohere", "Qwen3Moe"]
+SUPPORTED = [*ATTENTION_FAMILIES, "Phi", "Granite", "Cohere", "Qwen3Moe"]
 
 
 def plain_logprobs_and_entropy(path: str, batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,7 @@ def test_forward_of_packed_rows_equals_plain_transformers_row_by_row(family, tmp
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
+@pytest.mark.parametrize("family", ATTENTION_FAMILIES)
 def test_forward_when_one_sequence_changes_leaves_the_others_as_they_were(family, tmp_path):
     engine, batch = make_engine(make_model(tmp_path, family), micro_batch=10_000), make_batch()
     before = engine.forward(batch, logprobs_of)

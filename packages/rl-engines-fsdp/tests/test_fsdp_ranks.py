@@ -2,14 +2,11 @@
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fsdp_processes import start_ranks
 from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, make_model, weights_of
 from safetensors.torch import load_file
 
@@ -20,38 +17,6 @@ from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_engines_fsdp.process_group import read_environment
 
 FAMILIES = ("Qwen3", "Llama", "Gemma2")
-DEADLINE = 240
-
-
-def start_ranks(script: Path, arguments: list[str], world_size: int) -> list[str]:
-    """Run a script as torchrun would; returns the output of each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = os.environ | {
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=DEADLINE)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert rank.returncode == 0, f"rank {number}:\n{output[-4000:]}"
-    return outputs
 
 
 @pytest.fixture(scope="module")

@@ -131,6 +131,19 @@ def test_save_hf_keeps_generation_config_and_copies_tokenizer_files(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "saved"]  # nothing half-written is left
 
 
+def test_save_hf_in_several_files_has_an_index_and_loads(model_path, tmp_path):
+    engine, target = make_engine(model_path, max_shard_gb=2e-5), tmp_path / "saved"  # 20 kB
+
+    engine.save(SaveLoadMeta(str(target)))
+
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index.values()) == {file.name for file in files}
+    expected = weights_of(engine)
+    assert all(torch.equal(value, expected[name]) for name, value in weights_of(make_engine(str(target))).items())
+
+
 def test_save_into_a_directory_with_files_refuses(model_path, tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
 

@@ -27,15 +27,21 @@ if TYPE_CHECKING:
 class TokenOutputs:
     """What a model says of each token of a packed micro-batch: float32 [N], entry t from the hidden state at t-1.
 
-    The first token of each row has no such state; its entries are 0.
+    The first token of each row has no such state; its entries are 0. The scores of a reward model are the exception:
+    they come from the hidden state at t itself.
     """
 
     logprobs: torch.Tensor
-    """[N] log_softmax(logits / temperature of the row) at the token that stands there."""
+    """[N] log_softmax(logits / temperature of the row) at the token that stands there; 0 where the model has a scalar
+    head."""
     entropy: torch.Tensor
-    """[N] entropy of that distribution, in nats; carries gradient only if the engine was asked for it."""
+    """[N] entropy of that distribution, in nats; carries gradient only if the engine was asked for it. 0 where the
+    model has a scalar head."""
     values: torch.Tensor | None = None
-    """[N] value estimates, of critics."""
+    """[N] of models with a scalar head, with gradient; None for language models. Of a critic entry t is the value
+    before token t is known, from the hidden state at t-1 of its row, 0 for the row's first token. Of a reward model
+    entry t is the score of the row up to and with token t, from the hidden state at t; a loss reads it at the row's
+    last token."""
 
 
 Stats = dict[str, "tuple[torch.Tensor, torch.Tensor]"]

@@ -52,6 +52,7 @@ def _no_mask(*_args: Any, **_kwargs: Any) -> None:
     """The mask of a packed row: none is built, the segments say it all."""
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,

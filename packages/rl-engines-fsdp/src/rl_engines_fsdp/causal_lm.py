@@ -1,25 +1,18 @@
-"""A causal language model that answers packed rows with log-probs and entropies instead of logits.
-
-The wrapper is the FSDP root: its forward runs the decoder and the vocabulary projection, so the root's own parameters
-(embeddings, last norm, head, tied or not) are gathered exactly while they are used.
-"""
+"""A causal language model that answers packed rows with log-probs and entropies instead of logits."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
 from rl_engines_fsdp.attention import Segments
+from rl_engines_fsdp.packed_model import PackedModel, shifted
 from rl_engines_fsdp.token_logprobs import HeadOptions, LogitTransform, token_logprobs
 
-PREFIX = "model."
-"""What the wrapper puts before the Hugging Face names of its parameters."""
 
-
-class PackedCausalLM(nn.Module):
+class PackedCausalLM(PackedModel):
     """A transformers causal language model over packed rows.
 
     Args:
@@ -32,8 +25,7 @@ class PackedCausalLM(nn.Module):
     """
 
     def __init__(self, model: Any, max_logits: int, entropy_grad: bool) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         head, decoder = model.get_output_embeddings(), model.base_model
         if not isinstance(head, nn.Linear) or decoder is model:
             raise ModelError(
@@ -45,35 +37,17 @@ class PackedCausalLM(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, temperature: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the tokens of a packed row.
-
-        Args:
-            input_ids: int64 [N].
-            position_ids: int64 [N], restarting with each sequence.
-            temperature: float32 [N] of each token's row.
-            segments: where the sequences lie.
+        """Log-probs and entropies of the tokens of a packed row; arguments as `PackedModel` has them.
 
         Returns:
             two float32 [N]; entry t comes from the hidden state at t-1, and is 0 at the first token of a sequence.
         """
-        hidden = self.model.base_model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packed=segments
-        )[0][0]
+        hidden = self.hidden(input_ids, position_ids, segments)
         head = self.model.get_output_embeddings()
         logprobs, entropy = token_logprobs(
             hidden[:-1], head.weight, head.bias, input_ids[1:], temperature[1:], self.options
         )
-        follows = position_ids[1:] != 0
-        return _shifted(logprobs, follows), _shifted(entropy, follows)
-
-    def hugging_face_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters by their Hugging Face names, tied ones once, in a fixed order."""
-        return [(name.removeprefix(PREFIX), parameter) for name, parameter in self.named_parameters()]
-
-
-def _shifted(values: Tensor, follows: Tensor) -> Tensor:
-    """[N - 1] of what each token says of the next, to [N]: 0 where a token has no predecessor in its sequence."""
-    return torch.cat([values.new_zeros(1), values.where(follows, 0.0)])
+        return shifted(logprobs, position_ids), shifted(entropy, position_ids)
 
 
 def logit_transform(config: Any) -> LogitTransform:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig, require, require_choice
 from rl_contracts.errors import ConfigError
+from rl_engines_fsdp.lora_config import LoRAConfig
 
 DTYPES = ("float32", "bfloat16")
+HEADS = ("lm", "value", "score")
 
 
 @dataclass
@@ -19,6 +21,12 @@ class FSDPEngineConfig:
     """AdamW and its schedule; None for a model that is never trained (a reference policy)."""
     micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
     """How much is run at once."""
+    head: str = "lm"
+    """What the model says of each token: `lm` log-probs and entropies of its vocabulary; `value` a critic's estimate,
+    made before the token is seen; `score` a reward model's, made after it. The last two load a causal language model,
+    whose head they replace by a new one that is zero, or a saved model of their own."""
+    lora: LoRAConfig | None = None
+    """Train adapters of low rank instead of all weights; needs the extra `rl-engines-fsdp[lora]`. None: all weights."""
     dtype: str = "float32"
     """Type in which the model computes: `float32`, or `bfloat16` with float32 master weights and reductions."""
     serve_dtype: str = ""
@@ -28,13 +36,21 @@ class FSDPEngineConfig:
     entropy_grad: bool = False
     """Let the entropy carry gradient, for a loss that has an entropy bonus; costs memory and time in backward."""
     max_logits: int = 0
-    """Entries of a [tokens, vocabulary] float32 block that exist at once; what is over is done in chunks of tokens and
-    computed again in backward. 0: what suits the device: 2^19 (2 MiB, which a core's cache holds) on a CPU, 2^26 on a
-    GPU."""
+    """Entries of a [tokens, vocabulary] float32 block that exist at once; what is over is done in blocks of tokens (and
+    of vocabulary, where it is large) and computed again in backward. 0: what suits the device: 2^19 (2 MiB, which a
+    core's cache holds) on a CPU, 2^26 on a GPU."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in backward."""
     reshard_after_forward: bool = True
     """Free a layer's gathered parameters after its forward and gather them again in backward."""
+    compile: bool = False
+    """Compile the decoder's layers with `torch.compile`: the first steps take minutes, later ones less memory traffic.
+    Not together with `deterministic`."""
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory, and gather a layer's parameters on the GPU when it
+    is computed; the optimizer step runs on the CPU. Needs CUDA."""
+    max_shard_gb: float = 5.0
+    """Largest file of a saved Hugging Face directory, in 10^9 bytes."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch instead of after the last: less memory, more traffic."""
     verify_model: bool = True
@@ -48,10 +64,13 @@ class FSDPEngineConfig:
     """Deadline of every collective."""
 
     def __post_init__(self) -> None:
+        require_choice("head", self.head, HEADS)
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("serve_dtype", self.serve_dtype, ("", *DTYPES))
         require_choice("device", self.device, ("auto", "cpu", "cuda"))
         require(self.max_logits >= 0, "max_logits", "0 (what suits the device) or more entries", self.max_logits)
+        require(self.max_shard_gb > 0, "max_shard_gb", "more than 0", self.max_shard_gb)
+        require(not (self.compile and self.deterministic), "compile", "false with deterministic", self.compile)
         require(self.timeout_seconds > 0, "timeout_seconds", "more than 0", self.timeout_seconds)
 
     @property

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +15,25 @@ from torch import Tensor
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
 from rl_contracts.engine import Announce, LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
-from rl_contracts.errors import ConfigError, EngineError, ModelError, RLError
+from rl_contracts.errors import ConfigError, EngineError, RLError
 from rl_contracts.linear import speed_up
 from rl_contracts.trajectory import PackedBatch, lengths
-from rl_engines_fsdp import loading, micro_batches, sharding, state_checkpoint
+from rl_engines_fsdp import loading, lora, micro_batches, sharding, state_checkpoint
 from rl_engines_fsdp.attention import Segments
 from rl_engines_fsdp.causal_lm import PackedCausalLM
+from rl_engines_fsdp.checkpoints import Checkpoints
+from rl_engines_fsdp.compiling import compile_layers
 from rl_engines_fsdp.config import FSDPEngineConfig, check_strategy
 from rl_engines_fsdp.determinism import make_deterministic
-from rl_engines_fsdp.hf_checkpoint import Description, save_hugging_face
+from rl_engines_fsdp.hf_checkpoint import Description
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
+from rl_engines_fsdp.packed_model import PackedModel
 from rl_engines_fsdp.process_group import Membership, RankInfo, join, pick_device, read_environment
 from rl_engines_fsdp.publishing import WeightPublisher
+from rl_engines_fsdp.scalar_head import PackedScalarModel
 from rl_engines_fsdp.step_sums import StepSums
+from rl_engines_fsdp.usage import UsageMeter
+from rl_engines_fsdp.verification import verify
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -34,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class FSDPEngine(TrainEngine):
-    """One rank of a causal language model, sharded over data-parallel ranks with `fully_shard`.
+    """One rank of a language model, critic or reward model, sharded over data-parallel ranks with `fully_shard`.
 
     A single process that computes in float32 has nothing to shard and nothing to cast, so its model stays as it is.
 
@@ -46,10 +54,11 @@ class FSDPEngine(TrainEngine):
         ConfigError: the strategy asks for more than data parallelism.
     """
 
-    _model: PackedCausalLM
+    _model: PackedModel
     _device: torch.device
     _spec: FinetuneSpec
     _described: Description
+    _checkpoints: Checkpoints
 
     def __init__(self, config: FSDPEngineConfig, strategy: ParallelStrategy | None = None) -> None:
         if strategy is not None:
@@ -63,6 +72,7 @@ class FSDPEngine(TrainEngine):
         self._undo: Callable[[], None] | None = None
         self._steps = 0
         self._skipped = 0
+        self._usage = UsageMeter()
 
     # ---- life
 
@@ -72,9 +82,11 @@ class FSDPEngine(TrainEngine):
         self._check_ranks(info)
         if self.config.deterministic:
             self._undo = make_deterministic()
-        config = loading.read_config(spec.model_path)
+        config = loading.read_config(spec.model_path, self.config.head)
         self._device = pick_device(self.config.device, info.local_rank)
-        sharded = info.world_size > 1 or self.config.dtype != "float32"
+        if self.config.offload and self._device.type != "cuda":
+            raise ConfigError("offload=true needs CUDA: on a CPU everything lies in host memory. Set offload=false.")
+        sharded = info.world_size > 1 or self.config.dtype != "float32" or self.config.offload
         self._membership = join(info, self._device, self.config.timeout_seconds, need_group=sharded)
         self.parallel = self._membership.parallel
         self._spec = spec
@@ -87,15 +99,24 @@ class FSDPEngine(TrainEngine):
 
     def _make_model(self, config: Any, sharded: bool) -> None:
         source = self._read_source(self._spec.model_path)
-        generation: Any = None if source is None else source.model.generation_config
-        self._described = Description(config, generation)
+        generation: Any = None if source is None else getattr(source.model, "generation_config", None)
+        self._described = Description(config, generation, self.config.head)
         self._model = self._sharded(source) if sharded else self._whole(source)
         if self.config.gradient_checkpointing:
             inner: Any = self._model.model
             inner.gradient_checkpointing_enable({"use_reentrant": False})
         self._model.train()
         if self.config.optimizer is not None:
-            self._optimizer = make_optimizer(self._model.hugging_face_parameters(), self.config.optimizer)
+            self._optimizer = make_optimizer(self._model.own_parameters(), self.config.optimizer)
+        self._checkpoints = Checkpoints(
+            self._model,
+            self._optimizer,
+            self.config,
+            self._described,
+            self._spec.model_path,
+            self._device,
+            self.parallel,
+        )
 
     def _check_ranks(self, info: RankInfo) -> None:
         if self.strategy is not None and self.strategy.world_size != info.world_size:
@@ -104,40 +125,48 @@ class FSDPEngine(TrainEngine):
                 f"{info.world_size}. Start as many processes as the allocation says."
             )
 
-    def _wrap(self, model: torch.nn.Module) -> PackedCausalLM:
+    def _wrap(self, model: torch.nn.Module) -> PackedModel:
+        if self.config.lora is not None:
+            lora.adapt(model, self.config.lora, self.config.head)
         if not self.config.deterministic:  # a server that makes the same bits multiplies with torch's choice
             speed_up(model)
+        if self.config.head != "lm":
+            return PackedScalarModel(model, of_previous=self.config.head == "value")
         suits = 1 << 19 if self._device.type == "cpu" else 1 << 26
         max_logits = sys.maxsize if self.config.deterministic else self.config.max_logits or suits
         return PackedCausalLM(model, max_logits, self.config.entropy_grad)
 
-    def _read_source(self, path: str, like: PackedCausalLM | None = None) -> PackedCausalLM | None:
+    def _read_source(self, path: str, like: PackedModel | None = None) -> PackedModel | None:
         """The whole model on rank 0, checked, and of the same parameters as `like`; None elsewhere (collective)."""
-        source: PackedCausalLM | None = None
-        error: ModelError | None = None
+        source: PackedModel | None = None
+        error: RLError | None = None
         if self.parallel.is_main:
             try:
-                source = self._wrap(loading.read_model(path))
+                source = self._wrap(loading.read_model(path, self.config.head, new_head=like is None))
                 if like is not None:
                     loading.check_same_parameters(path, source, like)
                 elif self.config.verify_model:
-                    loading.verify(source)
-            except ModelError as failure:
+                    verify(source)
+            except RLError as failure:
                 error = failure
         self.parallel.agree(error, f"loading {path}")
         return source
 
-    def _whole(self, source: PackedCausalLM | None) -> PackedCausalLM:
+    def _whole(self, source: PackedModel | None) -> PackedModel:
         assert source is not None
+        if self.config.compile:
+            compile_layers(source)
         return source.to(self._device)
 
-    def _sharded(self, source: PackedCausalLM | None) -> PackedCausalLM:
+    def _sharded(self, source: PackedModel | None) -> PackedModel:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(self._device.type, (self.parallel.world_size,), mesh_dim_names=("data",))
-        model = self._wrap(loading.empty_model(copy.deepcopy(self._described.config)))
-        sharding.shard(model, mesh, self.config.dtype, self.config.reshard_after_forward)
-        sharding.fill(model, source, self._device)
+        model = self._wrap(loading.empty_model(copy.deepcopy(self._described.config), self.config.head))
+        if self.config.compile:
+            compile_layers(model)
+        sharding.shard(model, mesh, self.config.dtype, self.config.reshard_after_forward, self.config.offload)
+        sharding.fill(model, source, self._device, self.config.offload)
         return model
 
     def destroy(self) -> None:
@@ -147,15 +176,23 @@ class FSDPEngine(TrainEngine):
             self._undo = None
         if self._membership is None:
             return
+        checkpoints = self.__dict__.pop("_checkpoints", None)  # absent where initialize failed
+        try:
+            if checkpoints is not None:
+                checkpoints.close()
+        finally:
+            self._free()
+            self._membership.leave()
+            self._membership = None
+
+    def _free(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
         self._optimizer = None
-        self.__dict__.pop("_model", None)  # absent where initialize failed
+        self.__dict__.pop("_model", None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._membership.leave()
-        self._membership = None
 
     # ---- training
 
@@ -164,7 +201,8 @@ class FSDPEngine(TrainEngine):
         optimizer, settings = self._optimizer, self.config.optimizer
         if optimizer is None or settings is None:
             raise EngineError("train_batch: this engine was made without an optimizer (config.optimizer is None).")
-        bins, denominator, tokens = self._begin(batch, loss_weight_fn)
+        began = time.perf_counter()
+        bins, denominator, tokens, squares = self._begin(batch, loss_weight_fn)
         optimizer.zero_grad(set_to_none=True)
         sums = StepSums()
         # FSDP averages gradients over ranks; the loss is a sum
@@ -174,38 +212,39 @@ class FSDPEngine(TrainEngine):
             sharding.sync_gradients(self._model, last or self.config.sync_every_micro_batch, last)
             self._backward(packed, loss_fn, factor, sums)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        sums.put("grad_norm", squared_norm(gradients))
+        sums.put("grad_norm", squared_norm(gradients).to(self._device))
         result = sums.reduce(self.parallel)
         result["loss"] /= denominator
         result["grad_norm"] **= 0.5
         rate = learning_rate(settings, self._steps, self._spec.total_steps)
-        applied = self._step(optimizer, gradients, result["grad_norm"], rate)
+        applied = self._step(optimizer, gradients, result, rate)
+        self._usage.add(time.perf_counter() - began, tokens, squares)
         return result | {"lr": rate, "applied": float(applied), "tokens": float(tokens)}
 
-    def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int]:
-        """Micro-batches, denominator and tokens over all ranks."""
+    def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int, int]:
+        """Micro-batches; denominator, tokens and squared lengths of rows over all ranks."""
         bins = micro_batches.plan(batch, self.config, self.parallel)
-        share = torch.stack(
-            [loss_weight_fn(batch).detach().to("cpu", torch.float64), lengths(batch).sum().to(torch.float64)]
-        )
-        denominator, tokens = self.parallel.sum_over_replicas(share).tolist()
+        sizes = lengths(batch).to(torch.float64)
+        weight = loss_weight_fn(batch).detach().to("cpu", torch.float64)
+        share = torch.stack([weight, sizes.sum(), sizes.square().sum()])
+        denominator, tokens, squares = self.parallel.sum_over_replicas(share).tolist()
         if not (denominator > 0 and tokens > 0):
             raise EngineError(
                 f"minibatch: expected tokens and a positive denominator over all ranks, found {int(tokens)} tokens and "
                 f"a denominator of {denominator}: there is nothing to learn from. Is every loss_mask False?"
             )
-        return bins, denominator, int(tokens)
+        return bins, denominator, int(tokens), int(squares)
 
     def _backward(self, packed: PackedBatch, loss_fn: LossFn, factor: float, sums: StepSums) -> None:
         outputs, moved = self._outputs(packed)
         if moved is None:
             # nothing to learn from, but the other ranks' collectives need this rank's
-            torch.autograd.backward(outputs.logprobs.sum() * 0.0)
+            torch.autograd.backward(_anchor(outputs))
             return
         loss_sum, stats = loss_fn(outputs, moved)
         sums.add(loss_sum, stats)
         if not loss_sum.requires_grad:
-            loss_sum = loss_sum + outputs.logprobs.sum() * 0.0
+            loss_sum = loss_sum + _anchor(outputs)
         torch.autograd.backward(loss_sum * factor)
 
     def _outputs(self, packed: PackedBatch) -> tuple[TokenOutputs, PackedBatch | None]:
@@ -221,23 +260,24 @@ class FSDPEngine(TrainEngine):
             packed = packed.to(self._device)
         segments = Segments(sizes, packed.cu_seqlens)
         temperature = packed.per_token("temperature")
-        logprobs, entropy = self._model(packed["input_ids"], packed.position_ids, temperature, segments)
-        return TokenOutputs(logprobs, entropy), packed
+        return TokenOutputs(*self._model(packed["input_ids"], packed.position_ids, temperature, segments)), packed
 
-    def _step(self, optimizer: torch.optim.AdamW, gradients: list[Tensor], norm: float, rate: float) -> bool:
-        """Take the optimizer step, unless the gradients are not finite."""
+    def _step(
+        self, optimizer: torch.optim.AdamW, gradients: list[Tensor], result: dict[str, float], rate: float
+    ) -> bool:
+        """Take the optimizer step, unless loss or gradients are not finite."""
         assert self.config.optimizer is not None
-        if not norm < float("inf"):
+        if not (math.isfinite(result["grad_norm"]) and math.isfinite(result["loss"])):
             self._skipped += 1
             optimizer.zero_grad(set_to_none=True)
             if self._skipped > self.config.optimizer.max_skipped_steps:
                 raise EngineError(
-                    f"gradients were not finite in {self._skipped} consecutive steps (allowed: "
+                    f"loss or gradients were not finite in {self._skipped} consecutive steps (allowed: "
                     f"{self.config.optimizer.max_skipped_steps}). Lower the learning rate, and check the last batch "
                     "with `rl replay`."
                 )
             return False
-        clip(gradients, norm, self.config.optimizer.max_grad_norm)
+        clip(gradients, result["grad_norm"], self.config.optimizer.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -246,12 +286,16 @@ class FSDPEngine(TrainEngine):
         self._skipped = 0
         return True
 
+    def stats(self) -> dict[str, float | None]:
+        """`memory/peak_gib` of this rank and `throughput/mfu` of the steps since the last call; see `UsageMeter`."""
+        return self._usage.read(self._model, self._device, self.config.dtype, self.parallel.world_size)
+
     # ---- without training
 
     @torch.no_grad()
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """See `TrainEngine.eval_batch`."""
-        bins, denominator, _ = self._begin(batch, loss_weight_fn)
+        bins, denominator, _, _ = self._begin(batch, loss_weight_fn)
         sums = StepSums()
         for _, outputs, packed in self._run(batch, bins):
             sums.add(*loss_fn(outputs, packed))
@@ -291,34 +335,46 @@ class FSDPEngine(TrainEngine):
         return self._publisher.publish(self._model, version, self.parallel, announce)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine.save`."""
-        _check_kind(meta)
-        if meta.kind == "hf":
-            dtype = self.config.served_dtype
-            save_hugging_face(self._model, self._described, meta, dtype, self.parallel)
-        else:
-            counters = {"version": self.version, "steps": self._steps, "skipped": self._skipped}
-            state_checkpoint.save_state(self._model, self._optimizer, counters, meta.path, self.parallel)
+        """See `TrainEngine.save`. Of kind `hf` adapters are merged into the weights, kind `adapter` has them alone."""
+        self._checkpoints.save(meta, self._counters())
+
+    def save_async(self, meta: SaveLoadMeta) -> None:
+        """Copy the state and return; it is written while training goes on (collective). Kind `state` only.
+
+        The directory appears when every rank's part lies complete; `wait_for_save` waits for that. Waits for the state
+        before, if that is still being written, and raises what went wrong with it.
+
+        Raises:
+            ModelError, EngineError: another kind, or the directory cannot be made.
+        """
+        self._checkpoints.save_async(meta, self._counters())
+
+    def wait_for_save(self) -> None:
+        """Return when what `save_async` began lies complete.
+
+        Raises:
+            EngineError: it could not be written, on any rank.
+        """
+        self._checkpoints.wait()
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine.load`. Of kind `hf` only the weights are replaced."""
-        _check_kind(meta)
-        if meta.kind == "hf":
-            source = self._read_source(meta.path, like=self._model)
-            sharding.copy_parameters(self._model, source, self._device)
-        else:
-            counters = state_checkpoint.load_state(self._model, self._optimizer, meta.path, self.parallel)
+        """See `TrainEngine.load`. Of kind `hf` only the weights are replaced, and adapters start anew."""
+        counters = self._checkpoints.load(meta, lambda path: self._read_source(path, like=self._model))
+        if counters is not None:
             self.version, self._steps, self._skipped = (counters[name] for name in state_checkpoint.COUNTERS)
+
+    def _counters(self) -> dict[str, int]:
+        return {"version": self.version, "steps": self._steps, "skipped": self._skipped}
 
     def offload(self) -> None:
         """See `TrainEngine.offload`."""
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not self.config.offload:
             self._move(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """See `TrainEngine.onload`."""
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not self.config.offload:
             self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
@@ -329,6 +385,7 @@ class FSDPEngine(TrainEngine):
                     moments[name] = value.to(device)
 
 
-def _check_kind(meta: SaveLoadMeta) -> None:
-    if meta.kind not in ("hf", "state"):
-        raise ModelError(f"{meta.path}: expected a kind of hf or state, found {meta.kind!r}.")
+def _anchor(outputs: TokenOutputs) -> Tensor:
+    """A zero whose backward runs through the whole model."""
+    trained = outputs.logprobs if outputs.values is None else outputs.values
+    return trained.sum() * 0.0

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
+from rl_contracts.logging import get_logger
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.causal_lm import PackedCausalLM
 from rl_engines_fsdp.loading import empty_model, quiet
 from rl_engines_fsdp.new_directory import NewDirectory
+from rl_engines_fsdp.packed_model import PackedModel
+from rl_engines_fsdp.scalar_head import pad_token_id
 from rl_engines_fsdp.sharding import full_parameters
+
+log = get_logger("engines.fsdp")
 
 TOKENIZER_PATTERNS = (
     "tokenizer*",
@@ -38,16 +42,23 @@ class Description:
     """transformers' model configuration."""
     generation: Any
     """transformers' generation configuration, or None."""
+    head: str = "lm"
+    """One of `config.HEADS`."""
 
 
 def save_hugging_face(
-    model: PackedCausalLM,
+    model: PackedModel,
     described: Description,
     meta: SaveLoadMeta,
     dtype: str,
+    max_shard_gb: float,
     parallel: ParallelContext,
 ) -> None:
-    """Write a directory that `AutoModelForCausalLM.from_pretrained` loads (collective); rank 0 writes."""
+    """Write a directory that transformers loads (collective); rank 0 writes.
+
+    Weights lie in safetensors files of at most `max_shard_gb` x 10^9 bytes each, with an index where there are several.
+    A language model loads as `AutoModelForCausalLM`, one with a scalar head as `AutoModelForSequenceClassification`.
+    """
     target = NewDirectory(meta.path, parallel)
     target.prepare()
     whole: dict[str, Tensor] = {}
@@ -57,7 +68,12 @@ def save_hugging_face(
     error: Exception | None = None
     if parallel.is_main:
         try:
-            _write_model(described, whole, target.scratch, dtype)
+            shell = _empty_shell(described, dtype, meta.tokenizer_path)
+            with quiet():
+                shell.save_pretrained(target.scratch, state_dict=whole, max_shard_size=int(max_shard_gb * 1e9))
+            if described.generation is not None:
+                # as it was: `save_pretrained` would refuse settings that some published models have
+                described.generation.to_json_file(target.scratch / "generation_config.json")
             if meta.tokenizer_path is not None:
                 _copy_tokenizer(Path(meta.tokenizer_path), target.scratch)
         except (OSError, RuntimeError, ValueError, ModelError) as failure:
@@ -65,13 +81,22 @@ def save_hugging_face(
     target.commit(error)
 
 
-def _write_model(described: Description, whole: dict[str, Tensor], path: Path, dtype: str) -> None:
-    shell: Any = empty_model(copy.deepcopy(described.config)).to(getattr(torch, dtype))
-    with quiet():
-        shell.save_pretrained(path, state_dict=whole)
-    if described.generation is not None:
-        # as it was: `save_pretrained` would refuse settings that some published models have
-        described.generation.to_json_file(path / "generation_config.json")
+def _empty_shell(described: Description, dtype: str, tokenizer_path: str | None) -> Any:
+    """A model without memory that writes the weights that it is given."""
+    config = copy.deepcopy(described.config)
+    if described.head != "lm":
+        _set_pad_token(config, described.generation, tokenizer_path)
+    return empty_model(config, described.head).to(getattr(torch, dtype))
+
+
+def _set_pad_token(config: Any, generation: Any, tokenizer_path: str | None) -> None:
+    pad = pad_token_id(config, generation, tokenizer_path)
+    if pad is None:
+        log.warning(
+            "saving a scalar head: the model has no pad token id, so transformers will score one row at a time only. "
+            "Save it with a tokenizer that has a pad token (tokenizer_path)."
+        )
+    config.get_text_config().pad_token_id = pad
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -11,13 +11,9 @@ import torch
 from torch import nn
 
 from rl_contracts.errors import ModelError
-from rl_engines_fsdp import attention
-from rl_engines_fsdp.attention import Segments
-from rl_engines_fsdp.causal_lm import PackedCausalLM
+from rl_engines_fsdp import attention, heads
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-VERIFY_TOLERANCE = 5e-4
-"""Largest difference of log-probs between the packed and the plain forward, in float32."""
 
 
 def check_directory(path: str) -> None:
@@ -44,41 +40,46 @@ _ADVICE = (
 )
 
 
-def read_config(path: str) -> Any:
-    """The model's configuration.
+def read_config(path: str, head: str = "lm") -> Any:
+    """The model's configuration, fit for a head of `config.HEADS`.
 
     Raises:
-        ModelError: it is missing or of an architecture that this transformers does not know.
+        ModelError: it is missing, of an architecture that this transformers does not know, or of another head.
     """
     from transformers import AutoConfig
 
     check_directory(path)
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
+    heads.fit_config(path, config, head)
+    return config
 
 
-def read_model(path: str) -> nn.Module:
+def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
     """The model with its weights on the CPU, in float32 (the master weights).
+
+    Args:
+        head: one of `config.HEADS`.
+        new_head: whether a scalar head that the directory does not have may be made; else it is refused.
 
     Raises:
         ModelError: the weights cannot be read, or do not fill the model.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     attention.register()
-    check_directory(path)
+    config = read_config(path, head)
     try:
         with quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
+            loaded: Any = heads.factory(head).from_pretrained(
+                path, config=config, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {path}: its weights cannot be loaded: {error}") from error
     model, report = loaded
-    missing = sorted(report["missing_keys"])
+    missing = heads.without_settled(path, model, sorted(report["missing_keys"]), head, new_head)
     if missing:
         raise ModelError(
             f"model {path}: {len(missing)} parameters have no weights there, {missing[:3]} first; they would start at "
@@ -87,14 +88,11 @@ def read_model(path: str) -> nn.Module:
     return without_dropout(model)
 
 
-def empty_model(config: Any) -> nn.Module:
+def empty_model(config: Any, head: str = "lm") -> nn.Module:
     """The same model on the meta device: shapes and modules without memory."""
-    from transformers import AutoModelForCausalLM
-
     attention.register()
-    factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = factory.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+        model = heads.factory(head).from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
     return without_dropout(model)
 
 
@@ -116,17 +114,19 @@ def check_same_parameters(path: str, found: nn.Module, expected: nn.Module) -> N
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars."""
+    """Without transformers' progress bars, and its warnings of what this module checks itself."""
     from transformers.utils import logging
 
-    bars: Any = logging
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
+    speech: Any = logging
+    shown, level = speech.is_progress_bar_enabled(), speech.get_verbosity()
+    speech.disable_progress_bar()
+    speech.set_verbosity_error()
     try:
         yield
     finally:
+        speech.set_verbosity(level)
         if shown:
-            bars.enable_progress_bar()
+            speech.enable_progress_bar()
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -138,40 +138,3 @@ def without_dropout(model: nn.Module) -> nn.Module:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
-
-
-@torch.no_grad()
-def verify(wrapped: PackedCausalLM) -> None:
-    """Compare two packed sequences with transformers' own forward of each alone.
-
-    Raises:
-        ModelError: they differ, or the packed forward fails.
-    """
-    model: Any = wrapped.model
-    lengths = (5, 9)
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    ids = (torch.arange(sum(lengths)) * 7 + 3) % vocabulary
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    segments = Segments(lengths, torch.tensor([0, 5, 14], dtype=torch.int32))
-    try:
-        found, _ = wrapped(ids, positions, torch.ones(len(ids)), segments)
-    except (TypeError, RuntimeError, ValueError) as error:
-        raise ModelError(f"{type(model).__name__}: the packed forward fails: {error}") from error
-    model.set_attn_implementation("eager")
-    try:
-        plain = [model(row[None], use_cache=False).logits[0].float() for row in ids.split(lengths)]
-    finally:
-        model.set_attn_implementation(attention.NAME)
-    expected = torch.cat([_next_token_logprobs(z, row) for z, row in zip(plain, ids.split(lengths), strict=True)])
-    difference = (found - expected).abs().max().item()
-    if not difference <= VERIFY_TOLERANCE:
-        raise ModelError(
-            f"{type(model).__name__}: log-probs of packed sequences differ by {difference:.3g} from those of each "
-            f"alone (allowed {VERIFY_TOLERANCE:g}): its layers mix packed sequences, or its logits are made in a way "
-            "this engine does not know. The model cannot be trained here."
-        )
-
-
-def _next_token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    logprobs = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    return torch.cat([logprobs.new_zeros(1), logprobs])

@@ -12,7 +12,7 @@ from rl_contracts.engine import Announce
 from rl_contracts.errors import RLError, WeightUpdateError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.weights import ROUTES, WeightSender, open_sender
-from rl_engines_fsdp.causal_lm import PackedCausalLM
+from rl_engines_fsdp.packed_model import PackedModel
 from rl_engines_fsdp.sharding import full_parameters
 
 
@@ -30,7 +30,7 @@ class WeightPublisher:
             model does not have; on every rank.
     """
 
-    def __init__(self, model: PackedCausalLM, meta: WeightUpdateMeta, dtype: str, parallel: ParallelContext) -> None:
+    def __init__(self, model: PackedModel, meta: WeightUpdateMeta, dtype: str, parallel: ParallelContext) -> None:
         if meta.route not in ROUTES:
             raise WeightUpdateError(f"weight route: expected one of {', '.join(ROUTES)}, found {meta.route!r}.")
         self.route = meta.route
@@ -54,7 +54,7 @@ class WeightPublisher:
         parallel.agree(error, f"connecting route {meta.route}")
 
     def publish(
-        self, model: PackedCausalLM, version: int, parallel: ParallelContext, announce: Announce | None = None
+        self, model: PackedModel, version: int, parallel: ParallelContext, announce: Announce | None = None
     ) -> tuple[WeightUpdateMeta, WeightReceipt]:
         """Send all parameters as `version` (collective).
 

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rl_engines_fsdp.causal_lm import PackedCausalLM
+from rl_engines_fsdp.packed_model import PackedModel
 
 
-def shard(model: PackedCausalLM, mesh: DeviceMesh, dtype: str, reshard_after_forward: bool) -> None:
+def shard(model: PackedModel, mesh: DeviceMesh, dtype: str, reshard_after_forward: bool, offload: bool = False) -> None:
     """Apply `fully_shard` to each decoder layer and to the root, in place.
 
     The model may be on the meta device; `fill` then gives it memory. Parameters stay float32 and gradients are reduced
-    in float32; with `bfloat16` the model computes in it.
+    in float32; with `bfloat16` the model computes in it. With `offload` shards and gradients stay in host memory.
     """
+    where = CPUOffloadPolicy() if offload else OffloadPolicy()
     compute = getattr(torch, dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     # the root's inputs hold temperatures, which stay as they are
     root = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=root)
+        fully_shard(
+            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, offload_policy=where
+        )
+    fully_shard(model, mesh=mesh, mp_policy=root, offload_policy=where)
 
 
 def sync_gradients(model: nn.Module, now: bool, last: bool) -> None:
@@ -37,25 +40,28 @@ def sync_gradients(model: nn.Module, now: bool, last: bool) -> None:
         model.set_is_last_backward(last)
 
 
-def decoder_layers(model: PackedCausalLM) -> list[nn.Module]:
+def decoder_layers(model: PackedModel) -> list[nn.Module]:
     """The modules that the model's family declares as its repeated blocks."""
     inner: Any = model.model
     kinds = set(inner._no_split_modules or ())
     return [module for module in inner.modules() if type(module).__name__ in kinds]
 
 
-def fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
+def fill(model: nn.Module, source: nn.Module | None, device: torch.device, offload: bool = False) -> None:
     """Give a sharded model on the meta device its memory and rank 0's weights (collective).
 
     Args:
         source: the whole model with the same names, on rank 0; None elsewhere.
+        device: on which the model computes.
+        offload: keep the shards in host memory.
     """
+    home = torch.device("cpu") if offload else device
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, nn.Parameter):
                 if parameter not in fresh:  # tied parameters stay one
-                    fresh[parameter] = nn.Parameter(_empty_shard(parameter, device), parameter.requires_grad)
+                    fresh[parameter] = nn.Parameter(_empty_shard(parameter, home), parameter.requires_grad)
                 module._parameters[name] = fresh[parameter]
     copy_parameters(model, source, device)
     buffers = {} if source is None else dict(source.named_buffers())
@@ -72,23 +78,37 @@ def fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> No
 
 def copy_parameters(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
     """Copy rank 0's whole parameters into a model that may be sharded (collective), one at a time."""
-    given = {} if source is None else dict(source.named_parameters())
-    for name, parameter in model.named_parameters():
+    given = None if source is None else {name: p.data for name, p in source.named_parameters()}
+    copy_tensors(model.named_parameters(), given, device)
+
+
+def copy_tensors(
+    named: Iterable[tuple[str, nn.Parameter]], given: Mapping[str, Tensor] | None, device: torch.device
+) -> None:
+    """Copy rank 0's whole tensors of the same names into parameters that may be sharded (collective), one at a time.
+
+    Args:
+        given: on rank 0; None elsewhere.
+    """
+    for name, parameter in named:
         if not isinstance(parameter, DTensor):
-            parameter.data.copy_(given[name].data)
+            assert given is not None  # a model that is not sharded has one rank
+            parameter.data.copy_(given[name])
             continue
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        if source is not None:
-            value.copy_(given[name].data)
+        if given is not None:
+            value.copy_(given[name])
         dist.broadcast(value, src=0)
         piece = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         local(parameter.detach()).copy_(local(piece))
 
 
-def full_parameters(model: PackedCausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters by their Hugging Face names (collective), one gathered at a time."""
+def full_parameters(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters by their Hugging Face names (collective), one gathered at a time; adapters are merged in."""
+    adapters = model.adapters()
     for name, parameter in model.hugging_face_parameters():
-        yield name, whole(parameter.detach())
+        value = whole(parameter.detach())
+        yield name, adapters[name].merged(value) if name in adapters else value
 
 
 def whole(tensor: Tensor) -> Tensor:

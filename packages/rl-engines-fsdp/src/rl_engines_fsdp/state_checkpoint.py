@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.causal_lm import PackedCausalLM
 from rl_engines_fsdp.new_directory import NewDirectory
+from rl_engines_fsdp.packed_model import PackedModel
 
 COUNTERS = ("version", "steps", "skipped")
 """Training batches applied, optimizer steps done, consecutive steps skipped."""
@@ -25,21 +25,15 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter."""
 
 
-def save_state(
-    model: PackedCausalLM,
-    optimizer: torch.optim.Optimizer | None,
-    counters: dict[str, int],
-    path: str,
-    parallel: ParallelContext,
-) -> None:
-    """Write weights, optimizer, counters and each rank's random state (collective); every rank writes its shards."""
+def save_state(state: dict[str, Any], path: str, parallel: ParallelContext) -> None:
+    """Write what `state_of` found (collective); every rank writes its shards."""
     target = NewDirectory(path, parallel)
     target.prepare()
     error: Exception | None = None
     try:
         with _alone_without_warning():
             save(
-                _state(model, optimizer, counters, parallel),
+                state,
                 checkpoint_id=target.scratch,
                 process_group=parallel.host_group,
                 no_dist=parallel.host_group is None,
@@ -50,7 +44,7 @@ def save_state(
 
 
 def load_state(
-    model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, path: str, parallel: ParallelContext
+    model: PackedModel, optimizer: torch.optim.Optimizer | None, path: str, parallel: ParallelContext
 ) -> dict[str, int]:
     """Read what `save_state` wrote, with any number of ranks, in place (collective).
 
@@ -69,7 +63,7 @@ def load_state(
         )
     reader = FileSystemReader(directory)
     stored = reader.read_metadata().state_dict_metadata
-    state = _state(model, optimizer, dict.fromkeys(COUNTERS, 0), parallel)
+    state = state_of(model, optimizer, dict.fromkeys(COUNTERS, 0), parallel)
     random = [key for key in state if key.startswith("random.")]
     for key in random:
         if key not in stored:  # another number of ranks, or another kind of device: this rank keeps its own
@@ -94,17 +88,20 @@ def load_state(
     return {name: int(state[f"counter.{name}"]) for name in COUNTERS}
 
 
-def _state(
-    model: PackedCausalLM,
+def state_of(
+    model: PackedModel,
     optimizer: torch.optim.Optimizer | None,
     counters: dict[str, int],
     parallel: ParallelContext,
 ) -> dict[str, Any]:
-    """One flat mapping; its tensors are the live ones, so that loading fills them."""
+    """Weights, optimizer, counters and this rank's random state, as one flat mapping.
+
+    Its tensors are the live ones, so that loading fills them.
+    """
     state: dict[str, Any] = {}
-    for name, parameter in model.hugging_face_parameters():
+    for name, parameter in model.own_parameters():
         state[f"model.{name}"] = parameter.detach()
-        if optimizer is not None:
+        if optimizer is not None and parameter.requires_grad:
             moments = _moments(optimizer, parameter)
             state.update({f"optimizer.{moment}.{name}": moments[moment] for moment in MOMENTS})
     state.update({f"counter.{name}": torch.tensor(value) for name, value in counters.items()})

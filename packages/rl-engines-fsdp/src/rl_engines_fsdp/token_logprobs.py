@@ -1,7 +1,8 @@
 """Log-probs and entropies of given tokens straight from hidden states, without a full [tokens, vocabulary] tensor.
 
 The vocabulary projection runs in chunks of tokens, and again in backward. Where all probabilities together are small,
-as with the vocabularies of toy models, they are kept and it runs once.
+as with the vocabularies of toy models, they are kept and it runs once. Where a chunk would be a handful of tokens, the
+vocabulary is cut too (`tiled_logprobs`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_contracts.linear import linear
 from rl_contracts.token_logprobs import chosen_logprobs
+from rl_engines_fsdp import tiled_logprobs as tiled
 
 KEEP_AT_MOST = 1 << 22
 """Probabilities that are kept for backward instead of being computed again, at most (16 MiB)."""
@@ -87,32 +89,39 @@ class _TokenLogprobs(torch.autograd.Function):
         options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
+        tile = tiled.tile_of(tokens, weight.shape[0], options.max_logits)
+        ctx.options, ctx.tile = options, tile
+        if tile.vocabulary < weight.shape[0]:
+            head = tiled.Head(weight, bias, options)
+            logprobs, entropy, norm = tiled.forward(hidden, head, targets, sharpness, tile)
+            return _saved(ctx, logprobs, entropy, (hidden, weight, bias, targets, sharpness, norm, entropy, None))
         logprobs = hidden.new_empty(tokens, dtype=torch.float32)
         entropy, norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
         simple = options.transform.cap is None and not options.entropy_grad
         keep = simple and tokens * weight.shape[0] <= KEEP_AT_MOST
         kept = logprobs.new_empty(tokens, weight.shape[0]) if keep else None
-        for part in _chunks(tokens, weight.shape[0], options.max_logits):
+        for part in tiled.spans(tokens, tile.tokens):
             logits = _logits(hidden[part], weight, bias, options.transform)
             logprobs[part], norm[part] = chosen_logprobs(logits, targets[part], sharpness[part])
             shifted = torch.sub(logits, norm[part, None], out=None if kept is None else kept[part])
             probs = shifted.exp_()
             entropy[part] = norm[part] - logits.mul_(probs).sum(-1)
-        ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, targets, sharpness, norm, entropy, kept)
-        if not options.entropy_grad:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return _saved(ctx, logprobs, entropy, (hidden, weight, bias, targets, sharpness, norm, entropy, kept))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sharpness, norm, entropy, kept = ctx.saved_tensors
         options: HeadOptions = ctx.options
+        trained = ctx.needs_input_grad[1:3]
+        head = tiled.Head(weight, bias, options)
+        if ctx.tile.vocabulary < weight.shape[0]:
+            results, grads = (norm, entropy), (grad_logprobs, grad_entropy)
+            found = tiled.backward(hidden, head, targets, sharpness, results, grads, ctx.tile, trained)
+            return *(None if g is None else g.to(hidden.dtype) for g in found), None, None, None
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for part in _chunks(hidden.shape[0], weight.shape[0], options.max_logits):
+        grad_weight, grad_bias = tiled.zeros_for(head, trained)
+        for part in tiled.spans(hidden.shape[0], ctx.tile.tokens):
             if kept is not None:
                 # z = sharpness * scale * raw: a plain factor, so the logits themselves are not needed
                 grad = kept[part] * -grad_logprobs[part, None]
@@ -130,18 +139,21 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad = options.transform.backward(grad.mul_(sharpness[part, None]), logits)
             grad = grad.to(hidden.dtype)
             grad_hidden[part] = linear(grad, weight.T)
-            grad_weight += linear(grad.T, hidden[part].T)
+            if grad_weight is not None:
+                tiled.add_product(grad_weight, grad.T, hidden[part].T)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        grad_bias = None if grad_bias is None else grad_bias.to(hidden.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        summed = (grad_hidden, grad_weight, grad_bias)
+        return *(None if g is None else g.to(hidden.dtype) for g in summed), None, None, None
+
+
+def _saved(ctx: Any, logprobs: Tensor, entropy: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+    ctx.save_for_backward(*tensors)
+    if not ctx.options.entropy_grad:
+        ctx.mark_non_differentiable(entropy)
+    return logprobs, entropy
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
     """Transformed logits of a chunk, float32 [tokens, V]; a new tensor."""
     return transform.apply(linear(hidden, weight, bias).float())
-
-
-def _chunks(tokens: int, vocabulary: int, max_logits: int) -> list[slice]:
-    size = max(1, max_logits // vocabulary)
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

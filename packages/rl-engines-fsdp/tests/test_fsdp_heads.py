@@ -1,0 +1,303 @@
+"""Critics and reward models: one number per token instead of log-probs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp_toys import (
+    EPS,
+    VOCABULARY,
+    loss_weight_fn,
+    make_batch,
+    make_classifier,
+    make_engine,
+    make_model,
+    value_loss_fn,
+    values_of,
+    weights_of,
+)
+
+from rl_contracts.data import SaveLoadMeta
+from rl_contracts.errors import ModelError
+from rl_contracts.testing import make_tiny_tokenizer
+from rl_engines_fsdp import attention
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    return make_classifier(tmp_path_factory.mktemp("classifier"), pad_token_id=VOCABULARY - 1)
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("language-model"))
+
+
+def plain_model(path):
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager")
+
+
+def plain_values(model, batch, head):
+    """transformers' decoder, one row at a time, and its head on every state: [B, T], with gradients."""
+    rows = []
+    for row in range(len(batch)):
+        ids = batch["input_ids"][row][batch["attention_mask"][row]]
+        values = model.score(model.model(ids[None], use_cache=False)[0][0])[:, 0]
+        if head == "value":
+            values = torch.cat([torch.zeros(1), values[:-1]])
+        rows.append(torch.nn.functional.pad(values, (0, batch["input_ids"].shape[1] - len(ids))))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("head", ["value", "score"])
+@pytest.mark.parametrize("family", ["Qwen3", "Llama", "Gemma2", "Mistral"])
+def test_forward_of_packed_rows_gives_the_head_of_plain_states_row_by_row(family, head, tmp_path):
+    path, batch = make_classifier(tmp_path, family), make_batch()
+    expected = plain_values(plain_model(path), batch, head).detach()
+
+    found = make_engine(path, head=head).forward(batch, values_of)
+
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (expected[batch["attention_mask"]] != 0).sum() >= batch["attention_mask"].sum() - len(batch)
+
+
+def test_forward_of_a_critic_is_0_at_first_tokens_and_does_not_see_its_own_token(classifier):
+    engine, batch = make_engine(classifier, head="value"), make_batch()
+    changed = batch.clone()
+    changed["input_ids"][:, 2] = (batch["input_ids"][:, 2] + 1) % (VOCABULARY - 1)
+
+    before, after = engine.forward(batch, values_of), engine.forward(changed, values_of)
+
+    assert (before[:, 0] == 0).all()
+    assert torch.equal(before[:, :3], after[:, :3])
+    longer = batch["attention_mask"].sum(-1) > 3
+    assert (before[longer, 3] != after[longer, 3]).all()
+
+
+def test_score_of_a_rows_last_token_is_what_transformers_gives_for_padded_rows(classifier):
+    batch = make_batch()
+    last = batch["attention_mask"].sum(-1) - 1
+    batch["input_ids"][:] %= VOCABULARY - 1
+    padded = batch["input_ids"].where(batch["attention_mask"], VOCABULARY - 1)
+    with torch.no_grad():
+        expected = plain_model(classifier)(padded, attention_mask=batch["attention_mask"].long()).logits[:, 0]
+
+    found = make_engine(classifier, head="score").forward(batch, values_of)
+
+    torch.testing.assert_close(found[torch.arange(len(batch)), last], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["value", "score"])
+def test_train_batch_equals_one_step_of_plain_torch(head, classifier):
+    batch, model = make_batch(), plain_model(classifier)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.01},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        eps=EPS,
+    )
+    errors = (plain_values(model, batch, head) - batch["advantages"]).square() * batch["loss_mask"]
+    loss = errors.sum() / batch["loss_mask"].sum()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    engine = make_engine(classifier, head=head, micro_batch=30)
+
+    found = engine.train_batch(batch, value_loss_fn, loss_weight_fn)
+
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    weights = weights_of(engine)
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_logprobs_and_entropy_of_a_scalar_head_are_zeros_without_gradient(classifier):
+    seen = []
+
+    def looking(outputs, packed):
+        seen.append((outputs.logprobs, outputs.entropy, packed.num_tokens))
+        return value_loss_fn(outputs, packed)
+
+    make_engine(classifier, head="value").train_batch(make_batch(), looking, loss_weight_fn)
+
+    for logprobs, entropy, tokens in seen:
+        for zeros in (logprobs, entropy):
+            assert not zeros.requires_grad
+            assert torch.equal(zeros, torch.zeros(tokens))
+
+
+def test_train_batch_of_a_critic_with_a_constant_loss_gives_no_gradient_and_no_error(classifier):
+    engine = make_engine(classifier, head="value")
+
+    result = engine.train_batch(make_batch(), lambda outputs, packed: (torch.tensor(3.0), {}), loss_weight_fn)
+
+    assert (result["grad_norm"], result["applied"]) == (0.0, 1.0)
+
+
+def test_new_head_on_a_language_model_is_zero_learns_and_then_trains_the_decoder(language_model):
+    engine, batch = make_engine(language_model, head="value"), make_batch()
+    before = weights_of(engine)
+    assert torch.equal(before["score.weight"], torch.zeros(1, 32))
+    assert (engine.forward(batch, values_of) == 0).all()
+
+    losses = [engine.train_batch(batch, value_loss_fn, loss_weight_fn)["loss"] for _ in range(8)]
+
+    assert losses[-1] < 0.9 * losses[0]
+    after = weights_of(engine)
+    assert (after["score.weight"] != 0).all()
+    assert not torch.equal(after["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_train_batch_in_bfloat16_stays_near(classifier):
+    results = [
+        make_engine(classifier, head="score", dtype=dtype).train_batch(make_batch(), value_loss_fn, loss_weight_fn)
+        for dtype in ("float32", "bfloat16")
+    ]
+
+    assert results[1]["loss"] == pytest.approx(results[0]["loss"], rel=0.05)
+    assert results[1]["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=0.1)
+
+
+# ---- saving and loading
+
+
+def test_save_hf_loads_as_a_classifier_that_scores_padded_rows_alike(language_model, tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    make_tiny_tokenizer().save_pretrained(tokenizer)  # pads with 0
+    engine, batch = make_engine(language_model, head="score"), make_batch()
+    batch["input_ids"].clamp_(min=1)
+    engine.train_batch(batch, value_loss_fn, loss_weight_fn)
+
+    engine.save(SaveLoadMeta(str(tmp_path / "saved"), tokenizer_path=str(tokenizer)))
+
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (config["architectures"], config["pad_token_id"]) == (["Qwen3ForSequenceClassification"], 0)
+    assert list(config["id2label"].values()) == ["LABEL_0"]
+    padded = batch["input_ids"].where(batch["attention_mask"], 0)
+    with torch.no_grad():
+        found = plain_model(tmp_path / "saved")(padded, attention_mask=batch["attention_mask"].long()).logits[:, 0]
+    last = batch["attention_mask"].sum(-1) - 1
+    expected = engine.forward(batch, values_of)[torch.arange(len(batch)), last]
+    assert (expected != 0).all()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_save_hf_without_any_pad_token_warns_that_rows_are_scored_one_at_a_time(language_model, tmp_path, caplog):
+    make_engine(language_model, head="score").save(SaveLoadMeta(str(tmp_path / "saved")))
+
+    assert "one row at a time" in caplog.text
+    assert plain_model(tmp_path / "saved")(torch.tensor([[1, 2, 3]])).logits.shape == (1, 1)
+
+
+def test_saved_head_is_loaded_again_to_the_last_bit_by_initialize_and_by_load(language_model, tmp_path):
+    engine, batch = make_engine(language_model, head="value"), make_batch()
+    for _ in range(2):
+        engine.train_batch(batch, value_loss_fn, loss_weight_fn)
+    path = str(tmp_path / "saved")
+    engine.save(SaveLoadMeta(path))
+
+    fresh, other = make_engine(path, head="value"), make_engine(language_model, head="value")
+    other.load(SaveLoadMeta(path))
+
+    weights, values = weights_of(engine), engine.forward(batch, values_of)
+    for loaded in (fresh, other):
+        assert all(torch.equal(value, weights[name]) for name, value in weights_of(loaded).items())
+        torch.testing.assert_close(loaded.forward(batch, values_of), values, atol=1e-6, rtol=1e-6)
+
+
+def test_load_of_a_language_model_into_a_critic_refuses_to_lose_its_head(language_model):
+    engine = make_engine(language_model, head="value")
+
+    with pytest.raises(ModelError, match=r"score\.weight"):
+        engine.load(SaveLoadMeta(language_model))
+
+
+def test_state_of_a_critic_continues_bit_for_bit(classifier, tmp_path):
+    engine, state = make_engine(classifier, head="value"), SaveLoadMeta(str(tmp_path / "state"), kind="state")
+    engine.train_batch(make_batch(), value_loss_fn, loss_weight_fn)
+    engine.save(state)
+    expected = engine.train_batch(make_batch(seed=1), value_loss_fn, loss_weight_fn)
+
+    other = make_engine(classifier, head="value")
+    other.load(state)
+
+    assert other.train_batch(make_batch(seed=1), value_loss_fn, loss_weight_fn) == expected
+
+
+# ---- what is refused
+
+
+def test_language_model_engine_with_a_classifier_says_which_heads_fit(classifier):
+    with pytest.raises(ModelError, match=r"Qwen3ForSequenceClassification.*head=value or head=score"):
+        make_engine(classifier)
+
+
+def test_scalar_head_with_a_classifier_of_three_labels_says_so(tmp_path):
+    with pytest.raises(ModelError, match="found 3 labels"):
+        make_engine(make_classifier(tmp_path, num_labels=3), head="score")
+
+
+def test_scalar_head_with_a_family_without_classifier_says_so(tmp_path):
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        make_engine(make_model(tmp_path, "Cohere"), head="value")
+
+
+def test_scalar_head_with_missing_decoder_weights_refuses_to_start_at_random(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = Path(make_model(tmp_path), "model.safetensors")
+    tensors = load_file(file)
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    with pytest.raises(ModelError, match="up_proj"):
+        make_engine(str(tmp_path), head="value")
+
+
+def test_scalar_head_with_layers_that_mix_sequences_is_refused(classifier, monkeypatch):
+    honest = attention.packed_attention
+
+    def mixing(module, query, key, value, mask, packed=None, **kwargs):
+        whole = attention.Segments((query.shape[2],), torch.tensor([0, query.shape[2]]))
+        return honest(module, query, key, value, mask, packed=whole, **kwargs)
+
+    monkeypatch.setattr(attention, "packed_attention", mixing)
+    with pytest.raises(ModelError, match="hidden states of packed sequences differ"):
+        make_engine(classifier, head="score")
+    monkeypatch.undo()
+    attention.register()
+
+
+# ---- two ranks
+
+
+@pytest.mark.slow
+def test_critic_on_two_ranks_trains_saves_and_resumes_as_on_one(classifier, tmp_path):
+    from fsdp_processes import start_ranks
+    from safetensors.torch import load_file
+
+    start_ranks(Path(__file__).with_name("fsdp_head_ranks.py"), [classifier, str(tmp_path)], 2)
+
+    engine = make_engine(classifier, head="value")
+    expected = [engine.train_batch(make_batch(seed=s), value_loss_fn, loss_weight_fn) for s in range(2)]
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())
+        for found, one in zip(seen["steps"], expected, strict=True):
+            assert found == pytest.approx(one, rel=1e-5)
+        assert seen["after loading"] == seen["after saving"]
+        found = load_file(tmp_path / f"weights-{rank}.safetensors")
+        for name, value in weights_of(engine).items():
+            torch.testing.assert_close(found[name], value, atol=3e-6, rtol=1e-5)
+    saved = make_engine(str(tmp_path / "hf"), head="value")
+    torch.testing.assert_close(saved.forward(make_batch(), values_of), engine.forward(make_batch(), values_of))
+    engine.load(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
+    found = engine.train_batch(make_batch(seed=2), value_loss_fn, loss_weight_fn)
+    assert found == pytest.approx(json.loads((tmp_path / "seen-0.json").read_text())["after saving"], rel=1e-5)

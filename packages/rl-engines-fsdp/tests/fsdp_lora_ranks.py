@@ -1,0 +1,46 @@
+"""One rank of adapters in training: trains, publishes, saves all three kinds, goes on, loads and goes on again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from fsdp_ranks import share
+from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine
+from safetensors.torch import save_file
+
+from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
+from rl_contracts.weights import checksum, open_weights
+from rl_engines_fsdp.lora_config import LoRAConfig
+
+
+def main(model: str, out: Path) -> None:
+    engine = make_engine(model, lora=LoRAConfig(rank=4, alpha=8.0))
+    rank = engine.parallel.rank
+    engine.load(SaveLoadMeta(str(out / "start"), kind="adapter"))
+
+    def step(seed: int, empty_rank: int | None = None) -> dict[str, float]:
+        batch = share(make_batch(seed=seed), engine.parallel, empty_rank)
+        return engine.train_batch(batch, loss_fn, loss_weight_fn)
+
+    seen: dict = {"steps": [step(0), step(1, empty_rank=1), step(2)]}
+    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(out / "route")))
+    meta, receipt = engine.update_weights(1)
+    if rank == 0:
+        published = {name: tensor.clone() for name, tensor in open_weights(meta)}
+        assert {name: checksum(tensor) for name, tensor in published.items()} == receipt.checksums
+        save_file(published, out / "published.safetensors")
+    state = SaveLoadMeta(str(out / "state"), kind="state")
+    engine.save(state)
+    engine.save(SaveLoadMeta(str(out / "hf")))
+    engine.save(SaveLoadMeta(str(out / "adapter"), kind="adapter"))
+    seen["after saving"] = step(3)
+    engine.load(state)
+    seen["after loading"] = step(3)
+    engine.destroy()
+    (out / f"seen-{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

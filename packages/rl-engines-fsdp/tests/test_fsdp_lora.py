@@ -1,0 +1,254 @@
+"""Adapters of low rank: what learns, what leaves the engine, and what is kept."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp_processes import start_ranks
+from fsdp_toys import (
+    logprobs_of,
+    loss_fn,
+    loss_weight_fn,
+    make_batch,
+    make_classifier,
+    make_engine,
+    make_model,
+    value_loss_fn,
+    values_of,
+    weights_of,
+)
+from safetensors.torch import load_file
+
+from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
+from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.weights import checksum, open_weights
+from rl_engines_fsdp.lora_config import LoRAConfig
+
+pytest.importorskip("peft")
+
+LORA = LoRAConfig(rank=4, alpha=8.0)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def trained_engine(path, steps=3, **settings):
+    engine = make_engine(path, lora=settings.pop("lora", LORA), **settings)
+    for seed in range(steps):
+        engine.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn)
+    return engine
+
+
+def test_adapters_before_the_first_step_change_nothing(model_path):
+    batch = make_batch()
+
+    found = make_engine(model_path, lora=LORA).forward(batch, logprobs_of)
+
+    torch.testing.assert_close(found, make_engine(model_path).forward(batch, logprobs_of), atol=1e-6, rtol=1e-6)
+
+
+def test_train_batch_changes_adapters_alone(model_path):
+    engine = make_engine(model_path, lora=LORA)
+    before = {name: value.detach().clone() for name, value in engine._model.own_parameters()}
+
+    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
+    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
+
+    changed = {name for name, value in engine._model.own_parameters() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if ".lora_" in name}
+    assert len(changed) == 2 * 2 * 7  # A and B of seven layers in each of two blocks
+
+
+def test_train_batch_equals_peft_on_plain_transformers(model_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    engine, batch = make_engine(model_path, lora=LORA), make_batch()
+    plain = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_path), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    )
+    start = {name: value.detach().clone() for name, value in engine._model.own_parameters() if ".lora_" in name}
+    for name, parameter in plain.named_parameters():
+        if ".lora_" in name:
+            parameter.data.copy_(start[name.removeprefix("base_model.model.")])
+    loss = torch.zeros(())
+    for row in range(len(batch)):
+        length = int(batch["attention_mask"][row].sum())
+        ids = batch["input_ids"][row, :length]
+        logits = plain(input_ids=ids[None], use_cache=False).logits[0, :-1] / batch["temperature"][row]
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        loss = loss - (logprobs * batch["advantages"][row, 1:length] * batch["loss_mask"][row, 1:length]).sum()
+    (loss / batch["loss_mask"].sum()).backward()
+    norm = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None) ** 0.5
+
+    found = engine.train_batch(batch, loss_fn, loss_weight_fn)
+
+    assert found["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_train_batch_with_named_modules_adapts_those_alone(model_path):
+    engine = make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=["q_proj", "v_proj"]))
+
+    assert {name.split(".")[-2] for name in engine._model.adapters()} == {"q_proj", "v_proj"}
+
+
+def test_update_weights_sends_merged_weights_under_hugging_face_names(model_path, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    engine, batch = trained_engine(model_path), make_batch()
+    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(tmp_path)))
+
+    meta, receipt = engine.update_weights(1)
+
+    received = {name: tensor.clone() for name, tensor in open_weights(meta)}
+    assert {name: checksum(tensor) for name, tensor in received.items()} == receipt.checksums
+    server = AutoModelForCausalLM.from_pretrained(model_path)
+    report = server.load_state_dict(received, strict=False)
+    assert report.missing_keys == ["lm_head.weight"]  # tied: sent once
+    assert not report.unexpected_keys
+    server.save_pretrained(tmp_path / "served")
+    served = make_engine(str(tmp_path / "served")).forward(batch, logprobs_of)
+    torch.testing.assert_close(served, engine.forward(batch, logprobs_of), atol=2e-5, rtol=1e-5)
+    base = make_engine(model_path).forward(batch, logprobs_of)
+    assert (served - base).abs().max() > 1e-2
+    engine.destroy()
+
+
+def test_save_hf_is_the_merged_model(model_path, tmp_path):
+    engine, batch = trained_engine(model_path), make_batch()
+
+    engine.save(SaveLoadMeta(str(tmp_path / "merged")))
+
+    found = make_engine(str(tmp_path / "merged"))
+    assert weights_of(found).keys() == weights_of(make_engine(model_path)).keys()
+    torch.testing.assert_close(
+        found.forward(batch, logprobs_of), engine.forward(batch, logprobs_of), atol=2e-5, rtol=1e-5
+    )
+
+
+def test_save_adapter_loads_with_peft_on_the_base_model(model_path, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    engine, batch = trained_engine(model_path), make_batch()
+
+    engine.save(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
+
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    merged = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    expected = engine.forward(batch, logprobs_of)
+    found = make_engine(str(tmp_path / "merged")).forward(batch, logprobs_of)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["r"], settings["lora_alpha"]) == (model_path, 4, 8.0)
+
+
+def test_load_adapter_gives_the_same_model_again(model_path, tmp_path):
+    engine, batch = trained_engine(model_path), make_batch()
+    engine.save(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
+
+    other = make_engine(model_path, lora=LORA)
+    other.load(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
+
+    assert torch.equal(other.forward(batch, logprobs_of), engine.forward(batch, logprobs_of))
+
+
+def test_load_adapter_of_another_shape_or_scale_says_what_differs(model_path, tmp_path):
+    trained_engine(model_path, steps=0).save(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
+    meta = SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter")
+
+    with pytest.raises(ModelError, match=r"rank and alpha \(4, 16.0\), found \(4, 8.0\)"):
+        make_engine(model_path, lora=LoRAConfig(4, 16.0)).load(meta)
+    with pytest.raises(ModelError, match=r"lora\.target_modules"):
+        make_engine(model_path, lora=LoRAConfig(4, 8.0, ["q_proj"])).load(meta)
+    with pytest.raises(ModelError, match=r"adapter_config\.json"):
+        make_engine(model_path, lora=LORA).load(SaveLoadMeta(model_path, kind="adapter"))
+
+
+def test_adapter_without_lora_is_refused(model_path, tmp_path):
+    with pytest.raises(ModelError, match="needs lora"):
+        make_engine(model_path).save(SaveLoadMeta(str(tmp_path / "new"), kind="adapter"))
+
+
+def test_state_of_adapters_continues_bit_for_bit(model_path, tmp_path):
+    engine, state = trained_engine(model_path), SaveLoadMeta(str(tmp_path / "state"), kind="state")
+    engine.save(state)
+    expected = engine.train_batch(make_batch(seed=3), loss_fn, loss_weight_fn)
+
+    other = make_engine(model_path, lora=LORA)
+    other.load(state)
+
+    assert other.train_batch(make_batch(seed=3), loss_fn, loss_weight_fn) == expected
+
+
+def test_critic_with_adapters_trains_its_head_too_and_its_adapter_loads_with_peft(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    path, batch = make_classifier(tmp_path / "base"), make_batch()
+    engine = make_engine(path, lora=LORA, head="score")
+    before = weights_of(engine)["score.weight"]
+    for _ in range(2):
+        engine.train_batch(batch, value_loss_fn, loss_weight_fn)
+    assert not torch.equal(weights_of(engine)["score.weight"], before)
+
+    engine.save(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
+
+    base = AutoModelForSequenceClassification.from_pretrained(path)
+    model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    ids = batch["input_ids"][0][batch["attention_mask"][0]]
+    with torch.no_grad():
+        found = model(input_ids=ids[None]).logits[0, 0]
+    expected = engine.forward(batch, values_of)[0, len(ids) - 1]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [["lm_head"], ["no_such_layer"], ["embed_tokens"]])
+def test_target_modules_that_cannot_be_adapted_are_refused(wrong, tmp_path):
+    path = make_model(tmp_path, "Llama")
+
+    with pytest.raises(ConfigError, match=r"lora\.target_modules"):
+        make_engine(path, lora=LoRAConfig(target_modules=wrong))
+
+
+def test_lora_without_peft_says_what_to_install(model_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+
+    with pytest.raises(ConfigError, match=r"rl-engines-fsdp\[lora\]"):
+        make_engine(model_path, lora=LORA)
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0.0}], ids=["rank", "alpha"])
+def test_lora_config_with_a_wrong_value_names_the_field(wrong):
+    with pytest.raises(ConfigError, match=f"lora.{next(iter(wrong))}"):
+        LoRAConfig(**wrong)
+
+
+@pytest.mark.slow
+def test_adapters_on_two_ranks_train_publish_and_save_as_on_one(model_path, tmp_path):
+    engine = make_engine(model_path, lora=LORA)
+    engine.save(SaveLoadMeta(str(tmp_path / "start"), kind="adapter"))
+    expected = [engine.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn) for seed in range(3)]
+
+    start_ranks(Path(__file__).with_name("fsdp_lora_ranks.py"), [model_path, str(tmp_path)], 2)
+
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())
+        for found, one in zip(seen["steps"], expected, strict=True):
+            assert found == pytest.approx(one, rel=2e-5)
+        assert seen["after loading"] == seen["after saving"]
+    weights = weights_of(engine)
+    published = load_file(tmp_path / "published.safetensors")
+    assert published.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(published[name], value, atol=3e-6, rtol=1e-5)
+    engine.load(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
+    for name, value in weights_of(engine).items():
+        torch.testing.assert_close(published[name], value, atol=1e-6, rtol=1e-5)
+    merged = weights_of(make_engine(str(tmp_path / "hf")))
+    assert all(torch.equal(merged[name], published[name]) for name in merged)

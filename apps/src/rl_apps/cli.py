@@ -41,6 +41,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     config = compose.override(compose.from_yaml(batch.parent.parent / "config.yaml", GRPOConfig), arguments.overrides)
     config.allocation = arguments.allocation
     if arguments.model:
+        config.ref.path = config.ref.path or config.model.path  # the reference stays what it was in the run
         config.model.path = arguments.model
     layout = layout_of(config.allocation, needs_servers=False)
     with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_apps.data import DataConfig
@@ -11,11 +11,12 @@ from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerCon
 from rl_engines_fsdp import FSDPEngineConfig
 from rl_inference import InferenceConfig
 from rl_launchers import LauncherConfig
-from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers.algorithm import GROUP_BASELINES, AlgorithmConfig
 from rl_trainers.books import CheckpointConfig
 from rl_trainers.evaluation import EvaluationConfig
 from rl_trainers.gap import GapConfig
 from rl_trainers.publish import PublishConfig
+from rl_trainers.recover import RecoverConfig
 from rl_workflows import RolloutConfig
 
 
@@ -95,6 +96,8 @@ class RunConfig:
     """How processes are started and stopped."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is kept."""
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """When the run saves what it needs to go on after it was stopped: the same command with the same `run_dir`."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """When and how held-out rows are answered."""
 
@@ -113,12 +116,13 @@ class RunConfig:
         Raises:
             ConfigError: `actor.engine` has a key that the engine does not know.
         """
-        known = set(FSDPEngineConfig.__dataclass_fields__) - {"optimizer", "micro_batch", "dtype", "deterministic"}
+        own = {"optimizer", "micro_batch", "dtype", "deterministic", "head"}
+        known = set(FSDPEngineConfig.__dataclass_fields__) - own
         unknown = sorted(set(self.actor.engine) - known)
         require(not unknown, "actor.engine", f"keys out of {', '.join(sorted(known))}", ", ".join(unknown))
         actor = self.actor
         return FSDPEngineConfig(
-            actor.optimizer, actor.micro_batch, actor.dtype, deterministic=self.deterministic, **actor.engine
+            actor.optimizer, actor.micro_batch, dtype=actor.dtype, deterministic=self.deterministic, **actor.engine
         )
 
 
@@ -142,6 +146,29 @@ def require_plain_sampling(rollout: RolloutSettings) -> None:
 
 
 @dataclass
+class RefConfig:
+    """The frozen policy that a KL penalty keeps the learning one near; loaded where `algorithm.kl` asks for it."""
+
+    path: str = ""
+    """Its Hugging Face directory or hub id; empty: `model.path`, the policy before the first step."""
+
+
+@dataclass
+class CriticConfig:
+    """The model of values; loaded where `algorithm.baseline=gae` asks for it."""
+
+    path: str = ""
+    """What its body starts from (Hugging Face directory or hub id); empty: `model.path`. Its value head starts at 0."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """AdamW and its schedule."""
+    clip: float = 0.2
+    """The value loss is clipped at this distance from the value before the update; 0: not at all."""
+
+    def __post_init__(self) -> None:
+        require(self.clip >= 0, "critic.clip", "0 (off) or more", self.clip)
+
+
+@dataclass
 class GRPOConfig(RunConfig):
     """Reinforcement learning from verifiable rewards."""
 
@@ -149,6 +176,10 @@ class GRPOConfig(RunConfig):
     """How prompts become groups of answers."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """What is learned from a batch; `algorithm=<preset>` takes one whole."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The reference policy."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The model of values."""
     publish: PublishConfig = field(default_factory=PublishConfig)
     """How new weights reach the servers."""
     gap: GapConfig = field(default_factory=GapConfig)
@@ -157,6 +188,7 @@ class GRPOConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.algorithm.resolve_proximal(self.actor.minibatches)
+        self._check_algorithm()
         require(
             not self.deterministic or self.rollout.max_staleness == 0,
             "deterministic=true with rollout.max_staleness",
@@ -178,6 +210,48 @@ class GRPOConfig(RunConfig):
             "more than 0: greedy answers of one prompt are all the same, and have no advantage",
             self.rollout.generation.temperature,
         )
+
+    def _check_algorithm(self) -> None:
+        """Refuse what the algorithm and the rest of the run cannot do together."""
+        algorithm, generation = self.algorithm, self.rollout.generation
+        require(
+            self.rollout.group_size > 1 or algorithm.baseline not in GROUP_BASELINES,
+            f"rollout.group_size with algorithm.baseline={algorithm.baseline}",
+            "at least 2: an answer alone is its own baseline and has no advantage (or set algorithm.baseline=none or "
+            "gae)",
+            self.rollout.group_size,
+        )
+        require(
+            algorithm.reward.overlong_max <= generation.max_new_tokens,
+            "algorithm.reward.overlong_max",
+            f"at most rollout.generation.max_new_tokens ({generation.max_new_tokens}), which no answer exceeds",
+            algorithm.reward.overlong_max,
+        )
+        require(
+            algorithm.reward.scale != 0 or bool(self.ref.path),
+            "ref.path with algorithm.reward.scale=0",
+            "a teacher: without the reward only the KL to the reference is left, and that is the policy itself",
+            self.ref.path,
+        )
+        require(
+            not algorithm.entropy_coef or self.actor.engine.get("entropy_grad", True),
+            "actor.engine.entropy_grad with algorithm.entropy_coef",
+            "true (or left out): without a gradient the entropy bonus does nothing",
+            self.actor.engine.get("entropy_grad"),
+        )
+
+    def engine_config(self) -> FSDPEngineConfig:
+        """See `RunConfig.engine_config`; an entropy bonus gives the entropy a gradient."""
+        config = super().engine_config()
+        return replace(config, entropy_grad=True) if self.algorithm.entropy_coef else config
+
+    def reference_config(self) -> FSDPEngineConfig:
+        """The engine of the reference policy: the actor's, without an optimizer."""
+        return replace(super().engine_config(), optimizer=None)
+
+    def critic_config(self) -> FSDPEngineConfig:
+        """The engine of the critic: the actor's, with a value head and an optimizer of its own."""
+        return replace(super().engine_config(), optimizer=self.critic.optimizer, head="value")
 
 
 @dataclass

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from rl_apps import closing, driver, parts
+from rl_apps import closing, driver, parts, policy
 from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
 from rl_apps.layout import Layout, check_batch, layout_of
@@ -25,13 +25,14 @@ def check(config: GRPOConfig, layout: Layout) -> list[str]:
     check_model(config.model.path)
     parts.check_rollout(config.rollout)
     parts.check_publish(config.publish, config.allocation)
+    models = policy.check_algorithm(config)
     train_rows = load_rows(config.data, "train", "rl", config.seed)
     if config.evaluation.rows:
         load_rows(config.data, "test", "rl", config.seed)
     step = check_batch(
         config.data.batch_size, config.rollout.group_size, config.actor.minibatches, layout.actor.strategy.data
     )
-    return [step, f"{len(train_rows)} prompts in the data, {config.total_steps} steps"]
+    return [step, f"{len(train_rows)} prompts in the data, {config.total_steps} steps", *models]
 
 
 def servers(config: GRPOConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
@@ -42,7 +43,7 @@ def servers(config: GRPOConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
 def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str]) -> None:
     """The work of one trainer process: what happens to a prompt, from the data set to the updated weights."""
     from rl_datasets import PromptLoader
-    from rl_trainers import Books, PolicyActor
+    from rl_trainers import Books
     from rl_trainers import train as run_loop
 
     with parts.Closing() as stack:
@@ -63,7 +64,7 @@ def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str
             publish=config.publish,
             gap=config.gap,
         )
-        actor = PolicyActor(engine, config.algorithm, config.actor.minibatches)
+        actor = policy.make_actor(stack, config, engine, layout)
         evaluations = [parts.answer_evaluation(config, engine, rollout, run_dir)] if config.evaluation.rows else []
         books = Books(
             engine,

@@ -16,21 +16,21 @@ from rl_contracts.logging import configure
 
 def main(argv: list[str]) -> int:
     """Take one training step on a saved batch and write its statistics."""
-    from rl_apps.parts import make_engine
-    from rl_trainers import PolicyActor, replay_batch
+    from rl_apps.parts import Closing, make_engine
+    from rl_apps.policy import make_actor
+    from rl_trainers import replay_batch
 
     directory, batch, result = Path(argv[0]), Path(argv[1]), Path(argv[2])
     configure(rank=int(os.environ.get("RANK", "0")), role="replay")
     config = from_yaml(directory / "config.yaml", GRPOConfig)
-    engine = make_engine(config, layout_of(config.allocation, needs_servers=False))
-    try:
-        actor = PolicyActor(engine, config.algorithm, config.actor.minibatches)
+    layout = layout_of(config.allocation, needs_servers=False)
+    with Closing() as stack:
+        engine = stack.add(make_engine(config, layout))
+        actor = make_actor(stack, config, engine, layout)
         named = re.search(r"version_(\d+)", batch.name)
         stats = replay_batch(actor, batch, int(named.group(1)) if named else None)
         if engine.parallel.is_main:
             result.write_text(json.dumps(stats))
-    finally:
-        engine.destroy()
     return 0
 
 

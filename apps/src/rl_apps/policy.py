@@ -1,0 +1,63 @@
+"""The policy that learns, with the other models that its algorithm asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_apps.config import GRPOConfig
+from rl_apps.layout import Layout
+from rl_apps.model import check_model
+from rl_apps.parts import Closing
+from rl_contracts import registry
+from rl_contracts.data import FinetuneSpec
+
+if TYPE_CHECKING:
+    from rl_contracts.engine import TrainEngine
+    from rl_engines_fsdp import FSDPEngineConfig
+    from rl_trainers import PolicyActor
+
+
+def check_algorithm(config: GRPOConfig) -> list[str]:
+    """Refuse a policy loss that is not installed, and other models that are not there; what else is loaded, in words.
+
+    Raises:
+        ConfigError: the policy loss, or its constants.
+        ModelError: the path of the reference or the critic.
+    """
+    from rl_trainers.objective import load_policy_loss
+
+    load_policy_loss(config.algorithm)
+    lines = []
+    for needed, name, setting, path in (
+        (config.algorithm.needs_reference, "reference policy", "ref.path", config.ref.path),
+        (config.algorithm.needs_critic, "critic", "critic.path", config.critic.path),
+    ):
+        if needed and path:
+            check_model(path, setting)
+        if needed:
+            lines.append(f"a {name} beside the policy, from {path or config.model.path}")
+    return lines
+
+
+def make_actor(stack: Closing, config: GRPOConfig, engine: TrainEngine, layout: Layout) -> PolicyActor:
+    """The learner of the run: the policy in `engine`, and a reference and a critic where the algorithm has them."""
+    from rl_trainers import Critic, PolicyActor
+
+    algorithm, minibatches = config.algorithm, config.actor.minibatches
+    reference = critic = None
+    if algorithm.needs_reference:
+        path = config.ref.path or config.model.path
+        reference = stack.add(_engine(config, config.reference_config(), path, layout))
+    if algorithm.needs_critic:
+        path = config.critic.path or config.model.path
+        values = stack.add(_engine(config, config.critic_config(), path, layout))
+        critic = Critic(values, config.critic.clip, minibatches)
+    return PolicyActor(engine, algorithm, minibatches, reference, critic)
+
+
+def _engine(config: GRPOConfig, settings: FSDPEngineConfig, path: str, layout: Layout) -> TrainEngine:
+    """Another model on the ranks of the policy."""
+    actor = layout.actor
+    engine: TrainEngine = registry.load("rl.train_engines", actor.backend)(settings, actor.strategy)
+    engine.initialize(FinetuneSpec(path, config.total_steps * config.actor.minibatches, config.seed))
+    return engine

@@ -1,0 +1,128 @@
+"""Presets are data that compose; and what an algorithm and the rest of a run cannot do together is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_apps import compose, gsm8k_grpo
+from rl_apps.config import GRPOConfig
+from rl_apps.driver import main
+from rl_contracts.errors import ConfigError
+from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers.objective import load_policy_loss
+
+PRESETS = sorted(path.stem for path in (Path(compose.CONF) / "algorithm").glob("*.yaml"))
+
+
+def _grpo(*overrides):
+    return compose.compose("gsm8k_grpo", GRPOConfig, list(overrides))
+
+
+TEACHER = ("ref.path=/models/teacher",)
+"""Read by the presets that load a reference."""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_composes_and_its_loss_loads(name, tmp_path):
+    config = _grpo(f"algorithm={name}", "actor.minibatches=2", *TEACHER)
+    load_policy_loss(config.algorithm)
+    (tmp_path / "config.yaml").write_text(compose.to_yaml(config))
+    assert compose.from_yaml(tmp_path / "config.yaml", GRPOConfig) == config
+
+
+def test_presets_are_different_algorithms():
+    made = [_grpo(f"algorithm={name}", *TEACHER).algorithm for name in PRESETS]
+    assert all(a != b for i, a in enumerate(made) for b in made[:i])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", {"baseline": "group_mean_std", "clip_high": 0.28, "correction_cap": 2.0, "proximal": "auto"}),
+        ("dr_grpo", {"baseline": "group_mean", "aggregation": "constant_length", "constant_length": 32}),
+        ("rloo", {"baseline": "leave_one_out", "policy_loss": "importance"}),
+        ("gspo", {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
+        ("cispo", {"policy_loss": "cispo", "clip_low": 1.0}),
+        ("m2po", {"second_moment": 0.04, "correction": "plain"}),
+        ("lite_ppo", {"baseline": "group_mean_batch_std", "aggregation": "token_mean"}),
+        ("icepop", {"correction": "mask", "correction_floor": 0.5, "correction_cap": 5.0}),
+    ],
+)
+def test_preset_has_its_papers_parts(name, expected):
+    algorithm = _grpo(f"algorithm={name}").algorithm
+    assert {key: getattr(algorithm, key) for key in expected} == expected
+
+
+def test_preset_one_part_can_be_set_alone():
+    assert _grpo("algorithm=dapo", "algorithm.clip_high=0.5", "algorithm.reward.overlong_cache=9").algorithm == (
+        _changed("dapo", clip_high=0.5, overlong_cache=9)
+    )
+
+
+def _changed(name, overlong_cache, **settings):
+    algorithm: AlgorithmConfig = _grpo(f"algorithm={name}").algorithm
+    algorithm.reward.overlong_cache = overlong_cache
+    for key, value in settings.items():
+        setattr(algorithm, key, value)
+    return algorithm
+
+
+def test_overlong_penalty_follows_the_length_limit():
+    assert _grpo("algorithm=dapo", "rollout.generation.max_new_tokens=50").algorithm.reward.overlong_max == 50
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("rollout.group_size=1", "rollout.group_size with algorithm.baseline=group_mean_std: expected at least 2"),
+        (
+            "algorithm.reward.overlong_max=64 algorithm.reward.overlong_cache=8",
+            r"overlong_max: expected at most rollout.generation.max_new_tokens \(32\)",
+        ),
+        (
+            "algorithm.entropy_coef=0.01 actor.engine.entropy_grad=false",
+            "actor.engine.entropy_grad with algorithm.entropy_coef",
+        ),
+        ("algorithm.kl.coef=0.1", "algorithm.kl.coef with algorithm.kl.place=none"),
+        ("algorithm.kl.plaec=loss", "Did you mean 'algorithm.kl.place'"),
+        ("critic.clip=-1", "critic.clip"),
+        ("algorithm=distillation", "ref.path with algorithm.reward.scale=0: expected a teacher"),
+    ],
+)
+def test_algorithm_that_the_run_cannot_have_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        _grpo(*overrides.split(" "))
+
+
+def test_entropy_bonus_gives_the_engine_an_entropy_gradient():
+    assert _grpo("algorithm.entropy_coef=0.01").engine_config().entropy_grad
+    assert not _grpo().engine_config().entropy_grad
+
+
+def test_reference_has_no_optimizer_and_the_critic_its_own():
+    config = _grpo("algorithm=ppo", "critic.optimizer.lr=0.5")
+    assert config.reference_config().optimizer is None
+    assert config.critic_config().optimizer.lr == 0.5
+    assert config.critic_config().head == "value"
+    assert config.engine_config().head == "lm"
+
+
+def _refused(capsys, *arguments):
+    assert main(gsm8k_grpo.APP, list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+def test_command_policy_loss_that_is_not_installed_is_refused_before_anything_starts(capsys):
+    assert "nothing is called 'clipp'; did you mean 'clip'?" in _refused(capsys, "algorithm.policy_loss=clipp")
+
+
+def test_command_reference_that_is_not_there_is_refused_before_anything_starts(capsys):
+    arguments = ("algorithm=reinforce_pp", "ref.path=/nowhere/model")
+    message = _refused(capsys, *arguments)
+    assert "ref.path=/nowhere/model: expected a model directory" in message
+    assert "there is no such directory" in message
+
+
+def test_dry_run_names_the_models_beside_the_policy(capsys, tmp_path):
+    assert main(gsm8k_grpo.APP, ["--dry-run", "algorithm=ppo", f"run_dir={tmp_path}/run"]) == 0
+    assert "a critic beside the policy, from embedded" in capsys.readouterr().out

@@ -150,6 +150,7 @@ def test_run_directory_that_holds_a_run_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match="already holds a run"):
         run_directory(str(tmp_path), "e", "t")
+    assert run_directory(str(tmp_path), "e", "t", resumes=True) == tmp_path
 
 
 def test_check_batch_says_the_arithmetic():

@@ -13,6 +13,9 @@ from rl_contracts.errors import DataError
 GENERATED = "word-problems"
 """The generated data set, which needs no path and comes with an embedded model of its own."""
 
+GENERATED_PAIRS = "word-problem-pairs"
+"""The same problems as preference pairs."""
+
 Rows = Sequence[dict[str, Any]]
 
 
@@ -21,7 +24,8 @@ class DataConfig:
     """What is learned from."""
 
     name: str = GENERATED
-    """Installed data set (`word-problems`, `gsm8k`) or a dotted path to a loader."""
+    """Installed data set (`word-problems`, `gsm8k`; of pairs `word-problem-pairs`, `hh-rlhf`) or a dotted path to a
+    loader."""
     path: str = ""
     """Hub id, directory or file; empty: the data set's own default."""
     batch_size: int = 16
@@ -42,7 +46,8 @@ def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
     Args:
         config: which data set.
         split: `train` or `test`.
-        form: `rl` (question and gold answer apart) or `sft` (whole conversations).
+        form: `rl` (question and gold answer apart), `sft` (whole conversations) or `pairs` (two conversations, of which
+            one is preferred).
         seed: makes generated sets; others ignore it.
 
     Raises:

@@ -76,7 +76,8 @@ def _main(app: App, argv: list[str]) -> int:
         return 0
     layout = app.layout(config)
     arithmetic = app.check(config, layout)
-    run_dir = run_directory(config.run_dir, config.experiment, config.trial)
+    resumes = config.recover.resume and config.recover.every > 0
+    run_dir = run_directory(config.run_dir, config.experiment, config.trial, resumes)
     if line.dry_run:
         print(_plan(app, config, layout, run_dir, arithmetic))
         return 0

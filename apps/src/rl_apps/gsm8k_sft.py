@@ -37,7 +37,7 @@ def servers(config: SFTConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
 def train(config: SFTConfig, layout: Layout, run_dir: Path, addresses: list[str]) -> None:
     """The work of one trainer process."""
     from rl_datasets import BatchLoader
-    from rl_trainers import Books, LossEvaluation, SupervisedLearner, SupervisedSource
+    from rl_trainers import Books, LossEvaluation, RecoverPoints, SupervisedLearner, SupervisedSource
     from rl_trainers import train as run_loop
     from rl_trainers.supervised import supervised_rows, whole_to_share
 
@@ -63,7 +63,8 @@ def train(config: SFTConfig, layout: Layout, run_dir: Path, addresses: list[str]
             tokenizer_path=config.model.path,
             renamed={"loss": "loss/train"},
         )
-        run_loop(source, SupervisedLearner(engine), weights, books, config.total_steps)
+        recover = RecoverPoints(run_dir, config.recover, {"actor": engine}, {"source": source, "books": books})
+        run_loop(source, SupervisedLearner(engine), weights, books, config.total_steps, recover)
 
 
 APP = driver.App(

@@ -84,14 +84,20 @@ def _near(prompts: int, replicas: int) -> str:
     return f"{below} or {below + replicas}" if below else str(replicas)
 
 
-def run_directory(run_dir: str, experiment: str, trial: str) -> Path:
+def run_directory(run_dir: str, experiment: str, trial: str, resumes: bool = False) -> Path:
     """Where a run keeps its files: `run_dir`, or `runs/<experiment>/<trial>`; an empty trial is the time of day.
+
+    Args:
+        resumes: whether the command goes on with a run that is there already.
 
     Raises:
         ConfigError: the directory already holds a run.
     """
     name = trial or datetime.now().strftime("%Y%m%d-%H%M%S")
     directory = Path(run_dir or Path("runs") / experiment / name).resolve()
-    if (directory / "metrics.jsonl").exists():
-        raise ConfigError(f"{directory} already holds a run; choose another trial=<name> or run_dir=<directory>.")
+    if (directory / "metrics.jsonl").exists() and not resumes:
+        raise ConfigError(
+            f"{directory} already holds a run; choose another trial=<name> or run_dir=<directory>. (With recover.every "
+            "and recover.resume a command goes on with the run that is there.)"
+        )
     return directory

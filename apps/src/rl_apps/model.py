@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_apps.data import GENERATED, load_rows
+from rl_apps.data import GENERATED, GENERATED_PAIRS, load_rows
 from rl_contracts.errors import ModelError
 
 if TYPE_CHECKING:
@@ -57,23 +57,28 @@ def check_model(path: str, setting: str = "model.path") -> None:
         )
 
 
-def make_model(config: RunConfig, say: Callable[[str], None], *, warm_up: bool) -> Path:
+def make_model(config: RunConfig, say: Callable[[str], None], *, warm_up: bool, form: str = "rl") -> Path:
     """The directory (or hub id) of the model, made on the spot and cached if it is `embedded`.
 
     The generated problems come with a model of their own, warmed up or not; for other data it is a tiny random one
-    whose tokenizer is trained on the training questions.
+    whose tokenizer is trained on the training texts.
+
+    Args:
+        form: in which the data is read for its texts: `rl` or `pairs`.
     """
     if config.model.path != EMBEDDED:
         return Path(config.model.path)
     from rl_apps.embedded.prepare import prepare_embedded, prepare_from_scratch
     from rl_apps.embedded.recipe import EmbeddedRecipe
 
-    if config.data.name == GENERATED:
+    if config.data.name in (GENERATED, GENERATED_PAIRS):
         recipe = EmbeddedRecipe() if warm_up else EmbeddedRecipe(warm_up=None)
         say("making the embedded model" + (" and warming it up" if warm_up else ""))
         return prepare_embedded(config.seed, recipe, _WarmUpProgress(say))
-    say("making a small model from scratch, with a tokenizer trained on the questions")
-    rows = load_rows(config.data, "train", "rl", config.seed)
+    say("making a small model from scratch, with a tokenizer trained on the data")
+    rows = load_rows(config.data, "train", form, config.seed)
+    if form == "pairs":
+        return prepare_from_scratch((m["content"] for row in rows for m in row["chosen"]), config.seed)
     return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), config.seed)
 
 

@@ -29,6 +29,16 @@ SFT_COLUMNS: dict[str, tuple[str, str]] = {
     "tok/s": ("throughput/trained_tokens_per_s", ".0f"),
 }
 
+PREFERENCE_COLUMNS: dict[str, tuple[str, str]] = {
+    "loss": ("loss/train", ".4f"),
+    "accuracy": ("pair/accuracy", ".3f"),
+    "margin": ("pair/margin", ".3f"),
+    "eval loss": ("loss/eval", ".4f"),
+    "eval accuracy": ("eval/accuracy", ".3f"),
+    "grad norm": ("grad_norm", ".2f"),
+    "tok/s": ("throughput/trained_tokens_per_s", ".0f"),
+}
+
 STAGES = ("rollout_wait", "train", "publish")
 
 

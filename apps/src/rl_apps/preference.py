@@ -1,0 +1,130 @@
+"""What `hh-rlhf-rm` and `hh-rlhf-dpo` share: pairs in, a model that tells chosen from rejected out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_apps import parts
+from rl_apps.closing import last_checkpoint, read_metrics
+from rl_apps.config import RunConfig
+from rl_apps.data import head, load_rows
+from rl_apps.layout import Layout, check_batch, layout_of
+from rl_apps.model import check_model
+from rl_contracts import registry
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.errors import ConfigError
+from rl_contracts.scheduler import JobSpec
+from rl_trainers.preference import PreferenceConfig
+
+if TYPE_CHECKING:
+    from rl_contracts.engine import LossFn, TrainEngine
+
+
+@dataclass
+class PairsConfig(RunConfig):
+    """Learning from preference pairs: what both commands have."""
+
+    allocation: str = "fsdp:d1"
+    """Trainers only: `fsdp:d1`, `fsdp:d2`."""
+
+
+@dataclass
+class DPOConfig(PairsConfig):
+    """A policy that learns from preference pairs."""
+
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """The loss and its constants."""
+
+
+def layout(config: PairsConfig) -> Layout:
+    """Trainers.
+
+    Raises:
+        ConfigError: servers are allocated, which nothing here would ask.
+    """
+    found = layout_of(config.allocation, needs_servers=False)
+    if found.rollout is not None:
+        raise ConfigError(
+            f"allocation={config.allocation}: learning from pairs asks no servers; use {found.actor.backend}:"
+            f"d{found.actor.strategy.data} alone."
+        )
+    return found
+
+
+def check(config: PairsConfig, layout: Layout) -> list[str]:
+    """Everything that can be known before a process starts."""
+    check_model(config.model.path)
+    rows = load_rows(config.data, "train", "pairs", config.seed)
+    load_rows(config.data, "test", "pairs", config.seed)
+    check_batch(config.data.batch_size, 1, 1, layout.actor.strategy.data)
+    return [f"{config.data.batch_size} of {len(rows)} pairs a step, {config.total_steps} steps"]
+
+
+def servers(config: PairsConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
+    """None."""
+    return []
+
+
+def make_engine(config: PairsConfig, layout: Layout, *, head: str = "lm", frozen: bool = False) -> TrainEngine:
+    """A train engine of this rank, initialised.
+
+    Args:
+        head: `lm`, or `score` for a reward model.
+        frozen: without an optimizer, for a reference policy.
+    """
+    settings = replace(config.engine_config(), head=head)
+    if frozen:
+        settings = replace(settings, optimizer=None)
+    engine: TrainEngine = registry.load("rl.train_engines", layout.actor.backend)(settings, layout.actor.strategy)
+    engine.initialize(FinetuneSpec(config.model.path, config.total_steps, config.seed))
+    return engine
+
+
+def run(
+    config: PairsConfig, run_dir: Path, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None
+) -> None:
+    """The steps of one trainer process: from the data set's pairs to the updated weights."""
+    from rl_datasets import BatchLoader
+    from rl_trainers import Books, PreferenceEvaluation, PreferenceLearner, PreferenceSource, RecoverPoints
+    from rl_trainers import train as run_loop
+    from rl_trainers.preference import add_reference, pairs_to_share, preference_rows
+
+    renderer = parts.make_renderer(config)
+    rows = load_rows(config.data, "train", "pairs", config.seed)
+    batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.epochs)
+    source = PreferenceSource(batches, renderer, config.data.max_length, engine.parallel)
+    held_out = head(load_rows(config.data, "test", "pairs", config.seed), config.evaluation.rows)
+    evaluations = []
+    if held_out:
+        batch = pairs_to_share(preference_rows(held_out, renderer, config.data.max_length), engine.parallel)
+        add_reference(batch, reference)
+        evaluations.append(PreferenceEvaluation(engine, loss, batch))
+    books = Books(
+        engine,
+        run_dir,
+        config.checkpoint,
+        evaluations=evaluations,
+        evaluate_every=config.evaluation.every,
+        tokenizer_path=config.model.path,
+        renamed={"loss": "loss/train"},
+    )
+    recover = RecoverPoints(run_dir, config.recover, {"actor": engine}, {"source": source, "books": books})
+    run_loop(source, PreferenceLearner(engine, loss, reference), None, books, config.total_steps, recover)
+
+
+def closing(config: PairsConfig, run_dir: Path) -> list[str]:
+    """Held-out figures before and after, and where the files are."""
+    records = read_metrics(run_dir)
+    lines = [""]
+    for name, label in (
+        ("eval/accuracy", "Held-out pairs whose chosen answer is preferred"),
+        ("loss/eval", "Held-out loss"),
+    ):
+        values = [r[name] for r in records if r.get(name) is not None]
+        if len(values) >= 2:
+            lines.append(f"{label}: {values[0]:.3f} before, {values[-1]:.3f} after.")
+    checkpoint = last_checkpoint(run_dir)
+    lines += ["", f"Run directory: {run_dir}", f"Model: {checkpoint}" if checkpoint else "No checkpoint was written."]
+    return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,8 @@ class AsyncWriter:
         self._group: Any = None
         if parallel.host_group is not None:
             self._group = dist.new_group(backend="gloo")
+        else:  # one process needs no process group, and torch, in its thread, need not tell us so
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         self._parallel = replace(parallel, host_group=self._group, dp_host_group=self._group)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None

@@ -1,0 +1,113 @@
+"""Peak memory and model FLOP utilisation."""
+
+import time
+
+import pytest
+import torch
+from fsdp_toys import (
+    loss_fn,
+    loss_weight_fn,
+    make_batch,
+    make_classifier,
+    make_engine,
+    make_model,
+    value_loss_fn,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from rl_contracts.errors import ConfigError
+from rl_engines_fsdp import usage
+from rl_engines_fsdp.usage import matrix_parameters, peak_flops, step_flops
+
+
+def work_of(batch):
+    sizes = batch["attention_mask"].sum(-1)
+    return int(sizes.sum()), int(sizes.square().sum())
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+def test_step_flops_are_what_torch_counts_but_for_what_runs_twice(family, tmp_path):
+    # tied and untied; the head runs once here because all its probabilities are kept
+    engine, batch = make_engine(make_model(tmp_path, family), micro_batch=10_000), make_batch(longest=40)
+    tokens, squares = work_of(batch)
+
+    with FlopCounterMode(display=False) as counter:
+        engine.train_batch(batch, loss_fn, loss_weight_fn)
+
+    # torch does not count its attention on a CPU, nor products that are added in place: the gradient of the head
+    layers, width, head = 2, 32, 61 * 32
+    counted = 6 * matrix_parameters(engine._model) * tokens - 2 * head * tokens
+    assert counter.get_total_flops() == pytest.approx(counted, rel=2e-3)
+    assert step_flops(engine._model, tokens, squares) == 6 * (
+        matrix_parameters(engine._model) * tokens + layers * width * squares
+    )
+
+
+def test_step_flops_of_a_critic_leave_the_embedding_out(tmp_path):
+    engine = make_engine(make_classifier(tmp_path), head="value")
+
+    table = engine._model.model.get_input_embeddings().weight
+
+    assert matrix_parameters(engine._model) == sum(
+        p.numel() for p in engine._model.parameters() if p.ndim == 2 and p is not table
+    )
+
+
+def test_step_flops_of_a_mixture_of_experts_are_not_known(tmp_path):
+    assert step_flops(make_engine(make_model(tmp_path, "Qwen3Moe"))._model, 10, 100) is None
+
+
+def test_stats_on_a_cpu_have_peak_memory_and_no_utilisation(tmp_path):
+    engine = make_engine(make_classifier(tmp_path), head="value")
+    engine.train_batch(make_batch(), value_loss_fn, loss_weight_fn)
+
+    stats = engine.stats()
+
+    assert stats["throughput/mfu"] is None
+    assert 0.05 < stats["memory/peak_gib"] < 64
+
+
+def test_peak_memory_on_a_cpu_grows_with_what_is_held():
+    before = usage.peak_gib(torch.device("cpu"))
+
+    held = torch.ones(int(before * 2**30 / 4) + 2**26)
+
+    assert usage.peak_gib(torch.device("cpu")) - before > 0.2
+    del held
+
+
+def test_stats_of_a_known_device_are_flops_over_peak_and_time_and_begin_anew(tmp_path, monkeypatch):
+    engine, batch = make_engine(make_model(tmp_path)), make_batch()
+    monkeypatch.setattr(usage, "peak_flops", lambda device, dtype: 1e12)
+    begin = time.perf_counter()
+    for _ in range(2):
+        engine.train_batch(batch, loss_fn, loss_weight_fn)
+    seconds = time.perf_counter() - begin
+
+    found = engine.stats()["throughput/mfu"]
+
+    tokens, squares = work_of(batch)
+    assert found == pytest.approx(2 * step_flops(engine._model, tokens, squares) / seconds / 1e12, rel=0.2)
+    assert engine.stats()["throughput/mfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("NVIDIA H200", "bfloat16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "float32", 19.5e12),
+        ("NVIDIA L40S", "bfloat16", 362e12),
+        ("Some GPU", "bfloat16", None),
+    ],
+)
+def test_peak_of_a_device_by_its_name(name, dtype, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+    assert peak_flops(torch.device("cuda"), dtype) == expected
+
+
+def test_offload_without_cuda_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="offload=true needs CUDA"):
+        make_engine(make_model(tmp_path), offload=True)

@@ -71,3 +71,14 @@ def test_weight_publish_quick_last_line_has_the_ratio_of_every_route() -> None:
         assert figures[route]["ratio"] > 0
         assert figures[route]["paused_s"] > 0
     assert 7 < figures["shm"]["mebibytes"] < 9
+
+
+def test_train_step_quick_last_line_has_rates_fill_and_the_cost_of_the_loss() -> None:
+    figures = quick("train_step.py")
+    step, loss = figures["step"], figures["loss"]
+    assert min(step[side]["tokens_per_s"] for side in ("ours", "transformers")) > 0
+    assert step["ratio"] > 0
+    assert 0.5 < step["fill"] <= 1
+    assert loss["memory_ratio"] > 0
+    assert loss["time_ratio"] > 0
+    assert loss["materialised"]["peak_gib"] > loss["logits_gib"]

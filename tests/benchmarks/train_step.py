@@ -1,0 +1,297 @@
+"""Tokens per second of a training step beside a padded step of transformers, and the memory and time of the loss.
+
+    uv run python tests/benchmarks/train_step.py
+
+Step: rows of log-normal length, one AdamW step of next-token prediction on all of them, the same random Qwen3 in
+float32, the same optimizer settings, clipping and denominator, in one process, the two sides in turn. Ours is
+`FSDPEngine.train_batch` with packed micro-batches of at most `--max-tokens`. The peer is the training step of
+transformers as its Trainer makes it: rows in their order in micro-batches padded to their longest, attention mask,
+labels, gradients accumulated, SDPA attention. Each side gets the number of threads, and the peer the rows per
+micro-batch, with which a trial is fastest. Losses and gradient norms must agree. `fill` is the share of the
+micro-batches' room that holds tokens.
+
+Loss: see `train_step_loss.py`; each side alone in a process. Where the machine has too little memory for the
+materialised side, it runs on fewer tokens, and seconds and bytes are scaled up (`tokens` says how many).
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+HERE = Path(__file__).resolve().parent
+REQUIRED = {"step": 2.0, "fill": 0.95, "loss_memory": 0.25, "loss_time": 1.4}
+"""Least ratio of tokens/s and least fill; largest share of the logits' bytes and largest ratio of seconds."""
+PEER_ROWS = (4, 8, 16, 32)
+"""Rows of a padded micro-batch that the peer tries."""
+MEDIAN_TOKENS, SPREAD = 100.0, 1.0
+"""Of the log-normal lengths: median, and standard deviation of the logarithm."""
+LR, WEIGHT_DECAY, BETAS, EPS, MAX_NORM = 1e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both sides train on."""
+
+    model: str
+    """Hugging Face directory."""
+    batch: TensorDict
+    """Rows, as `rl_contracts.trajectory` has them."""
+    max_tokens: int
+    """Of our micro-batches."""
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of the batch."""
+        return int(self.batch["attention_mask"].sum())
+
+
+def make_work(directory: Path, rows: int, longest: int, max_tokens: int, vocabulary: int, hidden: int) -> Work:
+    """A random model of 4 layers, and rows of log-normal length."""
+    import numpy as np
+    import torch
+    import transformers
+
+    from rl_contracts.trajectory import Trajectory, stack
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        tie_word_embeddings=True,
+    )
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    draw, numbers = random.Random(1), np.random.default_rng(1)
+    made = []
+    for row in range(rows):
+        length = min(max(2, round(draw.lognormvariate(math.log(MEDIAN_TOKENS), SPREAD))), longest)
+        learn = np.arange(length) > 0
+        ids = numbers.integers(0, vocabulary, length)
+        none = np.zeros(length, np.float32)
+        made.append(Trajectory(ids, learn, none, np.where(learn, 0, -1).astype(np.int32), group_id=row, episode_id=row))
+    return Work(str(directory), stack(made), max_tokens)
+
+
+def nll(outputs: Any, packed: Any) -> Any:
+    """Our loss: the sum of the negative log-probs."""
+    return -(outputs.logprobs * packed["loss_mask"]).sum(), {}
+
+
+class Ours:
+    """The engine."""
+
+    def __init__(self, work: Work) -> None:
+        from rl_contracts.config import MicroBatchConfig, OptimizerConfig
+        from rl_contracts.data import FinetuneSpec
+        from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+
+        optimizer = OptimizerConfig(LR, WEIGHT_DECAY, *BETAS, eps=EPS, max_grad_norm=MAX_NORM)
+        settings = FSDPEngineConfig(optimizer, MicroBatchConfig(work.max_tokens), device="cpu")
+        self.work, self.engine = work, FSDPEngine(settings)
+        self.engine.initialize(FinetuneSpec(work.model, 100))
+
+    def step(self) -> tuple[float, float]:
+        """One step; loss and gradient norm."""
+        found = self.engine.train_batch(self.work.batch, nll, lambda batch: batch["loss_mask"].sum())
+        return found["loss"], found["grad_norm"]
+
+    def fill(self) -> dict[str, float]:
+        """Micro-batches of a step and how full they are."""
+        from rl_engines_fsdp import micro_batches
+
+        count = len(micro_batches.plan(self.work.batch, self.engine.config, self.engine.parallel))
+        return {"micro_batches": count, "fill": round(self.work.tokens / (count * self.work.max_tokens), 4)}
+
+
+class Padded:
+    """The step of transformers."""
+
+    def __init__(self, work: Work) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.work = work
+        self.model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32, attn_implementation="sdpa")
+        self.model.train()
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+    def step(self, rows: int) -> tuple[float, float]:
+        """One step in micro-batches of so many rows; loss and gradient norm."""
+        import torch
+
+        batch, loss = self.work.batch, 0.0
+        learned = int(batch["loss_mask"].sum())
+        self.optimizer.zero_grad(set_to_none=True)
+        for start in range(0, len(batch), rows):
+            mask = batch["attention_mask"][start : start + rows]
+            longest = int(mask.sum(-1).max())
+            mask, ids = mask[:, :longest], batch["input_ids"][start : start + rows, :longest]
+            labels = ids.masked_fill(~mask, -100)
+            part = self.model(
+                input_ids=ids, attention_mask=mask.long(), labels=labels, num_items_in_batch=learned, use_cache=False
+            ).loss
+            part.backward()
+            loss += part.item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimizer.step()
+        return loss, norm.item()
+
+
+def timed(step: Callable[[], tuple[float, float]], threads: int) -> tuple[float, tuple[float, float]]:
+    """Seconds of a step on so many threads, and what it returned."""
+    import torch
+
+    torch.set_num_threads(threads)
+    begin = time.perf_counter()
+    result = step()
+    return time.perf_counter() - begin, result
+
+
+def measure_step(work: Work, repeats: int, peer_rows: tuple[int, ...]) -> dict[str, Any]:
+    """Both sides in turn, after a trial of each way in which they can run."""
+    ours, padded = Ours(work), Padded(work)
+    counts = sorted({1, os.cpu_count() or 1})
+    begin = [timed(ours.step, counts[-1])[1], timed(partial(padded.step, peer_rows[0]), counts[-1])[1]]
+    if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(*begin, strict=True)):
+        raise SystemExit(f"the sides had different work: loss and gradient norm {begin[0]} and {begin[1]}")
+    own = {threads: timed(ours.step, threads)[0] for threads in counts}
+    peer = {(threads, rows): timed(partial(padded.step, rows), threads)[0] for threads in counts for rows in peer_rows}
+    threads = min(own, key=own.__getitem__)
+    peer_threads, rows = min(peer, key=peer.__getitem__)
+    runs: list[tuple[float, float]] = []
+    for _ in range(repeats):
+        mine = timed(ours.step, threads)[0]
+        theirs = timed(partial(padded.step, rows), peer_threads)[0]
+        runs.append((mine, theirs))
+        load = os.getloadavg()[0]
+        print(f"step: ours {work.tokens / mine:.0f} tokens/s, padded {work.tokens / theirs:.0f}, load {load:.1f}")
+    rates = [statistics.median(work.tokens / run[side] for run in runs) for side in range(2)]
+    return {
+        "rows": len(work.batch),
+        "tokens": work.tokens,
+        "longest": work.batch["input_ids"].shape[1],
+        **ours.fill(),
+        "ours": {"tokens_per_s": round(rates[0], 1), "threads": threads},
+        "transformers": {"tokens_per_s": round(rates[1], 1), "threads": peer_threads, "rows": rows},
+        "ratio": round(statistics.median(theirs / mine for mine, theirs in runs), 3),
+        "ratios": [round(theirs / mine, 3) for mine, theirs in runs],
+    }
+
+
+def available_bytes() -> int:
+    """Memory that a new process may take."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+
+
+def fitting(tokens: int, vocabulary: int, hidden: int) -> int:
+    """Tokens of which the materialised loss fits into memory: three times the logits, and weight and gradient twice."""
+    fixed = 4 * vocabulary * hidden * 4 + 2 * GIB
+    while tokens > 64 and 3.2 * 4 * vocabulary * tokens + fixed > available_bytes():
+        tokens //= 2
+    return tokens
+
+
+def loss_side(side: str, tokens: int, vocabulary: int, hidden: int) -> dict[str, float]:
+    """One run of `train_step_loss.py`, its seconds and bytes."""
+    arguments = [str(number) for number in (tokens, vocabulary, hidden, os.cpu_count() or 1)]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    }
+    command = [sys.executable, str(HERE / "train_step_loss.py"), side, *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"{side}: exit code {result.returncode}\n{result.stderr[-4000:]}")
+    found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    print(
+        f"loss: {side} {tokens} tokens, {found['seconds']:.1f} s, peak {found['peak_bytes'] / GIB:.2f} GiB", flush=True
+    )
+    return found
+
+
+def measure_loss(tokens: int, vocabulary: int, hidden: int, repeats: int) -> dict[str, Any]:
+    """Both sides in turn."""
+    few = min(tokens, 64)
+    small = [loss_side(side, few, vocabulary, hidden) for side in ("ours", "materialised")]
+    for name in ("logprob", "gradient"):
+        if not math.isclose(small[0][name], small[1][name], rel_tol=1e-4):
+            raise SystemExit(f"the sides differ: {name} {small[0][name]} and {small[1][name]}")
+    runs = []
+    for _ in range(repeats):
+        mine = loss_side("ours", tokens, vocabulary, hidden)
+        theirs = loss_side("materialised", fitting(tokens, vocabulary, hidden), vocabulary, hidden)
+        runs.append((mine, theirs))
+    logits = 4 * tokens * vocabulary
+    mine, theirs = runs[-1]
+    scale = tokens / theirs["tokens"]
+    return {
+        "tokens": tokens,
+        "vocabulary": vocabulary,
+        "hidden": hidden,
+        "logits_gib": round(logits / GIB, 3),
+        "ours": {"peak_gib": round(mine["peak_bytes"] / GIB, 3), "seconds": round(mine["seconds"], 2)},
+        "materialised": {
+            "peak_gib": round(theirs["peak_bytes"] * scale / GIB, 3),
+            "seconds": round(theirs["seconds"] * scale, 2),
+            "tokens": theirs["tokens"],
+        },
+        "memory_ratio": round(max(run[0]["peak_bytes"] for run in runs) / logits, 4),
+        "time_ratio": round(
+            statistics.median(a["seconds"] / (b["seconds"] * tokens / b["tokens"]) for a, b in runs), 3
+        ),
+    }
+
+
+def main() -> None:
+    """Parse options, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=192)
+    parser.add_argument("--longest", type=int, default=1024, help="longer rows are cut to this")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of our micro-batches")
+    parser.add_argument("--vocabulary", type=int, default=8192, help="of the step's model")
+    parser.add_argument("--hidden", type=int, default=256, help="of the step's model")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--part", choices=("all", "step", "loss"), default="all")
+    parser.add_argument("--quick", action="store_true", help="small sizes, which only show that it runs")
+    options = parser.parse_args()
+    figures: dict[str, Any] = {"required": REQUIRED}
+    if options.part in ("all", "step"):
+        with tempfile.TemporaryDirectory() as directory:
+            sizes = (options.rows, options.longest, options.max_tokens, options.vocabulary, options.hidden)
+            work = make_work(Path(directory), *((24, 96, 128, 512, 64) if options.quick else sizes))
+            figures["step"] = measure_step(work, options.repeats, (8,) if options.quick else PEER_ROWS)
+    if options.part in ("all", "loss"):
+        shape = (256, 8192, 64) if options.quick else (8192, 151_936, 1024)
+        figures["loss"] = measure_loss(*shape, repeats=1 if options.quick else options.repeats)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""One side of the loss comparison of `train_step.py`, alone in a process, so that its peak memory is its own.
+
+    python train_step_loss.py SIDE TOKENS VOCABULARY HIDDEN THREADS
+
+`SIDE` is `ours` (`rl_engines_fsdp.token_logprobs`) or `materialised` (a linear layer and torch's cross-entropy in
+float32). Both turn hidden states into the log-prob of each token, and go backward to hidden states and weight with a
+gradient of their own per token. Peak memory is what the process's resident set grows by between the moment when hidden
+states and weight lie ready and its highest point (`VmHWM`, reset by the kernel before the clock starts): blocks of
+logits, everything kept for backward, and the two gradients. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_engines_fsdp.token_logprobs import HeadOptions, LogitTransform, token_logprobs
+
+LossSide = Callable[[Tensor, Tensor, Tensor], Tensor]
+BLOCK = 1 << 19
+"""`max_logits` as the engine sets it on a CPU."""
+
+
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Log-probs [M] in blocks."""
+    options = HeadOptions(LogitTransform(), BLOCK, entropy_grad=False)
+    logprobs, _ = token_logprobs(hidden, weight, None, targets, torch.ones(len(targets)), options)
+    return logprobs
+
+
+def materialised(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Log-probs [M] from a float32 tensor [M, V] of logits."""
+    return -F.cross_entropy(F.linear(hidden, weight), targets, reduction="none")
+
+
+SIDES: dict[str, LossSide] = {"ours": ours, "materialised": materialised}
+
+
+def status(name: str) -> int:
+    """Bytes of an entry of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
+
+
+def measure(side: LossSide, tokens: int, vocabulary: int, hidden_size: int) -> dict[str, float]:
+    """Seconds and bytes of one forward and backward, and a number by which the sides can be compared."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden_size).mul_(hidden_size**-0.5).requires_grad_()
+    targets, gradient = torch.randint(vocabulary, (tokens,)), torch.randn(tokens)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    begin = time.perf_counter()
+    logprobs = side(hidden, weight, targets)
+    forward = time.perf_counter() - begin
+    logprobs.backward(gradient)
+    seconds = time.perf_counter() - begin
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "forward_seconds": forward,
+        "peak_bytes": status("VmHWM") - before,
+        "logprob": logprobs.detach().mean().item(),
+        "gradient": (hidden.grad.double().norm() + weight.grad.double().norm()).item(),
+    }
+
+
+def main(name: str, tokens: int, vocabulary: int, hidden: int, threads: int) -> None:
+    """Warm up on a few tokens, measure once, print."""
+    torch.set_num_threads(threads)
+    measure(SIDES[name], 16, min(vocabulary, 4096), hidden)
+    print(json.dumps(measure(SIDES[name], tokens, vocabulary, hidden)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *(int(argument) for argument in sys.argv[2:]))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rl_contracts.testing.models import make_tiny_model
 BIN = Path(sys.executable).parent
 
 
-def _command(model: Path, run_dir: Path) -> list[str]:
+def _command(name: str, model: Path, run_dir: Path, **more: object) -> list[str]:
     settings = {
         "run_dir": run_dir,
         "model.path": model,
@@ -27,7 +28,19 @@ def _command(model: Path, run_dir: Path) -> list[str]:
         "evaluation.rows": 8,
         "recover.every": 3,
     }
-    return [str(BIN / "gsm8k-sft"), *(f"{name}={value}" for name, value in settings.items())]
+    return [str(BIN / name), *(f"{key}={value}" for key, value in (settings | more).items())]
+
+
+def _kill_after_the_first_point(command: list[str], run_dir: Path) -> None:
+    """Start a command, and kill it at once, whatever it is doing, when it has a recover point."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while not list((run_dir / "recover").glob("step_*")):
+        assert process.poll() is None, "it ended before it had a recover point"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
 
 
 def _records(run_dir: Path) -> list[dict[str, Any]]:
@@ -40,19 +53,35 @@ def _records(run_dir: Path) -> list[dict[str, Any]]:
 def test_sft_killed_and_started_again_ends_with_the_same_weights(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", layers=1, hidden=32)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    subprocess.run(_command(model, whole), check=True, capture_output=True, timeout=200)
-    process = subprocess.Popen(_command(model, cut), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not list((cut / "recover").glob("step_*")):
-        assert process.poll() is None, "it ended before it had a recover point"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait(10)
+    subprocess.run(_command("gsm8k-sft", model, whole), check=True, capture_output=True, timeout=250)
+    command = _command("gsm8k-sft", model, cut)
+    _kill_after_the_first_point(command, cut)
 
-    done = subprocess.run(_command(model, cut), check=True, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
 
     assert "12/12" in done.stdout
     found, expected = (load_file(d / "checkpoints" / "step_12" / "model.safetensors") for d in (cut, whole))
     assert all(found[name].equal(expected[name]) for name in expected)
     assert _records(cut) == _records(whole)
+
+
+@pytest.mark.slow
+def test_grpo_killed_and_started_again_learns_from_every_prompt_once(tmp_path: Path) -> None:
+    model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
+    small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8, "evaluation.rows": 0}
+    command = _command("gsm8k-grpo", model, run_dir, **small)
+    _kill_after_the_first_point(command, run_dir)
+
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
+
+    assert "12/12" in done.stdout
+    records = _records(run_dir)
+    assert [r["step"] for r in records] == [*range(1, 13)]
+    assert [r["version"] for r in records] == [*range(1, 13)]
+    learned = [
+        json.loads(line)["prompt_id"]
+        for step in range(1, 13)
+        for line in (run_dir / "rollouts" / f"step_{step}-0.jsonl").read_text().splitlines()
+    ]
+    assert len(learned) == 12 * 4 * 2
+    assert set(Counter(learned).values()) == {2}  # its group, once

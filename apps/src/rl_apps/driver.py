@@ -89,8 +89,10 @@ def launch(app: App, config: Any, layout: Layout, run_dir: Path) -> int:
     from rl_apps.parts import weights_directory
     from rl_apps.progress import RunProgress
     from rl_launchers import Launcher
+    from rl_trainers.recover import drop_lost_steps
 
     run_dir.mkdir(parents=True, exist_ok=True)
+    drop_lost_steps(run_dir, config.recover)  # before anybody reads them
     # a run that was killed may have left weights there, which the servers would take for this run's
     shutil.rmtree(weights_directory(run_dir), ignore_errors=True)
     with RunProgress(run_dir / "metrics.jsonl", config.total_steps, app.columns) as progress:

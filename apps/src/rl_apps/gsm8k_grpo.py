@@ -43,8 +43,9 @@ def servers(config: GRPOConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
 def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str]) -> None:
     """The work of one trainer process: what happens to a prompt, from the data set to the updated weights."""
     from rl_datasets import PromptLoader
-    from rl_trainers import Books
+    from rl_trainers import Books, RecoverPoints
     from rl_trainers import train as run_loop
+    from rl_trainers.recover import resumed_step
 
     with parts.Closing() as stack:
         engine = stack.add(parts.make_engine(config, layout))
@@ -63,6 +64,7 @@ def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str
             minibatches=config.actor.minibatches,
             publish=config.publish,
             gap=config.gap,
+            first_step=resumed_step(run_dir, config.recover) + 1,
         )
         actor = policy.make_actor(stack, config, engine, layout)
         evaluations = [parts.answer_evaluation(config, engine, rollout, run_dir)] if config.evaluation.rows else []
@@ -75,7 +77,9 @@ def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str
             counters=rollout.stats,
             tokenizer_path=config.model.path,
         )
-        run_loop(rollout, actor, weights, books, config.total_steps)
+        engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
+        recover = RecoverPoints(run_dir, config.recover, engines, {"rollout": rollout, "books": books})
+        run_loop(rollout, actor, weights, books, config.total_steps, recover)
 
 
 APP = driver.App(

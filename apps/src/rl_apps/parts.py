@@ -156,6 +156,7 @@ def make_answering(
     minibatches: int = 1,
     publish: PublishConfig | None = None,
     gap: GapConfig | None = None,
+    first_step: int = 1,
 ) -> tuple[RolloutRuntime, Weights]:
     """The client of the servers, the rollout runtime on top of it, and the way of new weights to the servers."""
     from rl_contracts.aio import LoopThread
@@ -175,7 +176,7 @@ def make_answering(
         tokenizer, settings.generation, reward, config.data.max_length
     )
     writer = RolloutWriter(run_dir / "rollouts", engine.parallel.rank)
-    names = (f"step_{step}" for step in itertools.count(1))
+    names = (f"step_{step}" for step in itertools.count(first_step))
     rollout = DistRollout(
         client,
         workflow,

@@ -1,4 +1,4 @@
-"""KilledError at any step and resumed, a run goes on bit for bit; and nothing half-written is ever taken for a point."""
+"""Stopped at any step and resumed, a run goes on bit for bit; and nothing half-written is ever taken for a point."""
 
 from __future__ import annotations
 

@@ -97,10 +97,10 @@ class RecoverPoints:
         Raises:
             ConfigError, EngineError: the point is of another layout or cannot be read.
         """
-        step = last_point(self.directory) if self.config.resume else None
-        if step is None:
-            if self.config.every and self.config.resume and self.parallel.is_main:
-                cut_after(self.run_dir, -1)  # it was stopped before its first point, and begins anew
+        step = resumed_step(self.run_dir, self.config)
+        if not step:
+            if self.parallel.is_main:
+                drop_lost_steps(self.run_dir, self.config)
             self.parallel.barrier()
             return None
         point = self.directory / f"step_{step}"
@@ -111,7 +111,7 @@ class RecoverPoints:
             for name, part in self.parts.items():
                 part.load_state_dict(_read(point / f"{name}-{self.parallel.rank}"))
             if self.parallel.is_main:
-                cut_after(self.run_dir, step)
+                drop_lost_steps(self.run_dir, self.config)
         except Exception as failure:  # noqa: BLE001 - handed to every rank by agree, which raises it
             error = failure
         self.parallel.agree(error, f"resuming from {point}")
@@ -153,6 +153,18 @@ class RecoverPoints:
             for other in _points(self.directory).keys() - {step}:
                 shutil.rmtree(self.directory / f"step_{other}", ignore_errors=True)
         self.parallel.barrier()
+
+
+def resumed_step(run_dir: Path, config: RecoverConfig) -> int:
+    """Step after which a run goes on; 0 where it begins."""
+    return (last_point(run_dir / "recover") or 0) if config.resume else 0
+
+
+def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
+    """Cut off what a stopped run wrote after its last point: all of it, where it was stopped before its first one."""
+    step = resumed_step(run_dir, config)
+    if step or (config.every and config.resume):
+        cut_after(run_dir, step or -1)
 
 
 def last_point(directory: Path) -> int | None:

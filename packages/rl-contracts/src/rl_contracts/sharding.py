@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_contracts.errors import ConfigError
-from rl_contracts.packing import balance, cut, units_of
+from rl_contracts.packing import balance, cut
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +31,18 @@ def global_order(batch: TensorDict) -> torch.Tensor:
     return by_episode[torch.argsort(batch["group_ids"][by_episode], stable=True)]
 
 
-def _ordered_units(batch: TensorDict) -> list[list[int]]:
-    """Rows that stay together, in global order."""
+def _units(batch: TensorDict, order: torch.Tensor) -> torch.Tensor:
+    """Unit of each row of `order`, int64 [B], counted from 0 by the first row; a row by itself is a unit."""
+    import torch
+
     from rl_contracts.trajectory import UNIT_KEY
 
-    order = global_order(batch)
-    rows: list[int] = order.tolist()
+    places = torch.arange(len(order))
     if UNIT_KEY not in batch:
-        return [[row] for row in rows]
-    return [[rows[place] for place in unit] for unit in units_of(batch[UNIT_KEY][order].tolist())]
+        return places
+    names, unit = torch.unique(batch[UNIT_KEY][order], return_inverse=True)
+    first = torch.full((len(names),), len(order)).scatter_reduce(0, unit, places, "amin")
+    return first.argsort().argsort()[unit]
 
 
 def share(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) -> TensorDict:
@@ -52,23 +55,23 @@ def share(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) ->
 
     from rl_contracts.trajectory import lengths, select
 
-    together = _ordered_units(batch)
-    if len(together) < minibatches:
+    order = global_order(batch)
+    unit = _units(batch, order)
+    total = int(unit.max()) + 1 if len(unit) else 0
+    if total < minibatches:
         raise ConfigError(
-            f"a batch of {len(together)} rows cannot be cut into {minibatches} minibatches; lower actor.minibatches."
+            f"a batch of {total} rows cannot be cut into {minibatches} minibatches; lower actor.minibatches."
         )
-    tokens = lengths(batch).tolist()
-    mine: list[int] = []
-    label: list[int] = []
-    for number, part in enumerate(cut(len(together), minibatches)):
-        members = together[part.start : part.stop]
-        weights = [sum(tokens[row] for row in unit) for unit in members]
-        chosen = balance(weights, parallel.dp_size)[parallel.dp_rank]
-        rows = [row for index in chosen for row in members[index]]
-        mine += rows
-        label += [number] * len(rows)
-    result = select(batch, mine)
-    result[MINIBATCH_KEY] = torch.tensor(label, dtype=torch.int64)
+    tokens = torch.zeros(total, dtype=torch.int64).index_add(0, unit, lengths(batch)[order])
+    minibatch = torch.full((total,), -1)  # of this replica's units
+    for number, part in enumerate(cut(total, minibatches)):
+        chosen = balance(tokens[part.start : part.stop].tolist(), parallel.dp_size)[parallel.dp_rank]
+        minibatch[torch.tensor(chosen, dtype=torch.int64) + part.start] = number
+    label = minibatch[unit]
+    # by minibatch, and in global order within it
+    mine = torch.argsort(label, stable=True)[int((label < 0).sum()) :]
+    result = select(batch, order[mine])
+    result[MINIBATCH_KEY] = label[mine]
     return result
 
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 REQUIRED = {"step": 2.0, "fill": 0.95, "loss_memory": 0.25, "loss_time": 1.4}
 """Least ratio of tokens/s and least fill; largest share of the logits' bytes and largest ratio of seconds."""
-PEER_ROWS = (4, 8, 16, 32)
-"""Rows of a padded micro-batch that the peer tries."""
+PEER_ROWS = (8, 16, 32)
+"""Rows of a padded micro-batch that the peer tries, from the Trainer's default on."""
 MEDIAN_TOKENS, SPREAD = 100.0, 1.0
 """Of the log-normal lengths: median, and standard deviation of the logarithm."""
 LR, WEIGHT_DECAY, BETAS, EPS, MAX_NORM = 1e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
@@ -120,11 +120,18 @@ class Ours:
         return found["loss"], found["grad_norm"]
 
     def fill(self) -> dict[str, float]:
-        """Micro-batches of a step and how full they are."""
+        """Micro-batches of a step, how full they are, and how much more than its share the heaviest of 8 ranks gets."""
+        from rl_contracts.packing import balance
         from rl_engines_fsdp import micro_batches
 
+        sizes = self.work.batch["attention_mask"].sum(-1).tolist()
+        heaviest = max(sum(sizes[row] for row in share) for share in balance(sizes, 8))
         count = len(micro_batches.plan(self.work.batch, self.engine.config, self.engine.parallel))
-        return {"micro_batches": count, "fill": round(self.work.tokens / (count * self.work.max_tokens), 4)}
+        return {
+            "micro_batches": count,
+            "fill": round(self.work.tokens / (count * self.work.max_tokens), 4),
+            "heaviest_of_8_ranks": round(8 * heaviest / self.work.tokens, 4),
+        }
 
 
 class Padded:
@@ -272,7 +279,7 @@ def measure_loss(tokens: int, vocabulary: int, hidden: int, repeats: int) -> dic
 def main() -> None:
     """Parse options, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=192)
+    parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--longest", type=int, default=1024, help="longer rows are cut to this")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of our micro-batches")
     parser.add_argument("--vocabulary", type=int, default=8192, help="of the step's model")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.trajectory import Trajectory, stack
@@ -47,6 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "Phi": {},
+    "GPT2": {},
     "Granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3},
     "Cohere": {"logit_scale": 0.25},
     "Qwen3Moe": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
@@ -60,12 +62,12 @@ ATTENTION_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text"
 """Between them: full and sliding attention, in one model too, grouped queries, soft caps, norms of queries and keys."""
 
 
-def make_model(path: Path, family: str = "Qwen3", seed: int = 0) -> str:
+def make_model(path: Path, family: str = "Qwen3", seed: int = 0, **settings: Any) -> str:
     """Save a random model with weights large enough that every part of it matters."""
     import transformers
 
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family]))
+    config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family] | settings))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -142,11 +144,13 @@ def logprobs_of(outputs: Any, packed: Any) -> torch.Tensor:
     return outputs.logprobs
 
 
-def make_engine(path: str, micro_batch: int = 64, total_steps: int = 10, **settings: Any) -> FSDPEngine:
+def make_engine(
+    path: str, micro_batch: int = 64, total_steps: int = 10, strategy: ParallelStrategy | None = None, **settings: Any
+) -> FSDPEngine:
     """An initialised engine on the CPU."""
     settings.setdefault("optimizer", OptimizerConfig(lr=1e-2, eps=EPS, max_grad_norm=0.5))
     config = FSDPEngineConfig(micro_batch=MicroBatchConfig(micro_batch), device="cpu", **settings)
-    engine = FSDPEngine(config)
+    engine = FSDPEngine(config, strategy)
     engine.initialize(FinetuneSpec(path, total_steps))
     return engine
 

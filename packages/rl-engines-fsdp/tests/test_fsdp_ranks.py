@@ -154,14 +154,6 @@ def test_bfloat16_on_two_ranks_learns_and_engines_share_the_process_group(two_ra
 # ---- layouts and environments that cannot work
 
 
-@pytest.mark.parametrize(
-    "strategy", [ParallelStrategy(tensor=2), ParallelStrategy(2, context=2), ParallelStrategy(2, expert=2)]
-)
-def test_engine_with_more_than_data_parallelism_says_what_is_supported(strategy):
-    with pytest.raises(ConfigError, match="data-parallel ranks only"):
-        FSDPEngine(FSDPEngineConfig(), strategy)
-
-
 def test_initialize_with_another_number_of_ranks_says_both(models):
     engine = FSDPEngine(FSDPEngineConfig(), ParallelStrategy(data=3))
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
+from rl_engines_fsdp.ulysses import to_heads, to_tokens
 
 NAME = "rl_packed"
 """What the model's `attn_implementation` is called."""
@@ -32,6 +33,8 @@ class Segments:
     """Tokens of each."""
     cu_seqlens: Tensor
     """int32 [S + 1] where each begins, and the end; on the model's device."""
+    context: Any = None
+    """Process group of the ranks that hold consecutive, equal parts of the row; None: this rank holds all of it."""
 
     @property
     def longest(self) -> int:
@@ -69,6 +72,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each segment; the signature is that of transformers' attention interface.
 
+    Where the row lies on several ranks, N is this rank's part, and attention sees the whole row.
+
     Args:
         query: [1, heads, N, D].
         key, value: [1, key/value heads, N, D], fewer heads with grouped-query attention.
@@ -85,13 +90,24 @@ def packed_attention(
     _refuse_unsupported(module, attention_mask, dropout, is_causal, packed, kwargs)
     assert packed is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packed.context is None:
+        return _all_segments(query, key, value, packed, scale, sliding_window, softcap), None
+    query, key, value = to_heads(query, key, value, packed.context)
+    out = _all_segments(query, key, value, packed, scale, sliding_window, softcap)
+    return to_tokens(out, packed.context), None
+
+
+def _all_segments(
+    query: Tensor, key: Tensor, value: Tensor, packed: Segments, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Attention of a whole row: [1, heads, N, D] to [1, N, heads, D]."""
     if softcap is None and query.is_cuda and query.dtype != torch.float32 and _varlen() is not None:
-        return _varlen_attention(query, key, value, packed, scale, sliding_window), None
+        return _varlen_attention(query, key, value, packed, scale, window)
     pieces = [
-        _one_segment(q, k, v, scale, sliding_window, softcap)
+        _one_segment(q, k, v, scale, window, softcap)
         for q, k, v in zip(*(torch.split(t, list(packed.lengths), dim=2) for t in (query, key, value)), strict=True)
     ]
-    return torch.cat(pieces, dim=2).transpose(1, 2), None
+    return torch.cat(pieces, dim=2).transpose(1, 2)
 
 
 def _refuse_unsupported(

@@ -44,10 +44,13 @@ class PackedCausalLM(PackedModel):
         """
         hidden = self.hidden(input_ids, position_ids, segments)
         head = self.model.get_output_embeddings()
-        logprobs, entropy = token_logprobs(
-            hidden[:-1], head.weight, head.bias, input_ids[1:], temperature[1:], self.options
+        targets, temperatures = self.split.next_of(input_ids), self.split.next_of(temperature, 1.0)
+        outputs = token_logprobs(
+            self.split.before_next(hidden), head.weight, head.bias, targets, temperatures, self.options
         )
-        return shifted(logprobs, position_ids), shifted(entropy, position_ids)
+        after = len(input_ids) - 1
+        logprobs, entropy = (shifted(self.split.whole(values, after), position_ids) for values in outputs)
+        return logprobs, entropy
 
 
 def logit_transform(config: Any) -> LogitTransform:

@@ -79,15 +79,22 @@ class FSDPEngineConfig:
         return self.serve_dtype or self.dtype
 
 
-def check_strategy(strategy: ParallelStrategy) -> None:
+def check_strategy(strategy: ParallelStrategy, config: FSDPEngineConfig) -> None:
     """Refuse what this engine does not do.
 
     Raises:
-        ConfigError: a dimension other than `d` is larger than 1.
+        ConfigError: a dimension other than data, context or tensor (`d`, `c`, `t`) is larger than 1, or the settings
+            do not go with the layout.
     """
-    if strategy.world_size != strategy.data or strategy.expert != 1:
+    if strategy.pipeline != 1 or strategy.expert != 1 or strategy.expert_tensor not in (None, 1):
         raise ConfigError(
-            f"allocation fsdp:{strategy}: the FSDP engine splits a model over data-parallel ranks only "
-            f"(fsdp:d{strategy.world_size}); tensor, pipeline, context and expert dimensions must be 1. "
-            "Use d alone, or the megatron engine."
+            f"allocation fsdp:{strategy}: the FSDP engine splits a model over data, context and tensor ranks (d, c, t) "
+            f"only; pipeline and expert dimensions must be 1. Use for example fsdp:d{strategy.world_size}, or the "
+            "megatron engine."
+        )
+    if strategy.tensor > 1 and (config.lora is not None or config.compile):
+        setting = "compile" if config.lora is None else "lora"
+        raise ConfigError(
+            f"{setting} and allocation fsdp:{strategy}: {setting} does not work with tensor parallelism. Unset "
+            f"{setting}, or use data and context parallelism (d and c) without t."
         )

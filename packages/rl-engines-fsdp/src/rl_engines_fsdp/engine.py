@@ -26,12 +26,16 @@ from rl_engines_fsdp.compiling import compile_layers
 from rl_engines_fsdp.config import FSDPEngineConfig, check_strategy
 from rl_engines_fsdp.determinism import make_deterministic
 from rl_engines_fsdp.hf_checkpoint import Description
+from rl_engines_fsdp.mesh import make_meshes
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
 from rl_engines_fsdp.packed_model import PackedModel
 from rl_engines_fsdp.process_group import Membership, RankInfo, join, pick_device, read_environment
 from rl_engines_fsdp.publishing import WeightPublisher
 from rl_engines_fsdp.scalar_head import PackedScalarModel
+from rl_engines_fsdp.split_checks import check_heads, verify_split
 from rl_engines_fsdp.step_sums import StepSums
+from rl_engines_fsdp.tensor_gradients import TensorGradients
+from rl_engines_fsdp.tensor_parallel import split_matrices
 from rl_engines_fsdp.usage import UsageMeter
 from rl_engines_fsdp.verification import verify
 
@@ -42,33 +46,36 @@ if TYPE_CHECKING:
 
 
 class FSDPEngine(TrainEngine):
-    """One rank of a language model, critic or reward model, sharded over data-parallel ranks with `fully_shard`.
+    """One rank of a language model, critic or reward model, sharded with `fully_shard` over data, context and tensor
+    ranks.
 
     A single process that computes in float32 has nothing to shard and nothing to cast, so its model stays as it is.
 
     Args:
         config: settings.
-        strategy: how many ranks; only `data` may be larger than 1. None: as many as torchrun started.
+        strategy: how many ranks along data, context and tensor. None: as many data-parallel ones as torchrun started.
 
     Raises:
-        ConfigError: the strategy asks for more than data parallelism.
+        ConfigError: the strategy asks for pipeline or expert parallelism, or the settings do not go with it.
     """
 
     _model: PackedModel
     _device: torch.device
+    _layout: ParallelStrategy
     _spec: FinetuneSpec
     _described: Description
     _checkpoints: Checkpoints
 
     def __init__(self, config: FSDPEngineConfig, strategy: ParallelStrategy | None = None) -> None:
         if strategy is not None:
-            check_strategy(strategy)
+            check_strategy(strategy, config)
         self.config = config
         self.strategy = strategy
         self.version = 0
         self._membership: Membership | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._publisher: WeightPublisher | None = None
+        self._tensor_gradients: TensorGradients | None = None
         self._undo: Callable[[], None] | None = None
         self._steps = 0
         self._skipped = 0
@@ -82,12 +89,15 @@ class FSDPEngine(TrainEngine):
         self._check_ranks(info)
         if self.config.deterministic:
             self._undo = make_deterministic()
+        self._layout = self.strategy or ParallelStrategy(info.world_size)
         config = loading.read_config(spec.model_path, self.config.head)
+        check_heads(config, self._layout)
         self._device = pick_device(self.config.device, info.local_rank)
         if self.config.offload and self._device.type != "cuda":
             raise ConfigError("offload=true needs CUDA: on a CPU everything lies in host memory. Set offload=false.")
         sharded = info.world_size > 1 or self.config.dtype != "float32" or self.config.offload
-        self._membership = join(info, self._device, self.config.timeout_seconds, need_group=sharded)
+        size = self._layout.model_size
+        self._membership = join(info, self._device, self.config.timeout_seconds, sharded, replica_size=size)
         self.parallel = self._membership.parallel
         self._spec = spec
         torch.manual_seed(spec.seed)
@@ -159,14 +169,17 @@ class FSDPEngine(TrainEngine):
         return source.to(self._device)
 
     def _sharded(self, source: PackedModel | None) -> PackedModel:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh(self._device.type, (self.parallel.world_size,), mesh_dim_names=("data",))
+        meshes = make_meshes(self._device.type, self._layout)
         model = self._wrap(loading.empty_model(copy.deepcopy(self._described.config), self.config.head))
+        partial = [] if meshes.tensor is None else split_matrices(model.model, meshes.tensor)
+        model.split = meshes.split
         if self.config.compile:
             compile_layers(model)
-        sharding.shard(model, mesh, self.config.dtype, self.config.reshard_after_forward, self.config.offload)
+        sharding.shard(model, meshes, self.config.dtype, self.config.reshard_after_forward, self.config.offload)
         sharding.fill(model, source, self._device, self.config.offload)
+        self._tensor_gradients = TensorGradients(model, meshes, set(partial))
+        if self._layout.model_size > 1 and self.config.verify_model:
+            verify_split(model, source, self._device, self.config.dtype, self.parallel)
         return model
 
     def destroy(self) -> None:
@@ -189,7 +202,7 @@ class FSDPEngine(TrainEngine):
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
-        self._optimizer = None
+        self._optimizer = self._tensor_gradients = None
         self.__dict__.pop("_model", None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -204,15 +217,17 @@ class FSDPEngine(TrainEngine):
         began = time.perf_counter()
         bins, denominator, tokens, squares = self._begin(batch, loss_weight_fn)
         optimizer.zero_grad(set_to_none=True)
-        sums = StepSums()
-        # FSDP averages gradients over ranks; the loss is a sum
-        factor = self.parallel.dp_size / denominator
+        sums = StepSums(self.parallel.is_dp_head)
+        # FSDP averages gradients over data and context ranks (see sharding.shard); the loss is a sum
+        factor = self._layout.data * self._layout.context / denominator
         for index, (_, packed) in enumerate(micro_batches.packed(batch, bins)):
             last = index == len(bins) - 1
             sharding.sync_gradients(self._model, last or self.config.sync_every_micro_batch, last)
             self._backward(packed, loss_fn, factor, sums)
+        if self._tensor_gradients is not None:
+            self._tensor_gradients.finish(self.parallel)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        sums.put("grad_norm", squared_norm(gradients).to(self._device))
+        sums.put("grad_norm", squared_norm(gradients, self.parallel.world_size).to(self._device))
         result = sums.reduce(self.parallel)
         result["loss"] /= denominator
         result["grad_norm"] **= 0.5
@@ -296,7 +311,7 @@ class FSDPEngine(TrainEngine):
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """See `TrainEngine.eval_batch`."""
         bins, denominator, _, _ = self._begin(batch, loss_weight_fn)
-        sums = StepSums()
+        sums = StepSums(self.parallel.is_dp_head)
         for _, outputs, packed in self._run(batch, bins):
             sums.add(*loss_fn(outputs, packed))
         result = sums.reduce(self.parallel)
@@ -319,6 +334,7 @@ class FSDPEngine(TrainEngine):
             outputs, moved = self._outputs(packed)
             if moved is not None:
                 yield rows, outputs, moved
+        sharding.reshard(self._model)
 
     # ---- weights out and in
 

@@ -12,6 +12,7 @@ from rl_contracts.packing import expand, pack_first_fit
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.trajectory import PackedBatch, lengths, pack, select, units
 from rl_engines_fsdp.config import FSDPEngineConfig
+from rl_engines_fsdp.split_checks import check_same_rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -21,8 +22,9 @@ def plan(batch: TensorDict, config: FSDPEngineConfig, parallel: ParallelContext)
     """Row indices of each micro-batch (collective); those of a rank with fewer rows may be empty. Units stay whole.
 
     Raises:
-        EngineError: a row is longer than a micro-batch, on any rank.
+        EngineError: a row is longer than a micro-batch, on any rank, or the ranks of a replica have different rows.
     """
+    check_same_rows(batch, parallel)
     tokens, max_tokens, together = lengths(batch).tolist(), config.micro_batch.max_tokens, units(batch)
     sizes = [sum(tokens[row] for row in unit) for unit in together]
     bins: list[list[int]] = []

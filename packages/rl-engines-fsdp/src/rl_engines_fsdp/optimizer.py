@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rl_contracts.config import OptimizerConfig
-from rl_engines_fsdp.sharding import local
+from rl_engines_fsdp.sharding import local, mesh_of
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -30,25 +31,33 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW with decoupled weight decay on matrices only: vectors are biases and norms."""
-    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    decayed = [p for name, p in trained if _decays(name, p)]
-    others = [p for name, p in trained if not _decays(name, p)]
-    groups = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((decayed, config.weight_decay), (others, 0.0))
-        if params
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            # torch updates a group in one call, which wants all its parameters on one device mesh
+            decays, mesh = _decays(name, parameter), mesh_of(parameter)
+            decay = config.weight_decay if decays else 0.0
+            group = groups.setdefault((not decays, mesh), {"params": [], "weight_decay": decay})
+            group["params"].append(parameter)
+    ordered = [groups[key] for key in sorted(groups, key=lambda key: key[0])]  # stable: matrices first
+    return torch.optim.AdamW(ordered, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
-def squared_norm(gradients: list[Tensor]) -> Tensor:
-    """Sum of the squares of this rank's gradient shards, a float32 scalar."""
-    norms = torch._foreach_norm([local(gradient) for gradient in gradients])
-    return torch.stack(norms).square().sum()
+def squared_norm(gradients: list[Tensor], ranks: int = 1) -> Tensor:
+    """This rank's part of the sum of the squares of all gradients, a float32 scalar.
+
+    Args:
+        gradients: sharded over their mesh; those whose mesh holds fewer than all ranks exist several times.
+        ranks: in all.
+    """
+    norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients]))
+    meshes = [mesh_of(gradient) for gradient in gradients]
+    shares = [1.0 if mesh is None else mesh.size() / ranks for mesh in meshes]
+    return (norms.square() * torch.tensor(shares).to(norms.device, non_blocking=True)).sum()
 
 
 def clip(gradients: list[Tensor], norm: float, max_norm: float) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rl_engines_fsdp import lora
 from rl_engines_fsdp.attention import Segments
+from rl_engines_fsdp.token_split import TokenSplit
 
 PREFIX = "model."
 """What the wrapper puts before the Hugging Face names of its parameters."""
@@ -29,14 +30,22 @@ class PackedModel(nn.Module):
         model: as transformers makes it, with the attention of `rl_engines_fsdp.attention`.
     """
 
+    split: TokenSplit
+    """How the tokens of a row lie over ranks; one rank has them all until this is set."""
+
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.split = TokenSplit()
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
-        """The decoder's last hidden states of a packed row, [N, H], in the type in which the model computes."""
+        """The decoder's last hidden states of a packed row, [N, H], in the type in which the model computes.
+
+        Where the row lies over several ranks, those of this rank's tokens.
+        """
+        ids, positions, packed = self.split.inputs(input_ids, position_ids, segments)
         states: Tensor = self.model.base_model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packed=segments
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, packed=packed
         )[0][0]
         return states
 

@@ -94,27 +94,38 @@ class Membership:
         if not self.joined:
             return
         self.joined = False
-        if self.parallel.host_group is not None:
-            dist.destroy_process_group(self.parallel.host_group)
-            self.parallel.host_group = self.parallel.dp_host_group = None
+        everyone, replicas = self.parallel.host_group, self.parallel.dp_host_group
+        self.parallel.host_group = self.parallel.dp_host_group = None
+        if replicas is not None and replicas is not everyone:
+            dist.destroy_process_group(replicas)
+        if everyone is not None:
+            dist.destroy_process_group(everyone)
         _users -= 1
         if _users == 0 and _ours:
             dist.destroy_process_group()
             _ours = False
 
 
-def join(info: RankInfo, device: torch.device, timeout_seconds: float, need_group: bool) -> Membership:
-    """Join the default process group, or make it, and a gloo group for the host's collectives.
+def join(
+    info: RankInfo, device: torch.device, timeout_seconds: float, need_group: bool, replica_size: int = 1
+) -> Membership:
+    """Join the default process group, or make it, and gloo groups for the host's collectives.
 
     Args:
         need_group: make a group of one even where a single process could do without.
+        replica_size: ranks that hold one replica together, side by side; divides the world size.
 
     Raises:
         EngineError: the other ranks were not met in time, or a group of another size exists already.
     """
     global _users, _ours
     context = ParallelContext(
-        rank=info.rank, world_size=info.world_size, dp_rank=info.rank, dp_size=info.world_size, device=str(device)
+        rank=info.rank,
+        world_size=info.world_size,
+        dp_rank=info.rank // replica_size,
+        dp_size=info.world_size // replica_size,
+        is_dp_head=info.rank % replica_size == 0,
+        device=str(device),
     )
     if info.world_size == 1 and not need_group:
         return Membership(context, joined=False)
@@ -129,9 +140,19 @@ def join(info: RankInfo, device: torch.device, timeout_seconds: float, need_grou
         )
     _users += 1
     if info.world_size > 1:
-        group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        context.host_group = context.dp_host_group = group
+        everyone: Any = dist.new_group(backend="gloo", timeout=timeout)
+        context.host_group = everyone
+        context.dp_host_group = everyone if replica_size == 1 else _over_replicas(context, replica_size, timeout)
     return Membership(context, joined=True)
+
+
+def _over_replicas(context: ParallelContext, replica_size: int, timeout: timedelta) -> Any:
+    """The ranks that have this rank's place in each replica; None with one replica (collective)."""
+    if context.dp_size == 1:
+        return None
+    places = [list(range(place, context.world_size, replica_size)) for place in range(replica_size)]
+    mine, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout, backend="gloo")
+    return mine
 
 
 def _make_default_group(info: RankInfo, device: torch.device, timeout: timedelta) -> None:

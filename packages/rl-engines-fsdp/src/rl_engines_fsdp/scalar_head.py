@@ -52,8 +52,9 @@ class PackedScalarModel(PackedModel):
         """
         hidden = self.hidden(input_ids, position_ids, segments)
         # the last state of a critic's row speaks of a token that does not exist
-        states = hidden[:-1] if self.of_previous else hidden
+        states = self.split.before_next(hidden) if self.of_previous else self.split.each(hidden)
         values = states.float() @ self.model.score.weight.float()[0]
+        values = self.split.whole(values, len(input_ids) - self.of_previous)
         if self.of_previous:
             values = shifted(values, position_ids)
         nothing = values.new_zeros(values.shape)

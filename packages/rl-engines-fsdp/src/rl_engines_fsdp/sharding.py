@@ -12,14 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rl_engines_fsdp.mesh import Meshes
 from rl_engines_fsdp.packed_model import PackedModel
 
 
-def shard(model: PackedModel, mesh: DeviceMesh, dtype: str, reshard_after_forward: bool, offload: bool = False) -> None:
+def shard(model: PackedModel, meshes: Meshes, dtype: str, reshard_after_forward: bool, offload: bool = False) -> None:
     """Apply `fully_shard` to each decoder layer and to the root, in place.
 
     The model may be on the meta device; `fill` then gives it memory. Parameters stay float32 and gradients are reduced
     in float32; with `bfloat16` the model computes in it. With `offload` shards and gradients stay in host memory.
+
+    Layers lie over data and context ranks, and their matrices over tensor ranks as well where `split_matrices` did
+    that. What is outside of them (embeddings, last norm, head) lies over all ranks. Gradients are averaged over the
+    same ranks: where tensor ranks compute the same, that changes nothing, and where each has a part, the part is scaled
+    (`TokenSplit`).
     """
     where = CPUOffloadPolicy() if offload else OffloadPolicy()
     compute = getattr(torch, dtype)
@@ -28,9 +34,13 @@ def shard(model: PackedModel, mesh: DeviceMesh, dtype: str, reshard_after_forwar
     root = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(model):
         fully_shard(
-            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, offload_policy=where
+            layer,
+            mesh=meshes.layers,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=where,
         )
-    fully_shard(model, mesh=mesh, mp_policy=root, offload_policy=where)
+    fully_shard(model, mesh=meshes.whole, mp_policy=root, offload_policy=where)
 
 
 def sync_gradients(model: nn.Module, now: bool, last: bool) -> None:
@@ -38,6 +48,15 @@ def sync_gradients(model: nn.Module, now: bool, last: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
         model.set_is_last_backward(last)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the root's gathered parameters after forward passes that no backward follows.
+
+    Until then they stand in the model in place of its sharded ones, which are those that the optimizer knows.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def decoder_layers(model: PackedModel) -> list[nn.Module]:
@@ -119,6 +138,11 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def mesh_of(tensor: Tensor) -> DeviceMesh | None:
+    """The ranks over which a tensor is sharded; None for a plain one."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def _empty_shard(parameter: nn.Parameter, device: torch.device) -> Tensor:

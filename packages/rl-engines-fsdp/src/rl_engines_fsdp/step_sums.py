@@ -16,10 +16,16 @@ RESERVED = ("loss", "grad_norm", "lr", "applied", "tokens")
 
 
 class StepSums:
-    """Accumulates on the device; `reduce` brings everything to the host at once."""
+    """Accumulates on the device; `reduce` brings everything to the host at once.
 
-    def __init__(self) -> None:
+    Args:
+        counts: whether this rank speaks for its replica: what `add` is given is the same on all ranks of a replica, and
+            counted once. What `put` is given is counted on every rank.
+    """
+
+    def __init__(self, counts: bool = True) -> None:
         self._values: dict[str, Tensor] = {}
+        self._counts = counts
 
     def add(self, loss_sum: Tensor, stats: Stats) -> None:
         """Count one micro-batch.
@@ -27,6 +33,8 @@ class StepSums:
         Raises:
             EngineError: a statistic has the name of one of the engine's own results.
         """
+        if not self._counts:
+            return
         self._plus("loss", loss_sum)
         for name, (total, denominator) in stats.items():
             if name in RESERVED:
@@ -64,11 +72,11 @@ class StepSums:
 
 
 def _of_all_ranks(mine: dict[str, float], parallel: ParallelContext) -> list[dict[str, float]]:
-    if parallel.dp_size == 1:
+    if parallel.world_size == 1:
         return [mine]
     tensors = {name: torch.tensor([value], dtype=torch.float64) for name, value in mine.items()}
     # names may differ: a rank without rows never called the loss
-    parts = parallel.gather_tensors(tensors)
+    parts = parallel.gather_tensors(tensors, all_ranks=True)
     return [{name: part[name].item() for name in sorted(part)} for part in parts]
 
 

@@ -1,0 +1,95 @@
+"""How the tokens of a packed row lie over the ranks of a replica.
+
+Context ranks hold consecutive parts of the row through the whole decoder. Tensor ranks hold the same tokens there, but
+only a part of each matrix; the vocabulary projection, which is not split over them, is shared out by tokens: each
+tensor rank does its part of its context rank's tokens. So before the head every rank of a replica has tokens of its
+own, in the order of ranks, and after it log-probs are gathered from all of them: losses see whole rows.
+
+Gradients of the head's inputs are scaled by the tensor size T on their way down, because the parameters outside the
+decoder layers are sharded, and their gradients averaged, over tensor ranks too (see `sharding.shard`): each tensor rank
+has only its tokens' part of the head's gradient, and the mean of T times the parts is their sum. Below the head the
+factor is taken out again (`collectives.take_part`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_engines_fsdp.attention import Segments
+from rl_engines_fsdp.collectives import gather, take_part
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSplit:
+    """The groups over which tokens are split; all None: one rank holds them all."""
+
+    context: Any = None
+    """Ranks with consecutive parts of a row; None with one."""
+    tensor: Any = None
+    """Ranks with the same tokens and parts of the matrices; None with one."""
+    replica: Any = None
+    """Both together, tensor ranks of a context rank side by side; None with one."""
+
+    def inputs(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Segments]:
+        """This rank's part of what the decoder reads.
+
+        A row that does not divide evenly is padded by a sequence of its own, which no token of the row sees.
+
+        Args:
+            input_ids, position_ids: int64 [N].
+            segments: where the sequences lie.
+
+        Returns:
+            int64 [n] twice, and the segments of the padded row with the context group.
+        """
+        if self.replica is None:
+            return input_ids, position_ids, segments
+        tokens = len(input_ids)
+        missing = -tokens % self._ranks
+        if missing:
+            padding = torch.arange(missing, device=input_ids.device)
+            input_ids, position_ids = torch.cat([input_ids, 0 * padding]), torch.cat([position_ids, padding])
+            edges = torch.cat([segments.cu_seqlens, segments.cu_seqlens[-1:] + missing])
+            segments = Segments((*segments.lengths, missing), edges)
+        if self.context is None:
+            return input_ids, position_ids, segments
+        part = _part(len(input_ids), self.context)
+        return input_ids[part], position_ids[part], Segments(segments.lengths, segments.cu_seqlens, self.context)
+
+    def each(self, hidden: Tensor) -> Tensor:
+        """The states that this rank's head reads, [m, H], of those that its decoder made, [n, H]."""
+        return hidden if self.tensor is None else take_part(hidden, self.tensor)
+
+    def before_next(self, hidden: Tensor) -> Tensor:
+        """The same for what each state says of the next token; the row's last state may be left out."""
+        return hidden[:-1] if self.replica is None else self.each(hidden)
+
+    def next_of(self, values: Tensor, fill: float = 0) -> Tensor:
+        """Entries of the tokens that follow the states of `before_next`: [N] to [m], `fill` behind the row's end."""
+        if self.replica is None:
+            return values[1:]
+        tokens = len(values)
+        ends = values.new_full((1 + -tokens % self._ranks,), fill)
+        padded = torch.cat([values[1:], ends])
+        return padded[_part(len(padded), self.replica)]
+
+    def whole(self, values: Tensor, count: int) -> Tensor:
+        """What all ranks' heads said, in the order of tokens: [m] to the first `count`, the same on every rank."""
+        if self.replica is None:
+            return values
+        weight = 1.0 if self.tensor is None else float(dist.get_world_size(self.tensor))
+        return gather(values, self.replica, weight)[:count]
+
+    @property
+    def _ranks(self) -> int:
+        return dist.get_world_size(self.replica)
+
+
+def _part(tokens: int, group: Any) -> slice:
+    size, rank = tokens // dist.get_world_size(group), dist.get_rank(group)
+    return slice(rank * size, (rank + 1) * size)

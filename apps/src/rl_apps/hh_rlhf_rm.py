@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 from rl_apps import driver, parts, preference
 from rl_apps.layout import Layout
-from rl_apps.model import make_model
 from rl_apps.preference import PairsConfig
-from rl_apps.progress import PREFERENCE_COLUMNS
 
 
 def train(config: PairsConfig, layout: Layout, run_dir: Path, addresses: list[str]) -> None:
@@ -22,18 +19,7 @@ def train(config: PairsConfig, layout: Layout, run_dir: Path, addresses: list[st
         preference.run(config, run_dir, engine, reward_model_loss)
 
 
-APP = driver.App(
-    name="hh-rlhf-rm",
-    title=__doc__,
-    schema=PairsConfig,
-    layout=preference.layout,
-    check=preference.check,
-    make_model=partial(make_model, warm_up=True, form="pairs"),
-    servers=preference.servers,
-    train=train,
-    columns=PREFERENCE_COLUMNS,
-    closing=preference.closing,
-)
+APP = preference.app("hh-rlhf-rm", __doc__, PairsConfig, train)
 
 
 def main() -> None:

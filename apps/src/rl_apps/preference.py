@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +12,10 @@ from rl_apps import parts
 from rl_apps.closing import last_checkpoint, read_metrics
 from rl_apps.config import RunConfig
 from rl_apps.data import head, load_rows
+from rl_apps.driver import App
 from rl_apps.layout import Layout, check_batch, layout_of
-from rl_apps.model import check_model
+from rl_apps.model import check_model, make_model
+from rl_apps.progress import PREFERENCE_COLUMNS
 from rl_contracts import registry
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
@@ -112,6 +116,22 @@ def run(
     )
     recover = RecoverPoints(run_dir, config.recover, {"actor": engine}, {"source": source, "books": books})
     run_loop(source, PreferenceLearner(engine, loss, reference), None, books, config.total_steps, recover)
+
+
+def app(name: str, title: str, schema: type[PairsConfig], train: Callable[..., None]) -> App:
+    """A command that learns from pairs."""
+    return App(
+        name=name,
+        title=title,
+        schema=schema,
+        layout=layout,
+        check=check,
+        make_model=partial(make_model, warm_up=True, form="pairs"),
+        servers=servers,
+        train=train,
+        columns=PREFERENCE_COLUMNS,
+        closing=closing,
+    )
 
 
 def closing(config: PairsConfig, run_dir: Path) -> list[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from rl_contracts.config import require_choice
 from rl_contracts.errors import ConfigError, DataError
 from rl_datasets.files import Record, read_records
+from rl_datasets.rows import Rows
 
 FORMS = ("rl", "sft")
 
@@ -38,7 +38,7 @@ class GSM8KOptions:
         return cls(**options)
 
 
-class GSM8K(Sequence[dict[str, Any]]):
+class GSM8K(Rows):
     """The rows of one split, in the order of the file.
 
     RL form: `{"prompt_id": row index, "messages": [the question], "answer": worked answer}`. SFT form:
@@ -78,15 +78,6 @@ class GSM8K(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         """Number of rows."""
         return len(self._pairs)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """The row, made anew each time: changing it changes nothing here."""
-        positions = range(len(self))[index]
-        return self._row(positions) if isinstance(positions, int) else [self._row(i) for i in positions]
 
     def _row(self, index: int) -> dict[str, Any]:
         question, answer = self._pairs[index]

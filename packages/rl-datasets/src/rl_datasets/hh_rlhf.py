@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from rl_contracts.config import require_choice
 from rl_contracts.errors import ConfigError, DataError
 from rl_datasets.files import Record, read_records
+from rl_datasets.rows import Rows
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
-class HHRLHF(Sequence[dict[str, Any]]):
+class HHRLHF(Rows):
     """The pairs of one split, in the order of the file: `{"prompt_id": row index, "chosen": messages, "rejected":
     messages}`.
 
@@ -55,17 +55,9 @@ class HHRLHF(Sequence[dict[str, Any]]):
         """Number of pairs."""
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """The row, made anew each time: changing it changes nothing here."""
-        return _copied(self._rows[index]) if isinstance(index, int) else [_copied(row) for row in self._rows[index]]
-
-
-def _copied(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, **{side: [dict(m) for m in row[side]] for side in ("chosen", "rejected")}}
+    def _row(self, index: int) -> dict[str, Any]:
+        row = self._rows[index]
+        return {**row, **{side: [dict(m) for m in row[side]] for side in ("chosen", "rejected")}}
 
 
 def _pair(index: int, record: Record) -> dict[str, Any]:

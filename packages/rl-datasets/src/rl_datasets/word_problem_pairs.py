@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 from rl_contracts.config import require_choice
+from rl_datasets.rows import Rows
 from rl_datasets.word_problems import Problem, WordProblems
 
 MISTAKES = ("operation", "result", "unfinished")
@@ -15,7 +15,7 @@ and the rest follows from it; or the line with the final number is missing."""
 _OFF_BY = (-2, -1, 1, 2)
 
 
-class WordProblemPairs(Sequence[dict[str, Any]]):
+class WordProblemPairs(Rows):
     """One pair per generated problem: `{"prompt_id": row index, "chosen": [question, right answer], "rejected":
     [question, wrong answer], "mistake": one of MISTAKES}`, the mistakes in equal parts.
     """
@@ -47,15 +47,6 @@ class WordProblemPairs(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         """Number of pairs."""
         return len(self._problems)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """The row, made anew each time: changing it changes nothing here."""
-        positions = range(len(self))[index]
-        return self._row(positions) if isinstance(positions, int) else [self._row(i) for i in positions]
 
     def _row(self, index: int) -> dict[str, Any]:
         problem, mistake = self._problems[index], MISTAKES[index % len(MISTAKES)]

@@ -17,10 +17,11 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from rl_contracts.config import require, require_choice
 from rl_contracts.errors import ConfigError
+from rl_datasets.rows import Rows
 
 ADDING = ("finds", "buys", "wins", "gets", "earns", "collects")
 TAKING = ("sells", "loses", "drops", "donates", "discards", "lends")
@@ -127,7 +128,7 @@ class WordProblemsOptions:
         return cls(**{**options, "levels": (levels,) if isinstance(levels, int) else tuple(levels)})
 
 
-class WordProblems(Sequence[dict[str, Any]]):
+class WordProblems(Rows):
     """Distinct generated problems of one split.
 
     RL form: `{"prompt_id": row index, "messages": [the question], "answer": worked answer, "level": steps, "verbs":
@@ -169,15 +170,6 @@ class WordProblems(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.problems)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """The row, made anew each time: changing it changes nothing here."""
-        positions = range(len(self))[index]
-        return self._row(positions) if isinstance(positions, int) else [self._row(i) for i in positions]
 
     def _row(self, index: int) -> dict[str, Any]:
         problem = self.problems[index]

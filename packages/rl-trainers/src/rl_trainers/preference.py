@@ -15,7 +15,7 @@ from rl_contracts.errors import DataError, EngineError
 from rl_contracts.sharding import share
 from rl_contracts.trajectory import UNIT_KEY, PackedBatch, Trajectory, stack, validate
 from rl_trainers.functional.preference import bradley_terry_loss, dpo_loss, ipo_loss
-from rl_trainers.supervised import Renderer, at_position, position_of
+from rl_trainers.supervised import DataSource, Renderer
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -108,29 +108,13 @@ def pairs_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> Ten
     return mine
 
 
-class PreferenceSource:
-    """Batches of pairs for the training loop; every rank reads the same rows and keeps its share."""
+class PreferenceSource(DataSource):
+    """Pairs as batches."""
 
     def __init__(
         self, batches: Iterable[list[dict[str, Any]]], renderer: Renderer, max_length: int, parallel: ParallelContext
     ) -> None:
-        self._rows, self._batches = batches, iter(batches)
-        self.renderer, self.max_length, self.parallel = renderer, max_length, parallel
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data, as its loader says it."""
-        return position_of(self._rows)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._batches = iter(at_position(self._rows, state))
-
-    def next_batch(self) -> TensorDict:
-        """This rank's rows of the next batch; StopIteration at the end of the data."""
-        return pairs_to_share(preference_rows(next(self._batches), self.renderer, self.max_length), self.parallel)
-
-    def end_step(self, version: int) -> None:
-        """Nothing waits for it."""
+        super().__init__(batches, lambda rows: pairs_to_share(preference_rows(rows, renderer, max_length), parallel))
 
 
 def reward_model_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:

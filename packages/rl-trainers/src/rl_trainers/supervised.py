@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -60,48 +60,55 @@ def supervised_rows(rows: Iterable[dict[str, Any]], renderer: Renderer, max_leng
     return result
 
 
-class SupervisedSource:
-    """Batches of data rows for the training loop; every rank reads the same rows and keeps its share."""
+class DataSource:
+    """Batches of data rows for the training loop; every rank reads the same rows and keeps its share.
+
+    Args:
+        batches: rows of each batch; with `state_dict` and `load_state_dict`, where the run is to be saved.
+        to_share: this rank's part of them, as a batch.
+    """
 
     def __init__(
-        self, batches: Iterable[list[dict[str, Any]]], renderer: Renderer, max_length: int, parallel: ParallelContext
+        self, batches: Iterable[list[dict[str, Any]]], to_share: Callable[[list[dict[str, Any]]], TensorDict]
     ) -> None:
-        self._rows, self._batches = batches, iter(batches)
-        self.renderer, self.max_length, self.parallel = renderer, max_length, parallel
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data, as its loader says it."""
-        return position_of(self._rows)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._batches = iter(at_position(self._rows, state))
+        self._loader, self._batches, self._to_share = batches, iter(batches), to_share
 
     def next_batch(self) -> TensorDict:
         """This rank's rows of the next batch; StopIteration at the end of the data."""
-        return whole_to_share(supervised_rows(next(self._batches), self.renderer, self.max_length), self.parallel)
+        return self._to_share(next(self._batches))
 
     def end_step(self, version: int) -> None:
         """Nothing waits for it."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, as its loader says it.
 
-def position_of(batches: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
-    """The state of a loader of batches.
+        Raises:
+            ConfigError: the loader cannot be saved.
+        """
+        return self._stateful().state_dict()
 
-    Raises:
-        ConfigError: it cannot be saved.
-    """
-    if not isinstance(batches, Stateful):
-        raise ConfigError(f"recover: {type(batches).__name__} has no state_dict, so its position cannot be saved.")
-    return batches.state_dict()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._stateful().load_state_dict(state)
+        self._batches = iter(self._loader)
+
+    def _stateful(self) -> Stateful:
+        if not isinstance(self._loader, Stateful):
+            raise ConfigError(
+                f"recover: {type(self._loader).__name__} has no state_dict and load_state_dict, so its position in the "
+                "data cannot be saved. Set recover.every=0."
+            )
+        return self._loader
 
 
-def at_position(batches: Iterable[list[dict[str, Any]]], state: dict[str, Any]) -> Iterable[list[dict[str, Any]]]:
-    """The loader, at a saved state."""
-    if not isinstance(batches, Stateful):
-        raise ConfigError(f"recover: {type(batches).__name__} has no load_state_dict, so it cannot go on from a state.")
-    batches.load_state_dict(state)
-    return batches
+class SupervisedSource(DataSource):
+    """Conversations as batches."""
+
+    def __init__(
+        self, batches: Iterable[list[dict[str, Any]]], renderer: Renderer, max_length: int, parallel: ParallelContext
+    ) -> None:
+        super().__init__(batches, lambda rows: whole_to_share(supervised_rows(rows, renderer, max_length), parallel))
 
 
 def whole_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:

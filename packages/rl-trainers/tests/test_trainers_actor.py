@@ -130,6 +130,8 @@ COMPOSITIONS = {
     "second moment": {"policy_loss": "importance", "correction": "plain", "second_moment": 0.04},
     "overlong": {"reward": RewardConfig(overlong_max=10, overlong_cache=5), "baseline": "group_mean_batch_std"},
     "gae": {"baseline": "gae", "advantage_norm": "batch"},
+    "interpolate": {"proximal": "interpolate", "ratio_level": "sequence"},
+    "behaviour": {"proximal": "behaviour", "policy_loss": "cispo"},
 }
 
 

@@ -36,7 +36,7 @@ LAYOUTS = {
 }
 
 
-MARKS = {"d2c2": [pytest.mark.nightly], "c2t2": [pytest.mark.nightly]}
+MARKS = {name: [pytest.mark.nightly] for name, (ranks, _) in LAYOUTS.items() if ranks > 2}
 
 
 @pytest.fixture(scope="module")

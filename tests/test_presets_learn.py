@@ -16,7 +16,6 @@ SETTINGS = (
     "data.options.levels=1",
     "data.batch_size=16",
     "rollout.group_size=16",
-    "rollout.generation.max_new_tokens=20",
     "actor.minibatches=4",
     "actor.optimizer.lr=4e-4",
     "actor.optimizer.warmup_steps=10",

@@ -126,7 +126,8 @@ class SaveLoadMeta:
     path: str
     """A directory."""
     kind: str = "hf"
-    """`hf`: a Hugging Face model directory; `state`: weights, optimizer, schedule and RNG, to continue exactly."""
+    """`hf`: a Hugging Face model directory; `state`: weights, optimizer, schedule and RNG, to continue exactly;
+    `adapter`: the adapter of an engine that trains one (LoRA) by itself, as peft reads it."""
     tokenizer_path: str | None = None
     """Directory whose tokenizer files are copied beside the weights (`hf` only)."""
 

@@ -149,6 +149,11 @@ class TrainEngine(ABC):
     def onload(self) -> None:
         """Undo `offload`."""
 
+    def stats(self) -> dict[str, float | None]:
+        """Figures of this rank since the last call, for people: `memory/peak_gib`, `throughput/mfu` (model FLOPs
+        utilisation; None where the peak of the device is not known). None at all by default."""
+        return {}
+
     @abstractmethod
     def destroy(self) -> None:
         """Free memory, shared memory and process groups. Safe to call twice."""

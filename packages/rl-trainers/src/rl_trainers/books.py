@@ -135,7 +135,7 @@ class Books:
         if self.config.every and step % self.config.every == 0:
             self._save()
         counters, self._counted = self._counted, None
-        record |= self._timing(record)
+        record |= self._timing(record) | self.engine.stats()
         if counters is not None:
             record |= counters
             record["throughput/generated_tokens_per_s"] = _rate(record.get("tokens/generated"), record["time/step"])

@@ -11,6 +11,7 @@ from rl_apps.layout import check_batch, layout_of, run_directory
 from rl_apps.model import check_model
 from rl_apps.settings_help import describe
 from rl_contracts.errors import ConfigError, ModelError
+from rl_engines_fsdp import LoRAConfig
 
 
 def _grpo(*overrides):
@@ -27,6 +28,14 @@ def test_compose_defaults_are_the_demo():
     config = _grpo()
     assert (config.model.path, config.data.name) == ("embedded", "word-problems")
     assert config.rollout.max_staleness >= 1
+
+
+def test_engine_config_adapter_is_read_and_its_unknown_keys_refused():
+    assert _grpo("actor.engine.lora={rank: 4, target_modules: [q_proj]}").engine_config().lora == LoRAConfig(
+        rank=4, target_modules=["q_proj"]
+    )
+    with pytest.raises(ConfigError, match=r"actor\.engine\.lora: expected keys out of rank"):
+        _grpo("actor.engine.lora.rang=4").engine_config()
 
 
 def test_compose_dotted_override_reaches_its_component():

@@ -8,7 +8,7 @@ from typing import Any
 from rl_apps.data import DataConfig
 from rl_apps.model import ModelConfig
 from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, require
-from rl_engines_fsdp import FSDPEngineConfig
+from rl_engines_fsdp import FSDPEngineConfig, LoRAConfig
 from rl_inference import InferenceConfig
 from rl_launchers import LauncherConfig
 from rl_trainers.algorithm import GROUP_BASELINES, AlgorithmConfig
@@ -120,10 +120,19 @@ class RunConfig:
         known = set(FSDPEngineConfig.__dataclass_fields__) - own
         unknown = sorted(set(self.actor.engine) - known)
         require(not unknown, "actor.engine", f"keys out of {', '.join(sorted(known))}", ", ".join(unknown))
-        actor = self.actor
+        actor, settings = self.actor, dict(self.actor.engine)
+        if settings.get("lora") is not None:
+            settings["lora"] = _adapter(settings["lora"])
         return FSDPEngineConfig(
-            actor.optimizer, actor.micro_batch, dtype=actor.dtype, deterministic=self.deterministic, **actor.engine
+            actor.optimizer, actor.micro_batch, dtype=actor.dtype, deterministic=self.deterministic, **settings
         )
+
+
+def _adapter(settings: dict[str, Any]) -> LoRAConfig:
+    known = LoRAConfig.__dataclass_fields__
+    unknown = sorted(set(settings) - set(known))
+    require(not unknown, "actor.engine.lora", f"keys out of {', '.join(known)}", ", ".join(unknown))
+    return LoRAConfig(**settings)
 
 
 def require_plain_sampling(rollout: RolloutSettings) -> None:

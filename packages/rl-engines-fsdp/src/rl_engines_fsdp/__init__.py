@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_engines_fsdp.config import FSDPEngineConfig
+from rl_engines_fsdp.lora_config import LoRAConfig
 
 if TYPE_CHECKING:
     from rl_engines_fsdp.engine import FSDPEngine
 
 __version__ = "0.1.0"
-__all__ = ["FSDPEngine", "FSDPEngineConfig"]
+__all__ = ["FSDPEngine", "FSDPEngineConfig", "LoRAConfig"]
 
 
 def __getattr__(name: str) -> Any:

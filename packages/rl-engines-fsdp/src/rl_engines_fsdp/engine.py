@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,28 +14,21 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
 from rl_contracts.engine import Announce, LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, RLError
-from rl_contracts.linear import speed_up
 from rl_contracts.trajectory import PackedBatch, lengths
-from rl_engines_fsdp import loading, lora, micro_batches, sharding, state_checkpoint
+from rl_engines_fsdp import loading, micro_batches, sharding, state_checkpoint
 from rl_engines_fsdp.attention import Segments
-from rl_engines_fsdp.causal_lm import PackedCausalLM
 from rl_engines_fsdp.checkpoints import Checkpoints
-from rl_engines_fsdp.compiling import compile_layers
 from rl_engines_fsdp.config import FSDPEngineConfig, check_strategy
 from rl_engines_fsdp.determinism import make_deterministic
-from rl_engines_fsdp.hf_checkpoint import Description
-from rl_engines_fsdp.mesh import make_meshes
+from rl_engines_fsdp.model_maker import ModelMaker
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
 from rl_engines_fsdp.packed_model import PackedModel
 from rl_engines_fsdp.process_group import Membership, RankInfo, join, pick_device, read_environment
 from rl_engines_fsdp.publishing import WeightPublisher
-from rl_engines_fsdp.scalar_head import PackedScalarModel
-from rl_engines_fsdp.split_checks import check_heads, verify_split
+from rl_engines_fsdp.split_checks import check_heads
 from rl_engines_fsdp.step_sums import StepSums
 from rl_engines_fsdp.tensor_gradients import TensorGradients
-from rl_engines_fsdp.tensor_parallel import split_matrices
 from rl_engines_fsdp.usage import UsageMeter
-from rl_engines_fsdp.verification import verify
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -63,7 +54,7 @@ class FSDPEngine(TrainEngine):
     _device: torch.device
     _layout: ParallelStrategy
     _spec: FinetuneSpec
-    _described: Description
+    _maker: ModelMaker
     _checkpoints: Checkpoints
 
     def __init__(self, config: FSDPEngineConfig, strategy: ParallelStrategy | None = None) -> None:
@@ -107,22 +98,17 @@ class FSDPEngine(TrainEngine):
             self.destroy()
             raise
 
-    def _make_model(self, config: Any, sharded: bool) -> None:
-        source = self._read_source(self._spec.model_path)
-        generation: Any = None if source is None else getattr(source.model, "generation_config", None)
-        self._described = Description(config, generation, self.config.head)
-        self._model = self._sharded(source) if sharded else self._whole(source)
-        if self.config.gradient_checkpointing:
-            inner: Any = self._model.model
-            inner.gradient_checkpointing_enable({"use_reentrant": False})
-        self._model.train()
+    def _make_model(self, hf_config: Any, sharded: bool) -> None:
+        self._maker = ModelMaker(self.config, self._layout, self._device, self.parallel, sharded)
+        made = self._maker.make(self._spec.model_path, hf_config)
+        self._model, self._tensor_gradients = made.model, made.tensor_gradients
         if self.config.optimizer is not None:
             self._optimizer = make_optimizer(self._model.own_parameters(), self.config.optimizer)
         self._checkpoints = Checkpoints(
             self._model,
             self._optimizer,
             self.config,
-            self._described,
+            made.described,
             self._spec.model_path,
             self._device,
             self.parallel,
@@ -134,53 +120,6 @@ class FSDPEngine(TrainEngine):
                 f"allocation fsdp:{self.strategy}: expected {self.strategy.world_size} ranks, but WORLD_SIZE is "
                 f"{info.world_size}. Start as many processes as the allocation says."
             )
-
-    def _wrap(self, model: torch.nn.Module) -> PackedModel:
-        if self.config.lora is not None:
-            lora.adapt(model, self.config.lora, self.config.head)
-        if not self.config.deterministic:  # a server that makes the same bits multiplies with torch's choice
-            speed_up(model)
-        if self.config.head != "lm":
-            return PackedScalarModel(model, of_previous=self.config.head == "value")
-        suits = 1 << 19 if self._device.type == "cpu" else 1 << 26
-        max_logits = sys.maxsize if self.config.deterministic else self.config.max_logits or suits
-        return PackedCausalLM(model, max_logits, self.config.entropy_grad)
-
-    def _read_source(self, path: str, like: PackedModel | None = None) -> PackedModel | None:
-        """The whole model on rank 0, checked, and of the same parameters as `like`; None elsewhere (collective)."""
-        source: PackedModel | None = None
-        error: RLError | None = None
-        if self.parallel.is_main:
-            try:
-                source = self._wrap(loading.read_model(path, self.config.head, new_head=like is None))
-                if like is not None:
-                    loading.check_same_parameters(path, source, like)
-                elif self.config.verify_model:
-                    verify(source)
-            except RLError as failure:
-                error = failure
-        self.parallel.agree(error, f"loading {path}")
-        return source
-
-    def _whole(self, source: PackedModel | None) -> PackedModel:
-        assert source is not None
-        if self.config.compile:
-            compile_layers(source)
-        return source.to(self._device)
-
-    def _sharded(self, source: PackedModel | None) -> PackedModel:
-        meshes = make_meshes(self._device.type, self._layout)
-        model = self._wrap(loading.empty_model(copy.deepcopy(self._described.config), self.config.head))
-        partial = [] if meshes.tensor is None else split_matrices(model.model, meshes.tensor)
-        model.split = meshes.split
-        if self.config.compile:
-            compile_layers(model)
-        sharding.shard(model, meshes, self.config.dtype, self.config.reshard_after_forward, self.config.offload)
-        sharding.fill(model, source, self._device, self.config.offload)
-        self._tensor_gradients = TensorGradients(model, meshes, set(partial))
-        if self._layout.model_size > 1 and self.config.verify_model:
-            verify_split(model, source, self._device, self.config.dtype, self.parallel)
-        return model
 
     def destroy(self) -> None:
         """See `TrainEngine.destroy`."""
@@ -375,7 +314,7 @@ class FSDPEngine(TrainEngine):
 
     def load(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced, and adapters start anew."""
-        counters = self._checkpoints.load(meta, lambda path: self._read_source(path, like=self._model))
+        counters = self._checkpoints.load(meta, lambda path: self._maker.read(path, like=self._model))
         if counters is not None:
             self.version, self._steps, self._skipped = (counters[name] for name in state_checkpoint.COUNTERS)
 

@@ -1,0 +1,130 @@
+"""From a model directory to the model that this rank trains: read once, checked, wrapped, split and filled."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.errors import RLError
+from rl_contracts.linear import speed_up
+from rl_contracts.parallel import ParallelContext
+from rl_engines_fsdp import loading, lora, sharding
+from rl_engines_fsdp.causal_lm import PackedCausalLM
+from rl_engines_fsdp.compiling import compile_layers
+from rl_engines_fsdp.config import FSDPEngineConfig
+from rl_engines_fsdp.hf_checkpoint import Description
+from rl_engines_fsdp.mesh import make_meshes
+from rl_engines_fsdp.packed_model import PackedModel
+from rl_engines_fsdp.scalar_head import PackedScalarModel
+from rl_engines_fsdp.split_checks import verify_split
+from rl_engines_fsdp.tensor_gradients import TensorGradients
+from rl_engines_fsdp.tensor_parallel import split_matrices
+from rl_engines_fsdp.verification import verify
+
+
+@dataclass
+class MadeModel:
+    """A model, and what goes with it."""
+
+    model: PackedModel
+    described: Description
+    tensor_gradients: TensorGradients | None
+    """Sums gradients over tensor ranks; None where the model is whole."""
+
+
+class ModelMaker:
+    """Makes the models of one rank; every method is collective.
+
+    Args:
+        sharded: whether the model is put under `fully_shard`.
+    """
+
+    def __init__(
+        self,
+        config: FSDPEngineConfig,
+        layout: ParallelStrategy,
+        device: torch.device,
+        parallel: ParallelContext,
+        sharded: bool,
+    ) -> None:
+        self.config, self.layout, self.device, self.parallel = config, layout, device, parallel
+        self.sharded = sharded
+
+    def make(self, path: str, hf_config: Any) -> MadeModel:
+        """The model at `path`, ready to train.
+
+        Args:
+            hf_config: transformers' configuration of it.
+
+        Raises:
+            ModelError: it cannot be read, or not be trained here.
+        """
+        source = self.read(path)
+        generation: Any = None if source is None else getattr(source.model, "generation_config", None)
+        described = Description(hf_config, generation, self.config.head)
+        if self.sharded:
+            model, tensor_gradients = self._split(source, hf_config)
+        else:
+            model, tensor_gradients = self._whole(source), None
+        if self.config.gradient_checkpointing:
+            inner: Any = model.model
+            inner.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        return MadeModel(model, described, tensor_gradients)
+
+    def read(self, path: str, like: PackedModel | None = None) -> PackedModel | None:
+        """The whole model on rank 0, checked, and of the same parameters as `like`; None elsewhere.
+
+        Raises:
+            ModelError: on every rank, what is wrong with it.
+        """
+        source: PackedModel | None = None
+        error: RLError | None = None
+        if self.parallel.is_main:
+            try:
+                source = self._wrap(loading.read_model(path, self.config.head, new_head=like is None))
+                if like is not None:
+                    loading.check_same_parameters(path, source, like)
+                elif self.config.verify_model:
+                    verify(source)
+            except RLError as failure:
+                error = failure
+        self.parallel.agree(error, f"loading {path}")
+        return source
+
+    def _wrap(self, model: torch.nn.Module) -> PackedModel:
+        config = self.config
+        if config.lora is not None:
+            lora.adapt(model, config.lora, config.head)
+        if not config.deterministic:  # a server that makes the same bits multiplies with torch's choice
+            speed_up(model)
+        if config.head != "lm":
+            return PackedScalarModel(model, of_previous=config.head == "value")
+        suits = 1 << 19 if self.device.type == "cpu" else 1 << 26
+        max_logits = sys.maxsize if config.deterministic else config.max_logits or suits
+        return PackedCausalLM(model, max_logits, config.entropy_grad)
+
+    def _whole(self, source: PackedModel | None) -> PackedModel:
+        assert source is not None
+        if self.config.compile:
+            compile_layers(source)
+        return source.to(self.device)
+
+    def _split(self, source: PackedModel | None, hf_config: Any) -> tuple[PackedModel, TensorGradients]:
+        config = self.config
+        meshes = make_meshes(self.device.type, self.layout)
+        model = self._wrap(loading.empty_model(copy.deepcopy(hf_config), config.head))
+        partial = [] if meshes.tensor is None else split_matrices(model.model, meshes.tensor)
+        model.split = meshes.split
+        if config.compile:
+            compile_layers(model)
+        sharding.shard(model, meshes, config.dtype, config.reshard_after_forward, config.offload)
+        sharding.fill(model, source, self.device, config.offload)
+        if self.layout.model_size > 1 and config.verify_model:
+            verify_split(model, source, self.device, config.dtype, self.parallel)
+        return model, TensorGradients(model, meshes, set(partial))

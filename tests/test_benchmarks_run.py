@@ -22,6 +22,7 @@ def quick(name: str) -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.nightly  # starts many processes
 def test_grpo_step_quick_last_line_has_the_figures_of_both_cases() -> None:
     figures = quick("grpo_step.py")
     for case in ("uniform", "long_tail"):
@@ -31,6 +32,7 @@ def test_grpo_step_quick_last_line_has_the_figures_of_both_cases() -> None:
     assert figures["uniform"]["ours"]["mean_tokens"] == 64
 
 
+@pytest.mark.nightly  # starts many processes
 def test_embedded_server_quick_last_line_has_the_ratio_of_both_cases() -> None:
     figures = quick("embedded_server.py")
     assert figures["logprob_error"] < 2e-5

@@ -78,5 +78,6 @@ def test_deterministic_run_servers_and_trainer_agree_to_the_last_bit(first):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # a third run
 def test_deterministic_run_with_another_seed_differs(run, first):
     assert _differences(run("other", "seed=2"), first)

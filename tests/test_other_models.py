@@ -50,6 +50,7 @@ def test_ppo_with_a_critic_and_a_reference_reports_both(run_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # two more processes for what test_fsdp_ranks shows of every engine
 def test_ppo_replayed_on_two_trainer_processes_gives_the_numbers_of_one(run_dir):
     one, two = (
         json.loads(_run("rl", "replay", run_dir, "--step", 3, "--allocation", allocation))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rl_apps import driver, parts, preference
@@ -15,8 +16,9 @@ def train(config: DPOConfig, layout: Layout, run_dir: Path, addresses: list[str]
     from rl_trainers import PolicyPreferenceLoss
 
     with parts.Closing() as stack:
-        engine = stack.add(preference.make_engine(config, layout))
-        reference = stack.add(preference.make_engine(config, layout, frozen=True))
+        engine = stack.add(parts.make_engine(config, layout))
+        frozen = replace(config.engine_config(), optimizer=None)
+        reference = stack.add(parts.make_engine(config, layout, frozen))
         preference.run(config, run_dir, engine, PolicyPreferenceLoss(config.preference), reference)
 
 

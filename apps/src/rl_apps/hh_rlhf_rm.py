@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rl_apps import driver, parts, preference
@@ -15,7 +16,7 @@ def train(config: PairsConfig, layout: Layout, run_dir: Path, addresses: list[st
     from rl_trainers import reward_model_loss
 
     with parts.Closing() as stack:
-        engine = stack.add(preference.make_engine(config, layout, head="score"))
+        engine = stack.add(parts.make_engine(config, layout, replace(config.engine_config(), head="score")))
         preference.run(config, run_dir, engine, reward_model_loss)
 
 

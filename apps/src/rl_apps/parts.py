@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rl_contracts.engine import TrainEngine
     from rl_contracts.rendering import ChatRenderer
     from rl_contracts.rollout import RolloutRuntime
+    from rl_engines_fsdp import FSDPEngineConfig
     from rl_trainers import AnswerEvaluation, Weights
 
 
@@ -55,13 +56,20 @@ class Closing(ExitStack):
         return part
 
 
-def make_engine(config: RunConfig, layout: Layout) -> TrainEngine:
-    """The train engine of this rank, initialised."""
+def make_engine(
+    config: RunConfig, layout: Layout, settings: FSDPEngineConfig | None = None, path: str = ""
+) -> TrainEngine:
+    """A train engine of this rank, initialised.
+
+    Args:
+        settings: of a model beside the one that learns (a reference, a critic); None: that one's.
+        path: of its weights; empty: the run's model.
+    """
     engine: TrainEngine = registry.load("rl.train_engines", layout.actor.backend)(
-        config.engine_config(), layout.actor.strategy
+        settings or config.engine_config(), layout.actor.strategy
     )
     steps = config.total_steps * config.actor.minibatches
-    engine.initialize(FinetuneSpec(config.model.path, steps, config.seed))
+    engine.initialize(FinetuneSpec(path or config.model.path, steps, config.seed))
     return engine
 
 

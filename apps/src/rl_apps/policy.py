@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING
 from rl_apps.config import GRPOConfig
 from rl_apps.layout import Layout
 from rl_apps.model import check_model
-from rl_apps.parts import Closing
-from rl_contracts import registry
-from rl_contracts.data import FinetuneSpec
+from rl_apps.parts import Closing, make_engine
 
 if TYPE_CHECKING:
     from rl_contracts.engine import TrainEngine
-    from rl_engines_fsdp import FSDPEngineConfig
     from rl_trainers import PolicyActor
 
 
@@ -46,18 +43,8 @@ def make_actor(stack: Closing, config: GRPOConfig, engine: TrainEngine, layout: 
     algorithm, minibatches = config.algorithm, config.actor.minibatches
     reference = critic = None
     if algorithm.needs_reference:
-        path = config.ref.path or config.model.path
-        reference = stack.add(_engine(config, config.reference_config(), path, layout))
+        reference = stack.add(make_engine(config, layout, config.reference_config(), config.ref.path))
     if algorithm.needs_critic:
-        path = config.critic.path or config.model.path
-        values = stack.add(_engine(config, config.critic_config(), path, layout))
+        values = stack.add(make_engine(config, layout, config.critic_config(), config.critic.path))
         critic = Critic(values, config.critic.clip, minibatches)
     return PolicyActor(engine, algorithm, minibatches, reference, critic)
-
-
-def _engine(config: GRPOConfig, settings: FSDPEngineConfig, path: str, layout: Layout) -> TrainEngine:
-    """Another model on the ranks of the policy."""
-    actor = layout.actor
-    engine: TrainEngine = registry.load("rl.train_engines", actor.backend)(settings, actor.strategy)
-    engine.initialize(FinetuneSpec(path, config.total_steps * config.actor.minibatches, config.seed))
-    return engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,6 @@ from rl_apps.driver import App
 from rl_apps.layout import Layout, check_batch, layout_of
 from rl_apps.model import check_model, make_model
 from rl_apps.progress import PREFERENCE_COLUMNS
-from rl_contracts import registry
-from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
 from rl_contracts.scheduler import JobSpec
 from rl_trainers.preference import PreferenceConfig
@@ -69,21 +67,6 @@ def check(config: PairsConfig, layout: Layout) -> list[str]:
 def servers(config: PairsConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
     """None."""
     return []
-
-
-def make_engine(config: PairsConfig, layout: Layout, *, head: str = "lm", frozen: bool = False) -> TrainEngine:
-    """A train engine of this rank, initialised.
-
-    Args:
-        head: `lm`, or `score` for a reward model.
-        frozen: without an optimizer, for a reference policy.
-    """
-    settings = replace(config.engine_config(), head=head)
-    if frozen:
-        settings = replace(settings, optimizer=None)
-    engine: TrainEngine = registry.load("rl.train_engines", layout.actor.backend)(settings, layout.actor.strategy)
-    engine.initialize(FinetuneSpec(config.model.path, config.total_steps, config.seed))
-    return engine
 
 
 def run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,13 +13,15 @@ from rl_contracts.linear import linear, speed_up
 
 
 @pytest.fixture(autouse=True)
-def _taken_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use oneDNN wherever it can be called, whatever the processor."""
+def _taken_for_every_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use oneDNN wherever it can be called, whatever the processor; later tests choose anew."""
     monkeypatch.setattr(module, "LEAST_OUTPUTS", 1)
     monkeypatch.setattr(module, "_mkl_wastes_speed", lambda: True)
     module.prefers_onednn.cache_clear()
     if not module.prefers_onednn():
         pytest.skip("this build of torch has no oneDNN")
+    yield
+    module.prefers_onednn.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(7, 16), (1, 130, 16), (2, 3, 16)])
@@ -78,7 +82,6 @@ def test_prefers_onednn_operator_that_computes_something_else_is_refused(monkeyp
     module.prefers_onednn.cache_clear()
 
     assert not module.prefers_onednn()
-    module.prefers_onednn.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,6 @@ def test_prefers_onednn_where_mkl_leaves_vector_instructions_unused(
     module.prefers_onednn.cache_clear()
 
     assert module.prefers_onednn() is expected
-    module.prefers_onednn.cache_clear()
 
 
 @pytest.mark.slow

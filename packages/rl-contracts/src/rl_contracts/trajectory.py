@@ -105,8 +105,9 @@ def from_response(
         )
     total = prompt + generated
     logprobs = np.zeros(total, dtype=np.float32)
-    versions = np.full(total, -1, dtype=np.int32)
+    versions = np.empty(total, dtype=np.int32)
     loss_mask = np.zeros(total, dtype=bool)
+    versions[:prompt] = -1
     logprobs[prompt:], versions[prompt:], loss_mask[prompt:] = response.logprobs, response.versions, True
     return Trajectory(
         input_ids=np.asarray([*response.input_ids, *response.output_ids], dtype=np.int64),

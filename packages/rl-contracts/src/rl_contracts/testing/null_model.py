@@ -24,6 +24,7 @@ class NullModel:
         self.vocab_size = vocab_size
         self._logits = np.random.default_rng([seed, vocab_size]).normal(size=(_PERIOD, vocab_size)) * 2.0
         self._tables = lru_cache(maxsize=64)(self._make_tables)
+        self._offsets = lru_cache(maxsize=1024)(self._make_offsets)
 
     def sample(
         self, length: int, start: int, temperature: float, banned: frozenset[int], rng: np.random.Generator
@@ -40,11 +41,14 @@ class NullModel:
 
     def logprobs(self, ids: np.ndarray, start: int, temperature: float) -> list[float]:
         """log_softmax(logits / temperature) of each id, the first of which stands at position `start`; [len(ids)]."""
+        table, _, _ = self._tables(temperature, frozenset())
+        return table.take(self._offsets(start % _PERIOD, len(ids)) + ids % self.vocab_size).tolist()
+
+    def _make_offsets(self, start: int, length: int) -> np.ndarray:
+        """Where each position's row of a table begins, int64 [length], from position `start` on."""
         import numpy as np
 
-        table, _, _ = self._tables(temperature, frozenset())
-        rows = (start + np.arange(len(ids))) % _PERIOD
-        return table[rows, ids % self.vocab_size].tolist()
+        return (start + np.arange(length)) % _PERIOD * self.vocab_size
 
     def _make_tables(self, temperature: float, banned: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Log-probs over everything; cumulative distribution and likeliest token over what is not banned."""

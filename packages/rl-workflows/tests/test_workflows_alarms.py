@@ -260,7 +260,7 @@ def test_tune_garbage_collection_freezes_what_exists_and_collects_rarely():
         "print(gc.get_freeze_count() > 1000, gc.get_threshold(), gc.isenabled())"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.split(" ", 1) == ["True", "(100000, 20, 50) True\n"]
+    assert result.stdout.split(" ", 1) == ["True", "(1000000, 20, 50) True\n"]
 
 
 def test_queue_that_nobody_drains_is_bounded_by_admission():

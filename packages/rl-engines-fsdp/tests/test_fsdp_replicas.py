@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
 
-pytestmark = pytest.mark.timeout(900)  # what ranks compute is charged to the first test of a layout
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # what ranks compute is charged to a layout's first test
 FAMILIES = ("Llama", "Qwen3", "Gemma2", "Mistral", "OneKeyHead", "Value")
 BOUND = 5e-5
 """Difference to one process, relative to the norm of the gradient."""

@@ -111,6 +111,7 @@ async def test_sigterm_while_generating_returns_partial_answer_and_frees_the_por
             probe.bind(("127.0.0.1", server.port))
 
 
+@pytest.mark.slow
 async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
     model_path: Path, tmp_path: Path
 ) -> None:

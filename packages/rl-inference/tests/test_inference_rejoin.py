@@ -22,6 +22,7 @@ from rl_contracts.weights import staged_location, verify_receipt, write_committe
 from rl_inference import EmbeddedEngine, InferenceConfig
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model
 
+pytestmark = pytest.mark.slow  # each test starts servers of its own
 PROMPT = [5, 17, 40, 33, 21, 90]
 TOKENS = 480
 QUICK = {"probe_interval": 0.1, "probe_timeout": 1.0, "progress_timeout": 1.5, "rejoin_timeout": 60.0}
@@ -150,7 +151,6 @@ async def both_serve(engine: EmbeddedEngine, trainer: Trainer, version: int) -> 
         trainer.check(answer)
 
 
-@pytest.mark.slow
 async def test_agenerate_server_killed_mid_answer_is_replaced_and_used_again(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -177,7 +177,6 @@ async def test_agenerate_server_killed_mid_answer_is_replaced_and_used_again(
         await both_serve(engine, trainer, await trainer.publish(engine))
 
 
-@pytest.mark.slow
 async def test_stage_server_killed_meanwhile_is_evicted_and_later_brought_to_the_new_version(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -198,7 +197,6 @@ async def test_stage_server_killed_meanwhile_is_evicted_and_later_brought_to_the
         await both_serve(engine, trainer, 2)
 
 
-@pytest.mark.slow
 async def test_commit_server_killed_between_stage_and_commit_rejoins_at_the_committed_version(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -215,7 +213,6 @@ async def test_commit_server_killed_between_stage_and_commit_rejoins_at_the_comm
         await both_serve(engine, trainer, 2)
 
 
-@pytest.mark.slow
 async def test_commit_server_frozen_is_out_until_it_has_caught_up(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -245,7 +242,6 @@ async def test_commit_server_frozen_is_out_until_it_has_caught_up(
         await both_serve(engine, trainer, 3)
 
 
-@pytest.mark.slow
 async def test_agenerate_server_frozen_mid_answer_continues_elsewhere_and_is_used_again(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -265,7 +261,6 @@ async def test_agenerate_server_frozen_mid_answer_continues_elsewhere_and_is_use
         await both_serve(engine, trainer, version)
 
 
-@pytest.mark.slow
 async def test_stage_server_that_answers_late_is_evicted_and_its_late_answer_changes_nothing(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -282,7 +277,6 @@ async def test_stage_server_that_answers_late_is_evicted_and_its_late_answer_cha
         await both_serve(engine, trainer, 2)
 
 
-@pytest.mark.slow
 async def test_rejoin_one_wrong_tensor_stays_out_with_its_name_until_it_holds_what_was_committed(
     servers: list[ServerProcess], trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,7 +299,6 @@ async def test_rejoin_one_wrong_tensor_stays_out_with_its_name_until_it_holds_wh
         await both_serve(engine, trainer, version)
 
 
-@pytest.mark.slow
 async def test_only_server_dies_everything_waits_for_it_to_come_back(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -383,7 +376,6 @@ async def test_monitor_dies_requests_fail_with_its_death(
             await asyncio.wait_for(engine.agenerate(request(0)), 10)
 
 
-@pytest.mark.slow
 async def test_stats_client_that_does_not_publish_evicts_who_lags_and_takes_it_back(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -405,7 +397,6 @@ async def test_stats_client_that_does_not_publish_evicts_who_lags_and_takes_it_b
         await both_serve(other, trainer, 2)
 
 
-@pytest.mark.slow
 async def test_rejoin_route_that_leaves_nothing_to_read_takes_part_from_the_next_update_on(
     servers: list[ServerProcess], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_apps import compose, gsm8k_grpo, gsm8k_sft, parts
+from rl_apps import compose, gsm8k_grpo, gsm8k_sft, hh_rlhf_dpo, hh_rlhf_rm, parts
 from rl_apps.config import GRPOConfig, SFTConfig
 from rl_apps.driver import main
 from rl_apps.layout import check_batch, layout_of, run_directory
@@ -122,6 +122,12 @@ def test_command_that_cannot_work_ends_with_one_message_before_anything_starts(c
     import re
 
     assert re.search(message, err), err
+
+
+@pytest.mark.parametrize("app", [gsm8k_sft.APP, hh_rlhf_dpo.APP, hh_rlhf_rm.APP], ids=lambda app: app.name)
+def test_command_of_rows_with_several_minibatches_is_refused(capsys, app):
+    assert main(app, ["--dry-run", "actor.minibatches=4"]) == 2
+    assert "actor.minibatches: expected 1: a batch of rows is one optimizer step here" in capsys.readouterr().err
 
 
 def test_command_row_without_an_answer_names_file_and_line(capsys, tmp_path):

@@ -9,9 +9,10 @@ from pathlib import Path
 from rl_apps import closing, driver, parts
 from rl_apps.config import SFTConfig
 from rl_apps.data import head, load_rows
-from rl_apps.layout import Layout, check_batch, layout_of
-from rl_apps.model import check_model, make_model
+from rl_apps.layout import Layout, layout_of
+from rl_apps.model import make_model
 from rl_apps.progress import SFT_COLUMNS
+from rl_apps.supervised import check_rows
 from rl_contracts.scheduler import JobSpec
 
 
@@ -22,11 +23,7 @@ def layout(config: SFTConfig) -> Layout:
 
 def check(config: SFTConfig, layout: Layout) -> list[str]:
     """Everything that can be known before a process starts."""
-    check_model(config.model.path)
-    rows = load_rows(config.data, "train", "sft", config.seed)
-    load_rows(config.data, "test", "sft", config.seed)
-    check_batch(config.data.batch_size, 1, 1, layout.actor.strategy.data)
-    return [f"{config.data.batch_size} of {len(rows)} rows a step, {config.total_steps} steps"]
+    return check_rows(config, layout, "sft")
 
 
 def servers(config: SFTConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:

@@ -13,9 +13,10 @@ from rl_apps.closing import last_checkpoint, read_metrics
 from rl_apps.config import RunConfig
 from rl_apps.data import head, load_rows
 from rl_apps.driver import App
-from rl_apps.layout import Layout, check_batch, layout_of
-from rl_apps.model import check_model, make_model
+from rl_apps.layout import Layout, layout_of
+from rl_apps.model import make_model
 from rl_apps.progress import PREFERENCE_COLUMNS
+from rl_apps.supervised import check_rows
 from rl_contracts.errors import ConfigError
 from rl_contracts.scheduler import JobSpec
 from rl_trainers.preference import PreferenceConfig
@@ -57,11 +58,7 @@ def layout(config: PairsConfig) -> Layout:
 
 def check(config: PairsConfig, layout: Layout) -> list[str]:
     """Everything that can be known before a process starts."""
-    check_model(config.model.path)
-    rows = load_rows(config.data, "train", "pairs", config.seed)
-    load_rows(config.data, "test", "pairs", config.seed)
-    check_batch(config.data.batch_size, 1, 1, layout.actor.strategy.data)
-    return [f"{config.data.batch_size} of {len(rows)} pairs a step, {config.total_steps} steps"]
+    return check_rows(config, layout, "pairs")
 
 
 def servers(config: PairsConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:

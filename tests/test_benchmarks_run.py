@@ -75,6 +75,7 @@ def test_weight_publish_quick_last_line_has_the_ratio_of_every_route() -> None:
     assert 7 < figures["shm"]["mebibytes"] < 9
 
 
+@pytest.mark.nightly
 def test_train_step_quick_last_line_has_rates_fill_and_the_cost_of_the_loss() -> None:
     figures = quick("train_step.py")
     step, loss = figures["step"], figures["loss"]

@@ -8,6 +8,8 @@ from statistics import mean
 
 import pytest
 
+from rl_contracts.testing.models import make_tiny_model
+
 STEPS = 30
 SETTINGS = (
     "seed=1",
@@ -41,17 +43,17 @@ NIGHTLY = (
 )
 
 
-def _rewards(name, directory, *settings):
-    """Mean reward of each step of a run."""
+def _run(name, directory, metric, *settings):
+    """A metric of each step of a run."""
     command = [str(Path(sys.executable).parent / "gsm8k-grpo"), f"algorithm={name}", f"run_dir={directory}", *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [record["reward/mean"] for record in records if "reward/mean" in record]
+    return [record[metric] for record in records if metric in record]
 
 
 def _check(name, directory, *settings):
-    rewards = _rewards(name, directory, *settings)
+    rewards = _run(name, directory, "reward/mean", *settings)
     assert len(rewards) == STEPS
     first, last = mean(rewards[:5]), mean(rewards[-5:])
     assert last >= first + 0.05, f"{name}: {first:.3f} in the first five steps, {last:.3f} in the last five"
@@ -76,7 +78,17 @@ def test_preset_reinforce_improves_the_reward_on_policy(tmp_path):
     _check("reinforce", tmp_path / "run", *settings)
 
 
+@pytest.mark.nightly
+def test_preset_distillation_comes_nearer_to_its_teacher(tmp_path):
+    models = [make_tiny_model(tmp_path / name, seed=seed, layers=1) for name, seed in (("student", 0), ("teacher", 1))]
+    settings = (f"model.path={models[0]}", f"ref.path={models[1]}", *SETTINGS, "actor.optimizer.lr=2e-3")
+    short = ("data.batch_size=8", "rollout.generation.max_new_tokens=16")
+
+    distances = _run("distillation", tmp_path / "run", "kl/ref_k1", *settings, *short)
+
+    assert mean(distances[-5:]) < 0.8 * mean(distances[:5])
+
+
 def test_every_preset_is_tried():
     presets = {path.stem for path in (Path(__file__).parents[1] / "apps/src/rl_apps/conf/algorithm").glob("*.yaml")}
-    # distillation needs a teacher; packages/rl-trainers/tests/test_trainers_actor.py has one
     assert presets == {*IN_CI, *NIGHTLY, "reinforce", "distillation"}

@@ -6,9 +6,9 @@ The work is that of `grpo_step.py`: 64 completions and one optimizer step. Per r
 other, each with a server process and a trainer process:
 
 - `asynchronous`: `gsm8k-grpo` with `max_staleness` 1 (or as `--max-staleness` says).
-- `synchronous`: the same with `max_staleness` 0, so that the two sides take turns.
 - `training`: the trainer alone, on the batches that the asynchronous run saved, publishing to an idle server.
 - `generation`: the servers alone; batches are taken and not trained on.
+- `synchronous`: the first with `max_staleness` 0, so that the two sides take turns.
 
 Seconds are those of a step, means over the measured ones. The last line is one JSON object; `overlap` is the
 asynchronous step divided by the larger of `training` and `generation` (1 is the limit), `speed_up` the synchronous step
@@ -38,21 +38,21 @@ def run_alone(mode: str, job: Job, recorded: Path) -> float:
 
 def measure(job: Job, directory: Path, staleness: int) -> dict[str, float]:
     """One repetition: seconds per step of each run."""
-    recorded = directory / "asynchronous"
-    runs = {
-        "asynchronous": {"rollout.max_staleness": staleness, "checkpoint.save_batches": True},
-        "synchronous": {"rollout.max_staleness": 0, "checkpoint.save_batches": True},
-    }
-    seconds = {
-        name: run_ours(job, directory / name, settings)["seconds"] / job.steps for name, settings in runs.items()
-    }
-    return seconds | {mode: run_alone(mode, job, recorded) for mode in ("training", "generation")}
+
+    def command(name: str, staleness: int) -> float:
+        settings = {"rollout.max_staleness": staleness, "checkpoint.save_batches": True}
+        return run_ours(job, directory / name, settings)["seconds"] / job.steps
+
+    seconds = {"asynchronous": command("asynchronous", staleness)}
+    # next to what it is compared with: a machine's speed may drift
+    seconds |= {mode: run_alone(mode, job, directory / "asynchronous") for mode in ("training", "generation")}
+    return seconds | {"synchronous": command("synchronous", 0)}
 
 
 def main() -> None:
     """Measure, and print a line per repetition and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of a run")
+    parser.add_argument("--steps", type=int, default=24, help="measured steps of a run")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of the four runs")
     parser.add_argument("--case", choices=[*CASES], default="uniform", help="lengths of the answers")

@@ -197,7 +197,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each part")
     parser.add_argument("--default-gc", action="store_true", help="also measure with Python's own collector settings")
     parser.add_argument("--quick", action="store_true", help="few episodes, to see that it runs")
-    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="to run on; the first serves interrupts")
+    # the first core often serves the machine's interrupts
+    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="the core to run on")
     parser.add_argument("--part", choices=["tasks", "engine", "runtime", "runtime-default-gc"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ class NullInferenceEngine(InferenceEngine):
         self,
         config: NullInferenceConfig | None = None,
         clock: Clock | None = None,
-        answer: Callable[[ModelRequest], list[int] | None] | None = None,
+        answer: Callable[[ModelRequest], Sequence[int] | np.ndarray | None] | None = None,
         version: int = 0,
     ) -> None:
         self.config = config or NullInferenceConfig()

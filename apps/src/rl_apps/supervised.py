@@ -32,7 +32,5 @@ def check_rows(config: RunConfig, layout: Layout, form: str) -> list[str]:
     rows = load_rows(config.data, "train", form, config.seed)
     load_rows(config.data, "test", form, config.seed)
     check_batch(config.data.batch_size, 1, 1, layout.actor.strategy.data)
-    return [f"{config.data.batch_size} of {len(rows)} {_NAMES[form]} a step, {config.total_steps} steps"]
-
-
-_NAMES = {"sft": "rows", "pairs": "pairs"}
+    what = "pairs" if form == "pairs" else "rows"
+    return [f"{config.data.batch_size} of {len(rows)} {what} a step, {config.total_steps} steps"]

@@ -108,7 +108,9 @@ def from_response(
     versions = np.empty(total, dtype=np.int32)
     loss_mask = np.zeros(total, dtype=bool)
     versions[:prompt] = -1
-    logprobs[prompt:], versions[prompt:], loss_mask[prompt:] = response.logprobs, response.versions, True
+    first = response.versions[0]
+    versions[prompt:] = first if response.versions.count(first) == generated else response.versions
+    logprobs[prompt:], loss_mask[prompt:] = response.logprobs, True
     return Trajectory(
         input_ids=np.asarray([*response.input_ids, *response.output_ids], dtype=np.int64),
         loss_mask=loss_mask,
@@ -129,7 +131,7 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
 
     if not rows:
         return empty()
-    lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+    lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
     shape = (len(rows), int(lengths.max()))
     mask = np.arange(shape[1]) < lengths[:, None]
 
@@ -138,8 +140,8 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
         out[mask] = np.concatenate([getattr(row, name) for row in rows])
         return torch.from_numpy(out)
 
-    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([getattr(row, name) for row in rows], dtype=dtype)
+    def column(name: str, dtype: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array([getattr(row, name) for row in rows], dtype=dtype))
 
     batch = {
         "input_ids": padded("input_ids", 0, np.int64),
@@ -147,12 +149,12 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
         "loss_mask": padded("loss_mask", 0, np.bool_),
         "logprobs": padded("logprobs", 0, np.float32),
         "versions": padded("versions", -1, np.int32),
-        "rewards": column("reward", torch.float32),
-        "prompt_ids": column("prompt_id", torch.int64),
-        "group_ids": column("group_id", torch.int64),
-        "episode_ids": column("episode_id", torch.int64),
-        "temperature": column("temperature", torch.float32),
-        "truncated": column("truncated", torch.bool),
+        "rewards": column("reward", np.float32),
+        "prompt_ids": column("prompt_id", np.int64),
+        "group_ids": column("group_id", np.int64),
+        "episode_ids": column("episode_id", np.int64),
+        "temperature": column("temperature", np.float32),
+        "truncated": column("truncated", np.bool_),
     }
     if any(row.token_rewards is not None for row in rows):
         zeros = [np.zeros(len(row), np.float32) if row.token_rewards is None else row.token_rewards for row in rows]

@@ -83,7 +83,7 @@ class Faults:
 
 
 class NullInferenceEngine(InferenceEngine):
-    """Implements the whole contract in memory, with one timer per outstanding request.
+    """Implements the whole contract in memory, with one timer for all outstanding requests.
 
     Tokens and log-probs come from a fixed distribution by the request's seed; they do not change with the weights, but
     every token carries the version that was committed when its turn on the clock came.
@@ -135,7 +135,8 @@ class NullInferenceEngine(InferenceEngine):
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self._refuse_bad(request)
         submitted = self.clock.now()
-        with _Interruptible(self):
+        task = self._register()
+        try:
             await self._slots.acquire()
             self._timeline.set_busy(True)
             try:
@@ -143,13 +144,18 @@ class NullInferenceEngine(InferenceEngine):
                     await asyncio.Event().wait()
                 began = self._timeline.generated_until_now()
                 ids, reason = self._tokens(request)
-                await self._timeline.sleep_generating(self._seconds(len(ids)))
+                seconds = self._seconds(len(ids))
+                await self._timeline.after(seconds)
             finally:
                 self._slots.release()
                 self._timeline.set_busy(self._slots.running > 0)
-        error = self.faults.generate(request)
-        if error is not None:
-            raise error
+        except asyncio.CancelledError:
+            if self._closed and task.uncancel() <= 0:
+                raise InferenceError("null engine: destroyed while the request waited.") from None
+            raise
+        finally:
+            del self._tasks[task]
+        self._raise_planted(request)
         self._generated += len(ids)
         return ModelResponse(
             input_ids=list(request.input_ids),
@@ -159,7 +165,7 @@ class NullInferenceEngine(InferenceEngine):
             stop_reason=reason,
             server=self._addresses[0],
             seconds=self.clock.now() - submitted,
-            resubmissions=self._timeline.recomputes_between(began, began + self._seconds(len(ids))),
+            resubmissions=self._timeline.recomputes_between(began, began + seconds),
         )
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
@@ -225,6 +231,24 @@ class NullInferenceEngine(InferenceEngine):
         self._closed = True
         for task in list(self._tasks):
             task.cancel()
+        self._timeline.close()
+
+    def _register(self) -> asyncio.Task[Any]:
+        """The request's task, which `destroy` cancels."""
+        if self._closed:
+            raise InferenceError("null engine: used after destroy().")
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[task] = None
+        return task
+
+    def _raise_planted(self, request: ModelRequest) -> None:
+        error = self.faults.generate(request)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def _seconds(self, tokens: int) -> float:
         """Generation time from the start of an answer to the end of its token number `tokens`."""
@@ -253,7 +277,9 @@ class NullInferenceEngine(InferenceEngine):
 
         generation, config = request.generation, self.config
         room = min(generation.max_new_tokens, config.context_length - len(request.input_ids))
-        ends = set(generation.stop_token_ids) | (set() if generation.ignore_eos else {config.eos_token_id})
+        ends = set(generation.stop_token_ids)
+        if not generation.ignore_eos:
+            ends.add(config.eos_token_id)
         scripted = None if self._answer is None else self._answer(request)
         if scripted is None:
             ids = self._sampled(request, room)
@@ -262,11 +288,12 @@ class NullInferenceEngine(InferenceEngine):
             if not len(ids):
                 raise InferenceError("null engine: the given answer has no token; expected at least one.")
         first = generation.min_new_tokens
-        for index, token in enumerate(ids[first:room].tolist() if ends else (), start=first):
-            if token in ends:
-                return ids[: index + 1], StopReason.STOP
+        if ends:
+            for index, token in enumerate(ids[first:room].tolist(), start=first):
+                if token in ends:
+                    return ids[: index + 1], StopReason.STOP
         ended = scripted is not None and len(ids) <= room and not generation.ignore_eos
-        return ids[:room], StopReason.STOP if ended else StopReason.LENGTH
+        return ids if len(ids) <= room else ids[:room], StopReason.STOP if ended else StopReason.LENGTH
 
     def _sampled(self, request: ModelRequest, room: int) -> np.ndarray:
         """Ids up to the wanted length with an end token there, or `room` ids without one."""
@@ -302,24 +329,3 @@ def _receive(meta: WeightUpdateMeta) -> dict[str, int]:
         return receiver.receive(seated(meta, 1, 2), lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
     finally:
         receiver.close()
-
-
-class _Interruptible:
-    """One request: turns its cancellation by `destroy` into an error, and lets any other pass."""
-
-    __slots__ = ("_engine", "_task")
-
-    def __init__(self, engine: NullInferenceEngine) -> None:
-        if engine._closed:
-            raise InferenceError("null engine: used after destroy().")
-        task = asyncio.current_task()
-        assert task is not None
-        self._engine, self._task = engine, task
-
-    def __enter__(self) -> None:
-        self._engine._tasks[self._task] = None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        del self._engine._tasks[self._task]
-        if isinstance(error, asyncio.CancelledError) and self._engine._closed and self._task.uncancel() <= 0:
-            raise InferenceError("null engine: destroyed while the request waited.") from None

@@ -24,7 +24,8 @@ class NullModel:
         self.vocab_size = vocab_size
         self._logits = np.random.default_rng([seed, vocab_size]).normal(size=(_PERIOD, vocab_size)) * 2.0
         self._tables = lru_cache(maxsize=64)(self._make_tables)
-        self._offsets = lru_cache(maxsize=1024)(self._make_offsets)
+        self._lists = lru_cache(maxsize=64)(self._make_lists)
+        self._rows = lru_cache(maxsize=1024)(self._make_rows)
 
     def sample(
         self, length: int, start: int, temperature: float, banned: frozenset[int], rng: np.random.Generator
@@ -41,14 +42,23 @@ class NullModel:
 
     def logprobs(self, ids: np.ndarray, start: int, temperature: float) -> list[float]:
         """log_softmax(logits / temperature) of each id, the first of which stands at position `start`; [len(ids)]."""
+        rows = self._rows(temperature, start % _PERIOD, -(-len(ids) // _PERIOD))
+        return [row[token] for row, token in zip(rows, (ids % self.vocab_size).tolist(), strict=False)]
+
+    def _make_rows(self, temperature: float, start: int, periods: int) -> list[list[float]]:
+        """Log-probs over the vocabulary of each position from `start` on, [periods * 16][vocab_size].
+
+        Lists, so that all answers share the numbers: an array would make new ones for every answer, and many
+        outstanding answers would spend their time on memory.
+        """
+        rows = self._lists(temperature)
+        return [*rows[start:], *rows[:start]] * periods
+
+    def _make_lists(self, temperature: float) -> list[list[float]]:
+        """The log-probs of `_tables` as lists."""
         table, _, _ = self._tables(temperature, frozenset())
-        return table.take(self._offsets(start % _PERIOD, len(ids)) + ids % self.vocab_size).tolist()
-
-    def _make_offsets(self, start: int, length: int) -> np.ndarray:
-        """Where each position's row of a table begins, int64 [length], from position `start` on."""
-        import numpy as np
-
-        return (start + np.arange(length)) % _PERIOD * self.vocab_size
+        rows: list[list[float]] = table.tolist()
+        return rows
 
     def _make_tables(self, temperature: float, banned: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Log-probs over everything; cumulative distribution and likeliest token over what is not banned."""

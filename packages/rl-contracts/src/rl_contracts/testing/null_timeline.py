@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from bisect import bisect_left
 from collections import deque
+from contextvars import Context
+from itertools import count
 
 from rl_contracts.clock import Clock
 
@@ -15,20 +18,22 @@ _RESOLUTION = 1e-9
 
 class Timeline:
     """Generation time: the clock's, less the pauses. Requests only remember when they began; versions are looked up
-    when they end, so a commit costs nothing per outstanding request."""
+    when they end, so a commit costs nothing per outstanding request. One timer serves them all, so that neither does a
+    pause, and an outstanding request is a future in a heap."""
 
     def __init__(self, clock: Clock, version: int) -> None:
         self.version = version
         self._clock = clock
         self._paused_by: set[str] = set()
-        self._resumed = asyncio.Event()
-        self._resumed.set()
         self._passed, self._since = 0.0, clock.now()
         self._commit_times: list[float] = [-math.inf]
         self._commit_versions: list[int] = [version]
         self._recompute_times: list[float] = []
         self._busy_since: float | None = None
         self._busy = 0.0
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = count()
+        self._timer: asyncio.Task[None] | None = None
 
     def generated_until_now(self) -> float:
         """Seconds of generation time since the beginning."""
@@ -38,7 +43,7 @@ class Timeline:
         """Stop generation time until every reason to pause is gone."""
         if not self._paused_by:
             self._passed = self.generated_until_now()
-            self._resumed.clear()
+            self._stop_timer()
         self._paused_by.add(reason)
 
     def resume(self, reason: str) -> None:
@@ -48,16 +53,57 @@ class Timeline:
         self._paused_by.remove(reason)
         if not self._paused_by:
             self._since = self._clock.now()
-            self._resumed.set()
+            self._start_timer()
 
-    async def sleep_generating(self, seconds: float) -> None:
-        """Return after `seconds` of generation time."""
-        end = self.generated_until_now() + seconds
-        while (remaining := end - self.generated_until_now()) > _RESOLUTION:
-            if self._paused_by:
-                await self._resumed.wait()
-            else:
-                await self._clock.sleep(remaining)
+    def after(self, seconds: float) -> asyncio.Future[None]:
+        """A future that is done after `seconds` of generation time."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if seconds <= _RESOLUTION:
+            future.set_result(None)
+            return future
+        heapq.heappush(self._waiting, (self.generated_until_now() + seconds, next(self._order), future))
+        no_timer = self._timer is None or self._timer.done()  # it may have ended with another event loop
+        if (no_timer or self._waiting[0][2] is future) and not self._paused_by:
+            self._stop_timer()
+            self._start_timer()
+        return future
+
+    def close(self) -> None:
+        """Wake nobody any more."""
+        self._stop_timer()
+        self._waiting.clear()
+
+    def _start_timer(self) -> None:
+        if self._waiting:
+            # in a context of its own: it belongs to no caller
+            tick = asyncio.get_running_loop().create_task(self._tick(), name="null-engine-timer", context=Context())
+            self._timer = tick
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _tick(self) -> None:
+        """Wake everybody at the right time, until nobody waits."""
+        try:
+            while self._waiting:
+                end, _, future = self._waiting[0]
+                remaining = end - self.generated_until_now()
+                if remaining > _RESOLUTION and not future.done():
+                    await self._clock.sleep(remaining)
+                    continue
+                heapq.heappop(self._waiting)
+                if not future.done():  # its request was cancelled
+                    future.set_result(None)
+        except Exception as error:  # noqa: BLE001 - what the clock raises belongs to those who wait for it
+            waiting, self._waiting = self._waiting, []
+            for _, _, future in waiting:
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            if self._timer is asyncio.current_task():  # and not stopped, or replaced
+                self._timer = None
 
     def commit(self, version: int, recompute: bool) -> None:
         """Serve `version` from now on; `recompute` if unfinished answers begin again from their prefix."""
@@ -78,6 +124,8 @@ class Timeline:
 
     def recomputes_between(self, began: float, ended: float) -> int:
         """How often an answer that took from `began` to `ended` was begun again from its prefix."""
+        if not self._recompute_times:
+            return 0
         return sum(began + _RESOLUTION < t < ended - _RESOLUTION for t in self._recompute_times)
 
     def set_busy(self, busy: bool) -> None:
@@ -121,7 +169,8 @@ class Slots:
     def release(self) -> None:
         """Give a place back."""
         self.running -= 1
-        self._admit()
+        if self._queue:
+            self._admit()
         if not self.running and self._empty is not None and not self._empty.done():
             self._empty.set_result(None)
 

@@ -1,12 +1,20 @@
 """One head on the simulated clock: batches, staleness, members that are missing, filters, budgets, alarms."""
 
+import gc
+import json
 import math
 
+import numpy as np
 import pytest
 
 from rl_contracts.errors import DataError, InferenceError, RewardError, RLError, StalledError
+from rl_contracts.trajectory import Trajectory
 from rl_workflows.assembly import assemble
+from rl_workflows.executor import FinishedGroup, stamped
 from rl_workflows.filters import dynamic_sampling
+from rl_workflows.saving import groups_to_state
+from rl_workflows.staleness import Ticket
+from rl_workflows.workflow_context import EpisodeContext
 
 
 async def _batch(head):
@@ -364,3 +372,80 @@ def test_state_lost_process_resumes_with_nothing_lost_or_repeated(clock, make_he
 
     used, state = clock.run(first())
     assert sorted(used + clock.run(second(state))) == list(range(20))
+
+
+def test_workflow_that_edits_its_row_changes_neither_the_groups_nor_the_saved_one(clock, make_head):
+    seen = []
+
+    def judge(data, token):
+        seen.append(len(data["messages"]))
+        data["messages"].append({"role": "assistant", "content": "mine"})
+        return float(token)
+
+    async def main():
+        head = make_head(rows=iter([{"prompt_id": i, "messages": [{"role": "user"}]} for i in range(20)]), judge=judge)
+        await _batch(head)
+        await head.end_step(0)
+        await clock.sleep(1.0)
+        state = await head.state_dict()
+        await head.close()
+        return [*state["in_flight"], *(group["row"] for group in state["groups"])]
+
+    rows = clock.run(main())
+
+    assert set(seen) == {1}
+    assert rows
+    assert all(len(row["messages"]) == 1 for row in rows)
+
+
+def _row(**values):
+    arrays = {"input_ids": np.arange(2), "loss_mask": np.ones(2, bool)}
+    return Trajectory(**arrays, logprobs=np.zeros(2, np.float32), versions=np.zeros(2, np.int32), **values)
+
+
+def test_state_holds_json_where_a_workflow_gave_numpy_values():
+    row = _row(reward=np.float32(0.5), truncated=np.bool_(True), temperature=np.float64(0.7))
+
+    groups = groups_to_state([FinishedGroup(Ticket(0, 0), {"prompt_id": 1}, [row])])["groups"]
+
+    assert json.loads(json.dumps(groups)) == groups
+    assert (groups[0]["rows"][0]["reward"], groups[0]["rows"][0]["truncated"]) == (0.5, True)
+
+
+@pytest.mark.parametrize("reward", ["good", None])
+def test_reward_that_is_no_number_is_refused_where_its_episode_ends(clock, reward):
+    with pytest.raises((TypeError, ValueError), match="float"):
+        stamped([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
+
+
+def test_failed_rejected_and_cancelled_episodes_leave_nothing_to_the_garbage_collector(clock, make_head, null_engine):
+    null_engine.faults.generate = lambda request: (
+        InferenceError("planted") if request.request_id.split("-")[2] == "1" else None
+    )
+    asked = []
+
+    def refuse_some(rows):
+        asked.append(None)
+        if len(asked) % 3 == 0:
+            raise ValueError("planted")
+        return True
+
+    head = make_head(group_size=4, min_group=3, failure_budget=1.0, should_accept=refuse_some)
+
+    async def main():
+        for _ in range(2):
+            await _batch(head)
+            await head.end_step(0)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(12):
+                await _batch(head)
+                await head.end_step(0)
+            found = gc.collect()
+        finally:
+            gc.enable()
+        await head.close()
+        return found
+
+    assert clock.run(main()) < 12 * 4, "some objects per batch, not per group"

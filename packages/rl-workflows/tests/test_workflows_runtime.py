@@ -1,5 +1,8 @@
 """The runtime on the real clock, in one process."""
 
+import asyncio
+import contextlib
+import threading
 import time
 from itertools import count
 
@@ -188,6 +191,50 @@ def test_evaluate_where_every_episode_fails_is_an_error_and_no_accuracy(engine):
         with pytest.raises(RLError, match="groups failed \\(inference"):
             rollout.evaluate([{"prompt_id": 0}], GenerationConfig())
     finally:
+        rollout.destroy()
+
+
+def test_evaluate_where_most_episodes_are_rejected_is_an_error_and_no_accuracy_of_the_rest(engine):
+    class Picky(Echo):
+        async def arun_episode(self, engine, data):
+            return None if data["prompt_id"] % 4 else await super().arun_episode(engine, data)
+
+    rollout = DistRollout(engine, Picky(), _rows(), batch_size=1, config=RolloutConfig(group_size=1))
+    try:
+        with pytest.raises(RLError, match="returned None for row"):
+            rollout.evaluate([{"prompt_id": i} for i in range(8)], GenerationConfig(max_new_tokens=4))
+    finally:
+        rollout.destroy()
+
+
+def test_evaluate_early_failures_count_although_later_episodes_succeed(engine):
+    first = iter([InferenceError("planted")] * 3)
+    engine.faults.generate = lambda request: next(first, None)
+    config = RolloutConfig(group_size=1, failure_budget=0.1, failure_min_groups=10, eval_concurrent=1)
+    rollout = DistRollout(engine, Echo(), _rows(), batch_size=1, config=config)
+    try:
+        with pytest.raises(RLError, match="3 of 20 groups failed"):
+            rollout.evaluate([{"prompt_id": i} for i in range(20)], GenerationConfig(max_new_tokens=2))
+    finally:
+        rollout.destroy()
+
+
+def test_evaluate_episode_that_ignores_its_cancellation_does_not_hold_back_the_alarm(engine, monkeypatch):
+    released = threading.Event()
+
+    class Deaf(Echo):
+        async def arun_episode(self, engine, data):
+            while not released.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.05)
+
+    monkeypatch.setattr("rl_workflows.evaluation.CLOSE_SECONDS", 0.3)
+    rollout = DistRollout(engine, Deaf(), _rows(), batch_size=1, config=RolloutConfig(group_size=1, stall_timeout=0.5))
+    try:
+        with pytest.raises(StalledError):
+            rollout.evaluate([{"prompt_id": 0}], GenerationConfig())
+    finally:
+        released.set()
         rollout.destroy()
 
 

@@ -29,7 +29,8 @@ def assemble(groups: Sequence[FinishedGroup], version: int) -> TensorDict:
     from rl_contracts.trajectory import stack
 
     batch = stack([row for group in groups for row in group.rows])
-    starts = torch.tensor([group.ticket.start for group in groups for _ in group.rows], dtype=torch.int32)
+    starts = torch.tensor([group.ticket.start for group in groups], dtype=torch.int32)
+    starts = starts.repeat_interleave(torch.tensor([len(group.rows) for group in groups], dtype=torch.int64))
     versions = batch["versions"]
     stamped = versions >= 0
     wrong = (stamped & ((versions < starts[:, None]) | (versions > version))).any(-1) if len(starts) else starts.bool()

@@ -59,8 +59,17 @@ class FailureBudget:
         self.episode_failed(error)
         self._finished += 1
         self._failed[boundary_of(error)] += 1
+        if self._finished >= self._min_groups:
+            self.check()
+
+    def check(self) -> None:
+        """Compare the share of failed groups with the budget, however few have finished.
+
+        Raises:
+            RLError: it is exceeded; the message holds the first trace.
+        """
         total = self._failed.total()
-        if self._finished < self._min_groups or total <= self._share * self._finished:
+        if total <= self._share * self._finished:
             return
         by_boundary = ", ".join(f"{name} {count}" for name, count in self._failed.most_common())
         raise RLError(

@@ -33,6 +33,11 @@ class Progress:
         """Something moved."""
         self.last = self._clock.now()
 
+    def answered(self, tokens: int, now: float) -> None:
+        """An answer of so many tokens came at `now`."""
+        self.tokens += tokens
+        self.last = now
+
 
 def sampling_seed(seed: int, prompt_id: int, epoch: int, sample: int, call: int = 0) -> int:
     """Seed of one generation, 0 to 2**63 - 1: a stable hash of what is asked, never of when.
@@ -87,20 +92,20 @@ class EpisodeEngine(InferenceEngine):
         seed = request.seed
         if seed is None:
             seed = sampling_seed(self._seed, context.prompt_id, context.epoch, context.sample, call)
+        group = f"{self._label}-{context.group_id}"
         before = context.stage
         context.enter("generation")
         response = await self._engine.agenerate(
             ModelRequest(
                 input_ids=request.input_ids,
                 generation=self._sampling(request.generation),
-                request_id=request.request_id or f"{self._label}-{context.group_id}-{context.sample}-{call}",
+                request_id=request.request_id or f"{group}-{context.sample}-{call}",
                 seed=seed,
-                group=request.group or f"{self._label}-{context.group_id}",
+                group=request.group or group,
             )
         )
         context.enter(before)
-        self._progress.tokens += len(response.output_ids)
-        self._progress.touch()
+        self._progress.answered(len(response.output_ids), context.since)
         return response
 
     def _sampling(self, own: GenerationConfig) -> GenerationConfig:

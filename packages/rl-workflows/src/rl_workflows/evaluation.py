@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.errors import InferenceError
+from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.logging import get_logger
 from rl_workflows.budget import FailureBudget
 from rl_workflows.episode import Progress
 from rl_workflows.executor import run_episode
 from rl_workflows.runner import AsyncTaskRunner
+from rl_workflows.waiting import within
 from rl_workflows.watchdog import Watchdog
 from rl_workflows.workflow_context import EpisodeContext
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from rl_workflows.config import RolloutConfig
 
 log = get_logger("workflows")
+
+CLOSE_SECONDS = 10.0
+"""Time that episodes have to end once they are cancelled."""
 
 
 class Evaluator:
@@ -93,7 +97,8 @@ class Evaluator:
             await self._done
         finally:
             watchdog.stop()
-            await self._runner.close()
+            await self._end_episodes()
+        self._budget.check()
         if self._failed:
             log.warning("evaluation: %d of %d episodes have no reward and are left out", self._failed, len(answers))
         result = [trajectory for answer in answers for trajectory in answer]
@@ -109,17 +114,21 @@ class Evaluator:
         self._progress.touch()
         if rows is None:
             self._failed += 1
+            self._budget.failed(error or _rejection(context))
         else:
+            self._budget.accepted()
             out.extend(rows)
             for trajectory in rows:
                 trajectory.temperature = self._generation.temperature or 1.0
-        if error is not None:
-            self._budget.failed(error)
-        else:
-            self._budget.accepted()
         self._left -= 1
         if not self._left and self._done is not None and not self._done.done():
             self._done.set_result(None)
+
+    async def _end_episodes(self) -> None:
+        try:
+            await within(self._clock, CLOSE_SECONDS, self._runner.close())
+        except TimeoutError:
+            log.error("evaluation: %d episodes ignore their cancellation and are left behind", self._runner.running)
 
     def _fail(self, error: BaseException) -> None:
         if self._done is not None and not self._done.done():
@@ -135,6 +144,13 @@ class Evaluator:
 def _context(row: dict[str, Any], index: int, sample: int, cache: dict[str, Any], clock: Clock) -> EpisodeContext:
     """Evaluation rows need no `prompt_id`: their index stands in. Epoch -1 keeps their seeds apart from training."""
     return EpisodeContext(int(row.get("prompt_id", index)), index, sample, -1, cache, clock)
+
+
+def _rejection(context: EpisodeContext) -> RLError:
+    return RLError(
+        f"the workflow returned None for row {context.group_id} (prompt {context.prompt_id}): a held-out row needs a "
+        "reward, or the accuracy would speak of the others alone."
+    )
 
 
 def _require_one_version(answers: list[Trajectory], version: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,23 @@ class FinishedGroup:
 class _Group:
     """A group that runs."""
 
-    __slots__ = ("cache", "contexts", "error", "jobs", "left", "members", "rejected", "row", "ticket")
+    __slots__ = (
+        "cache",
+        "contexts",
+        "epoch",
+        "error",
+        "jobs",
+        "left",
+        "members",
+        "prompt_id",
+        "rejected",
+        "row",
+        "ticket",
+    )
 
     def __init__(self, ticket: Ticket, row: dict[str, Any], size: int) -> None:
         self.ticket, self.row, self.left = ticket, row, size
+        self.prompt_id, self.epoch = prompt_id_of(row), epoch_of(row)
         self.jobs: list[Job] = []
         self.contexts: dict[int, EpisodeContext] = {}
         self.members: list[tuple[int, list[Trajectory]]] = []
@@ -86,6 +100,7 @@ class WorkflowExecutor:
         self._workflow, self._engine, self._config = workflow, engine, config
         self._runner, self._progress, self._clock = runner, progress, clock
         self._on_group, self._should_accept = on_group, should_accept
+        self._needed = config.needed
         self._groups: dict[int, _Group] = {}
         self.budget = FailureBudget(config.failure_budget, config.failure_min_groups, config.max_rejected_in_row)
         self.failed_episodes: Counter[str] = Counter()
@@ -108,19 +123,24 @@ class WorkflowExecutor:
         return None
 
     async def _episode(self, group: _Group, sample: int) -> None:
-        context = episode_context(group.row, group.ticket.group_id, sample, group.cache, self._clock)
+        group_id = group.ticket.group_id
+        context = EpisodeContext(group.prompt_id, group_id, sample, group.epoch, group.cache, self._clock)
         group.contexts[sample] = context
-        try:
-            rows, error = await run_episode(
-                self._workflow, self._engine, group.row, context, self._progress, self._config.seed
-            )
+        set_current_episode(context)
+        handle = EpisodeEngine(self._engine, context, self._progress, self._config.seed)
+        rows, error = None, None
+        try:  # as `run_episode`, but without a second coroutine, of which there would be one per outstanding episode
+            rows = stamped(await self._workflow.arun_episode(handle, own_copy(group.row)), context)
         except asyncio.CancelledError as killed:
-            if self._runner.closed or group.ticket.group_id not in self._groups:
+            if self._runner.closed or group_id not in self._groups:
                 raise
             raise _killed(context) from killed  # nobody would report this episode: its group would never end
+        except Exception as caught:  # noqa: BLE001 - the boundary of user code, see `run_episode`
+            error = caught
         group.contexts.pop(sample, None)
-        if group.ticket.group_id in self._groups:
+        if group_id in self._groups:
             self._member_ended(group, sample, rows, error)
+        del group, error  # the error's traceback holds this frame, which would hold the error
 
     def _member_ended(
         self, group: _Group, sample: int, rows: list[Trajectory] | None, error: BaseException | None
@@ -135,7 +155,7 @@ class WorkflowExecutor:
         else:
             group.members.append((sample, rows))
         possible = len(group.members) + group.left
-        if group.left and possible >= self._config.needed:
+        if group.left and possible >= self._needed:
             return
         self._finish(group)
 
@@ -147,6 +167,7 @@ class WorkflowExecutor:
             for job in group.jobs:
                 if job.task is not current:
                     self._runner.cancel(job)
+        group.jobs = []  # a cancelled task holds its frame, which holds the group
         result = self._judge(group)
         self._progress.touch()
         self._on_group(result)
@@ -161,15 +182,19 @@ class WorkflowExecutor:
     def _judge(self, group: _Group) -> FinishedGroup:
         group.members.sort(key=_sample_of)
         result = FinishedGroup(group.ticket, group.row, [row for _, rows in group.members for row in rows])
-        if len(group.members) < self._config.needed:
+        if len(group.members) < self._needed:
             result.error = group.error
             result.rejected = "workflow" if group.error is None else None
-        elif self._should_accept is not None:
-            try:
-                result.rejected = None if self._should_accept(result.rows) else "filter"
-            except Exception as error:  # noqa: BLE001 - user code: the group fails with it and the budget counts it
-                result.error = error
+        else:
+            result.rejected, result.error = self._filter(result.rows)
         return result
+
+    def _filter(self, rows: list[Trajectory]) -> tuple[str | None, Exception | None]:
+        """Why a complete group is rejected, or the error of the filter."""
+        try:
+            return (None if self._should_accept is None or self._should_accept(rows) else "filter"), None
+        except Exception as error:  # noqa: BLE001 - user code: the group fails with it and the budget counts it
+            return None, error
 
 
 def _killed(context: EpisodeContext) -> RLError:
@@ -196,11 +221,16 @@ def prompt_id_of(row: dict[str, Any]) -> int:
     raise DataError(f"data row: expected an integer `prompt_id`, found {value!r}; its keys are {sorted(row)}.")
 
 
+def epoch_of(row: dict[str, Any]) -> int:
+    """The row's `epoch`, 0 where it has none."""
+    return int(row.get("epoch", 0))
+
+
 def episode_context(
     row: dict[str, Any], group_id: int, sample: int, cache: dict[str, Any], clock: Clock
 ) -> EpisodeContext:
     """The context of one sample of a row."""
-    return EpisodeContext(prompt_id_of(row), group_id, sample, int(row.get("epoch", 0)), cache, clock)
+    return EpisodeContext(prompt_id_of(row), group_id, sample, epoch_of(row), cache, clock)
 
 
 async def run_episode(
@@ -221,17 +251,31 @@ async def run_episode(
     set_current_episode(context)
     handle = EpisodeEngine(engine, context, progress, seed, label, generation)
     try:
-        rows = await workflow.arun_episode(handle, dict(row))  # its own copy: members must not see each other's edits
-    except RLError as error:
-        return None, error
+        return stamped(await workflow.arun_episode(handle, own_copy(row)), context), None
     except Exception as error:  # noqa: BLE001 - the boundary of user code: recorded, counted, held against the budget
         return None, error
+
+
+def own_copy(row: dict[str, Any]) -> dict[str, Any]:
+    """A copy for one episode, lists and dictionaries in it copied as well: members must not see each other's edits, and
+    a prompt that is saved while it runs must be as it came. Arrays, tensors and images are shared."""
+    return {key: deepcopy(value) if isinstance(value, (list, dict)) else value for key, value in row.items()}
+
+
+def stamped(rows: list[Trajectory] | None, context: EpisodeContext) -> list[Trajectory] | None:
+    """What a workflow returned, each row with the ids of its episode.
+
+    Raises:
+        DataError: it is an empty list.
+        TypeError, ValueError: a reward is no number.
+    """
     if rows is None:
-        return None, None
+        return None
     if not rows:
-        return None, DataError("arun_episode returned no trajectory; return None to reject an episode.")
+        raise DataError("arun_episode returned no trajectory; return None to reject an episode.")
     for trajectory in rows:
+        trajectory.reward = float(trajectory.reward)
         trajectory.prompt_id = context.prompt_id
         trajectory.group_id = context.group_id
         trajectory.episode_id = context.sample
-    return rows, None
+    return rows

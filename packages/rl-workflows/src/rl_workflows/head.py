@@ -212,7 +212,7 @@ class RolloutHead:
                 if row is None:
                     self._notify()
                     return
-                prompt_id_of(row)
+                prompt_id_of(row)  # refused before it has a place
                 self.executor.submit(self.manager.admit(), row)
         except Exception as error:  # noqa: BLE001 - the data iterator is foreign code; next_batch raises what it raised
             self.fail(error)

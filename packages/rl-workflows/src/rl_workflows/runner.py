@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
 from typing import Any
 
 Start = Callable[..., Coroutine[Any, Any, None]]
@@ -44,7 +45,7 @@ class AsyncTaskRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        self._on_end = self._ended  # one bound method for all tasks
+        self._on_end, self._context = self._ended, copy_context()  # one of each for all tasks
 
     @property
     def running(self) -> int:
@@ -81,14 +82,15 @@ class AsyncTaskRunner:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks)  # not gather, which a caller with a deadline could not leave
 
     def _launch(self, job: Job, coroutine: Coroutine[Any, Any, None]) -> None:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         job.task = self._loop.create_task(coroutine)
         self._tasks.add(job.task)
-        job.task.add_done_callback(self._on_end)
+        job.task.add_done_callback(self._on_end, context=self._context)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

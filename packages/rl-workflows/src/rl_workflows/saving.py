@@ -15,8 +15,16 @@ if TYPE_CHECKING:
 TOKEN_ARRAYS = {"input_ids": "int64", "loss_mask": "bool", "logprobs": "float32", "versions": "int32"}
 """Per-token arrays of a trajectory and their dtypes."""
 
-ROW_VALUES = ("reward", "temperature", "truncated", "prompt_id", "group_id", "episode_id", "info")
-"""JSON values of a trajectory."""
+ROW_VALUES = {
+    "reward": float,
+    "temperature": float,
+    "truncated": bool,
+    "prompt_id": int,
+    "group_id": int,
+    "episode_id": int,
+    "info": dict,
+}
+"""JSON values of a trajectory and their types: a workflow may have given numpy's."""
 
 
 def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
@@ -68,7 +76,7 @@ def _joined(rows: Sequence[Trajectory], name: str, dtype: str) -> Any:
 
 
 def _row_values(row: Trajectory) -> dict[str, Any]:
-    values = {name: getattr(row, name) for name in ROW_VALUES}
+    values = {name: kind(getattr(row, name)) for name, kind in ROW_VALUES.items()}
     return {**values, "length": len(row), "has_token_rewards": row.token_rewards is not None}
 
 

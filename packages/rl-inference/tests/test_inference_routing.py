@@ -69,6 +69,18 @@ def test_choose_failed_server_is_avoided_then_tried_again(router: Router) -> Non
     assert router.choose() is bad
 
 
+def test_choose_busy_server_is_left_alone_for_a_moment(router: Router) -> None:
+    full, other = router.servers[0], router.servers[1]
+    other.open = router.servers[2].open = 40
+    assert router.choose() is full
+
+    router.busy(full)
+
+    assert router.choose() is other, "whoever has no room must not be asked again at once"
+    router._clock.time += 1.0  # type: ignore[attr-defined]
+    assert router.choose() is full
+
+
 def test_choose_all_failed_takes_the_one_whose_cooldown_ends_first(router: Router) -> None:
     for server in (
         router.servers[1],

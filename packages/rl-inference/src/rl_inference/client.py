@@ -111,8 +111,8 @@ class EmbeddedEngine(InferenceEngine):
                 self._note(server, error)
             else:
                 self._router.succeeded(server)
-                if answer.done:
-                    return server
+            if answer.done:  # even if the server was lost right after the last token
+                return server
             if len(answer.output_ids) > have:
                 progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
                 continue
@@ -140,6 +140,8 @@ class EmbeddedEngine(InferenceEngine):
         elif isinstance(error, ServerLostError):
             self._router.failed(server, str(error))
             self._monitor.hurry()
+        else:
+            self._router.busy(server)
 
     def _give_up(self, answer: PartialAnswer, waited: float) -> str:
         return (

@@ -159,8 +159,7 @@ class Router:
             if not self.live:
                 self._dark_since = self._clock.now()
                 self._news.clear()
-            for task in list(server.tasks):
-                task.cancel()
+            self.interrupt(server)
 
     def readmit(self, server: Server, version: int) -> None:
         """Use an evicted server again, with a clean slate."""
@@ -216,6 +215,15 @@ class Router:
         server.last_error = reason
         first, most = _COOLDOWN
         server.avoid_until = self._clock.now() + min(first * 2 ** (server.failures - 1), most)
+
+    def busy(self, server: Server) -> None:
+        """Note that it takes no more requests: for a moment others are preferred, so that nobody asks it in a loop."""
+        server.avoid_until = max(server.avoid_until, self._clock.now() + _COOLDOWN[0])
+
+    def interrupt(self, server: Server) -> None:
+        """Cancel what a server is asked; those who wait for it get a `ServerLostError`."""
+        for task in list(server.tasks):
+            task.cancel()
 
     def succeeded(self, server: Server) -> None:
         """Note a success."""

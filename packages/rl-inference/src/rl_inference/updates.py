@@ -34,6 +34,10 @@ _FAREWELL = 5.0
 """Seconds within which servers pass on that the trainer broke off."""
 
 
+_PATIENCE = 10.0
+"""Seconds for which an update waits for a server that is coming back."""
+
+
 class _AllLostError(WeightUpdateError):
     """No server is left, but some may come back."""
 
@@ -63,6 +67,7 @@ class WeightUpdates:
         self._staged: CommittedWeights | None = None
         self._committed: CommittedWeights | None = None
         self._joining: list[Server] = []
+        self._rejoining: Server | None = None
 
     @property
     def under_way(self) -> bool:
@@ -70,7 +75,13 @@ class WeightUpdates:
         return self._lock.locked() or self._staged is not None
 
     async def stage(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        """Load a version beside the served one everywhere. See `InferenceEngine.stage_weights`."""
+        """Load a version beside the served one everywhere. See `InferenceEngine.stage_weights`.
+
+        A rejoin that is under way gets a moment and is then broken off: a server that hangs must not hold up the
+        others, but frequent updates must not keep a healthy one out for ever.
+        """
+        if self._rejoining is not None:
+            await self._end_rejoin(self._rejoining)
         while await self._router.wait_live(self._config.rejoin_timeout):
             with contextlib.suppress(_AllLostError):
                 async with self._lock:
@@ -98,7 +109,8 @@ class WeightUpdates:
                 raise
             else:
                 self._settle(version)
-                return max(await self._resume_all(), default=0.0)
+                with contextlib.suppress(_AllLostError):
+                    return max(await self._resume_all(), default=0.0)
         # Every server was lost on the way. The trainer has decided for this version, so it is what the first one that
         # comes back must serve.
         if not await self._router.wait_live(self._config.rejoin_timeout):
@@ -118,19 +130,35 @@ class WeightUpdates:
         async with self._lock:
             if server.live or self._staged is not None:
                 return
-            server.instance = ""
-            version = self._router.version
-            known = self._known()
-            health = await self._ask(server, self._transport.call(server, self._protocol.health()))
-            if int(health["version"]) != version:
-                await self._bring_up(server, known, int(health["version"]))
-            if known is not None:
-                await self._check_receipt(server, known)
-            elif version != self._config.version:
-                raise InferenceError(f"{server.address}: no record says yet what version {version} must hold.")
-            call = self._protocol.pause("keep") if self._held else self._protocol.resume()
-            await self._ask(server, self._transport.call(server, call))
-            self._router.readmit(server, version)
+            self._rejoining = server
+            try:
+                await self._take_back(server)
+            finally:
+                self._rejoining = None
+
+    async def _end_rejoin(self, server: Server) -> None:
+        try:
+            async with asyncio.timeout(_PATIENCE), self._lock:
+                return
+        except TimeoutError:
+            logger.warning("server %s takes too long to come back: an update goes first", server.address)
+            self._router.interrupt(server)
+
+    async def _take_back(self, server: Server) -> None:
+        """Bring it to what is committed, compare, and let it take part."""
+        server.instance = ""
+        version = self._router.version
+        known = self._known()
+        health = await self._ask(server, self._transport.call(server, self._protocol.health()))
+        if int(health["version"]) != version:
+            await self._bring_up(server, known, int(health["version"]))
+        if known is not None:
+            await self._check_receipt(server, known)
+        elif version != self._config.version:
+            raise InferenceError(f"{server.address}: no record says yet what version {version} must hold.")
+        call = self._protocol.pause("keep") if self._held else self._protocol.resume()
+        await self._ask(server, self._transport.call(server, call))
+        self._router.readmit(server, version)
 
     async def pause(self) -> None:
         """Pause everywhere until `resume`; updates in between do not resume either."""

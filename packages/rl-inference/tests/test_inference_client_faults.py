@@ -1,0 +1,192 @@
+"""What the client does when a server fails at the worst moment; the servers are small scripts that do exactly that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest, ParamSpec, WeightUpdateMeta
+from rl_contracts.weights import staged_location
+from rl_inference import EmbeddedEngine, InferenceConfig
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@contextlib.asynccontextmanager
+async def serving(routes: dict[str, Handler]) -> AsyncIterator[str]:
+    """A server with these handlers by path; its address."""
+    app = web.Application()
+    for path, handler in routes.items():
+        app.router.add_route("*", path, handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def client(*addresses: str, **config: float) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(InferenceConfig(**{"progress_timeout": 5.0, **config}))
+    engine.initialize(list(addresses))
+    try:
+        yield engine
+    finally:
+        await engine.destroy()
+
+
+def event(ids: list[int], finish: str | None) -> bytes:
+    meta = {
+        "finish_reason": None if finish is None else {"type": finish},
+        "weight_versions": [{"start": 0, "end": len(ids), "version": 0}],
+        "output_token_logprobs": [[-1.0, token] for token in ids],
+    }
+    return b"data: " + json.dumps({"output_ids": ids, "meta_info": meta}).encode() + b"\n\n"
+
+
+async def healthy(request: web.Request) -> web.Response:
+    return web.json_response({"version": 0, "status": "ok"})
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+async def test_agenerate_server_lost_right_after_the_last_token_ends_the_answer_there(finish: str) -> None:
+    asked = []
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        asked.append((await request.json())["input_ids"])
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(event([7, 8], None))
+        await response.write(event([9], finish))
+        await asyncio.sleep(0.05)  # it arrives, and then the connection breaks instead of ending
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with serving({"/generate": generate, "/health": healthy}) as address, client(address) as engine:
+        async with asyncio.timeout(20):
+            answer = await engine.agenerate(ModelRequest([1, 2], GenerationConfig(max_new_tokens=3)))
+
+    assert answer.output_ids == [7, 8, 9]
+    assert answer.stop_reason == finish
+    assert asked == [[1, 2]], "a complete answer must not be continued"
+
+
+async def test_agenerate_busy_server_is_not_asked_in_a_loop_while_another_has_room() -> None:
+    refused, answered = [], []
+
+    async def full(request: web.Request) -> web.Response:
+        refused.append(None)
+        return web.json_response({"error": {"message": "full"}}, status=503)
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        answered.append(None)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await asyncio.sleep(0.3)  # so that it has more open requests than the one that refuses all
+        await response.write(event([5], "length"))
+        await response.write_eof()
+        return response
+
+    async with (
+        serving({"/generate": full, "/health": healthy}) as first,
+        serving({"/generate": generate, "/health": healthy}) as second,
+        client(first, second) as engine,
+    ):
+        requests = [ModelRequest([1], GenerationConfig(max_new_tokens=1), seed=i) for i in range(16)]
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(*(engine.agenerate(request) for request in requests))
+
+    assert len(answers) == len(answered) == 16
+    assert len(refused) <= 2 * 16, "each request may learn once or twice that the server is full"
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr("rl_inference.updates._PATIENCE", 0.5 if hangs else 10.0)
+    returning = asyncio.Event()
+
+    async def stage(request: web.Request) -> web.Response:
+        version = (await request.json())["meta"]["version"]
+        return web.json_response({"holder": "good", "version": version, "checksums": {"weight": "1"}})
+
+    async def stage_slowly(request: web.Request) -> web.Response:
+        returning.set()
+        await asyncio.sleep(60 if hangs else 0.3)
+        return await stage(request)
+
+    async def receipt(request: web.Request) -> web.Response:
+        return web.json_response({"holder": "good", "version": 1, "checksums": {"weight": "1"}})
+
+    def meta(version: int) -> WeightUpdateMeta:
+        params = (ParamSpec("weight", (2,), "float32"),)
+        return WeightUpdateMeta("disk", version, staged_location(tmp_path, "disk", version), params)
+
+    good = {"/stage_weights": stage, "/health": healthy, "/weight_receipt": receipt}
+    for path in ("/pause_generation", "/commit_weights", "/continue_generation"):
+        good[path] = control
+    async with (
+        serving(good) as first,
+        serving(good | {"/stage_weights": stage_slowly}) as second,
+        client(first, second, update_timeout=30.0, rejoin_timeout=60.0) as engine,
+    ):
+        engine._router.evict(engine._router.servers[1], "was planted to be lost")
+        async with asyncio.timeout(20):
+            await engine.stage_weights(meta(1))
+            await engine.commit_weights(1)  # from now on the lost one has to be brought to version 1
+            await returning.wait()
+
+        async with asyncio.timeout(5):
+            receipts = await engine.stage_weights(meta(2))
+
+    assert [receipt.version for receipt in receipts] == ([2] if hangs else [2, 2])
+
+
+async def control(request: web.Request) -> web.Response:
+    return web.json_response({"paused": True, "generated_tokens": 0, "paused_seconds": 0.0, "version": 1})
+
+
+async def test_commit_only_server_lost_at_its_resume_waits_for_it_to_come_back(tmp_path: Path) -> None:
+    version, lost = 0, 0
+
+    async def receipt(request: web.Request) -> web.Response:
+        return web.json_response({"holder": "good", "version": 1, "checksums": {"weight": "1"}})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"version": version, "status": "ok"})
+
+    async def commit(request: web.Request) -> web.Response:
+        nonlocal version
+        version = 1
+        return await control(request)
+
+    async def resume(request: web.Request) -> web.Response:
+        nonlocal lost
+        if lost < 2:  # a broken connection is tried once more
+            lost += 1
+            assert request.transport is not None
+            request.transport.abort()
+        return await control(request)
+
+    routes: dict[str, Handler] = {"/stage_weights": receipt, "/weight_receipt": receipt, "/health": health}
+    routes |= {"/pause_generation": control, "/commit_weights": commit, "/continue_generation": resume}
+    params = (ParamSpec("weight", (2,), "float32"),)
+    meta = WeightUpdateMeta("disk", 1, staged_location(tmp_path, "disk", 1), params)
+    async with serving(routes) as address, client(address, rejoin_timeout=60.0) as engine:
+        async with asyncio.timeout(30):
+            await engine.stage_weights(meta)
+            await engine.commit_weights(1)
+
+        assert (lost, engine.version, len(engine._router.live)) == (2, 1, 1)

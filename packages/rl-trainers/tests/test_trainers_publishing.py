@@ -1,11 +1,13 @@
 """Publishing and the gap gate against the null engine, with planted faults."""
 
+import contextlib
+
 import pytest
 
 from rl_contracts.aio import LoopThread
-from rl_contracts.config import OptimizerConfig
-from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import WeightUpdateError
+from rl_contracts.config import GenerationConfig, OptimizerConfig
+from rl_contracts.data import FinetuneSpec, ModelRequest
+from rl_contracts.errors import StalledError, WeightUpdateError
 from rl_contracts.sharding import share
 from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
@@ -60,6 +62,20 @@ def test_publish_server_that_fails_to_commit_raises(parts):
     server.faults.commit = lambda version: WeightUpdateError(f"no server committed version {version}")
     with pytest.raises(WeightUpdateError, match="no server committed version 1"):
         publisher.publish(1)
+
+
+@pytest.mark.parametrize(("drain", "committed"), [(60.0, 1), (0.1, 0)])
+def test_publish_wait_gives_running_answers_a_time_of_their_own(parts, drain, committed):
+    _, server, loop, publisher = parts
+    server.config.seconds_per_token = 0.1
+    publisher.config = PublishConfig(interrupt="wait", timeout=2.0, drain_timeout=drain)
+    answer = loop.submit(server.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=45, ignore_eos=True))))
+
+    with contextlib.nullcontext() if committed else pytest.raises(StalledError, match="commit_weights"):
+        publisher.publish(1)
+
+    assert server.version == committed
+    assert answer.done() == bool(committed)
 
 
 class _Scores:

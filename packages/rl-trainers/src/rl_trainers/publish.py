@@ -55,6 +55,9 @@ class PublishConfig:
     `wait` (finish first)."""
     timeout: float = 300.0
     """Seconds for staging, and again for the commit, on all servers."""
+    drain_timeout: float = 3600.0
+    """With `interrupt=wait`: seconds on top of `timeout` in which unfinished answers must have ended. A server that
+    makes no tokens is lost much earlier."""
 
     def __post_init__(self) -> None:
         require_choice("publish.route", self.route, ROUTES)
@@ -66,6 +69,7 @@ class PublishConfig:
         )
         require_choice("publish.interrupt", self.interrupt, ("keep", "recompute", "wait"))
         require(self.timeout > 0, "publish.timeout", "more than 0 seconds", self.timeout)
+        require(self.drain_timeout > 0, "publish.drain_timeout", "more than 0 seconds", self.drain_timeout)
 
 
 class WeightPublisher:
@@ -125,7 +129,8 @@ class WeightPublisher:
         for receipt in staging.receipts(meta):
             verify_receipt(mine, receipt, meta.route)
         staged = time.perf_counter() - begin
-        paused = self.run(self.inference.commit_weights(meta.version, self.config.interrupt), self.config.timeout)
+        limit = self.config.timeout + (self.config.drain_timeout if self.config.interrupt == "wait" else 0.0)
+        paused = self.run(self.inference.commit_weights(meta.version, self.config.interrupt), limit)
         write_committed(self.directory, meta, mine)  # before the next version is written over the last but one
         return {"time/stage": staged, "time/paused": paused}
 

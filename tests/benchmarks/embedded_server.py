@@ -64,7 +64,7 @@ def best_layout(model: Path, scratch: Path, threads: int) -> tuple[int, int]:
 
     async def trial(side: EmbeddedSide) -> float:
         try:
-            return min([await side.run(make_requests([16] * 64, seed=0)) for _ in range(3)])
+            return min([await side.run(make_requests([64] * 64, seed=0)) for _ in range(3)])
         finally:
             await side.engine.destroy()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -39,8 +39,8 @@ def as_tensor(data: bytes) -> torch.Tensor:
 
 def formula(data: bytes, first: int = 0) -> int:
     """The checksum's definition, word by word."""
-    words = [int.from_bytes(data[i : i + 8].ljust(8, b"\0"), "little", signed=True) for i in range(0, len(data), 8)]
-    return sum((w + CONSTANT) * (2 * i + 1) for i, w in enumerate(words, start=first)) % 2**64
+    words = [int.from_bytes(data[i : i + 8].ljust(8, b"\0"), "little") for i in range(0, len(data), 8)]
+    return sum(((w ^ (w >> 31)) + CONSTANT) * (2 * i + 1) for i, w in enumerate(words, start=first)) % 2**64
 
 
 # ---- checksum
@@ -76,6 +76,31 @@ def test_checksum_changes_when_two_elements_change_places(values: list[float], d
     assume(tensor.numpy().tobytes() != swapped.numpy().tobytes())
 
     assert checksum(swapped) != checksum(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_checksum_changes_when_a_value_and_its_negative_change_places(dtype: torch.dtype) -> None:
+    for value in (0.0, 1.0, 0.37):
+        for i in range(16):
+            for distance in (1, 2, 3, 4, 8, 64, 4096):
+                tensor = torch.zeros(i + distance + 1, dtype=dtype)
+                tensor[i], tensor[i + distance] = value, -value
+                swapped = tensor.clone()
+                swapped[[i, i + distance]] = tensor[[i + distance, i]]
+
+                assert checksum(swapped) != checksum(tensor), (value, i, distance)
+
+
+def test_checksum_changes_when_a_row_and_its_negative_change_places() -> None:
+    rows = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        for i, j in combinations(range(6), 2):
+            weight = rows.to(dtype)
+            weight[j] = -weight[i]
+            swapped = weight.clone()
+            swapped[[i, j]] = weight[[j, i]]
+
+            assert checksum(swapped) != checksum(weight)
 
 
 def test_checksum_tells_rows_from_columns_and_zeros_from_nothing() -> None:
@@ -332,12 +357,12 @@ def test_staged_locations_of_neighbouring_versions_differ(version: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(words=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=80), first=st.integers(0, 2**40))
-def test_checksum_compiled_loop_and_numpy_agree(words: list[int], first: int) -> None:
+def test_checksum_compiled_loop_numpy_and_devices_agree(words: list[int], first: int) -> None:
     tensor = torch.tensor(words, dtype=torch.int64)
     target = torch.empty_like(tensor)
-    expected = sum((word + 0x1E3779B97F4A7C15) * (2 * (first + i) + 1) for i, word in enumerate(words)) % 2**64
+    expected = formula(tensor.numpy().tobytes(), first)
 
-    found = {checksum(tensor, 8 * first)}
+    found = {checksum(tensor, 8 * first), checksum_module._device_sum(tensor, first)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksum_module, "_kernel", lambda: None)
         found.add(checksum(tensor, 8 * first))

@@ -8,14 +8,15 @@ import numpy as np
 from numba import njit
 
 _CONSTANT = np.uint64(0x1E3779B97F4A7C15)
-_ONE, _TWO = np.uint64(1), np.uint64(2)
+_ONE, _TWO, _SHIFT = np.uint64(1), np.uint64(2), np.uint64(31)
 
 
 def _sum_words(words: Any, first: Any) -> Any:
-    """sum_i (w_i + C) * (2 i + 1) modulo 2^64 of uint64 words, the first of which has index `first` (uint64)."""
+    """The checksum (see the module of that name) of uint64 words, the first of which has index `first` (uint64)."""
     total = np.uint64(0)
     for i in range(words.shape[0]):
-        total += (words[i] + _CONSTANT) * (_TWO * (first + np.uint64(i)) + _ONE)
+        word = words[i]
+        total += ((word ^ (word >> _SHIFT)) + _CONSTANT) * (_TWO * (first + np.uint64(i)) + _ONE)
     return total
 
 
@@ -25,7 +26,7 @@ def _copy_words(target: Any, source: Any, first: Any) -> Any:
     for i in range(source.shape[0]):
         word = source[i]
         target[i] = word
-        total += (word + _CONSTANT) * (_TWO * (first + np.uint64(i)) + _ONE)
+        total += ((word ^ (word >> _SHIFT)) + _CONSTANT) * (_TWO * (first + np.uint64(i)) + _ONE)
     return total
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import gc
 import os
 import signal
 import sys
@@ -151,10 +152,18 @@ def _load(config: ServerConfig, holder: str, on_crash: Callable[[BaseException],
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             events.call_soon_threadsafe(result.set_exception, error)
         else:
+            _spare_collector()
             events.call_soon_threadsafe(result.set_result, loop)
 
     threading.Thread(target=work, name="load", daemon=True).start()
     return result
+
+
+def _spare_collector() -> None:
+    """Leave what exists now out of every later garbage collection. Imports and model are a million objects: a full
+    collection over them stops all answers for a quarter of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def _bind_error(config: ServerConfig, error: OSError) -> str:

@@ -24,6 +24,18 @@ COMMAND = (sys.executable, "-m", "rl_inference.server")
 MAIN = "import sys; from rl_inference.server.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
+LOADED = """
+import asyncio, gc, sys
+from rl_inference.server.__main__ import _load, parse
+
+async def main():
+    await _load(parse(sys.argv[1:]), "a test", print)
+    print(gc.get_freeze_count(), len(gc.get_objects()))
+
+asyncio.run(main())
+"""
+
+
 def start_refused(model: Path, tmp_path: Path, port: int = 0) -> tuple[int, str]:
     """Exit code and last log line of a server that should not start."""
     server = ServerProcess(model, tmp_path / "server.log", port=port, command=COMMAND).start()
@@ -64,6 +76,15 @@ def test_load_weights_that_lack_a_parameter_names_it(tmp_path: Path) -> None:
 def test_load_context_longer_than_the_model_knows_is_refused(model_path: Path) -> None:
     with pytest.raises(ModelError, match="context_length 1000"):
         SlotModel.load(ServerConfig(str(model_path), 0, device="cpu", context_length=1000))
+
+
+def test_load_leaves_imports_and_model_out_of_later_garbage_collections(model_path: Path) -> None:
+    command = [sys.executable, "-c", LOADED, "--model", str(model_path), "--port", "0", "--device", "cpu"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    left_out, visited = map(int, output.split())
+
+    assert left_out > 100_000, "torch and transformers alone are more"
+    assert visited < left_out / 10
 
 
 def test_load_layers_that_the_server_does_not_know_are_refused(tmp_path: Path) -> None:

@@ -38,6 +38,16 @@ def test_engine_config_adapter_is_read_and_its_unknown_keys_refused():
         _grpo("actor.engine.lora.rang=4").engine_config()
 
 
+@pytest.mark.parametrize("app", [gsm8k_grpo.APP, gsm8k_sft.APP], ids=["grpo", "sft"])
+def test_engine_setting_that_nobody_knows_is_refused_before_anything_starts(capsys, tmp_path, app):
+    code, _, err = _run(capsys, "actor.engine.ofload=true", f"run_dir={tmp_path / 'run'}", app=app)
+
+    assert code == 2
+    assert "actor.engine: expected keys out of" in err
+    assert "found 'ofload'" in err
+    assert not (tmp_path / "run").exists()
+
+
 def test_compose_dotted_override_reaches_its_component():
     config = _grpo("actor.optimizer.lr=1e-4", "total_steps=20", "rollout.generation.max_new_tokens=7")
     assert (config.actor.optimizer.lr, config.total_steps, config.rollout.generation.max_new_tokens) == (1e-4, 20, 7)

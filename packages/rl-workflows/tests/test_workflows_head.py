@@ -10,7 +10,7 @@ import pytest
 from rl_contracts.errors import DataError, InferenceError, RewardError, RLError, StalledError
 from rl_contracts.trajectory import Trajectory
 from rl_workflows.assembly import assemble
-from rl_workflows.executor import FinishedGroup, stamped
+from rl_workflows.executor import FinishedGroup, own_copy, stamped
 from rl_workflows.filters import dynamic_sampling
 from rl_workflows.saving import groups_to_state
 from rl_workflows.staleness import Ticket
@@ -396,6 +396,18 @@ def test_workflow_that_edits_its_row_changes_neither_the_groups_nor_the_saved_on
     assert set(seen) == {1}
     assert rows
     assert all(len(row["messages"]) == 1 for row in rows)
+
+
+def test_own_copy_copies_lists_and_dictionaries_at_any_depth_and_shares_the_rest():
+    image = np.zeros((2, 2))
+    row = {"prompt_id": 3, "messages": [{"role": "user", "content": [{"type": "image", "image": image}]}]}
+
+    copied = own_copy(row)
+    copied["messages"][0]["content"][0]["type"] = "text"
+    copied["messages"][0]["content"].append({})
+
+    assert copied["messages"][0]["content"][0]["image"] is image
+    assert row["messages"][0]["content"] == [{"type": "image", "image": image}]
 
 
 def _row(**values):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -259,7 +258,13 @@ async def run_episode(
 def own_copy(row: dict[str, Any]) -> dict[str, Any]:
     """A copy for one episode, lists and dictionaries in it copied as well: members must not see each other's edits, and
     a prompt that is saved while it runs must be as it came. Arrays, tensors and images are shared."""
-    return {key: deepcopy(value) if isinstance(value, (list, dict)) else value for key, value in row.items()}
+    return {key: _copied(value) for key, value in row.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(entry) for key, entry in value.items()}
+    return [_copied(entry) for entry in value] if isinstance(value, list) else value
 
 
 def stamped(rows: list[Trajectory] | None, context: EpisodeContext) -> list[Trajectory] | None:

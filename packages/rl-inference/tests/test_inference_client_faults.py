@@ -15,6 +15,8 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ParamSpec, WeightUpdateMeta
 from rl_contracts.weights import staged_location
 from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference.answer import PartialAnswer
+from rl_inference.protocol import GenerationChunk
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -59,8 +61,18 @@ async def healthy(request: web.Request) -> web.Response:
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-async def test_agenerate_server_lost_right_after_the_last_token_ends_the_answer_there(finish: str) -> None:
-    asked = []
+async def test_agenerate_server_lost_right_after_the_last_token_ends_the_answer_there(
+    monkeypatch: pytest.MonkeyPatch, finish: str
+) -> None:
+    asked, complete = [], asyncio.Event()
+
+    def add(answer: PartialAnswer, chunk: GenerationChunk) -> None:
+        original(answer, chunk)
+        if answer.done:
+            complete.set()
+
+    original = PartialAnswer.add
+    monkeypatch.setattr(PartialAnswer, "add", add)
 
     async def generate(request: web.Request) -> web.StreamResponse:
         asked.append((await request.json())["input_ids"])
@@ -68,7 +80,7 @@ async def test_agenerate_server_lost_right_after_the_last_token_ends_the_answer_
         await response.prepare(request)
         await response.write(event([7, 8], None))
         await response.write(event([9], finish))
-        await asyncio.sleep(0.05)  # it arrives, and then the connection breaks instead of ending
+        await complete.wait()  # it has arrived, and then the connection breaks instead of ending
         assert request.transport is not None
         request.transport.abort()
         return response

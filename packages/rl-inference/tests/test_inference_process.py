@@ -182,14 +182,16 @@ async def test_decode_thread_stuck_health_answers_503_and_the_client_moves_on(mo
             await engine.destroy()
 
 
-@pytest.mark.parametrize("path", ["/generate", "/stats"])
-async def test_request_before_the_model_is_loaded_answers_503(model_path: Path, tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize(("method", "path"), [("POST", "/generate"), ("GET", "/stats")])
+async def test_request_before_the_model_is_loaded_answers_503(
+    model_path: Path, tmp_path: Path, method: str, path: str
+) -> None:
     server = ServerProcess(model_path, tmp_path / "server.log").start()
     try:
         async with aiohttp.ClientSession() as http, asyncio.timeout(60):
             while True:
                 try:
-                    async with http.post(server.address + "/generate", json={}) as response:
+                    async with http.request(method, server.address + path, json={}) as response:
                         assert response.status == 503
                         assert response.headers["Retry-After"]
                         return

@@ -106,7 +106,8 @@ def test_workflow_reward_that_cannot_be_called_is_refused(tokenizer):
 async def test_group_renders_its_prompt_once(tokenizer, answering, monkeypatch):
     from rl_contracts.clock import SystemClock
     from rl_workflows.episode import Progress
-    from rl_workflows.executor import episode_context, run_episode
+    from rl_workflows.executor import run_episode
+    from rl_workflows.workflow_context import EpisodeContext
 
     workflow, cache, clock = _workflow(tokenizer, lambda *given, **data: 1.0), {}, SystemClock()
     calls = []
@@ -114,7 +115,7 @@ async def test_group_renders_its_prompt_once(tokenizer, answering, monkeypatch):
     monkeypatch.setattr(workflow._renderer, "render", lambda messages: calls.append(1) or render(messages))
 
     for sample in range(3):
-        context = episode_context(ROW, 0, sample, cache, clock)
+        context = EpisodeContext(ROW["prompt_id"], 0, sample, 0, cache, clock)
         rows, error = await run_episode(workflow, answering, ROW, context, Progress(clock), seed=0)
         assert error is None
         assert rows[0].episode_id == sample

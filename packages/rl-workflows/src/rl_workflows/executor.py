@@ -62,7 +62,7 @@ class _Group:
 
     def __init__(self, ticket: Ticket, row: dict[str, Any], size: int) -> None:
         self.ticket, self.row, self.left = ticket, row, size
-        self.prompt_id, self.epoch = prompt_id_of(row), epoch_of(row)
+        self.prompt_id, self.epoch = prompt_id_of(row), int(row.get("epoch", 0))
         self.jobs: list[Job] = []
         self.contexts: dict[int, EpisodeContext] = {}
         self.members: list[tuple[int, list[Trajectory]]] = []
@@ -218,18 +218,6 @@ def prompt_id_of(row: dict[str, Any]) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise DataError(f"data row: expected an integer `prompt_id`, found {value!r}; its keys are {sorted(row)}.")
-
-
-def epoch_of(row: dict[str, Any]) -> int:
-    """The row's `epoch`, 0 where it has none."""
-    return int(row.get("epoch", 0))
-
-
-def episode_context(
-    row: dict[str, Any], group_id: int, sample: int, cache: dict[str, Any], clock: Clock
-) -> EpisodeContext:
-    """The context of one sample of a row."""
-    return EpisodeContext(prompt_id_of(row), group_id, sample, epoch_of(row), cache, clock)
 
 
 async def run_episode(

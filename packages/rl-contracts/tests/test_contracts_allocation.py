@@ -6,18 +6,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_contracts import registry
 from rl_contracts.allocation import (
     Allocation,
     Component,
     ComponentKind,
     ParallelStrategy,
-    parse_allocation,
 )
 from rl_contracts.errors import ConfigError
+from rl_contracts.inference import InferenceEngine
+
+SERVES, TRAINS = ComponentKind.INFERENCE, ComponentKind.TRAIN
+KINDS = {"embedded": SERVES, "sglang": SERVES, "vllm": SERVES, "fsdp": TRAINS, "megatron": TRAINS}
+
+
+def parse(text: str) -> Allocation:
+    """As where all of these backends are installed."""
+    return Allocation.parse(text, KINDS)
+
+
+class Engine:
+    """A train engine, as far as the grammar looks."""
+
+
+class Server(Engine):
+    """An inference engine: it says how its servers are started."""
+
+    server_spec = InferenceEngine.server_spec
 
 
 def test_parse_separate_groups_adds_their_devices() -> None:
-    allocation = Allocation.parse("sglang:d4t2+fsdp:d8")
+    allocation = parse("sglang:d4t2+fsdp:d8")
 
     assert allocation.world_size == 16
     assert allocation.inference == (
@@ -29,14 +48,14 @@ def test_parse_separate_groups_adds_their_devices() -> None:
 
 
 def test_parse_shared_group_counts_its_devices_once() -> None:
-    allocation = Allocation.parse("vllm:d2t2|fsdp:d4")
+    allocation = parse("vllm:d2t2|fsdp:d4")
 
     assert allocation.world_size == 4
     assert allocation.colocated("rollout", "actor")
 
 
 def test_parse_bar_binds_tighter_than_plus() -> None:
-    allocation = Allocation.parse("sglang[r]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
+    allocation = parse("sglang[r]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
 
     assert [[c.name for c in group] for group in allocation.groups] == [["r"], ["actor", "critic"]]
     assert allocation.world_size == 6
@@ -45,7 +64,7 @@ def test_parse_bar_binds_tighter_than_plus() -> None:
 
 
 def test_parse_all_dimensions_any_order_expert_never_multiplies() -> None:
-    strategy = Allocation.parse("megatron:e4c2p3t2d2").component("actor").strategy
+    strategy = parse("megatron:e4c2p3t2d2").component("actor").strategy
 
     assert strategy == ParallelStrategy(data=2, tensor=2, pipeline=3, context=2, expert=4)
     assert strategy.world_size == 24
@@ -53,7 +72,7 @@ def test_parse_all_dimensions_any_order_expert_never_multiplies() -> None:
 
 
 def test_parse_hybrid_folds_experts_into_the_ranks_of_attention() -> None:
-    strategy = Allocation.parse("megatron:(attn:d1p12t4|ffn:d1p12e4)").component("megatron").strategy
+    strategy = parse("megatron:(attn:d1p12t4|ffn:d1p12e4)").component("megatron").strategy
 
     assert strategy == ParallelStrategy(tensor=4, pipeline=12, expert=4, expert_tensor=1)
     assert strategy.world_size == 48
@@ -61,21 +80,46 @@ def test_parse_hybrid_folds_experts_into_the_ranks_of_attention() -> None:
 
 
 def test_parse_hybrid_shares_devices_with_servers() -> None:
-    allocation = Allocation.parse("sglang:d2t2|megatron:(attn:d2t2|ffn:e2t2)")
+    allocation = parse("sglang:d2t2|megatron:(attn:d2t2|ffn:e2t2)")
 
     assert allocation.world_size == 4
     assert str(allocation) == "sglang:d2t2|megatron:(attn:d2t2|ffn:t2e2)"
 
 
-def test_parse_given_inference_backends_decide_the_kind() -> None:
-    allocation = parse_allocation("mine:d2+fsdp:d1", inference_backends={"mine"})
+def test_parse_knows_no_backend_by_name() -> None:
+    allocation = Allocation.parse("theirserver:d1+theirengine:d1", {"theirserver": SERVES, "theirengine": TRAINS})
 
-    assert allocation.component("mine").kind is ComponentKind.INFERENCE
-    assert allocation.component("mine").name == "rollout"
+    assert [(c.backend, c.name, c.kind) for c in allocation.components] == [
+        ("theirserver", "rollout", SERVES),
+        ("theirengine", "actor", TRAINS),
+    ]
+
+
+def test_parse_installed_backends_are_known_by_their_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"rl.inference_engines": {"theirs": "m:S"}, "rl.train_engines": {"embedded": "m:E"}}
+    monkeypatch.setattr(registry, "available", lambda group: installed[group])
+
+    assert [c.kind for c in Allocation.parse("theirs:d1+embedded:d1").components] == [SERVES, TRAINS]
+    with pytest.raises(ConfigError) as caught:
+        Allocation.parse("theirs:d1+embeded:d1")
+    lines = str(caught.value).splitlines()
+    assert "nothing is called 'embeded'; did you mean 'embedded'? Installed: embedded, theirs." in lines[0]
+    assert "Install rl-inference or rl-engines-fsdp" in lines[0]
+    assert lines[2] == " " * 12 + "^"
+
+
+def test_parse_dotted_path_is_a_backend_whose_class_says_what_it_does() -> None:
+    text = f"{__name__}:Server:d2+{__name__}:Engine[policy]:d1t2"
+    allocation = Allocation.parse(text)
+
+    assert [(c.name, c.kind) for c in allocation.components] == [("rollout", SERVES), ("policy", TRAINS)]
+    assert (allocation.world_size, str(allocation)) == (4, text.replace("d1t2", "t2"))
+    with pytest.raises(ConfigError, match=r"'no_such_module:Engine' .* cannot be imported.*\n.*\n  \^$"):
+        Allocation.parse("no_such_module:Engine:d1")
 
 
 def test_component_unknown_or_ambiguous_lists_what_there_is() -> None:
-    allocation = Allocation.parse("fsdp[actor]:d2|fsdp[critic]:d2")
+    allocation = parse("fsdp[actor]:d2|fsdp[critic]:d2")
 
     with pytest.raises(ConfigError, match=r"several components run on 'fsdp'.*actor \(fsdp\), critic \(fsdp\)"):
         allocation.component("fsdp")
@@ -121,7 +165,7 @@ def test_component_unknown_or_ambiguous_lists_what_there_is() -> None:
 )
 def test_parse_wrong_text_points_at_the_character(text: str, at: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_allocation(text)
+        parse(text)
 
     lines = str(caught.value).splitlines()
     assert message in lines[0]
@@ -170,10 +214,10 @@ def _texts(draw: st.DrawFn) -> str:
 
 @given(_texts())
 def test_parse_of_str_gives_the_same_allocation(text: str) -> None:
-    allocation = parse_allocation(text)
+    allocation = parse(text)
 
-    assert parse_allocation(str(allocation)) == allocation
-    assert str(parse_allocation(str(allocation))) == str(allocation)
+    assert parse(str(allocation)) == allocation
+    assert str(parse(str(allocation))) == str(allocation)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +230,13 @@ def test_parse_of_str_gives_the_same_allocation(text: str) -> None:
     ],
 )
 def test_str_of_canonical_text_is_that_text(text: str) -> None:
-    assert str(Allocation.parse(text)) == text
+    assert str(parse(text)) == text
 
 
 @given(st.text(alphabet="fsdpvlm:[]()|+dtpce0129 ", max_size=30))
 def test_parse_any_text_gives_an_allocation_or_a_config_error(text: str) -> None:
     try:
-        allocation = parse_allocation(text)
+        allocation = parse(text)
     except ConfigError:
         return
-    assert parse_allocation(str(allocation)) == allocation
+    assert parse(str(allocation)) == allocation

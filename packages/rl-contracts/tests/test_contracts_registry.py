@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ fixture_good = fixture_rewards:good_reward_fn
 fixture_nested = fixture_rewards:Rewards.nested
 fixture_gone = fixture_rewards:gone
 fixture_no_module = fixture_missing_module:x
+
+[rl.train_engines]
+fixture_engine = fixture_rewards:Engine
+fixture_bare = fixture_rewards:Rewards
+fixture_odd = fixture_rewards:Odd
 """
 
 
@@ -24,7 +30,10 @@ fixture_no_module = fixture_missing_module:x
 def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A third party's package that fills `rl.rewards`, as an installer would lay it out."""
     (tmp_path / "fixture_rewards.py").write_text(
+        "from dataclasses import dataclass\n"
         "def good_reward_fn(): return 1.0\nclass Rewards:\n    nested = staticmethod(good_reward_fn)\n"
+        "class Engine: pass\n@dataclass\nclass EngineConfig:\n    depth: int = 3\n"
+        "class Odd: pass\nOddConfig = {'depth': 3}\n"
     )
     info = tmp_path / "fixture_rewards-1.0.dist-info"
     info.mkdir()
@@ -71,3 +80,21 @@ def test_load_what_cannot_be_imported_says_why(name: str) -> None:
 
     assert isinstance(caught.value, RLError)
     assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("name", ["fixture_engine", "fixture_rewards:Engine"])
+def test_settings_are_the_dataclass_beside_the_class(name: str) -> None:
+    assert registry.settings("rl.train_engines", name)().depth == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fixture_bare", "'fixture_bare' stands for 'fixture_rewards:RewardsConfig', which cannot be imported"),
+        ("fixture_odd", "brings its settings as 'fixture_rewards:OddConfig': expected a dataclass, found {'depth': 3}"),
+        ("fixture_engin", "did you mean 'fixture_engine'"),
+    ],
+)
+def test_settings_that_are_not_there_are_named_as_expected(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        registry.settings("rl.train_engines", name)

@@ -3,24 +3,24 @@
     allocation := group ("+" group)*               separate devices
     group      := component ("|" component)*       the same devices, shared in turn
     component  := backend ["[" name "]"] ":" (dims | hybrid)
+    backend    := installed name | module ":" class
     dims       := one or more of d<n> t<n> p<n> c<n> e<n>, each at most once; what is missing is 1
     hybrid     := "(attn:" dims "|ffn:" dims ")"   mixture-of-experts layers split apart from attention
 
 `sglang[r]:d2+fsdp[actor]:d4|fsdp[critic]:d4` is two devices for the servers `r`, and four that actor and critic
-share.
+share. What a backend does follows from what is installed: names in the entry-point group `rl.inference_engines` serve,
+those in `rl.train_engines` train. Of a dotted path the class is imported; one with `server_spec` serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rl_contracts import registry
+from rl_contracts.allocation_grammar import Written, pointed_at, read
 from rl_contracts.errors import ConfigError
-
-INFERENCE_BACKENDS = frozenset({"embedded", "sglang", "vllm"})
-"""Backends that serve. Those installed under the entry-point group `rl.inference_engines` count as well."""
 
 
 class ComponentKind(StrEnum):
@@ -29,6 +29,9 @@ class ComponentKind(StrEnum):
     INFERENCE = "inference"
     TRAIN = "train"
 
+
+GROUPS = {ComponentKind.INFERENCE: "rl.inference_engines", ComponentKind.TRAIN: "rl.train_engines"}
+"""The entry-point group in which the backends of a kind are found."""
 
 DEFAULT_NAMES = {ComponentKind.INFERENCE: "rollout", ComponentKind.TRAIN: "actor"}
 """The name of a component that is written without one."""
@@ -107,7 +110,7 @@ class Component:
     """One backend on its devices, for example the trainer of the actor or the rollout servers."""
 
     backend: str
-    """Entry-point name of the engine, for example `fsdp` or `sglang`."""
+    """Entry-point name or dotted path of the engine, for example `fsdp` or `my_package:MyEngine`."""
 
     name: str
     """Role, unique in the allocation; `actor` or `rollout` where none is written."""
@@ -133,7 +136,8 @@ class Allocation:
     """Device groups, each a tuple of the components that share its devices.
 
     Example:
-        >>> allocation = Allocation.parse("sglang:d4t2+fsdp:d8")
+        >>> kinds = {"sglang": ComponentKind.INFERENCE, "fsdp": ComponentKind.TRAIN}
+        >>> allocation = Allocation.parse("sglang:d4t2+fsdp:d8", kinds)
         >>> allocation.world_size
         16
         >>> allocation.component("rollout").strategy.tensor
@@ -157,9 +161,27 @@ class Allocation:
             raise ConfigError(f"allocation {self}: {conflict[1]}")
 
     @classmethod
-    def parse(cls, text: str, inference_backends: Collection[str] | None = None) -> Allocation:
-        """The allocation that `text` describes; see `parse_allocation`."""
-        return parse_allocation(text, inference_backends)
+    def parse(cls, text: str, kinds: Mapping[str, ComponentKind] | None = None) -> Allocation:
+        """Read an allocation such as `"sglang:d4t2+fsdp:d8"`. Blanks between its parts are allowed.
+
+        Args:
+            text: the allocation; the grammar heads this module.
+            kinds: what each backend does, by name. Default: what is installed.
+
+        Raises:
+            ConfigError: the text does not follow the grammar, a backend is not installed, or the whole describes what
+                cannot run; shows the text with a mark under the character where it went wrong, and what was expected
+                there.
+        """
+        if kinds is None:
+            kinds = {name: kind for kind, group in GROUPS.items() for name in registry.available(group)}
+        written = read(text)
+        groups = tuple(tuple(_component(part, text, kinds) for part in group) for group in written)
+        conflict = find_conflict(groups)
+        if conflict is not None:
+            position, message = conflict
+            raise pointed_at(text, message, [part.at for group in written for part in group][position])
+        return cls(groups)
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -213,23 +235,23 @@ class Allocation:
         return "+".join("|".join(str(component) for component in group) for group in self.groups)
 
 
-def parse_allocation(text: str, inference_backends: Collection[str] | None = None) -> Allocation:
-    """Read an allocation such as `"sglang:d4t2+fsdp:d8"`. Blanks between its parts are allowed.
+def _component(written: Written, text: str, kinds: Mapping[str, ComponentKind]) -> Component:
+    at = written.at
+    try:
+        kind = kinds.get(written.backend) or _kind_of_path(written.backend)
+        at = written.sizes_at
+        strategy = ParallelStrategy(**written.sizes)
+    except ConfigError as error:
+        raise pointed_at(text, str(error), at) from error
+    return Component(written.backend, written.name or DEFAULT_NAMES[kind], strategy, kind)
 
-    Args:
-        text: the allocation; the grammar heads this module.
-        inference_backends: backends that serve, all others train. Default: `INFERENCE_BACKENDS` and whatever
-            is installed under `rl.inference_engines`.
 
-    Raises:
-        ConfigError: the text does not follow the grammar or describes what cannot run; shows the text with a
-            mark under the character where it went wrong, and what was expected there.
-    """
-    if inference_backends is None:
-        inference_backends = INFERENCE_BACKENDS | registry.available("rl.inference_engines").keys()
-    from rl_contracts.allocation_grammar import AllocationParser
-
-    return AllocationParser(text, inference_backends).parse()
+def _kind_of_path(backend: str) -> ComponentKind:
+    """What a backend does that is no installed name."""
+    if ":" not in backend:
+        raise ConfigError(registry.unknown(backend, *GROUPS.values()))
+    engine = registry.load(" or ".join(GROUPS.values()), backend)
+    return ComponentKind.INFERENCE if hasattr(engine, "server_spec") else ComponentKind.TRAIN
 
 
 def _dims(**sizes: int) -> str:

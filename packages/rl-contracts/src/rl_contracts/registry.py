@@ -1,16 +1,21 @@
-"""How parts find each other: by entry point or dotted path, never by a table in our code."""
+"""How parts find each other: by entry point or dotted path, never by a table in our code.
+
+A part that has settings brings them: the dataclass of a class `Engine` is called `EngineConfig` and stands beside it,
+in the module that the entry point names.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from rl_contracts.errors import ConfigError
 
 KNOWN_PACKAGES: dict[str, str] = {
-    "rl.train_engines": "rl-engines-fsdp or rl-engines-megatron",
+    "rl.train_engines": "rl-engines-fsdp",
     "rl.inference_engines": "rl-inference",
     "rl.workflows": "rl-workflows",
     "rl.rewards": "rl-rewards",
@@ -36,9 +41,46 @@ def load(group: str, name: str) -> Any:
     Raises:
         ConfigError: nothing of that name is installed, or it cannot be imported.
     """
+    return _imported(group, name, _target(group, name))
+
+
+def settings(group: str, name: str) -> type:
+    """The dataclass with the settings of the class that `name` stands for: for `module:Engine` it is
+    `module:EngineConfig`. Imports that module, which is to leave heavy libraries to the class itself.
+
+    Raises:
+        ConfigError: nothing of that name is installed, or it brings no such dataclass.
+    """
+    target = f"{_target(group, name)}Config"
+    found = _imported(group, name, target)
+    if not (isinstance(found, type) and is_dataclass(found)):
+        raise ConfigError(
+            f"{group}: {name!r} brings its settings as {target!r}: expected a dataclass, found {found!r}."
+        )
+    return found
+
+
+def unknown(name: str, *groups: str) -> str:
+    """A sentence about a name that is in none of the groups: the nearest one, what is installed, what to install."""
+    installed = sorted(known for group in groups for known in available(group))
+    close = get_close_matches(name, installed, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    packages = " or ".join(KNOWN_PACKAGES.get(group, "a package that registers it") for group in groups)
+    return (
+        f"{', '.join(groups)}: nothing is called {name!r}{hint} Installed: {', '.join(installed) or 'nothing'}. "
+        f"Install {packages}, or give a dotted path such as 'my_package.module:name'."
+    )
+
+
+def _target(group: str, name: str) -> str:
+    """`module:attribute` of a name."""
     target = name if ":" in name else available(group).get(name)
     if target is None:
-        raise ConfigError(_unknown(group, name))
+        raise ConfigError(unknown(name, group))
+    return target
+
+
+def _imported(group: str, name: str, target: str) -> Any:
     module_name, _, attribute = target.partition(":")
     try:
         value: Any = importlib.import_module(module_name)
@@ -47,15 +89,3 @@ def load(group: str, name: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{group}: {name!r} stands for {target!r}, which cannot be imported: {error}") from error
     return value
-
-
-def _unknown(group: str, name: str) -> str:
-    installed = sorted(available(group))
-    close = get_close_matches(name, installed, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    listing = ", ".join(installed) if installed else "nothing"
-    package = KNOWN_PACKAGES.get(group, "a package that registers it")
-    return (
-        f"{group}: nothing is called {name!r}{hint} Installed: {listing}. "
-        f"Install {package}, or give a dotted path such as 'my_package.module:name'."
-    )

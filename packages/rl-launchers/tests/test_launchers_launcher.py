@@ -12,8 +12,8 @@ import pytest
 
 from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
 from rl_contracts.errors import ConfigError, LaunchError
-from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
-from rl_launchers import Launcher, LauncherConfig, LocalScheduler
+from rl_contracts.scheduler import JobSpec, Resources, SchedulerConfig, Worker, WorkerStatus
+from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig
 
 CLIENT = """
 import sys, time, urllib.request
@@ -91,7 +91,8 @@ def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_i
     killed: list[float] = []
 
     def kill_once(workers: list[Worker]) -> None:
-        if len(workers) == 2 and not killed:
+        asked = len(workers) == 2 and workers[0].log.read_text().count("GET /health") > 9  # by the trainer
+        if asked and not killed:
             killed.append(time.monotonic())
             os.kill(workers[0].pid or 0, signal.SIGKILL)
 
@@ -169,10 +170,12 @@ def test_key_differs_from_launcher_to_launcher(scheduler: LocalScheduler) -> Non
     assert Launcher(scheduler).key != Launcher(scheduler).key
 
 
-def test_config_makes_the_scheduler_of_its_kind(tmp_path: Path) -> None:
-    config = LauncherConfig(kind="local", options={"log_lines": 5})
-    assert isinstance(config.scheduler(tmp_path), LocalScheduler)
-    assert isinstance(LauncherConfig(kind="rl_launchers.local:LocalScheduler").scheduler(tmp_path), LocalScheduler)
+def test_config_makes_the_scheduler_of_its_kind_with_its_own_settings(tmp_path: Path) -> None:
+    config = LauncherConfig(kind="local", options=LocalSchedulerConfig(host="127.0.0.2"))
+    with config.scheduler(tmp_path) as scheduler:  # type: ignore[attr-defined]
+        (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
+    assert worker.host == "127.0.0.2"
+    assert LauncherConfig(kind="rl_launchers.local:LocalScheduler").options == LocalSchedulerConfig()
 
 
 def test_config_unknown_kind_error_lists_what_is_installed() -> None:
@@ -180,9 +183,15 @@ def test_config_unknown_kind_error_lists_what_is_installed() -> None:
         LauncherConfig(kind="locale")
 
 
-def test_config_unknown_option_error_lists_the_schedulers_own() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)pin_cores.*found pin_core"):
-        LauncherConfig(options={"pin_core": True})
+def test_config_settings_of_another_scheduler_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected LocalSchedulerConfig, which launcher.kind=local brings"):
+        LauncherConfig(options=SchedulerConfig())
+
+
+def test_resources_are_the_devices_that_would_be_handed_out_and_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert LocalSchedulerConfig().resources() == Resources(gpus=2, cores=os.cpu_count() or 1)
+    assert LocalSchedulerConfig(gpus=[]).resources().gpus == 0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from rl_contracts.conformance.scheduler import (
 )
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec
-from rl_launchers import LocalScheduler
+from rl_launchers import LocalScheduler, LocalSchedulerConfig
 
 FAMILY = """
 import os, pathlib, subprocess, sys, time
@@ -107,7 +107,7 @@ def test_free_port_is_given_to_nobody_else_while_the_role_exists(scheduler: Loca
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can pin processes")
 def test_pin_cores_workers_get_cores_of_their_own(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    with LocalScheduler(tmp_path, pin_cores=True) as scheduler:
+    with LocalScheduler(tmp_path, LocalSchedulerConfig(pin_cores=True)) as scheduler:
         workers = scheduler.create_workers(JobSpec("role", python(SLEEP), count=len(cores)))
         wait_until(lambda: all(len(os.sched_getaffinity(worker.pid or 0)) == 1 for worker in workers))
         pinned = [next(iter(os.sched_getaffinity(worker.pid or 0))) for worker in workers]
@@ -117,7 +117,7 @@ def test_pin_cores_workers_get_cores_of_their_own(tmp_path: Path) -> None:
 
 
 def test_gpus_workers_see_their_own_and_spmd_ranks_see_the_roles(tmp_path: Path) -> None:
-    with LocalScheduler(tmp_path / "logs", gpus=["0", "1", "2", "3"]) as scheduler:
+    with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["0", "1", "2", "3"])) as scheduler:
         servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=1))
         ranks = environments(scheduler, tmp_path, JobSpec("actor", (), count=2, gpus=1, spmd=True))
         (none,) = environments(scheduler, tmp_path, JobSpec("cpu", ()))

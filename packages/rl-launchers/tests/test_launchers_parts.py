@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_contracts.errors import ConfigError, LaunchError
-from rl_launchers.environment import fill_in
+from rl_launchers.health import probe
 from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
-from rl_launchers.ports import PortReservation
-from rl_launchers.readiness import probe
+from rl_launchers.process import fill_in
 from rl_launchers.report import TAIL_BYTES, describe_exit, tail, with_log
-from rl_launchers.resources import visible_gpus
+from rl_launchers.resources import PortReservation, visible_gpus
 
 
 @pytest.mark.parametrize(

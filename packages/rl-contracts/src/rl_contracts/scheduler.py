@@ -89,8 +89,30 @@ class Worker:
         return f"http://{self.host}:{self.port}"
 
 
+@dataclass(frozen=True)
+class Resources:
+    """What a scheduler can hand out."""
+
+    gpus: int
+    """CUDA devices in all."""
+    cores: int
+    """Cores in all."""
+
+
+@dataclass
+class SchedulerConfig:
+    """The settings of a scheduler: each brings a subclass beside its class, called like it with `Config` behind."""
+
+    def resources(self) -> Resources | None:
+        """What there is to run on; None where that is not known before a job starts, so that the user must say it."""
+        return None
+
+
 class Scheduler(ABC):
-    """Starts, watches and stops the workers of a run on some kind of machine or cluster."""
+    """Starts, watches and stops the workers of a run on some kind of machine or cluster.
+
+    Made as `Scheduler(log_dir, config)`: the directory of the workers' logs, and the scheduler's own settings.
+    """
 
     @abstractmethod
     def create_workers(self, spec: JobSpec) -> list[Worker]:

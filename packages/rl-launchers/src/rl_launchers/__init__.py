@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_launchers.launcher import Launcher, LauncherConfig
-    from rl_launchers.local import LocalScheduler
+    from rl_launchers.local import LocalScheduler, LocalSchedulerConfig
 
-__all__ = ["Launcher", "LauncherConfig", "LocalScheduler"]
+__all__ = ["Launcher", "LauncherConfig", "LocalScheduler", "LocalSchedulerConfig"]
 
-_HOMES = {"Launcher": "launcher", "LauncherConfig": "launcher", "LocalScheduler": "local"}
+_HOMES = {
+    "Launcher": "launcher",
+    "LauncherConfig": "launcher",
+    "LocalScheduler": "local",
+    "LocalSchedulerConfig": "local",
+}
 
 
 def __getattr__(name: str) -> Any:

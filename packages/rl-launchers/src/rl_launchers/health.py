@@ -1,19 +1,70 @@
-"""Whether servers that were ready still answer."""
+"""Whether servers answer, and bringing back those that died or hang, within a budget."""
 
 from __future__ import annotations
 
+import http.client
 import time
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
-from rl_launchers import readiness
+from rl_contracts.config import require
+from rl_contracts.logging import get_logger
+from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
+from rl_launchers.report import describe_exit
+
+logger = get_logger("launcher")
 
 PROBE_SECONDS = 5.0
 """Time for one answer, where the limit is not shorter."""
 PROBES_AT_ONCE = 8
 """Threads that ask."""
+
+
+def probe(host: str, port: int, path: str, timeout: float = 1.0) -> str | None:
+    """Ask `http://host:port/path` once, past any proxy.
+
+    Args:
+        host: address of the worker.
+        port: its port.
+        path: of the check.
+        timeout: seconds without an answer after which it counts as none.
+
+    Returns:
+        None if it answered 200, else what happened instead, in words.
+    """
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:
+        connection.request("GET", path)
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        return str(error) or type(error).__name__
+    finally:
+        connection.close()
+    return None if status == http.client.OK else f"it answered {status}"
+
+
+@dataclass
+class RestartConfig:
+    """When servers count as lost, and how often they are started anew."""
+
+    max_restarts: int = 3
+    """Times that a server which died or hangs is started anew, within `restart_window`; one more, and the run ends. 0:
+    its first death ends the run. Trainers are never restarted alone."""
+    restart_window: float = 600.0
+    """Seconds after which a restart no longer counts."""
+    health_timeout: float = 90.0
+    """Seconds without a good answer from a server's readiness path after which it is killed and started anew; 0: only
+    its death counts."""
+    health_interval: float = 2.0
+    """Seconds between two such questions."""
+
+    def __post_init__(self) -> None:
+        require(self.max_restarts >= 0, "launcher.max_restarts", "0 (never) or more", self.max_restarts)
+        require(self.restart_window > 0, "launcher.restart_window", "more than 0 seconds", self.restart_window)
+        require(self.health_timeout >= 0, "launcher.health_timeout", "0 (no checks) or more", self.health_timeout)
+        require(self.health_interval > 0, "launcher.health_interval", "more than 0 seconds", self.health_interval)
 
 
 @dataclass
@@ -26,56 +77,90 @@ class _Patient:
     probe: Future[str | None] | None = None
 
 
-class HealthChecks:
-    """Asks workers in threads for their readiness path, so that one that is silent holds up nobody.
+class ServerCare:
+    """Looks after the servers from the moment at which all of them were ready.
+
+    A server that ended, however it did, or that gives no good answer for too long is started anew at its address, up
+    to `max_restarts` times within `restart_window` seconds. It comes back by itself with the weights that were
+    committed last; its clients check them before they use it. Threads ask, so that one that is silent holds up nobody.
 
     Args:
-        interval: seconds between two questions to one worker.
-        limit: seconds without a good answer after which a worker counts as hung. One that was started anew has its
-            role's `ready_timeout` for its first good answer.
+        scheduler: starts processes.
+        config: the budget and the deadlines.
+        specs: the servers' roles. One that was started anew has its role's `ready_timeout` for its first good answer.
     """
 
-    def __init__(self, interval: float, limit: float) -> None:
-        self._interval, self._limit = interval, limit
+    def __init__(self, scheduler: Scheduler, config: RestartConfig, specs: Sequence[JobSpec]) -> None:
+        self._scheduler, self._config = scheduler, config
+        self._specs = {spec.role: spec for spec in specs}
+        self._restarts: dict[str, deque[float]] = defaultdict(deque)
         self._threads = ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="health")
         self._patients: dict[str, _Patient] = {}
+        self.history: list[str] = []
+        """A sentence per restart, for the error that may come after it."""
 
-    def hung(self, workers: Iterable[tuple[Worker, JobSpec]]) -> list[tuple[Worker, str]]:
-        """Those that have been silent for too long, and in words why they are thought to hang. Returns at once.
+    def look(self, workers: Sequence[Worker]) -> dict[str, str]:
+        """Restart what needs it.
 
-        Args:
-            workers: all that should answer now, with their roles.
+        Returns:
+            names of servers that cannot be helped any more, and in words what happened to each.
+
+        Raises:
+            LaunchError: a process could not be started again.
         """
-        now, found = time.monotonic(), []
-        for worker, spec in workers:
-            if spec.ready_path is None or worker.port is None or worker.exit_code is not None:
-                continue
-            patient = self._patients.get(worker.name)
-            if patient is None or patient.pid != worker.pid:
-                patient = self._patients[worker.name] = _Patient(worker.pid, now)
-            self._read(patient, worker, now)
-            if patient.probe is None and now >= patient.due:
-                patient.due = now + self._interval
-                patient.probe = self._threads.submit(
-                    readiness.probe, worker.host, worker.port, spec.ready_path, min(PROBE_SECONDS, self._limit)
-                )
-            limit = self._limit if patient.was_well or not worker.restarts else spec.ready_timeout
-            if patient.failing_since is not None and now - patient.failing_since > limit:
-                found.append((worker, f"gave no good answer for {limit:g} s (last: {patient.problem})"))
-        return found
+        servers = [(worker, self._specs[worker.role]) for worker in workers if worker.role in self._specs]
+        ill = [(worker, what) for worker, spec in servers if (what := self._trouble(worker, spec))]
+        return {worker.name: what for worker, what in ill if not self._restart(worker, what)}
 
     def close(self) -> None:
-        """Ask no more; questions under way end by themselves."""
+        """Look after nobody any more; questions under way end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, patient: _Patient, worker: Worker, now: float) -> None:
-        if patient.probe is None or not patient.probe.done():
-            return
-        problem = patient.probe.result()
-        patient.probe = None
-        if problem is None:
-            patient.was_well, patient.failing_since = True, None
-            worker.status = WorkerStatus.RUNNING
-        else:
-            patient.problem = problem
-            patient.failing_since = patient.failing_since or now
+    def _trouble(self, worker: Worker, spec: JobSpec) -> str:
+        """What is wrong with a server, in words; empty where nothing is. Returns at once."""
+        if worker.status in (WorkerStatus.DONE, WorkerStatus.FAILED):
+            return describe_exit(worker.exit_code)
+        if not self._config.health_timeout or spec.ready_path is None or worker.port is None:
+            return ""
+        now, limit = time.monotonic(), self._config.health_timeout
+        patient = self._patients.get(worker.name)
+        if patient is None or patient.pid != worker.pid:
+            patient = self._patients[worker.name] = _Patient(worker.pid, now)
+        _read(patient, worker, now)
+        if patient.probe is None and now >= patient.due:
+            patient.due = now + self._config.health_interval
+            patient.probe = self._threads.submit(
+                probe, worker.host, worker.port, spec.ready_path, min(PROBE_SECONDS, limit)
+            )
+        if worker.restarts and not patient.was_well:
+            limit = spec.ready_timeout
+        if patient.failing_since is None or now - patient.failing_since <= limit:
+            return ""
+        return f"gave no good answer for {limit:g} s (last: {patient.problem})"
+
+    def _restart(self, worker: Worker, what: str) -> bool:
+        """Start it anew, unless the budget is spent."""
+        limit, now = self._config.max_restarts, time.monotonic()
+        done = self._restarts[worker.name]
+        while done and now - done[0] > self._config.restart_window:
+            done.popleft()
+        if len(done) >= limit:
+            return False
+        done.append(now)
+        count = f"restart {len(done)} of {limit} within {self._config.restart_window:g} s"
+        logger.warning("%s %s; it is started anew (%s). Log: %s", worker.name, what, count, worker.log)
+        self.history.append(f"{time.strftime('%H:%M:%S')} {worker.name} {what}; it was started anew ({count}).")
+        self._scheduler.restart_worker(worker, f"it {what}; {count}")
+        return True
+
+
+def _read(patient: _Patient, worker: Worker, now: float) -> None:
+    """Take down what the last question has brought."""
+    if patient.probe is None or not patient.probe.done():
+        return
+    problem, patient.probe = patient.probe.result(), None
+    if problem is None:
+        patient.was_well, patient.failing_since = True, None
+        worker.status = WorkerStatus.RUNNING
+    else:
+        patient.problem, patient.failing_since = problem, patient.failing_since or now

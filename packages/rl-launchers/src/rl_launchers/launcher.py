@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.logging import get_logger
-from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, Worker, WorkerStatus
+from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
+from rl_launchers.health import RestartConfig, ServerCare
 from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
 from rl_launchers.report import describe_exit, with_log
-from rl_launchers.restarts import ServerCare
 
 logger = get_logger("launcher")
 
@@ -30,13 +28,13 @@ TrainerSpecs = Callable[[list[Worker]], Sequence[JobSpec]]
 
 
 @dataclass
-class LauncherConfig:
+class LauncherConfig(RestartConfig):
     """Which scheduler starts the processes of a run, and how they are stopped."""
 
     kind: str = "local"
     """Scheduler: a name in the entry-point group `rl.schedulers`, or a dotted path `package.module:Class`."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the scheduler besides its log directory, for example `{"pin_cores": true}`."""
+    options: SchedulerConfig | None = None
+    """The scheduler's own settings, of the type that it brings; None: its defaults."""
     grace_seconds: float = 30.0
     """Seconds that trainers have after a request to stop, to write a recover point; then they are killed."""
     stop_seconds: float = 3.0
@@ -45,42 +43,23 @@ class LauncherConfig:
     """Last lines of a log shown in an error."""
     tick_seconds: float = 0.2
     """Seconds between two looks at the processes."""
-    max_restarts: int = 3
-    """Times that a server which died or hangs is started anew, within `restart_window`; one more, and the run ends. 0:
-    its first death ends the run. Trainers are never restarted alone."""
-    restart_window: float = 600.0
-    """Seconds after which a restart no longer counts."""
-    health_timeout: float = 90.0
-    """Seconds without a good answer from a server's readiness path after which it is killed and started anew; 0: only
-    its death counts."""
-    health_interval: float = 2.0
-    """Seconds between two such questions."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.grace_seconds >= 0, "launcher.grace_seconds", "0 or more", self.grace_seconds)
         require(self.stop_seconds >= 0, "launcher.stop_seconds", "0 or more", self.stop_seconds)
         require(self.log_lines >= 1, "launcher.log_lines", "at least 1", self.log_lines)
         require(0 < self.tick_seconds <= 2, "launcher.tick_seconds", "in (0, 2]", self.tick_seconds)
-        require(self.max_restarts >= 0, "launcher.max_restarts", "0 (never) or more", self.max_restarts)
-        require(self.restart_window > 0, "launcher.restart_window", "more than 0 seconds", self.restart_window)
-        require(self.health_timeout >= 0, "launcher.health_timeout", "0 (no checks) or more", self.health_timeout)
-        require(self.health_interval > 0, "launcher.health_interval", "more than 0 seconds", self.health_interval)
-        self._check_options(registry.load("rl.schedulers", self.kind))
+        own = registry.settings("rl.schedulers", self.kind)
+        if self.options is None:
+            self.options = own()
+        expected = f"{own.__name__}, which launcher.kind={self.kind} brings"
+        require(isinstance(self.options, own), "launcher.options", expected, self.options)
 
     def scheduler(self, log_dir: Path) -> Scheduler:
         """A scheduler of the chosen kind that writes its logs to `log_dir`."""
-        made: Scheduler = registry.load("rl.schedulers", self.kind)(log_dir, **self.options)
+        made: Scheduler = registry.load("rl.schedulers", self.kind)(log_dir, self.options)
         return made
-
-    def _check_options(self, scheduler: Callable[..., Scheduler]) -> None:
-        try:
-            inspect.signature(scheduler).bind(Path(), **self.options)
-        except TypeError as error:
-            accepted = ", ".join(list(inspect.signature(scheduler).parameters)[1:]) or "none"
-            raise ConfigError(
-                f"launcher.options: expected options of the scheduler {self.kind!r} ({accepted}), found "
-                f"{', '.join(self.options)}: {error}."
-            ) from error
 
 
 class Launcher:
@@ -97,7 +76,6 @@ class Launcher:
         self._key = secrets.token_urlsafe(32)
         self._trainers: list[str] = []
         self._on_tick: Callable[[list[Worker]], None] | None = None
-        self._care: ServerCare | None = None
 
     @property
     def key(self) -> str:
@@ -131,6 +109,7 @@ class Launcher:
                 log.
         """
         self._on_tick = on_tick
+        self._care = ServerCare(self._scheduler, self._config, servers)
         code = 0
         with Interrupts() as interrupts:
             try:
@@ -140,8 +119,7 @@ class Launcher:
             except Interrupted as interruption:
                 code = 128 + interruption.number
             finally:
-                if self._care is not None:
-                    self._care.close()
+                self._care.close()
                 self._stop(interrupts, patient=code != 0)
         return code
 
@@ -157,7 +135,6 @@ class Launcher:
             interrupts.check()
             self._trainers.append(spec.role)
             self._scheduler.create_workers(self._with_key(spec))
-        self._care = ServerCare(self._scheduler, self._config, servers)
 
     def _with_key(self, spec: JobSpec) -> JobSpec:
         """The role with the run key in its environment, and a guard against it in a place that everybody can read."""
@@ -186,7 +163,7 @@ class Launcher:
 
     def _lost_servers(self, workers: list[Worker]) -> dict[str, str]:
         """Names of servers that are gone for good, and in words what happened to each. Restarts what can be."""
-        if self._care is not None:
+        if self._trainers:
             return self._care.look(workers)
         return {worker.name: describe_exit(worker.exit_code) for worker in workers if self._ended_wrongly(worker)}
 
@@ -201,11 +178,11 @@ class Launcher:
         first, *others = sorted(ended, key=lambda worker: worker.ended_at or math.inf)
         what = lost.get(first.name) or describe_exit(first.exit_code)
         problem = f"{first.name} {what} while the run needed it, so the run was stopped."
-        if first.name in lost and self._care is not None and self._config.max_restarts:
+        if first.name in lost and self._trainers and self._config.max_restarts:
             problem += f" launcher.max_restarts={self._config.max_restarts} is used up."
         for other in others:
             problem += f"\nAfter it, {other.name} {describe_exit(other.exit_code)} (log: {other.log})."
-        for sentence in [] if self._care is None else self._care.history:
+        for sentence in self._care.history:
             problem += f"\nBefore it: {sentence}"
         return with_log(problem, first.log, self._scheduler.logs(first, self._config.log_lines))
 

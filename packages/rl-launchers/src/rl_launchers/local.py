@@ -6,23 +6,41 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_contracts.config import require
 from rl_contracts.errors import LaunchError
-from rl_contracts.scheduler import JobSpec, Scheduler, Worker
+from rl_contracts.scheduler import JobSpec, Resources, Scheduler, SchedulerConfig, Worker
 from rl_launchers import report
-from rl_launchers.environment import fill_in, worker_environment
 from rl_launchers.keeper import Keeper
-from rl_launchers.ports import PortReservation
-from rl_launchers.process import LocalProcess
-from rl_launchers.resources import Pool, pinnable_cores, visible_gpus
+from rl_launchers.process import LocalProcess, fill_in, worker_environment
+from rl_launchers.resources import Pool, PortReservation, pinnable_cores, visible_gpus
 from rl_launchers.sessions import stop_sessions
 
 TICK = 0.1
 """Seconds between two readiness checks."""
+LOG_LINES = 30
+"""Last lines of a log shown in an error."""
+
+
+@dataclass
+class LocalSchedulerConfig(SchedulerConfig):
+    """How the processes of one machine are started."""
+
+    host: str = "127.0.0.1"
+    """Address on which workers listen and are reached. Loopback unless told otherwise."""
+    pin_cores: bool = False
+    """Give each worker cores of its own, as many as it has threads. Helps where many workers would wander over a
+    machine with enough cores for all; refused when there are not enough."""
+    gpus: list[str] | None = None
+    """Names of the GPUs to hand out; None: those that this process may use."""
+
+    def resources(self) -> Resources:
+        """The GPUs to hand out, and all cores of this machine."""
+        gpus = visible_gpus(os.environ) if self.gpus is None else self.gpus
+        return Resources(len(gpus), os.cpu_count() or 1)
 
 
 @dataclass
@@ -45,27 +63,15 @@ class LocalScheduler(Scheduler):
 
     Args:
         log_dir: directory of the logs; made where it is missing.
-        host: address on which workers listen and are reached. Loopback unless told otherwise.
-        pin_cores: give each worker `JobSpec.cpus` cores of its own. Helps where many workers would wander over a
-            machine with enough cores for all; refused when there are not enough.
-        gpus: device names to hand out; None: those that this process may use.
-        log_lines: lines of a log shown in an error.
+        config: see `LocalSchedulerConfig`.
     """
 
-    def __init__(
-        self,
-        log_dir: Path,
-        *,
-        host: str = "127.0.0.1",
-        pin_cores: bool = False,
-        gpus: Sequence[str] | None = None,
-        log_lines: int = 30,
-    ) -> None:
+    def __init__(self, log_dir: Path, config: LocalSchedulerConfig | None = None) -> None:
+        config = config or LocalSchedulerConfig()
         self._log_dir = Path(log_dir)
-        self._host = host
-        self._log_lines = log_lines
-        self._cores = Pool("cores", pinnable_cores()) if pin_cores else None
-        self._gpus = Pool("gpus", visible_gpus(os.environ) if gpus is None else gpus)
+        self._host, self._pins_cores = config.host, config.pin_cores
+        self._cores = Pool("cores", pinnable_cores() if config.pin_cores else ())
+        self._gpus = Pool("gpus", visible_gpus(os.environ) if config.gpus is None else config.gpus)
         self._roles: dict[str, _Role] = {}
         self._keeper: Keeper | None = None
 
@@ -187,16 +193,11 @@ class LocalScheduler(Scheduler):
     def _reserve(self, role: _Role) -> None:
         """Take ports, devices and cores, all of them before anything starts."""
         spec = role.spec
-        if not _listens(spec):
-            pass
-        elif spec.port is None:
-            role.ports = [PortReservation() for _ in range(spec.count)]
-        else:
-            for index in range(spec.count):
-                role.ports.append(PortReservation(self._host, spec.port + index))
+        for index in range(spec.count if _listens(spec) else 0):
+            role.ports.append(PortReservation(self._host, spec.port + index) if spec.port else PortReservation())
         if "CUDA_VISIBLE_DEVICES" not in spec.env:
             role.gpus = self._gpus.take(spec.gpus * spec.count, spec.role)
-        if self._cores is not None:
+        if self._pins_cores:
             role.cores = self._cores.take(spec.cpus * spec.count, spec.role)
         if spec.spmd:
             rendezvous = PortReservation()
@@ -239,14 +240,13 @@ class LocalScheduler(Scheduler):
         for reservation in role.ports:
             reservation.release()
         self._gpus.give_back(role.gpus)
-        if self._cores is not None:
-            self._cores.give_back(role.cores)
+        self._cores.give_back(role.cores)
 
     def _processes(self) -> list[LocalProcess]:
         return [process for role in self._roles.values() for process in role.processes]
 
     def _fail(self, process: LocalProcess, problem: str) -> None:
-        raise LaunchError(report.with_log(problem, process.worker.log, process.log_tail(self._log_lines)))
+        raise LaunchError(report.with_log(problem, process.worker.log, process.log_tail(LOG_LINES)))
 
 
 def _listens(spec: JobSpec) -> bool:

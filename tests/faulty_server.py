@@ -46,8 +46,8 @@ def plant_in_model() -> None:
     """`stale copy`: the head multiplies with a copy of its weight made when the model was loaded."""
     load = SlotModel.load
 
-    def faulty_load(config: Any) -> SlotModel:
-        model = load(config)
+    def faulty_load(config: Any, spec: Any) -> SlotModel:
+        model = load(config, spec)
         head = model.model.get_output_embeddings()
         copy, forward = head.weight.detach().clone(), head.forward
         head.forward = lambda x: torch.nn.functional.linear(x, copy) if fault() == "stale copy" else forward(x)

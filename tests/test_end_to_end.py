@@ -209,7 +209,7 @@ def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_pat
         f"run_dir={run_dir}",
         f"model.path={model}",
         "total_steps=100",
-        "rollout.server.probe_interval=0.5",
+        "rollout.client.probe_interval=0.5",
         "evaluation.rows=0",
         "allocation=embedded:d2+fsdp:d1",
         *SMALL[:-1],

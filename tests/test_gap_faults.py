@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from rl_contracts.aio import LoopThread
-from rl_contracts.config import GenerationConfig, OptimizerConfig
+from rl_contracts.config import ClientConfig, GenerationConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec, ModelRequest
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.sharding import share
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.trajectory import from_response, stack
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
-from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess
 from rl_trainers import GapConfig, GapGate, PolicyActor, PublishConfig, WeightPublisher, Weights
 from rl_trainers.algorithm import AlgorithmConfig
@@ -32,7 +32,7 @@ class Run:
         self.loop = loop
         self.engine = FSDPEngine(FSDPEngineConfig(OPTIMIZER, device="cpu", serve_dtype=serve_dtype))
         self.engine.initialize(FinetuneSpec(str(model), 1000))
-        self.client = EmbeddedEngine(InferenceConfig(progress_timeout=20))
+        self.client = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
         self.client.initialize([address])
         self.low_precision = serve_dtype != "float32"
         self.publisher = WeightPublisher(self.engine, self.client, loop.run, PublishConfig(), str(directory))

@@ -64,7 +64,7 @@ def test_compose_dotted_override_reaches_its_component():
         ("rollout.generation.top_p=0.9", "biased without notice"),
         ("rollout.generation.frequency_penalty=0.5", "allow_biased_sampling=true .*found {'frequency_penalty': 0.5}"),
         ("rollout.generation.temperature=0", "have no advantage"),
-        ("publish.timeout=100", "publish.timeout: expected more than rollout.server.rejoin_timeout"),
+        ("publish.timeout=100", "publish.timeout: expected more than rollout.client.rejoin_timeout"),
         ("algorithm.proximal=current actor.minibatches=2", "moves within the step"),
         ("publish.route=carrier-pigeon", "one of shm, disk"),
         ("publish.host=10.0.0.7", "publish.host: expected 127.0.0.1 where publish.route=shm"),
@@ -120,7 +120,7 @@ def test_help_every_setting_says_what_it_means(schema):
         (["allocation=fsdp:d1"], "expected servers of one kind"),
         (["allocation=embedded:d1+fsdp:x2"], r"\^"),
         (["rollout.reward=unheard-of"], "Installed: "),
-        (["rollout.server.model_path=/m"], "follows from model.path"),
+        (["rollout.server.model_path=/m"], "model_path"),
     ],
 )
 def test_command_that_cannot_work_ends_with_one_message_before_anything_starts(capsys, arguments, message):
@@ -187,11 +187,11 @@ def test_layout_of_counts_processes():
     assert layout.processes == 6
 
 
-def test_served_waits_for_returning_servers_only_where_somebody_restarts_them(tmp_path):
+def test_client_waits_for_returning_servers_only_where_somebody_restarts_them():
     def rejoin_timeout(*overrides):
         config = _grpo(*overrides)
-        return parts.served(config, config.rollout, gsm8k_grpo.layout(config), tmp_path).rejoin_timeout
+        return parts.client_config(config, config.rollout).rejoin_timeout
 
     assert rejoin_timeout() == 180
-    assert rejoin_timeout("rollout.server.rejoin_timeout=7") == 7
+    assert rejoin_timeout("rollout.client.rejoin_timeout=7") == 7
     assert rejoin_timeout("launcher.max_restarts=0") == 0

@@ -20,7 +20,7 @@ import aiohttp
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse
-from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, free_port
 
 HERE = Path(__file__).resolve().parent
@@ -60,7 +60,7 @@ class EmbeddedSide(Side):
     name = "ours"
 
     def __init__(self, addresses: list[str]) -> None:
-        self.engine = EmbeddedEngine(InferenceConfig())
+        self.engine = EmbeddedEngine()
         self.engine.initialize(addresses)
         self.servers = len(addresses)
         self.responses: list[ModelResponse] = []

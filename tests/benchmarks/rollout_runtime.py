@@ -44,13 +44,13 @@ def make_engine(seconds: float) -> Any:
     """The null engine with answers of 16 to 48 tokens that take `seconds` on average."""
     import numpy as np
 
-    from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+    from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 
     rng = random.Random(0)
     lengths = [rng.randint(TOKENS // 2, TOKENS * 3 // 2) for _ in range(4096)]
     answers = [np.array([rng.randrange(64) for _ in range(length)]) for length in lengths]
     return NullInferenceEngine(
-        NullInferenceConfig(seconds_per_token=seconds / TOKENS, read_weights=False),
+        NullInferenceEngineConfig(seconds_per_token=seconds / TOKENS, read_weights=False),
         answer=lambda request: answers[(request.seed or 0) % len(answers)],
     )
 

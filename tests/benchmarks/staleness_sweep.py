@@ -28,7 +28,7 @@ from rl_contracts.clock import Clock
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_contracts.inference import InferenceEngine
-from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine, SimulatedClock
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
 from rl_contracts.trajectory import Trajectory, from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig, RolloutHead, StalenessManager
@@ -70,7 +70,7 @@ class Answer(RolloutWorkflow):
 
 def make_engine(clock: Clock | None) -> NullInferenceEngine:
     """A server whose answers take log-normal times."""
-    config = NullInferenceConfig(
+    config = NullInferenceEngineConfig(
         mean_tokens=TOKENS,
         sigma=SIGMA,
         seconds_per_token=ANSWER_SECONDS / TOKENS,
@@ -78,7 +78,7 @@ def make_engine(clock: Clock | None) -> NullInferenceEngine:
         max_running=PLACES,
         read_weights=False,
     )
-    return NullInferenceEngine(config, clock)
+    return NullInferenceEngine(config, clock=clock)
 
 
 def settings_for(max_staleness: int) -> RolloutConfig:

@@ -75,7 +75,7 @@ class Run:
         from rl_contracts.aio import LoopThread
         from rl_contracts.data import FinetuneSpec
         from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
-        from rl_inference import EmbeddedEngine, InferenceConfig
+        from rl_inference import EmbeddedEngine
         from rl_inference.testing import ServerProcess
         from rl_trainers import PublishConfig, WeightPublisher
 
@@ -85,7 +85,7 @@ class Run:
         options = {"weights_dir": weights, "slots": 4}
         server = stack.enter_context(ServerProcess(model, folder / f"{route}.log", options=options))
         self.loop = stack.enter_context(LoopThread("benchmark"))
-        self.client = EmbeddedEngine(InferenceConfig())
+        self.client = EmbeddedEngine()
         self.client.initialize([server.address])
         stack.callback(lambda: self.loop.run(self.client.destroy(), 10))
         self.engine = FSDPEngine(FSDPEngineConfig(optimizer=None))

@@ -7,9 +7,9 @@ from typing import Any
 
 from rl_apps.data import DataConfig
 from rl_apps.model import ModelConfig
-from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, require
+from rl_contracts.config import ClientConfig, GenerationConfig, MicroBatchConfig, OptimizerConfig, require
 from rl_engines_fsdp import FSDPEngineConfig, LoRAConfig
-from rl_inference import InferenceConfig
+from rl_inference import EmbeddedEngineConfig
 from rl_launchers import LauncherConfig
 from rl_trainers.algorithm import GROUP_BASELINES, AlgorithmConfig
 from rl_trainers.books import CheckpointConfig
@@ -60,8 +60,10 @@ class RolloutSettings(RolloutConfig):
     distribution, so importance weights are biased."""
     port: int = 0
     """Port of the first server, the others follow; 0: any free one."""
-    server: InferenceConfig = field(default_factory=lambda: InferenceConfig(rejoin_timeout=180.0))
-    """The servers and their client. `rejoin_timeout` counts only where the launcher restarts servers."""
+    server: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
+    """The servers."""
+    client: ClientConfig = field(default_factory=lambda: ClientConfig(rejoin_timeout=180.0))
+    """The client of the servers. `rejoin_timeout` counts only where the launcher restarts servers."""
 
 
 @dataclass
@@ -207,10 +209,10 @@ class GRPOConfig(RunConfig):
         )
         require_plain_sampling(self.rollout)
         require(
-            self.launcher.max_restarts == 0 or self.publish.timeout > self.rollout.server.rejoin_timeout,
+            self.launcher.max_restarts == 0 or self.publish.timeout > self.rollout.client.rejoin_timeout,
             "publish.timeout",
-            "more than rollout.server.rejoin_timeout, since a publication may wait for a server to come back "
-            f"({self.rollout.server.rejoin_timeout:g} s)",
+            "more than rollout.client.rejoin_timeout, since a publication may wait for a server to come back "
+            f"({self.rollout.client.rejoin_timeout:g} s)",
             self.publish.timeout,
         )
         require(

@@ -15,17 +15,18 @@ from rl_apps.config import RolloutSettings, RunConfig
 from rl_apps.data import head, load_rows
 from rl_apps.layout import Layout
 from rl_contracts import registry
-from rl_contracts.data import FinetuneSpec
+from rl_contracts.config import ClientConfig
+from rl_contracts.data import FinetuneSpec, ServeSpec
 from rl_contracts.errors import ConfigError
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
-from rl_inference import InferenceConfig
 from rl_trainers.gap import GapConfig
 from rl_trainers.publish import PublishConfig
 from rl_workflows import RolloutConfig
 
 if TYPE_CHECKING:
     from rl_contracts.engine import TrainEngine
+    from rl_contracts.inference import InferenceEngine
     from rl_contracts.rendering import ChatRenderer
     from rl_contracts.rollout import RolloutRuntime
     from rl_engines_fsdp import FSDPEngineConfig
@@ -87,25 +88,14 @@ def make_tokenizer(path: str) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-OWN_SERVER_SETTINGS = ("model_path", "servers", "weights_dir", "version", "cpus", "deterministic")
-"""Settings of the servers that follow from others; setting them would do nothing."""
-
-
 def check_rollout(settings: RolloutSettings) -> None:
-    """Refuse unknown workflows and rewards, and settings that the command makes itself.
+    """Refuse unknown workflows and rewards.
 
     Raises:
         ConfigError: names the setting.
     """
     registry.load("rl.workflows", settings.workflow)
     registry.load("rl.rewards", settings.reward)
-    defaults = {item.name: item.default for item in fields(settings.server)}
-    for name in OWN_SERVER_SETTINGS:
-        if getattr(settings.server, name) != defaults[name]:
-            raise ConfigError(
-                f"rollout.server.{name} follows from model.path, allocation, run_dir and deterministic; set those "
-                "instead."
-            )
 
 
 def check_publish(publish: PublishConfig, allocation: str) -> None:
@@ -124,23 +114,27 @@ def check_publish(publish: PublishConfig, allocation: str) -> None:
 def server_job(config: RunConfig, settings: RolloutSettings, layout: Layout, run_dir: Path) -> JobSpec:
     """The servers as a role: which model, how many, where they read new weights."""
     assert layout.rollout is not None
-    server = served(config, settings, layout, run_dir)
-    spec: JobSpec = registry.load("rl.inference_engines", layout.rollout.backend).server_spec(server)
-    return replace(spec, role=layout.rollout.name, port=settings.port or None, gpus=layout.gpus_each)
+    engine = registry.load("rl.inference_engines", layout.rollout.backend)
+    spec: JobSpec = engine.server_spec(settings.server, serve_spec(config, layout, run_dir))
+    return replace(spec, role=layout.rollout.name, port=settings.port or None)
 
 
-def served(config: RunConfig, settings: RolloutSettings, layout: Layout, run_dir: Path) -> InferenceConfig:
-    """The servers' and the client's config, with what follows from the rest of the run."""
+def serve_spec(config: RunConfig, layout: Layout, run_dir: Path) -> ServeSpec:
+    """What the rest of the run says about its servers."""
     assert layout.rollout is not None
-    return replace(
-        settings.server,
-        model_path=config.model.path,
-        servers=layout.rollout.strategy.data,
-        weights_dir=str(weights_directory(run_dir)),
-        rejoin_timeout=settings.server.rejoin_timeout if config.launcher.max_restarts else 0.0,
+    return ServeSpec(
+        config.model.path,
+        layout.rollout.strategy,
+        str(weights_directory(run_dir)),
         cpus=layout.cores_each,
+        gpus=layout.gpus_each,
         deterministic=config.deterministic,
     )
+
+
+def client_config(config: RunConfig, settings: RolloutSettings) -> ClientConfig:
+    """The client's settings; nobody waits for servers that nobody restarts."""
+    return settings.client if config.launcher.max_restarts else replace(settings.client, rejoin_timeout=0.0)
 
 
 def weights_directory(run_dir: Path) -> Path:
@@ -174,7 +168,9 @@ def make_answering(
     assert layout.rollout is not None
     loop = LoopThread("rollout")
     stack.callback(loop.close)
-    client = registry.load("rl.inference_engines", layout.rollout.backend)(served(config, settings, layout, run_dir))
+    client: InferenceEngine = registry.load("rl.inference_engines", layout.rollout.backend)(
+        settings.server, serve_spec(config, layout, run_dir), client_config(config, settings)
+    )
     client.initialize(addresses, os.environ.get(RUN_KEY_VARIABLE, ""))
     stack.callback(lambda: loop.run(client.destroy(), CLOSE_SECONDS))
     reward = AsyncRewardWrapper(settings.reward, settings.reward_workers, settings.reward_timeout)
@@ -204,7 +200,7 @@ def make_answering(
     tune_garbage_collection()
     publishing = replace(publish or PublishConfig(), interrupt=settings.interrupt)
     publisher = WeightPublisher(engine, client, loop.run, publishing, str(weights_directory(run_dir)))
-    exact = config.actor.dtype == settings.server.dtype == "float32"
+    exact = config.actor.dtype == client.served_dtype == "float32"
     gate = GapGate(engine, client, loop.run, gap or GapConfig(), low_precision=not exact)
     return rollout, Weights(publisher, gate)
 

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import textwrap
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-
-def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, its base classes included, by field name."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not is_dataclass(base):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, following in zip(body.body, [*body.body[1:], None], strict=False):
-            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-                continue
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                docs[statement.target.id] = " ".join(str(following.value.value).split())
-    return docs
+from rl_contracts.config import field_docs
 
 
 def describe(config: Any, prefix: str = "") -> list[tuple[str, str, str]]:

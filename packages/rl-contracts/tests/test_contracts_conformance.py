@@ -28,7 +28,7 @@ from rl_contracts.data import FinetuneSpec, ModelRequest, ParamSpec, WeightRecei
 from rl_contracts.engine import TrainEngine
 from rl_contracts.errors import EngineError
 from rl_contracts.inference import InferenceEngine
-from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine, ReferenceTrainEngine, make_batch
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, ReferenceTrainEngine, make_batch
 from rl_contracts.trajectory import Trajectory, from_response, lengths, units
 from rl_contracts.weights import write_weights
 from rl_contracts.workflow import RolloutWorkflow
@@ -122,7 +122,9 @@ class NullSuite(InferenceEngineConformance):
     async def engine(self) -> AsyncIterator[InferenceEngine]:
         with tempfile.TemporaryDirectory() as folder:
             self.folder = Path(folder)
-            config = NullInferenceConfig(seconds_per_token=2e-4, commit_seconds=0.01, latency=0.002, context_length=512)
+            config = NullInferenceEngineConfig(
+                seconds_per_token=2e-4, commit_seconds=0.01, latency=0.002, context_length=512
+            )
             engine = self.kind(config)
             engine.initialize(["http://null:1", "http://null:2"])
             yield engine
@@ -158,7 +160,7 @@ class WrongTemperature(NullInferenceEngine):
 async def test_inference_suite_catches_client_stamps_and_a_wrong_temperature(tmp_path: Path) -> None:
     suite = NullSuite()
     suite.folder = tmp_path
-    config = NullInferenceConfig(seconds_per_token=2e-4)
+    config = NullInferenceEngineConfig(seconds_per_token=2e-4)
 
     await suite.test_agenerate_logprobs_and_versions_belong_to_the_tokens(NullInferenceEngine(config), 0.6)
     with pytest.raises(AssertionError):

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse, ParamSpec, StopReason, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
-from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine, SimulatedClock
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
 from rl_contracts.weights import write_weights
 
 
 def make_engine(clock: SimulatedClock, answer: Any = None, **config: Any) -> NullInferenceEngine:
-    return NullInferenceEngine(NullInferenceConfig(read_weights=False, **config), clock, answer)
+    return NullInferenceEngine(NullInferenceEngineConfig(read_weights=False, **config), clock=clock, answer=answer)
 
 
 def make_request(seed: int | None = 1, prompt: tuple[int, ...] = (5, 6), **generation: Any) -> ModelRequest:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from rl_contracts.config import GenerationConfig
+from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ParamSpec, WeightUpdateMeta
 from rl_contracts.weights import staged_location
-from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference import EmbeddedEngine
 from rl_inference.answer import PartialAnswer
 from rl_inference.protocol import GenerationChunk
 
@@ -39,7 +39,7 @@ async def serving(routes: dict[str, Handler]) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def client(*addresses: str, **config: float) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(InferenceConfig(**{"progress_timeout": 5.0, **config}))
+    engine = EmbeddedEngine(client=ClientConfig(**{"progress_timeout": 5.0, **config}))
     engine.initialize(list(addresses))
     try:
         yield engine

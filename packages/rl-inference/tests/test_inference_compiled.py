@@ -11,8 +11,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ConfigError, ModelError
-from rl_inference.server.config import ServerConfig
+from rl_inference import EmbeddedEngineConfig
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.model import SlotModel
 from rl_inference.server.slots import SlotTable
@@ -38,7 +39,10 @@ def test_compiled_any_number_of_tokens_equals_transformers_in_one_graph(
     torch._dynamo.reset()
     counters["stats"].clear()
     table = SlotTable(
-        SlotModel.load(ServerConfig(model=str(path), port=0, device="cpu", slots=4, compile=True)), 4, 16, lambda: 0
+        SlotModel.load(EmbeddedEngineConfig(slots=4, compile=True), ServeSpec(str(path), device="cpu")),
+        4,
+        16,
+        lambda: 0,
     )
     generation = [GenerationConfig(max_new_tokens=5 + 4 * i, ignore_eos=True) for i in range(6)]
     jobs = [
@@ -61,7 +65,7 @@ def test_compiled_any_number_of_tokens_equals_transformers_in_one_graph(
 @pytest.mark.slow
 def test_compiled_changed_weights_are_used(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model", "qwen3")
-    model = SlotModel.load(ServerConfig(model=str(path), port=0, device="cpu", slots=1, compile=True))
+    model = SlotModel.load(EmbeddedEngineConfig(slots=1, compile=True), ServeSpec(str(path), device="cpu"))
     ids = [5, 9, 30, 77, 12]
     before = model.score(ids, 1.0)
 
@@ -83,9 +87,9 @@ def test_compile_without_a_compiler_says_what_to_install(tmp_path: Path, monkeyp
     monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
 
     with pytest.raises(ModelError, match="Install g"):
-        SlotModel.load(ServerConfig(model=str(path), port=0, device="cpu", slots=1, compile=True))
+        SlotModel.load(EmbeddedEngineConfig(slots=1, compile=True), ServeSpec(str(path), device="cpu"))
 
 
 def test_compile_with_deterministic_is_refused() -> None:
     with pytest.raises(ConfigError, match="compile"):
-        ServerConfig(model="m", port=0, deterministic=True, compile=True)
+        EmbeddedEngineConfig(compile=True).check(ServeSpec("m", deterministic=True))

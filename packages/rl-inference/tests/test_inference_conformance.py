@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rl_contracts.config import ClientConfig
 from rl_contracts.conformance import inference_engine as suite
 from rl_contracts.data import ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.weights import staged_location, write_weights
-from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_model
 
 
@@ -40,7 +41,7 @@ class TestEmbeddedEngine(suite.InferenceEngineConformance):
 
     @pytest.fixture
     async def engine(self, servers: list[ServerProcess]) -> AsyncIterator[EmbeddedEngine]:
-        engine = EmbeddedEngine(InferenceConfig(progress_timeout=20))
+        engine = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
         engine.initialize([server.address for server in servers])
         yield engine
         await engine.destroy()

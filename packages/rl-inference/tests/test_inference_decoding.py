@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ParamSpec, WeightUpdateMeta
+from rl_contracts.data import ParamSpec, ServeSpec, WeightUpdateMeta
 from rl_contracts.errors import ModelError
 from rl_contracts.weights import staged_location, write_weights
-from rl_inference.server.config import ServerConfig
+from rl_inference import EmbeddedEngineConfig
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.loop import DecodeLoop
 from rl_inference.server.model import SlotModel
@@ -74,8 +74,9 @@ TOLERANCE = 2e-5
 def decoding(path: Path, scratch: Path, slots: int = 6, prefill_tokens: int = 48) -> Iterator[DecodeLoop]:
     """A decode thread over a model, whose death fails the test."""
     deaths: list[BaseException] = []
-    config = ServerConfig(model=str(path), port=0, device="cpu", slots=slots, prefill_tokens=prefill_tokens)
-    model = SlotModel.load(config)
+    model = SlotModel.load(
+        EmbeddedEngineConfig(slots=slots, prefill_tokens=prefill_tokens), ServeSpec(str(path), device="cpu")
+    )
     weights = ServedWeights(model.model, str(scratch), "test", version=0)
     loop = DecodeLoop(model, weights, slots, prefill_tokens, deaths.append)
     loop.start()
@@ -209,13 +210,13 @@ def test_load_family_that_would_be_served_wrong_is_refused(family: str, reason: 
     path = tiny_model(tmp_path / "model", family)
 
     with pytest.raises(ModelError, match=rf"{reason}.*Use another engine for this model"):
-        SlotModel.load(ServerConfig(model=str(path), port=0, device="cpu"))
+        SlotModel.load(EmbeddedEngineConfig(), ServeSpec(str(path), device="cpu"))
 
 
 def test_load_in_bfloat16_rounding_is_no_other_numbers(model_path: Path) -> None:
-    config = ServerConfig(model=str(model_path), port=0, device="cpu", dtype="bfloat16")
+    model = SlotModel.load(EmbeddedEngineConfig(dtype="bfloat16"), ServeSpec(str(model_path), device="cpu"))
 
-    assert SlotModel.load(config).model.dtype == torch.bfloat16
+    assert model.model.dtype == torch.bfloat16
 
 
 LONG_PROMPT = [3 + (11 * i) % 90 for i in range(200)]
@@ -276,8 +277,7 @@ def test_prefix_cache_that_is_not_cleared_shows_in_the_logprobs(
 def test_prefix_of_a_prompt_read_across_a_commit_is_not_used_by_its_group(
     model_path: Path, new_path: Path, tmp_path: Path
 ) -> None:
-    config = ServerConfig(model=str(model_path), port=0, device="cpu", slots=6)
-    model = SlotModel.load(config)
+    model = SlotModel.load(EmbeddedEngineConfig(slots=6), ServeSpec(str(model_path), device="cpu"))
     weights = ServedWeights(model.model, str(tmp_path), "test", version=0)
     table = SlotTable(model, 6, 16, lambda: weights.version)
     first, *members = [job(LONG_PROMPT, 10, seed) for seed in range(4)]

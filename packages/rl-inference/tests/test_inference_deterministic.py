@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ModelRequest, ModelResponse
-from rl_inference import EmbeddedEngine, InferenceConfig
-from rl_inference.server.__main__ import parse
-from rl_inference.server.config import ServerConfig
+from rl_contracts.config import ClientConfig, GenerationConfig
+from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec
+from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
+from rl_inference.config import parse
 from rl_inference.testing import ServerProcess
 
 PROMPTS = [[5, 17, 40, 33], [9, 8, 7], [5, 17, 40, 33], [60, 61, 62, 63, 64, 65, 66]]
@@ -19,7 +18,7 @@ PROMPTS = [[5, 17, 40, 33], [9, 8, 7], [5, 17, 40, 33], [60, 61, 62, 63, 64, 65,
 
 async def answers(address: str, together: bool, order: list[int]) -> list[ModelResponse]:
     """The answers to all prompts, each with a seed of its own, asked in an order and at once or one by one."""
-    engine = EmbeddedEngine(InferenceConfig(progress_timeout=20))
+    engine = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
     engine.initialize([address])
     generation = GenerationConfig(max_new_tokens=24, temperature=1.3, ignore_eos=True)
     requests = [ModelRequest(prompt, generation, seed=seed) for seed, prompt in enumerate(PROMPTS)]
@@ -51,13 +50,13 @@ async def test_deterministic_server_answers_do_not_depend_on_what_else_is_served
 
 
 def test_deterministic_server_takes_one_sequence_on_one_thread() -> None:
-    config = parse(["--model", "m", "--port", "1", "--slots", "64", "--deterministic", "true"])
-    assert (config.slots, config.threads) == (1, 1)
-    assert not ServerConfig("m", 1).deterministic
+    given = parse(["--model", "m", "--port", "1", "--slots", "64", "--deterministic", "true"])
+    assert (given.config.slots, given.spec.cpus) == (1, 1)
+    assert not parse(["--model", "m", "--port", "1"]).spec.deterministic
 
 
 def test_client_hands_the_setting_on_to_its_servers() -> None:
-    command = EmbeddedEngine.server_spec(InferenceConfig(model_path="m", deterministic=True)).command
+    command = EmbeddedEngine.server_spec(EmbeddedEngineConfig(), ServeSpec("m", deterministic=True)).command
     arguments = command[command.index("--deterministic") : command.index("--deterministic") + 2]
     assert list(arguments) == ["--deterministic", "true"]
 

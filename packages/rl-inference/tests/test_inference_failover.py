@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ModelRequest, ParamSpec, WeightUpdateMeta
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import ClientConfig, GenerationConfig
+from rl_contracts.data import ModelRequest, ParamSpec, ServeSpec, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
 from rl_contracts.weights import staged_location, write_weights
-from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
+from rl_inference.config import parse
 from rl_inference.testing import ServerProcess, free_port, reference_logprobs, reference_model
 
 PROMPT = [5, 17, 40, 33, 21, 90]
@@ -61,7 +63,7 @@ def served_version(server: ServerProcess) -> int:
 
 @contextlib.asynccontextmanager
 async def client(addresses: list[str], **config: Any) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(InferenceConfig(**{"progress_timeout": 20, **config}))
+    engine = EmbeddedEngine(client=ClientConfig(**{"progress_timeout": 20, **config}))
     engine.initialize(addresses)
     try:
         yield engine
@@ -203,17 +205,41 @@ def staged(server: ServerProcess, model_path: Path, version: int) -> WeightUpdat
 @pytest.mark.parametrize("addresses", [[], ["localhost:8000"], ["http://"]])
 def test_initialize_bad_addresses_are_refused(addresses: list[str]) -> None:
     with pytest.raises(ConfigError, match="inference servers"):
-        EmbeddedEngine(InferenceConfig()).initialize(addresses)
+        EmbeddedEngine().initialize(addresses)
 
 
 def test_server_spec_is_a_startable_job(model_path: Path, tmp_path: Path) -> None:
-    config = InferenceConfig(model_path=str(model_path), servers=2, device="cpu", weights_dir=str(tmp_path))
+    run = ServeSpec(str(model_path), ParallelStrategy(data=2), str(tmp_path), version=3, cpus=2, device="cpu")
+    config = EmbeddedEngineConfig(slots=5, dtype="bfloat16", stuck_seconds=7, max_request_bytes=1 << 20)
 
-    spec = EmbeddedEngine.server_spec(config)
+    spec = EmbeddedEngine.server_spec(config, run)
 
-    assert spec.count == 2
+    assert (spec.count, spec.cpus, spec.gpus) == (2, 2, 0)
     assert spec.needs_port
     assert spec.ready_path == "/health"
-    assert "{port}" in spec.command
+    given = parse([text.format(host="127.0.0.1", port=1, index=0) for text in spec.command[3:]])
+    assert given.config == config, "every setting of the server's own reaches it"
+    assert given.spec == replace(run, strategy=ParallelStrategy()), "and what it must know of the run"
+    assert (given.host, given.port, given.name) == ("127.0.0.1", 1, "rollout-0")
     with pytest.raises(ConfigError, match="model_path"):
-        EmbeddedEngine.server_spec(replace(config, model_path=""))
+        EmbeddedEngine.server_spec(config, replace(run, model_path=""))
+
+
+@pytest.mark.parametrize("split", [{"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"data": 2, "expert": 2}])
+def test_check_split_model_is_refused_with_what_can_be_had(split: dict[str, int]) -> None:
+    spec = ServeSpec("m", ParallelStrategy(**split))
+
+    with pytest.raises(ConfigError, match=rf"expected embedded:d{split.get('data', 1)} .*one process per replica"):
+        EmbeddedEngineConfig().check(spec)
+    with pytest.raises(ConfigError, match="one process per replica"):
+        EmbeddedEngine.server_spec(EmbeddedEngineConfig(), spec)
+
+
+def test_help_says_meaning_and_default_of_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--slots SLOTS Sequences that one server generates at the same time (default: 64)" in text
+    assert "--weights-dir" in text
+    assert "--python" not in text

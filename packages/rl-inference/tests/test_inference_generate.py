@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 import torch
 
-from rl_contracts.config import GenerationConfig
+from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, StopReason
 from rl_contracts.errors import InferenceError
-from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference import EmbeddedEngine
 from rl_inference.testing import END_ID, ServerProcess, reference_logprobs, reference_model
 
 KEY = "a key for tests"
@@ -33,7 +33,7 @@ def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 async def engine(server: ServerProcess) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(InferenceConfig(progress_timeout=20))
+    engine = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
     engine.initialize([server.address], KEY)
     yield engine
     await engine.destroy()
@@ -313,7 +313,7 @@ async def test_post_without_the_key_answers_401(server: ServerProcess, path: str
 
 
 async def test_agenerate_wrong_key_raises_at_once(server: ServerProcess) -> None:
-    engine = EmbeddedEngine(InferenceConfig())
+    engine = EmbeddedEngine()
     engine.initialize([server.address], "another key")
 
     with pytest.raises(InferenceError, match="no valid key"):
@@ -346,7 +346,7 @@ async def test_pause_stops_generation_until_resume(server: ServerProcess, engine
 
 
 async def test_destroy_fails_requests_that_wait(server: ServerProcess) -> None:
-    engine = EmbeddedEngine(InferenceConfig())
+    engine = EmbeddedEngine()
     engine.initialize([server.address], KEY)
     async with session() as http:
         await post(http, server, "/pause_generation", {})

@@ -16,7 +16,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_import_package_loads_nothing_heavy() -> None:
-    assert loaded_by("import rl_inference; rl_inference.InferenceConfig") == set()
+    assert loaded_by("import rl_inference; rl_inference.EmbeddedEngineConfig") == set()
 
 
 def test_import_client_loads_no_model_stack() -> None:

@@ -12,11 +12,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ModelRequest
+from rl_contracts.config import ClientConfig, GenerationConfig
+from rl_contracts.data import ModelRequest, ServeSpec
 from rl_contracts.errors import ModelError
-from rl_inference import EmbeddedEngine, InferenceConfig
-from rl_inference.server.config import ServerConfig
+from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
 from rl_inference.server.model import SlotModel
 from rl_inference.testing import ServerProcess, tiny_model
 
@@ -26,7 +25,8 @@ MAIN = "import sys; from rl_inference.server.__main__ import main; sys.exit(main
 
 LOADED = """
 import asyncio, gc, sys
-from rl_inference.server.__main__ import _load, parse
+from rl_inference.config import parse
+from rl_inference.server.__main__ import _load
 
 async def main():
     await _load(parse(sys.argv[1:]), "a test", print)
@@ -70,12 +70,12 @@ def test_load_weights_that_lack_a_parameter_names_it(tmp_path: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
     with pytest.raises(ModelError, match=r"lack 1 parameters of Qwen3ForCausalLM.*layers\.1\.mlp\.up_proj"):
-        SlotModel.load(ServerConfig(str(model), 0, device="cpu"))
+        SlotModel.load(EmbeddedEngineConfig(), ServeSpec(str(model), device="cpu"))
 
 
 def test_load_context_longer_than_the_model_knows_is_refused(model_path: Path) -> None:
     with pytest.raises(ModelError, match="context_length 1000"):
-        SlotModel.load(ServerConfig(str(model_path), 0, device="cpu", context_length=1000))
+        SlotModel.load(EmbeddedEngineConfig(context_length=1000), ServeSpec(str(model_path), device="cpu"))
 
 
 def test_load_leaves_imports_and_model_out_of_later_garbage_collections(model_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_load_layers_that_the_server_does_not_know_are_refused(tmp_path: Path) -
     model = tiny_model(tmp_path / "model", "qwen3_next", linear_num_value_heads=4, linear_num_key_heads=2)
 
     with pytest.raises(ModelError, match=r"layers of type .'linear_attention'"):
-        SlotModel.load(ServerConfig(str(model), 0, device="cpu"))
+        SlotModel.load(EmbeddedEngineConfig(), ServeSpec(str(model), device="cpu"))
 
 
 def test_start_port_in_use_gives_one_clear_error(model_path: Path, tmp_path: Path) -> None:
@@ -162,12 +162,12 @@ async def test_decode_thread_stuck_health_answers_503_and_the_client_moves_on(mo
     )
     command = (sys.executable, "-c", fault + MAIN)
     options = {"stuck_seconds": 1}
-    config = InferenceConfig(progress_timeout=1.5, probe_interval=0.2, rejoin_timeout=0)
+    settings = ClientConfig(progress_timeout=1.5, probe_interval=0.2, rejoin_timeout=0)
     with (
         ServerProcess(model_path, tmp_path / "stuck.log", command=command, options=options) as stuck,
         ServerProcess(model_path, tmp_path / "well.log") as well,
     ):
-        engine = EmbeddedEngine(config)
+        engine = EmbeddedEngine(client=settings)
         engine.initialize([stuck.address, well.address])
         try:
             requests = [ModelRequest([5, 6], GenerationConfig(max_new_tokens=8, ignore_eos=True)) for _ in range(4)]

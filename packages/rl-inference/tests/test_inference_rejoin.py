@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from rl_contracts.config import GenerationConfig
+from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse, ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.weights import staged_location, verify_receipt, write_committed, write_weights
-from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model
 
 pytestmark = pytest.mark.slow  # each test starts servers of its own
@@ -106,7 +106,7 @@ def servers(model_path: Path, tmp_path: Path) -> Iterator[list[ServerProcess]]:
 
 @contextlib.asynccontextmanager
 async def client(servers: list[ServerProcess], **config: Any) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(InferenceConfig(**{**QUICK, **config}))
+    engine = EmbeddedEngine(client=ClientConfig(**{**QUICK, **config}))
     engine.initialize([server.address for server in servers])
     try:
         yield engine

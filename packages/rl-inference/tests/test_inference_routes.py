@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from rl_contracts.aio import LoopThread
-from rl_contracts.config import GenerationConfig
+from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, WeightUpdateError
 from rl_contracts.weights import WeightSender, broadcast, open_sender, verify_receipt
-from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model, tiny_model
 
 PROMPT = [5, 17, 40, 33, 21, 90]
@@ -50,7 +50,7 @@ class Trainer:
 
     def __init__(self, addresses: list[str], route: str, location: str) -> None:
         self.loop = LoopThread("test")
-        self.engine = EmbeddedEngine(InferenceConfig(progress_timeout=20, update_timeout=DEADLINE))
+        self.engine = EmbeddedEngine(client=ClientConfig(progress_timeout=20, update_timeout=DEADLINE))
         self.engine.initialize(addresses)
         self.sender: WeightSender = open_sender(WeightUpdateMeta(route, 0, location))
         self.receipts: Any = None

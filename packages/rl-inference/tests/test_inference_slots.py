@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ServeSpec
+from rl_inference import EmbeddedEngineConfig
 from rl_inference.server.attention import TokenPass
-from rl_inference.server.config import ServerConfig
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.model import SlotModel
 from rl_inference.server.slots import SlotTable
@@ -37,8 +38,8 @@ def job(prompt: list[int], tokens: int, seed: int = 1, **settings: Any) -> Gener
 
 
 def load(path: Path, slots: int = 8, prefill_tokens: int = 512) -> SlotTable:
-    config = ServerConfig(model=str(path), port=0, device="cpu", slots=slots)
-    return SlotTable(SlotModel.load(config), slots, prefill_tokens, lambda: 0)
+    model = SlotModel.load(EmbeddedEngineConfig(slots=slots), ServeSpec(str(path), device="cpu"))
+    return SlotTable(model, slots, prefill_tokens, lambda: 0)
 
 
 def run(table: SlotTable, jobs: list[GenerationJob], stagger: int = 0) -> None:
@@ -186,8 +187,8 @@ def test_record_model_without_numbers_ends_the_answer_as_an_error(model_path: Pa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_decode_on_a_gpu_equals_transformers_forward(model_path: Path) -> None:
     model = reference_model(model_path)
-    config = ServerConfig(model=str(model_path), port=0, device="cuda", slots=8)
-    table = SlotTable(SlotModel.load(config), 8, 512, lambda: 0)
+    model = SlotModel.load(EmbeddedEngineConfig(slots=8), ServeSpec(str(model_path), device="cuda"))
+    table = SlotTable(model, 8, 512, lambda: 0)
     jobs = [job([5, 9, 30 + i // 2], 40, seed=i) for i in range(12)]
 
     run(table, jobs, stagger=2)

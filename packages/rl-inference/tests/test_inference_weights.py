@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from rl_contracts.config import GenerationConfig
+from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.weights import staged_location, verify_receipt, write_weights
-from rl_inference import EmbeddedEngine, InferenceConfig
+from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model, tiny_model
 
 PROMPT = [5, 17, 40, 33, 21, 90]
@@ -47,7 +47,7 @@ def served_version(server: ServerProcess) -> int:
 @pytest.fixture
 async def engine(server: ServerProcess, model_path: Path, scratch: Path) -> AsyncIterator[EmbeddedEngine]:
     """An engine whose server serves `model_path` under an even version; the next one is free."""
-    probe = EmbeddedEngine(InferenceConfig(progress_timeout=20))
+    probe = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
     probe.initialize([server.address])
     now = served_version(server)
     old = now + 2 - now % 2

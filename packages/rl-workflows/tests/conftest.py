@@ -7,7 +7,7 @@ import pytest
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
-from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine, SimulatedClock
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
 from rl_contracts.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
@@ -43,8 +43,8 @@ def clock():
 @pytest.fixture
 def null_engine(clock):
     """Long-tailed answers on the simulated clock."""
-    config = NullInferenceConfig(mean_tokens=24, sigma=1.2, seconds_per_token=0.05, read_weights=False)
-    return NullInferenceEngine(config, clock)
+    config = NullInferenceEngineConfig(mean_tokens=24, sigma=1.2, seconds_per_token=0.05, read_weights=False)
+    return NullInferenceEngine(config, clock=clock)
 
 
 @pytest.fixture

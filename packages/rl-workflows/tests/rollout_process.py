@@ -20,7 +20,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.parallel import ParallelContext
-from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.trajectory import from_response, lengths
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
@@ -33,7 +33,7 @@ class Answer(RolloutWorkflow):
 
 
 def make_rollout(rows, **options):
-    config = NullInferenceConfig(mean_tokens=20, sigma=1.0, seconds_per_token=0.001, read_weights=False)
+    config = NullInferenceEngineConfig(mean_tokens=20, sigma=1.0, seconds_per_token=0.001, read_weights=False)
     engine = NullInferenceEngine(config)
     settings = RolloutConfig(group_size=3, max_staleness=1, stall_timeout=60, failure_min_groups=1)
     return engine, DistRollout(engine, Answer(), rows, config=settings, **options)

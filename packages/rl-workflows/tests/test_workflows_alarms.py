@@ -14,7 +14,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, InferenceError, RewardError, RLError, StalledError
 from rl_contracts.reward_worker import AsyncRewardWrapper
-from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
@@ -40,7 +40,7 @@ class Scored(RolloutWorkflow):
 def _rollout(workflow=None, batch_size=2, engine=None, **options):
     settings = {name: options.pop(name) for name in list(options) if hasattr(RolloutConfig, name)}
     config = RolloutConfig(**({"group_size": 2, "stall_timeout": 30.0} | settings))
-    engine = engine or NullInferenceEngine(NullInferenceConfig(mean_tokens=4, seconds_per_token=0.0005))
+    engine = engine or NullInferenceEngine(NullInferenceEngineConfig(mean_tokens=4, seconds_per_token=0.0005))
     rows = ({"prompt_id": i} for i in count())
     return DistRollout(engine, workflow or Scored(), rows, batch_size=batch_size, config=config, **options)
 
@@ -202,7 +202,7 @@ def test_trainer_that_takes_no_batch_raises_the_alarm_and_says_where_it_is():
 
 def test_trainer_that_waits_inside_of_the_runtime_is_not_stuck():
     alarm: list[StalledError] = []
-    slow = NullInferenceEngine(NullInferenceConfig(mean_tokens=4, seconds_per_token=0.3))
+    slow = NullInferenceEngine(NullInferenceEngineConfig(mean_tokens=4, seconds_per_token=0.3))
     rollout = _rollout(engine=slow, trainer_timeout=0.4, on_stuck_trainer=alarm.append)
     try:
         for _ in range(2):

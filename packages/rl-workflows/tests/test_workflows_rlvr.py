@@ -5,7 +5,7 @@ import pytest
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, RewardError
-from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.models import make_tiny_tokenizer
 from rl_workflows import RLVRWorkflow
 
@@ -21,7 +21,7 @@ def tokenizer():
 def answering(tokenizer):
     """An engine that always writes the same."""
     ids = tokenizer.encode("it is 5<|im_end|>", add_special_tokens=False)
-    return NullInferenceEngine(NullInferenceConfig(seconds_per_token=0.0), answer=lambda request: ids)
+    return NullInferenceEngine(NullInferenceEngineConfig(seconds_per_token=0.0), answer=lambda request: ids)
 
 
 def _workflow(tokenizer, reward, **options):

@@ -13,7 +13,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, RLError, StalledError
 from rl_contracts.parallel import ParallelContext
-from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.trajectory import from_response, validate
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
@@ -32,7 +32,7 @@ class Echo(RolloutWorkflow):
 @pytest.fixture
 def engine():
     return NullInferenceEngine(
-        NullInferenceConfig(mean_tokens=6, sigma=0.5, seconds_per_token=0.0005, read_weights=False)
+        NullInferenceEngineConfig(mean_tokens=6, sigma=0.5, seconds_per_token=0.0005, read_weights=False)
     )
 
 
@@ -92,7 +92,7 @@ def test_next_batch_finite_data_ends_with_a_smaller_batch_and_every_prompt_once(
 def test_next_batch_deterministic_when_on_policy_whatever_the_speed(engine):
     def batches(seconds_per_token):
         engine = NullInferenceEngine(
-            NullInferenceConfig(mean_tokens=6, sigma=1.0, seconds_per_token=seconds_per_token, read_weights=False)
+            NullInferenceEngineConfig(mean_tokens=6, sigma=1.0, seconds_per_token=seconds_per_token, read_weights=False)
         )
         rollout = _rollout(engine, _rows(12), max_staleness=0, seed=5)
         try:

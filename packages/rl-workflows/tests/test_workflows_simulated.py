@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ModelRequest, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
 from rl_contracts.errors import RLError
-from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine, SimulatedClock
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
 from rl_contracts.trajectory import Trajectory, concatenate, from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
@@ -104,7 +104,7 @@ def make_head(world, rank):
     manager = world.kind(case.batch, case.eta, case.concurrent, first_id=rank, id_stride=heads)
     rows = [{"prompt_id": i} for i in range(rank, world.prompts, heads)]
     config = RolloutConfig(max_staleness=case.eta, group_size=1, stall_timeout=100 * LONGEST)
-    engine = NullInferenceEngine(NullInferenceConfig(read_weights=False), world.clock)
+    engine = NullInferenceEngine(NullInferenceEngineConfig(read_weights=False), clock=world.clock)
     head = RolloutHead(engine, Answer(), rows, manager, config, world.clock)
     head.executor = Timers(world, head)
     return watch(world, head)
@@ -285,8 +285,8 @@ def make_real_head(world, rank):
     case, heads = world.case, world.case.heads
     if not rank:  # a new process has new servers, shared by its heads, at the version that was saved
         version = 0 if world.saved is None else world.saved[0]
-        lengths = NullInferenceConfig(mean_tokens=6, sigma=1.5, seconds_per_token=0.2, read_weights=False)
-        world.engine = NullInferenceEngine(lengths, world.clock, version=version)
+        lengths = NullInferenceEngineConfig(mean_tokens=6, sigma=1.5, seconds_per_token=0.2, read_weights=False)
+        world.engine = NullInferenceEngine(lengths, ServeSpec(version=version), clock=world.clock)
         world.engine.faults.generate = lambda request: (
             RLError("planted") if world.rng.random() < case.bad_share / 3 else None
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
-from dataclasses import dataclass, field
+import textwrap
+from dataclasses import dataclass, field, is_dataclass
 
 from rl_contracts.errors import ConfigError
 
@@ -17,6 +20,22 @@ def require(condition: bool, field_name: str, expected: str, found: object) -> N
 def require_choice(field_name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise a `ConfigError` unless `value` is one of `choices`."""
     require(value in choices, field_name, "one of " + ", ".join(choices), value)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass, its base classes included, by field name: what `--help` shows."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, [*body.body[1:], None], strict=False):
+            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+                continue
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs
 
 
 @dataclass
@@ -137,3 +156,46 @@ class MicroBatchConfig:
 
     def __post_init__(self) -> None:
         require(self.max_tokens >= 1, "micro_batch.max_tokens", "at least 1", self.max_tokens)
+
+
+@dataclass
+class ClientConfig:
+    """How a client treats inference servers of any kind: deadlines, retries, probes, routing."""
+
+    max_concurrent: int = 1024
+    """Requests that the client has open at the same time, over all servers."""
+    progress_timeout: float = 60.0
+    """Seconds without a byte (generation) or an answer (control) after which a server counts as lost, and after which a
+    request that no server moves on fails."""
+    update_timeout: float = 300.0
+    """Seconds within which a server must have staged a version."""
+    connect_timeout: float = 5.0
+    """Seconds for a connection to a server."""
+    retry_seconds: float = 0.2
+    """First pause before a request tries again; doubles up to 5 s."""
+    probe_interval: float = 2.0
+    """Seconds between two questions to each server whether it is well; then also one that was evicted may come back.
+    0: never asked, and evicted for good."""
+    probe_timeout: float = 5.0
+    """Seconds for such an answer."""
+    rejoin_timeout: float = 0.0
+    """Seconds for which requests and updates wait when all servers are lost, until one is back. 0: nobody restarts
+    them, so fail at once."""
+    affinity_slack: int = 32
+    """A group follows its first member's server unless that has so many more open requests than the least busy one."""
+
+    def __post_init__(self) -> None:
+        require(self.max_concurrent >= 1, "client.max_concurrent", "at least 1", self.max_concurrent)
+        # servers show that they are alive every half second
+        require(self.progress_timeout >= 1, "client.progress_timeout", "1 s or more", self.progress_timeout)
+        require(self.update_timeout > 0, "client.update_timeout", "seconds above 0", self.update_timeout)
+        require(self.connect_timeout > 0, "client.connect_timeout", "seconds above 0", self.connect_timeout)
+        require(self.retry_seconds > 0, "client.retry_seconds", "seconds above 0", self.retry_seconds)
+        require(self.probe_interval >= 0, "client.probe_interval", "0 (never) or more", self.probe_interval)
+        require(self.probe_timeout > 0, "client.probe_timeout", "seconds above 0", self.probe_timeout)
+        require(
+            self.rejoin_timeout == 0 or (self.rejoin_timeout > 0 and self.probe_interval > 0),
+            "client.rejoin_timeout",
+            "0 or more seconds, and 0 where client.probe_interval is 0, for then nobody sees a server come back",
+            self.rejoin_timeout,
+        )

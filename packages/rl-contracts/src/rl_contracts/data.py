@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import GenerationConfig
 
 
@@ -142,6 +143,29 @@ class FinetuneSpec:
     """Optimizer steps of the whole run, for the learning-rate schedule."""
     seed: int = 0
     """Seed of everything random inside the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSpec:
+    """What follows from a run for its inference servers, whichever engine serves."""
+
+    model_path: str = ""
+    """Hugging Face model directory that the servers load; empty for a client of servers that are already there."""
+    strategy: ParallelStrategy = field(default_factory=ParallelStrategy)
+    """How the model is served; `data` is the number of servers."""
+    weights_dir: str = ""
+    """Directory in which weight updates are published; the servers read from nowhere else. Empty: no updates."""
+    version: int = 0
+    """Version of the weights in `model_path`."""
+    cpus: int = 0
+    """Cores, and threads of numeric libraries, per server; 0: not said."""
+    gpus: int = 0
+    """Devices per server."""
+    device: str = "auto"
+    """Where they run: `cpu`, `cuda`, or `auto` (a GPU if there is one)."""
+    deterministic: bool = False
+    """Every answer is the same, to the last bit, whatever else is served, and its log-probs are those of a trainer that
+    runs it alone."""
 
 
 @dataclass(frozen=True, slots=True)

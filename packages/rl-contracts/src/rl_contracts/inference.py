@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
-from rl_contracts.data import ModelRequest, ModelResponse, WeightReceipt, WeightUpdateMeta
+from rl_contracts.config import ClientConfig
+from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
 from rl_contracts.scheduler import JobSpec
+
+
+@dataclass
+class ServerConfig:
+    """Base of the settings of one kind of inference server: what can be chosen about it and does not follow from the
+    run. An engine `XxxEngine` brings a subclass `XxxEngineConfig` beside it."""
+
+    def check(self, spec: ServeSpec) -> None:
+        """Refuse what these servers cannot do. Called when a run's config is resolved, before anything starts.
+
+        Raises:
+            ConfigError: names both settings, and the fix.
+        """
 
 
 class InferenceEngine(ABC):
@@ -15,16 +30,28 @@ class InferenceEngine(ABC):
     loop.
 
     The client owns retries: a request that a server loses is continued elsewhere with the tokens it already has. A
-    deadline limits
-    the time without progress (no token, no byte), never the length of an answer.
+    deadline limits the time without progress (no token, no byte), never the length of an answer.
     """
 
     __slots__ = ()  # so that a handle per episode can be small
 
+    @abstractmethod
+    def __init__(self, config: Any, spec: ServeSpec, client: ClientConfig) -> None:
+        """
+        Args:
+            config: the servers' own settings, of the `ServerConfig` subclass that comes with this class.
+            spec: what follows from the run.
+            client: deadlines, retries, probes, routing.
+        """
+
     @classmethod
     @abstractmethod
-    def server_spec(cls, config: Any) -> JobSpec:
-        """What a launcher must know to start one server of this engine: command, readiness check, resources."""
+    def server_spec(cls, config: Any, spec: ServeSpec) -> JobSpec:
+        """What a launcher must know to start the servers of this engine: command, readiness check, resources.
+
+        Raises:
+            ConfigError: these servers cannot do what `spec` asks for.
+        """
 
     @abstractmethod
     def initialize(self, addresses: list[str], key: str = "") -> None:
@@ -33,6 +60,11 @@ class InferenceEngine(ABC):
         Raises:
             ConfigError: no address, or one that is not a URL.
         """
+
+    @property
+    @abstractmethod
+    def served_dtype(self) -> str:
+        """Name of the torch dtype in which the servers hold weights and compute, for example `"float32"`."""
 
     @property
     @abstractmethod
@@ -84,15 +116,14 @@ class InferenceEngine(ABC):
 
         Args:
             interrupt: what happens to unfinished generations: `keep` (go on, old KV cache), `recompute` (go on, KV
-            cache rebuilt with the
-                new weights) or `wait` (finish them first).
+                cache rebuilt with the new weights) or `wait` (finish them first).
 
         Returns:
             the longest time, in seconds, that a server did not generate.
 
         Raises:
             WeightUpdateError: no live server committed. A server that does not acknowledge is evicted before any
-            resumes.
+                resumes.
         """
 
     @abstractmethod

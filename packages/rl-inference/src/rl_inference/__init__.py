@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_inference.client import EmbeddedEngine
-    from rl_inference.config import InferenceConfig
+    from rl_inference.config import EmbeddedEngineConfig
 
-__all__ = ["EmbeddedEngine", "InferenceConfig"]
+__all__ = ["EmbeddedEngine", "EmbeddedEngineConfig"]
 
-_HOMES = {"EmbeddedEngine": "rl_inference.client", "InferenceConfig": "rl_inference.config"}
+_HOMES = {"EmbeddedEngine": "rl_inference.client", "EmbeddedEngineConfig": "rl_inference.config"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_contracts.clock import Clock, SystemClock
-from rl_contracts.data import ModelRequest, ModelResponse, StopReason, WeightReceipt, WeightUpdateMeta
+from rl_contracts.config import ClientConfig
+from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, StopReason, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.scheduler import JobSpec
 from rl_inference.answer import PartialAnswer
-from rl_inference.config import InferenceConfig
-from rl_inference.job import server_job
+from rl_inference.config import EmbeddedEngineConfig, server_job
 from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError, ServerRestartedError
 from rl_inference.monitor import ServerMonitor
 from rl_inference.protocol import Call, EmbeddedProtocol
@@ -30,22 +30,32 @@ class EmbeddedEngine(InferenceEngine):
     """An `InferenceEngine` over embedded servers.
 
     Args:
-        config: settings.
+        config: settings of the servers.
+        spec: what follows from the run; without one there are only servers that somebody else has started.
+        client: deadlines, retries, probes, routing.
         clock: for cool-downs and deadlines.
     """
 
-    def __init__(self, config: InferenceConfig, clock: Clock | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: EmbeddedEngineConfig | None = None,
+        spec: ServeSpec | None = None,
+        client: ClientConfig | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = client or ClientConfig()
+        self._server_config = config or EmbeddedEngineConfig()
+        self._spec = spec or ServeSpec()
         self._clock = clock or SystemClock()
         self._protocol = EmbeddedProtocol()
-        self._limit = asyncio.Semaphore(config.max_concurrent)
+        self._limit = asyncio.Semaphore(self.config.max_concurrent)
         self._closed = False
         self._connect([], "")
 
     @classmethod
-    def server_spec(cls, config: InferenceConfig) -> JobSpec:
-        """The servers of `config` as a job: role `rollout`, ready when `/health` answers 200."""
-        return server_job(config)
+    def server_spec(cls, config: EmbeddedEngineConfig, spec: ServeSpec) -> JobSpec:
+        """The servers of a run as a job: role `rollout`, ready when `/health` answers 200."""
+        return server_job(config, spec)
 
     def initialize(self, addresses: list[str], key: str = "") -> None:
         """Remember the servers and the run key."""
@@ -55,14 +65,19 @@ class EmbeddedEngine(InferenceEngine):
             parts = urlsplit(address)
             if parts.scheme not in ("http", "https") or not parts.netloc:
                 raise ConfigError(f"inference servers: expected http://host:port, found {address!r}.")
-        self._connect([Server(address.rstrip("/"), self.config.version) for address in addresses], key)
+        self._connect([Server(address.rstrip("/"), self._spec.version) for address in addresses], key)
 
     def _connect(self, servers: list[Server], key: str) -> None:
         config, protocol, clock = self.config, self._protocol, self._clock
-        self._router = router = Router(servers, clock, config.affinity_slack, config.version)
+        self._router = router = Router(servers, clock, config.affinity_slack, self._spec.version)
         self._transport = transport = Transport(config, protocol, key)
-        self._updates = updates = WeightUpdates(config, router, transport, protocol, clock)
+        self._updates = updates = WeightUpdates(config, self._spec, router, transport, protocol, clock)
         self._monitor = ServerMonitor(config, router, transport, protocol, updates, clock)
+
+    @property
+    def served_dtype(self) -> str:
+        """Dtype in which the servers hold weights and compute."""
+        return self._server_config.dtype
 
     @property
     def version(self) -> int:

@@ -1,89 +1,179 @@
-"""Settings of the client, and of the servers that a launcher starts for it."""
+"""Settings of the embedded server, and the command line that hands them to its process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
-from rl_contracts.config import require, require_choice
+from rl_contracts.config import field_docs, require, require_choice
+from rl_contracts.data import ServeSpec
+from rl_contracts.inference import ServerConfig
+from rl_contracts.scheduler import JobSpec
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
-class InferenceConfig:
-    """An `EmbeddedEngine` and its servers."""
+class EmbeddedEngineConfig(ServerConfig):
+    """The embedded server. Each field but `python` and `ready_timeout` is an option of
+    `python -m rl_inference.server`."""
 
-    model_path: str = ""
-    """Hugging Face model directory that the servers load."""
-    servers: int = 1
-    """Server processes."""
-    device: str = "auto"
-    """Where they run: `cpu`, `cuda`, or `auto` (a GPU if there is one)."""
     dtype: str = "float32"
-    """Dtype in which they serve: `float32`, `bfloat16` or `float16`."""
+    """Dtype in which the weights are served: `float32`, `bfloat16` or `float16`."""
     slots: int = 64
     """Sequences that one server generates at the same time."""
     context_length: int = 0
     """Tokens of prompt and answer together at most; 0: what the model says."""
     prefill_tokens: int = 2048
-    """Prompt tokens that a server reads in one pass at most, beside a token of each answer."""
+    """Prompt tokens that are read in one pass at most, beside a token of each answer; longer prompts take several."""
     max_waiting: int = 4096
-    """Requests that may wait at one server; beyond, the client backs off."""
-    cpus: int = 1
-    """Cores, and threads of torch, per server."""
-    weights_dir: str = ""
-    """Directory in which weight updates are published; the servers read from nowhere else. Empty: no
-    updates."""
-    version: int = 0
-    """Version of the weights in `model_path`."""
-    deterministic: bool = False
-    """Every answer is the same, to the last bit, whatever else is served, and its log-probs are those of a trainer that
-    runs it alone: one sequence at a time, on one thread, scored as a whole when it ends. `slots` is then 1. Slow."""
+    """Requests that may wait for a slot at one server; beyond, it answers 503 and the client backs off."""
+    max_request_bytes: int = 64 * 2**20
+    """Larger request bodies are refused with 413."""
+    stuck_seconds: int = 300
+    """Seconds without a turn of the decode thread after which `/health` answers 503."""
     compile: bool = False
-    """The servers compile their forward pass when they start: faster tokens (1.2 to 1.5 times on a CPU with a small
-    model), a start that takes tens of seconds longer; raise `ready_timeout` for a large model. Not with
-    `deterministic`."""
+    """Compile the forward pass when the server starts: tokens come faster (1.2 to 1.5 times on a CPU with a small
+    model), the start takes tens of seconds longer (raise `ready_timeout` for a large model). Needs a C++ compiler on a
+    CPU. Not for deterministic runs."""
     python: str = ""
     """Interpreter of the servers; empty: this one."""
     ready_timeout: float = 180.0
     """Seconds within which a started server must be ready."""
-    max_concurrent: int = 1024
-    """Requests that the client has open at the same time, over all servers."""
-    progress_timeout: float = 60.0
-    """Seconds without a byte (generation) or an answer (control) after which a server counts as lost, and
-    after which a request that no server moves on fails."""
-    update_timeout: float = 300.0
-    """Seconds within which a server must have staged a version."""
-    connect_timeout: float = 5.0
-    """Seconds for a connection to a server."""
-    retry_seconds: float = 0.2
-    """First pause before a request tries again; doubles up to 5 s."""
-    probe_interval: float = 2.0
-    """Seconds between two questions to each server whether it is well; then also one that was evicted may come back.
-    0: never asked, and evicted for good."""
-    probe_timeout: float = 5.0
-    """Seconds for such an answer."""
-    rejoin_timeout: float = 0.0
-    """Seconds for which requests and updates wait when all servers are lost, until one is back. 0: nobody restarts
-    them, so fail at once."""
-    affinity_slack: int = 32
-    """A group follows its first member's server unless that has so many more open requests than the least
-    busy one."""
 
     def __post_init__(self) -> None:
-        require(self.servers >= 1, "inference.servers", "at least 1", self.servers)
-        require_choice("inference.dtype", self.dtype, ("float32", "bfloat16", "float16"))
-        require(self.slots >= 1, "inference.slots", "at least 1", self.slots)
-        require(self.cpus >= 1, "inference.cpus", "at least 1", self.cpus)
-        require(self.max_concurrent >= 1, "inference.max_concurrent", "at least 1", self.max_concurrent)
-        # servers show that they are alive every half second
-        require(self.progress_timeout >= 1, "inference.progress_timeout", "1 s or more", self.progress_timeout)
-        require(self.update_timeout > 0, "inference.update_timeout", "seconds above 0", self.update_timeout)
-        require(self.connect_timeout > 0, "inference.connect_timeout", "seconds above 0", self.connect_timeout)
-        require(self.probe_interval >= 0, "inference.probe_interval", "0 (never) or more", self.probe_interval)
-        require(self.probe_timeout > 0, "inference.probe_timeout", "seconds above 0", self.probe_timeout)
+        require_choice("server.dtype", self.dtype, DTYPES)
+        require(self.slots >= 1, "server.slots", "at least 1", self.slots)
+        require(self.context_length >= 0, "server.context_length", "0 (the model's) or more", self.context_length)
+        require(self.prefill_tokens >= 1, "server.prefill_tokens", "at least 1", self.prefill_tokens)
+        require(self.max_waiting >= 0, "server.max_waiting", "0 or more", self.max_waiting)
+        require(self.max_request_bytes >= 1, "server.max_request_bytes", "at least 1", self.max_request_bytes)
+        require(self.stuck_seconds >= 1, "server.stuck_seconds", "at least 1", self.stuck_seconds)
+        require(self.ready_timeout > 0, "server.ready_timeout", "seconds above 0", self.ready_timeout)
+
+    def check(self, spec: ServeSpec) -> None:
+        """Refuse a model that is split, and compilation in a deterministic run."""
+        split = spec.strategy
         require(
-            self.rejoin_timeout == 0 or (self.rejoin_timeout > 0 and self.probe_interval > 0),
-            "inference.rejoin_timeout",
-            "0 or more seconds, and 0 where inference.probe_interval is 0, for then nobody sees a server come back",
-            self.rejoin_timeout,
+            split.world_size == split.data and split.expert == 1,
+            "allocation",
+            f"embedded:d{split.data} (the embedded server is one process per replica, and splits no model)",
+            f"embedded:{split}",
         )
-        require(self.retry_seconds > 0, "inference.retry_seconds", "seconds above 0", self.retry_seconds)
+        require(
+            not (self.compile and spec.deterministic),
+            "server.compile with deterministic=true",
+            "false (a compiled pass rounds differently than a trainer's)",
+            self.compile,
+        )
+
+
+@dataclass
+class ServerOptions:
+    """What `python -m rl_inference.server` is told: settings, what follows from the run, and where to listen."""
+
+    config: EmbeddedEngineConfig
+    spec: ServeSpec
+    port: int
+    """TCP port to listen on; 0 picks a free one."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    name: str = ""
+    """Name in receipts; empty: `host:port`."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, "server.port", "between 0 and 65535", self.port)
+        self.config.check(self.spec)
+        if self.spec.deterministic:  # one sequence at a time, on one thread
+            self.config, self.spec = replace(self.config, slots=1), replace(self.spec, cpus=1)
+
+
+_OPTIONS: dict[type, dict[str, str]] = {
+    ServerOptions: {"port": "port", "host": "host", "name": "name"},
+    ServeSpec: {
+        "model": "model_path",
+        "device": "device",
+        "threads": "cpus",
+        "weights_dir": "weights_dir",
+        "version": "version",
+        "deterministic": "deterministic",
+    },
+    EmbeddedEngineConfig: {
+        field.name: field.name
+        for field in fields(EmbeddedEngineConfig)
+        if field.name not in ("python", "ready_timeout")
+    },
+}
+"""The options of the command line by the dataclass that describes them: option and field."""
+
+
+def server_job(config: EmbeddedEngineConfig, spec: ServeSpec) -> JobSpec:
+    """The servers of a run: role `rollout`, ready when `/health` answers 200.
+
+    Raises:
+        ConfigError: no model, or what the server cannot do.
+    """
+    config.check(spec)
+    require(bool(spec.model_path), "model_path", "a model directory", spec.model_path)
+    if spec.weights_dir:
+        spec = replace(spec, weights_dir=str(Path(spec.weights_dir).resolve()))
+    values: dict[str, Any] = {"host": "{host}", "port": "{port}", "name": "rollout-{index}"}
+    for owner in (spec, config):
+        values |= {option: getattr(owner, name) for option, name in _OPTIONS[type(owner)].items()}
+    return JobSpec(
+        role="rollout",
+        command=(config.python or sys.executable, "-m", "rl_inference.server", *to_arguments(values)),
+        count=spec.strategy.data,
+        cpus=max(spec.cpus, 1),
+        gpus=spec.gpus,
+        needs_port=True,
+        ready_path="/health",
+        ready_timeout=config.ready_timeout,
+    )
+
+
+def to_arguments(options: dict[str, Any]) -> list[str]:
+    """Options as arguments of the command line; `parse` reads them."""
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+    return [text for name, value in texts.items() for text in ("--" + name.replace("_", "-"), value)]
+
+
+def parse(arguments: list[str] | None) -> ServerOptions:
+    """Read the command line (None: of this process): an option per field, described by the field's docstring.
+
+    Raises:
+        ConfigError: a value that the server cannot take.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m rl_inference.server",
+        description="Load a model and serve it until told to stop.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for owner, options in _OPTIONS.items():
+        docs, known = field_docs(owner), {field.name: field for field in fields(owner)}
+        for option, name in options.items():
+            parser.add_argument(
+                "--" + option.replace("_", "-"),
+                required=option in ("model", "port"),
+                type=_KINDS.get(str(known[name].type), str),
+                default=None if known[name].default is MISSING else known[name].default,
+                help=docs[name].rstrip("."),
+            )
+    given = vars(parser.parse_args(arguments))
+    listen, spec, config = ({name: given[option] for option, name in options.items()} for options in _OPTIONS.values())
+    return ServerOptions(EmbeddedEngineConfig(**config), ServeSpec(**spec), **listen)
+
+
+def _switch(text: str) -> bool:
+    """The value of an option that is on or off."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
+    return text.lower() == "true"
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _switch}
+"""How the options of a type are read; others are text."""

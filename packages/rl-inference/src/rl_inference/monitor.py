@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from rl_contracts.clock import Clock
+from rl_contracts.config import ClientConfig
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_inference.config import InferenceConfig
 from rl_inference.losses import ServerGoneError
 from rl_inference.protocol import EmbeddedProtocol
 from rl_inference.routing import Router, Server
@@ -28,7 +28,7 @@ class ServerMonitor:
 
     def __init__(
         self,
-        config: InferenceConfig,
+        config: ClientConfig,
         router: Router,
         transport: Transport,
         protocol: EmbeddedProtocol,

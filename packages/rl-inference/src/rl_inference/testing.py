@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl_contracts.errors import InferenceError
+from rl_inference.config import to_arguments
 
 VOCAB_SIZE = 160
 """Tokens of the tiny models."""
@@ -124,7 +125,7 @@ class ServerProcess:
     port: int = 0
     """0: a free one."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further fields of `ServerConfig`."""
+    """Further options of `python -m rl_inference.server`."""
     command: tuple[str, ...] | None = None
     """Start this program, with the server's options, instead of forking."""
     process: BaseProcess | subprocess.Popen[bytes] | None = None
@@ -145,7 +146,7 @@ class ServerProcess:
         """Start it and return at once."""
         self.port = self.port or free_port()
         options = {"model": self.model, "port": self.port, "threads": 1, **self.options}
-        arguments = [text for name, value in options.items() for text in ("--" + name.replace("_", "-"), str(value))]
+        arguments = to_arguments(options)
         environment = {"OMP_NUM_THREADS": "1", "RL_RUN_KEY": self.key}
         if self.command is None:
             context = multiprocessing.get_context("forkserver")

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import aiohttp
 
+from rl_contracts.config import ClientConfig
 from rl_contracts.errors import InferenceError
-from rl_inference.config import InferenceConfig
 from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError, ServerRestartedError
 from rl_inference.protocol import Call, EmbeddedProtocol
 from rl_inference.routing import Server
@@ -19,7 +19,7 @@ from rl_inference.routing import Server
 class Transport:
     """One HTTP session for all servers; opened at the first call, in the loop that makes it."""
 
-    def __init__(self, config: InferenceConfig, protocol: EmbeddedProtocol, key: str) -> None:
+    def __init__(self, config: ClientConfig, protocol: EmbeddedProtocol, key: str) -> None:
         self._config = config
         self._protocol = protocol
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from rl_contracts.clock import Clock
-from rl_contracts.config import require_choice
-from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.config import ClientConfig, require_choice
+from rl_contracts.data import ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, ReceiversLostError, WeightUpdateError
 from rl_contracts.logging import get_logger
 from rl_contracts.weights import (
@@ -22,7 +22,6 @@ from rl_contracts.weights import (
     seated,
     verify_receipt,
 )
-from rl_inference.config import InferenceConfig
 from rl_inference.losses import ServerLostError
 from rl_inference.protocol import EmbeddedProtocol
 from rl_inference.routing import Router, Server
@@ -51,13 +50,14 @@ class WeightUpdates:
 
     def __init__(
         self,
-        config: InferenceConfig,
+        config: ClientConfig,
+        spec: ServeSpec,
         router: Router,
         transport: Transport,
         protocol: EmbeddedProtocol,
         clock: Clock,
     ) -> None:
-        self._config = config
+        self._config, self._spec = config, spec
         self._router = router
         self._transport = transport
         self._protocol = protocol
@@ -154,7 +154,7 @@ class WeightUpdates:
             await self._bring_up(server, known, int(health["version"]))
         if known is not None:
             await self._check_receipt(server, known)
-        elif version != self._config.version:
+        elif version != self._spec.version:
             raise InferenceError(f"{server.address}: no record says yet what version {version} must hold.")
         call = self._protocol.pause("keep") if self._held else self._protocol.resume()
         await self._ask(server, self._transport.call(server, call))
@@ -182,8 +182,8 @@ class WeightUpdates:
     def _known(self) -> CommittedWeights | None:
         """What the committed version holds: as staged by this client, or as recorded by the trainer of another one."""
         found, version = self._committed, self._router.version
-        if (found is None or found.version != version) and self._config.weights_dir:
-            found = read_committed(self._config.weights_dir)
+        if (found is None or found.version != version) and self._spec.weights_dir:
+            found = read_committed(self._spec.weights_dir)
         return found if found is not None and found.version == version else None
 
     async def _bring_up(self, server: Server, known: CommittedWeights | None, found: int) -> None:

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rl_contracts.data import ModelRequest, ModelResponse, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
 from rl_contracts.inference import InferenceEngine
 from rl_workflows.workflow_context import EpisodeContext
@@ -82,6 +82,10 @@ class EpisodeEngine(InferenceEngine):
         self._calls = 0
 
     @property
+    def served_dtype(self) -> str:
+        return self._engine.served_dtype
+
+    @property
     def version(self) -> int:
         return self._engine.version
 
@@ -125,7 +129,7 @@ class EpisodeEngine(InferenceEngine):
         return await self._engine.stats()
 
     @classmethod
-    def server_spec(cls, config: Any) -> JobSpec:
+    def server_spec(cls, config: Any, spec: ServeSpec) -> JobSpec:
         _refuse("server_spec")
 
     def initialize(self, addresses: list[str], key: str = "") -> None:

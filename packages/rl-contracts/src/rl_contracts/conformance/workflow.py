@@ -13,7 +13,7 @@ import pytest
 
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
 from rl_contracts.errors import InferenceError, RLError
-from rl_contracts.testing import NullInferenceConfig, NullInferenceEngine
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.trajectory import Trajectory, stack, validate
 from rl_contracts.workflow import RolloutWorkflow
 
@@ -21,7 +21,7 @@ from rl_contracts.workflow import RolloutWorkflow
 class RecordingEngine(NullInferenceEngine):
     """A null engine that remembers what it answered, and whose version advances with every answer."""
 
-    def __init__(self, config: NullInferenceConfig) -> None:
+    def __init__(self, config: NullInferenceEngineConfig) -> None:
         super().__init__(config)
         self.responses: list[ModelResponse] = []
 
@@ -46,7 +46,9 @@ class WorkflowConformance:
 
     def make_engine(self) -> RecordingEngine:
         """The engine; it samples ids 0 to 63, and 2 ends an answer. Override where the tokenizer needs others."""
-        return RecordingEngine(NullInferenceConfig(mean_tokens=20, sigma=1.0, seconds_per_token=0.0, eos_token_id=2))
+        return RecordingEngine(
+            NullInferenceEngineConfig(mean_tokens=20, sigma=1.0, seconds_per_token=0.0, eos_token_id=2)
+        )
 
     async def run(self, engine: NullInferenceEngine) -> list[Trajectory]:
         """All rows' episodes, one after the other; fails where every one was rejected."""

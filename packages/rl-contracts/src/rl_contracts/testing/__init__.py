@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from rl_contracts.testing.batches import make_batch
     from rl_contracts.testing.clock import SimulatedClock
     from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
-    from rl_contracts.testing.null_inference import Faults, NullInferenceConfig, NullInferenceEngine
+    from rl_contracts.testing.null_inference import Faults, NullInferenceEngine, NullInferenceEngineConfig
     from rl_contracts.testing.reference_engine import ReferenceTrainEngine
 
 _HOME = {
     "Faults": "null_inference",
-    "NullInferenceConfig": "null_inference",
+    "NullInferenceEngineConfig": "null_inference",
     "NullInferenceEngine": "null_inference",
     "ReferenceTrainEngine": "reference_engine",
     "SimulatedClock": "clock",
@@ -26,8 +26,8 @@ _HOME = {
 
 __all__ = [
     "Faults",
-    "NullInferenceConfig",
     "NullInferenceEngine",
+    "NullInferenceEngineConfig",
     "ReferenceTrainEngine",
     "SimulatedClock",
     "make_batch",

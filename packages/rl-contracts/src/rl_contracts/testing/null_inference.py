@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.clock import Clock, SystemClock
-from rl_contracts.config import require, require_choice
-from rl_contracts.data import ModelRequest, ModelResponse, StopReason, WeightReceipt, WeightUpdateMeta
+from rl_contracts.config import ClientConfig, require, require_choice
+from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, StopReason, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
-from rl_contracts.inference import InferenceEngine
+from rl_contracts.inference import InferenceEngine, ServerConfig
 from rl_contracts.scheduler import JobSpec
 from rl_contracts.testing.null_model import NullModel, request_rng
 from rl_contracts.testing.null_timeline import Slots, Timeline
@@ -23,7 +23,7 @@ INTERRUPTS = ("keep", "recompute", "wait")
 
 
 @dataclass
-class NullInferenceConfig:
+class NullInferenceEngineConfig(ServerConfig):
     """How the null engine answers, and how long that takes on its clock."""
 
     mean_tokens: float = 32.0
@@ -90,25 +90,28 @@ class NullInferenceEngine(InferenceEngine):
 
     Args:
         config: lengths, times and vocabulary.
+        spec: only its `version` counts, the one that is served at first.
+        client: not needed: nothing is lost on the way.
         clock: real time unless a `SimulatedClock` is given.
         answer: token ids of the answer to a request, an end token included where it should have one, instead of
             sampled ones; None from it means a sampled one. It is cut at the first stop id and at `max_new_tokens`.
-        version: the version that is served at first.
     """
 
     def __init__(
         self,
-        config: NullInferenceConfig | None = None,
+        config: NullInferenceEngineConfig | None = None,
+        spec: ServeSpec | None = None,
+        client: ClientConfig | None = None,
+        *,
         clock: Clock | None = None,
         answer: Callable[[ModelRequest], Sequence[int] | np.ndarray | None] | None = None,
-        version: int = 0,
     ) -> None:
-        self.config = config or NullInferenceConfig()
+        self.config = config or NullInferenceEngineConfig()
         self.clock: Clock = clock or SystemClock()
         self.faults = Faults()
         self._answer = answer
         self._model = NullModel(self.config.vocab_size, self.config.seed)
-        self._timeline = Timeline(self.clock, version)
+        self._timeline = Timeline(self.clock, (spec or ServeSpec()).version)
         self._staged: WeightUpdateMeta | None = None
         self._committing = asyncio.Lock()
         self._slots = Slots(self.config.max_running)
@@ -118,7 +121,7 @@ class NullInferenceEngine(InferenceEngine):
         self._addresses = ["null"]
 
     @classmethod
-    def server_spec(cls, config: Any) -> JobSpec:
+    def server_spec(cls, config: NullInferenceEngineConfig, spec: ServeSpec) -> JobSpec:
         """A role of no process: there is nothing to start."""
         return JobSpec(role="rollout", command=("true",), count=0)
 
@@ -127,6 +130,10 @@ class NullInferenceEngine(InferenceEngine):
         if not addresses:
             raise ConfigError("inference: expected at least one server address, found none.")
         self._addresses = list(addresses)
+
+    @property
+    def served_dtype(self) -> str:
+        return "float32"
 
     @property
     def version(self) -> int:

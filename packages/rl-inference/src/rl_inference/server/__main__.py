@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import errno
 import gc
@@ -11,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +17,8 @@ from aiohttp import web
 
 from rl_contracts.errors import RLError
 from rl_contracts.logging import configure, get_logger
+from rl_inference.config import ServerOptions, parse
 from rl_inference.server.app import ServerApp
-from rl_inference.server.config import ServerConfig
 from rl_inference.server.directory import check_directory
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the server; returns the exit code."""
     configure(role="server")
     try:
-        config = parse(arguments)
+        options = parse(arguments)
     except RLError as error:
         logger.error("%s", error)
         return 2
@@ -50,36 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError:
         runner = asyncio.Runner()
     with runner:
-        return runner.run(serve(config, os.environ.get(KEY_VARIABLE, "")))
+        return runner.run(serve(options, os.environ.get(KEY_VARIABLE, "")))
 
 
-def parse(arguments: list[str] | None) -> ServerConfig:
-    """The config from the command line, an option per field."""
-    parser = argparse.ArgumentParser(prog="python -m rl_inference.server", description=__doc__)
-    for field in fields(ServerConfig):
-        kind = _KINDS.get(str(field.type), str)
-        required = field.default is MISSING
-        parser.add_argument(
-            "--" + field.name.replace("_", "-"),
-            type=kind,
-            required=required,
-            default=None if required else field.default,
-        )
-    return ServerConfig(**vars(parser.parse_args(arguments)))
-
-
-def _switch(text: str) -> bool:
-    """The value of an option that is on or off."""
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
-    return text.lower() == "true"
-
-
-_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "bool": _switch}
-"""How the options of a type are read; others are text."""
-
-
-async def serve(config: ServerConfig, key: str) -> int:
+async def serve(options: ServerOptions, key: str) -> int:
     """Listen, load the model, serve until a signal, `/shutdown` or a death of the decode thread.
 
     Returns:
@@ -97,26 +69,26 @@ async def serve(config: ServerConfig, key: str) -> int:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         events.add_signal_handler(signum, end, 0)
-    http = ServerApp(config, key, lambda: end(0))
+    http = ServerApp(options, key, lambda: end(0))
     web_runner = web.AppRunner(http.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
     await web_runner.setup()
     loop: DecodeLoop | None = None
     try:
         try:
-            site = web.TCPSite(web_runner, config.host, config.port)
+            site = web.TCPSite(web_runner, options.host, options.port)
             await site.start()
         except OSError as error:
-            logger.error("%s", _bind_error(config, error))
+            logger.error("%s", _bind_error(options, error))
             return 1
         address = "{}:{}".format(*web_runner.addresses[0][:2])
-        loading = _load(config, config.name or address, lambda _: crashed())
+        loading = _load(options, options.name or address, lambda _: crashed())
         watched: set[asyncio.Future[Any]] = {loading, ended}
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
             loop = loading.result()
             loop.start()
             http.serve(loop)
-            logger.info("ready: http://%s serves %s on %s", address, config.model, loop.model.device)
+            logger.info("ready: http://%s serves %s on %s", address, options.spec.model_path, loop.model.device)
         return await ended
     except RLError as error:
         logger.error("%s: %s", type(error).__name__, error)
@@ -127,15 +99,16 @@ async def serve(config: ServerConfig, key: str) -> int:
         await web_runner.cleanup()
 
 
-def _load(config: ServerConfig, holder: str, on_crash: Callable[[BaseException], None]) -> asyncio.Future[DecodeLoop]:
+def _load(options: ServerOptions, holder: str, on_crash: Callable[[BaseException], None]) -> asyncio.Future[DecodeLoop]:
     """Load in a daemon thread, so that a signal need not wait for it. It also imports torch and transformers:
     the port is bound, and /health answers, seconds before they are there."""
+    config, spec = options.config, options.spec
     events = asyncio.get_running_loop()
     result: asyncio.Future[DecodeLoop] = events.create_future()
 
     def work() -> None:
         try:
-            check_directory(Path(config.model))
+            check_directory(Path(spec.model_path))
             import torch
 
             from rl_inference.server.loop import DecodeLoop
@@ -143,12 +116,12 @@ def _load(config: ServerConfig, holder: str, on_crash: Callable[[BaseException],
             from rl_inference.server.restore import restore
             from rl_inference.server.weights import ServedWeights
 
-            if config.threads:
-                torch.set_num_threads(config.threads)
-            model = SlotModel.load(config)
-            weights = ServedWeights(model.model, config.weights_dir, holder, config.version)
-            restore(weights, config.weights_dir)
-            loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash, config.deterministic)
+            if spec.cpus:
+                torch.set_num_threads(spec.cpus)
+            model = SlotModel.load(config, spec)
+            weights = ServedWeights(model.model, spec.weights_dir, holder, spec.version)
+            restore(weights, spec.weights_dir)
+            loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash, spec.deterministic)
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             events.call_soon_threadsafe(result.set_exception, error)
         else:
@@ -166,10 +139,10 @@ def _spare_collector() -> None:
     gc.freeze()
 
 
-def _bind_error(config: ServerConfig, error: OSError) -> str:
+def _bind_error(options: ServerOptions, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {config.port} of {config.host} is in use; stop what listens there or give another --port."
-    return f"cannot listen on {config.host}:{config.port}: {error}"
+        return f"port {options.port} of {options.host} is in use; stop what listens there or give another --port."
+    return f"cannot listen on {options.host}:{options.port}: {error}"
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, RLError, WeightUpdateError
+from rl_inference.config import ServerOptions
 from rl_inference.protocol import EmbeddedProtocol
 from rl_inference.server.answers import answer, event
-from rl_inference.server.config import ServerConfig
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.requests import Limits, is_batch, parse_ids, parse_jobs
 
@@ -36,13 +36,13 @@ class ServerApp:
     """The routes and what they share.
 
     Args:
-        config: settings of the process.
+        options: settings of the process.
         key: what `Authorization: Bearer` must carry; empty: nothing is asked for.
         shut_down: called by `/shutdown`.
     """
 
-    def __init__(self, config: ServerConfig, key: str, shut_down: Callable[[], None]) -> None:
-        self.config = config
+    def __init__(self, options: ServerOptions, key: str, shut_down: Callable[[], None]) -> None:
+        self.config, self._model_path = options.config, options.spec.model_path
         self._key = key.encode()
         self._shut_down = shut_down
         self._loop: DecodeLoop | None = None
@@ -51,7 +51,7 @@ class ServerApp:
         self._staging = asyncio.Lock()
         self._beat = (-1, 0.0)
         self.instance = secrets.token_hex(8)
-        self.app = web.Application(client_max_size=config.max_request_bytes, middlewares=[self._guard])
+        self.app = web.Application(client_max_size=self.config.max_request_bytes, middlewares=[self._guard])
         self.app.add_routes(
             [
                 web.get("/health", self.health),
@@ -130,7 +130,7 @@ class ServerApp:
             {
                 "name": self.loop.weights.holder,
                 "instance": self.instance,
-                "model_path": self.config.model,
+                "model_path": self._model_path,
                 "weight_version": self.loop.weights.version,
                 "context_length": model.context_length,
                 "vocab_size": model.vocab_size,

@@ -10,14 +10,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ModelError
 from rl_contracts.linear import speed_up
 from rl_contracts.logging import get_logger
 from rl_contracts.token_logprobs import chosen_logprobs
+from rl_inference.config import EmbeddedEngineConfig
 from rl_inference.server.attention import IMPLEMENTATION, TokenPass, running
 from rl_inference.server.cache import KernelLayer, SlotCache, SlotLayer, TorchLayer
 from rl_inference.server.compiled import compile_pass, stance
-from rl_inference.server.config import ServerConfig
 from rl_inference.server.directory import check_directory
 from rl_inference.server.selfcheck import check_numbers
 
@@ -53,16 +54,16 @@ class SlotModel:
         model.get_output_embeddings().register_forward_pre_hook(self._pick_wanted)
 
     @classmethod
-    def load(cls, config: ServerConfig) -> SlotModel:
+    def load(cls, config: EmbeddedEngineConfig, spec: ServeSpec) -> SlotModel:
         """Load a Hugging Face directory.
 
         Raises:
             ModelError: no directory, no weights, weights that do not fit the config, or an architecture that
         cannot be served."""
-        path = Path(config.model)
+        path = Path(spec.model_path)
         check_directory(path)
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        device = spec.device if spec.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -89,7 +90,7 @@ class SlotModel:
         if config.context_length > longest:
             raise ModelError(f"context_length {config.context_length}: {path} has {longest} positions; lower it.")
         model.eval().requires_grad_(False)
-        if not config.deterministic:  # a trainer that makes the same bits multiplies with torch's choice
+        if not spec.deterministic:  # a trainer that makes the same bits multiplies with torch's choice
             speed_up(model)
         if config.compile:
             compile_pass(model)

@@ -34,7 +34,7 @@ class SlotTable:
         prefill_tokens: prompt tokens of one pass at most.
         version: the version of the weights now, stamped on every token at the step that samples it.
         rescore: take the log-probs of an answer from one forward pass over all of it when it ends (see
-            `ServerConfig.deterministic`); they appear with its end only. Every prompt is then read from its start.
+            `ServeSpec.deterministic`); they appear with its end only. Every prompt is then read from its start.
     """
 
     def __init__(

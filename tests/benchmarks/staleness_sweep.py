@@ -118,7 +118,7 @@ def measure(max_staleness: int, steps: int) -> list[Step]:
             time.sleep(TRAIN_SECONDS)
             rollout.loop.run(publish(engine, version), 10)
             rollout.end_step(version)
-            done.append(step_of(began, filled, time.monotonic(), rollout.stats()))
+            done.append(step_of(began, filled, time.monotonic(), rollout.stats().results()))
     finally:
         rollout.destroy()
     return done
@@ -141,7 +141,7 @@ def simulate(max_staleness: int, steps: int) -> list[Step]:
             await clock.sleep(TRAIN_SECONDS)
             await publish(engine, version)
             await head.end_step(version)
-            done.append(step_of(began, filled, clock.now(), await head.stats()))
+            done.append(step_of(began, filled, clock.now(), (await head.stats()).results()))
         await head.close()
         return done
 

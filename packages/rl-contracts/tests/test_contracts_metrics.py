@@ -1,4 +1,4 @@
-"""The stats tracker and the metrics file."""
+"""Recorded figures and the metrics file."""
 
 from __future__ import annotations
 
@@ -17,159 +17,175 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_contracts.errors import ConfigError, DataError
-from rl_contracts.metrics import MetricsWriter, Statistic, StatsTracker, merge_statistics
+from rl_contracts.metrics import Figures, MetricsWriter, collect, record, record_all
 
 
-def test_export_mean_is_sum_over_denominator_not_mean_of_means() -> None:
-    tracker = StatsTracker()
-    tracker.add("loss", 30.0, denominator=10)
-    tracker.add("loss", 2.0, denominator=2)
+def test_results_mean_is_sum_over_weight_not_mean_of_means() -> None:
+    figures = Figures()
+    figures.add("loss", 3.0, weight=10)
+    figures.add("loss", 1.0, weight=2)
 
-    assert tracker.export() == {"loss": pytest.approx(32 / 12)}
+    assert figures.results() == {"loss": pytest.approx(32 / 12)}
 
 
-def test_export_kinds_of_reduction() -> None:
-    tracker = StatsTracker()
+def test_results_kinds_of_reduction() -> None:
+    figures = Figures()
     for value in (3.0, -1.0, 2.0):
-        tracker.scalar("mean", value)
-        tracker.total("total", value)
-        tracker.minimum("least", value)
-        tracker.maximum("greatest", value)
+        for kind in ("mean", "sum", "min", "max"):
+            figures.add(kind, value, kind=kind)
+    figures.add("sum", 2.0, weight=3, kind="sum")
 
-    assert tracker.export() == {"mean": pytest.approx(4 / 3), "total": 4.0, "least": -1.0, "greatest": 3.0}
-
-
-def test_export_nothing_recorded_or_zero_denominator_is_none() -> None:
-    tracker = StatsTracker()
-    tracker.add("gap", 0.0, denominator=0)
-    tracker.scalar("length", 4)
-    tracker.maximum("longest", 4)
-
-    assert tracker.export() == {"gap": None, "length": 4.0, "longest": 4.0}
-    assert tracker.export() == {"gap": None, "length": None, "longest": None}
+    assert figures.results() == {"mean": pytest.approx(4 / 3), "sum": 10.0, "min": -1.0, "max": 3.0}
 
 
-def test_export_without_reset_goes_on() -> None:
-    tracker = StatsTracker()
-    tracker.scalar("x", 1)
-    tracker.export(reset=False)
-    tracker.scalar("x", 3)
+def test_results_without_weight_are_none_but_sums_are_zero() -> None:
+    figures = Figures()
+    for kind in ("mean", "sum", "min", "max"):
+        figures.add(kind, math.nan, weight=0, kind=kind)
 
-    assert tracker.export() == {"x": 2.0}
+    assert figures.results() == {"mean": None, "sum": 0.0, "min": None, "max": None}
 
 
-def test_record_one_name_as_two_kinds_is_refused() -> None:
-    tracker = StatsTracker()
-    tracker.scalar("x", 1)
+def test_take_starts_anew_and_names_stay_known() -> None:
+    figures = Figures()
+    figures.add("length", 4)
+    figures.add("retries", 2, kind="sum")
+    figures.add("longest", 4, kind="max")
+
+    assert figures.take().results() == {"length": 4.0, "retries": 2.0, "longest": 4.0}
+    figures.add("longest", -3, kind="max")
+    assert figures.take().results() == {"length": None, "retries": 0.0, "longest": -3.0}
+
+
+def test_add_one_name_as_two_kinds_is_refused() -> None:
+    figures, other = Figures(), Figures()
+    figures.add("x", 1)
+    other.add("x", 1, kind="min")
 
     with pytest.raises(ConfigError, match="'x' is a mean, but is now recorded as a max"):
-        tracker.maximum("x", 1)
+        figures.add("x", 1, kind="max")
+    with pytest.raises(ConfigError, match="'x' is a mean, but is now recorded as a min"):
+        figures.merge(other)
+    with pytest.raises(ConfigError, match="'y': expected a kind of mean, sum, min, max, found 'median'"):
+        figures.add("y", 1, kind="median")  # type: ignore[arg-type]
 
 
-def test_scope_nests_and_ends_also_after_an_error() -> None:
-    tracker = StatsTracker()
-    with tracker.scope("rollout"):
-        with contextlib.suppress(RuntimeError), tracker.scope("reward"):
-            tracker.scalar("x", 1)
+@pytest.mark.parametrize("value", ["0.5", None, [1.0], torch.zeros(2).numpy()])
+def test_add_value_that_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(DataError, match="metric 'x'"):
+        Figures().add("x", value)
+
+
+def test_record_outside_of_a_collector_does_nothing() -> None:
+    record("x", 1)
+    with collect() as figures:
+        pass
+    record("x", 1)
+
+    assert figures.results() == {}
+
+
+def test_record_nested_collectors_do_not_mix_also_after_an_error() -> None:
+    with collect() as outer:
+        with contextlib.suppress(RuntimeError), collect() as inner:
+            record("x", 1)
             raise RuntimeError
-        tracker.scalar("x", 2)
-    tracker.scalar("x", 3)
+        record("x", 2)
+        record_all(inner)
+        with collect(outer):
+            record("x", 6)
 
-    assert tracker.export() == {"rollout/reward/x": 1.0, "rollout/x": 2.0, "x": 3.0}
+    assert inner.results() == {"x": 1.0}
+    assert outer.results() == {"x": 3.0}
 
 
-async def test_scope_tasks_that_interleave_do_not_mix() -> None:
-    tracker = StatsTracker()
+async def test_record_tasks_that_interleave_do_not_mix_and_their_own_tasks_belong_to_them() -> None:
     barrier = asyncio.Barrier(2)
 
-    async def episode(name: str, value: float) -> None:
-        with tracker.scope(name):
+    async def episode(value: float) -> Figures:
+        with collect() as figures:
             await barrier.wait()
-            tracker.scalar("reward", value)
+            await asyncio.gather(*(asyncio.to_thread(record, "reward", value + i) for i in range(2)))
             await barrier.wait()
+        return figures
 
-    await asyncio.gather(episode("a", 1), episode("b", 2))
+    a, b = await asyncio.gather(episode(1), episode(5))
 
-    assert tracker.export() == {"a/reward": 1.0, "b/reward": 2.0}
+    assert (a.results(), b.results()) == ({"reward": 1.5}, {"reward": 5.5})
 
 
-def test_scope_threads_do_not_mix_and_no_record_is_lost() -> None:
-    tracker = StatsTracker()
+def test_add_from_many_threads_loses_nothing() -> None:
+    figures = Figures()
     barrier = threading.Barrier(4)
 
     def work(name: str) -> None:
-        with tracker.scope(name):
-            barrier.wait(5)
-            for _ in range(500):
-                tracker.total("n", 1)
+        barrier.wait(5)
+        for _ in range(500):
+            figures.add(name, 1, kind="sum")
 
     threads = [threading.Thread(target=work, args=(f"t{i % 2}",)) for i in range(4)]
-    with tracker.scope("main"):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
 
-    assert tracker.export() == {"t0/n": 1000.0, "t1/n": 1000.0}
-
-
-def test_timer_adds_seconds_also_after_an_error() -> None:
-    tracker = StatsTracker()
-    with tracker.scope("step"), pytest.raises(RuntimeError), tracker.timer("time/train"):
-        raise RuntimeError
-    with tracker.scope("step"), tracker.timer("time/train"):
-        threading.Event().wait(0.02)
-
-    assert 0.02 <= tracker.export()["step/time/train"] < 5  # type: ignore[operator]
+    assert figures.results() == {"t0": 1000.0, "t1": 1000.0}
 
 
-def test_record_tensors_are_not_read_before_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_tensors_are_not_read_before_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a tensor was read")
 
-    tracker = StatsTracker()
+    figures = Figures()
     value = torch.tensor(6.0, requires_grad=True)
     with monkeypatch.context() as patch:
         for reader in ("item", "tolist", "__float__", "__bool__", "__int__"):
             patch.setattr(torch.Tensor, reader, refuse)
-        tracker.add("loss", value * 1, torch.tensor(2))
-        tracker.add("loss", 2.0, torch.tensor([2]))
+        figures.add("loss", value / 2, torch.tensor(2))
+        figures.add("loss", 1.0, torch.tensor([2]))
         for extreme in (value, 4.0, torch.tensor(5.0)):
-            tracker.minimum("least", extreme)
-            tracker.maximum("greatest", extreme)
+            figures.add("least", extreme, kind="min")
+            figures.add("greatest", extreme, kind="max")
 
-    assert tracker.export() == {"loss": 2.0, "least": 4.0, "greatest": 6.0}
+    assert figures.results() == {"loss": 2.0, "least": 4.0, "greatest": 6.0}
 
 
-def test_record_tensor_changed_afterwards_keeps_the_value_as_recorded() -> None:
-    tracker = StatsTracker()
+def test_add_tensor_of_many_entries_counts_those_with_weight() -> None:
+    figures = Figures()
+    values, weights = torch.tensor([[1.0, math.nan, 3.0], [-math.inf, 8.0, 9.0]]), torch.tensor([[1, 0, 1], [0, 2, 0]])
+    for kind in ("mean", "sum", "min", "max"):
+        figures.add(kind, values, weights, kind)
+        figures.add(kind, values[:0], weights[:0].bool(), kind)
+    figures.add("share", values > 2, weight=weights > 0)
+
+    assert figures.results() == {"mean": 5.0, "sum": 20.0, "min": 1.0, "max": 8.0, "share": pytest.approx(2 / 3)}
+
+
+def test_add_tensor_changed_afterwards_keeps_the_value_as_recorded() -> None:
+    figures = Figures()
     value = torch.tensor(1.0, dtype=torch.float64)
-    tracker.scalar("x", value)
+    for kind in ("mean", "max"):
+        figures.add(kind, value, kind=kind)
     value.add_(5)
 
-    assert tracker.export() == {"x": 1.0}
+    assert figures.results() == {"mean": 1.0, "max": 1.0}
 
 
-def test_record_many_float32_sums_does_not_lose_small_ones() -> None:
-    tracker = StatsTracker()
-    tracker.add("x", torch.tensor(2.0**24), 1)
+def test_add_many_float32_sums_does_not_lose_small_ones() -> None:
+    figures = Figures()
+    figures.add("x", torch.tensor(2.0**24), kind="sum")
     for _ in range(8):
-        tracker.add("x", torch.tensor(1.0), 0)
+        figures.add("x", torch.tensor(1.0), kind="sum")
 
-    assert tracker.export() == {"x": 2.0**24 + 8}
-
-
-def test_record_tensor_with_many_elements_is_refused() -> None:
-    with pytest.raises(DataError, match=r"'x': expected one number, found a tensor of shape \(2,\)"):
-        StatsTracker().scalar("x", torch.zeros(2))
+    assert figures.results() == {"x": 2.0**24 + 8}
 
 
-def test_record_nan_in_an_extreme_is_kept() -> None:
-    tracker = StatsTracker()
+def test_add_nan_in_an_extreme_is_kept() -> None:
+    figures = Figures()
     for value in (1.0, math.nan, 2.0):
-        tracker.maximum("x", value)
+        figures.add("x", value, kind="max")
 
-    assert math.isnan(tracker.export()["x"])  # type: ignore[arg-type]
+    assert math.isnan(figures.results()["x"])  # type: ignore[arg-type]
 
 
 _RECORDS = st.lists(
@@ -178,25 +194,18 @@ _RECORDS = st.lists(
 
 
 @given(_RECORDS)
-def test_export_reduced_over_ranks_equals_one_process(records: list[tuple[str, int, int, int]]) -> None:
-    whole, ranks = StatsTracker(), [StatsTracker() for _ in range(3)]
-    for name, value, denominator, rank in records:
-        for tracker in (whole, ranks[rank]):
-            tracker.add(f"{name}/mean", value, denominator)
-            tracker.maximum(f"{name}/max", value)
-            tracker.total(f"{name}/sum", value)
-    parts: list[dict[str, Statistic]] = []
-    for rank in ranks[1:]:
-        rank.export(reduce=lambda mine: parts.append(mine) or mine)  # type: ignore[func-returns-value]
+def test_merge_over_ranks_by_way_of_json_equals_one_process(records: list[tuple[str, int, int, int]]) -> None:
+    whole, ranks = Figures(), [Figures() for _ in range(3)]
+    for name, value, weight, rank in records:
+        for figures in (whole, ranks[rank]):
+            for kind in ("mean", "max", "min", "sum"):
+                figures.add(f"{name}/{kind}", value, weight, kind)
 
-    reduced = ranks[0].export(reduce=lambda mine: merge_statistics([mine, *parts]))
+    merged = Figures()
+    for rank in ranks:
+        merged.merge(Figures.from_json(json.loads(json.dumps(rank.to_json()))))
 
-    assert reduced == whole.export()
-
-
-def test_merge_statistics_of_different_kinds_is_refused() -> None:
-    with pytest.raises(ConfigError, match="mean and max"):
-        merge_statistics([{"x": Statistic("mean", 1, 1)}, {"x": Statistic("max", 1, 1)}])
+    assert merged.results() == whole.results()
 
 
 def test_write_appends_one_object_per_step(tmp_path: Path) -> None:

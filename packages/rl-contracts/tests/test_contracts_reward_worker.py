@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
+from rl_contracts.metrics import Figures, collect
 from rl_contracts.reward_worker import AsyncRewardWrapper
 
 REWARDS = """
@@ -60,6 +62,19 @@ def acts(prompt, completions, prompt_ids, completion_ids, **data):
 
 def modules(prompt, completions, prompt_ids, completion_ids, **data):
     return float(sum(name in sys.modules for name in data["names"]))
+
+def records(prompt, completions, prompt_ids, completion_ids, **data):
+    from rl_contracts.metrics import record
+
+    record("length", len(completions))
+    record("calls", 1, kind="sum")
+    if not completions:
+        raise LookupError("nothing to score")
+    return 1.0
+
+async def records_later(prompt, completions, prompt_ids, completion_ids, **data):
+    await asyncio.sleep(0)
+    return records(prompt, completions, prompt_ids, completion_ids)
 
 class Scorer:
     @staticmethod
@@ -113,6 +128,23 @@ async def test_call_function_object_is_found_by_its_name(rewards: Any) -> None:
     async with AsyncRewardWrapper(rewards.exact) as wrapper:
         assert wrapper.target == "worker_rewards:exact"
         assert await score(wrapper, "5", answer="4") == 0.0
+
+
+@pytest.mark.usefixtures("rewards")
+@pytest.mark.parametrize("target", ["records", "records_later"])
+async def test_call_figures_that_the_function_records_reach_the_callers_collector(target: str) -> None:
+    async def episode(wrapper: AsyncRewardWrapper, completion: str) -> Figures:
+        with collect() as figures, contextlib.suppress(RewardError):
+            await asyncio.gather(score(wrapper, completion), score(wrapper, 3 * completion))
+        return figures
+
+    async with AsyncRewardWrapper(f"worker_rewards:{target}", workers=2) as wrapper:
+        assert await score(wrapper, "no collector") == 1.0
+        found = [(await episode(wrapper, completion)).results() for completion in ("ab", "abcd")]
+        failed = (await episode(wrapper, "")).results()
+
+    assert found == [{"length": 4.0, "calls": 2.0}, {"length": 8.0, "calls": 2.0}]
+    assert failed["length"] == 0.0, "what was recorded before the function raised"
 
 
 @pytest.mark.usefixtures("rewards")

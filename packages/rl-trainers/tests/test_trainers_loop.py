@@ -7,6 +7,7 @@ import pytest
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import DataError
+from rl_contracts.metrics import Figures, record
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.sharding import share
 from rl_contracts.testing import ReferenceTrainEngine
@@ -65,6 +66,53 @@ def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine,
     saved = load_batch(tmp_path / "run" / "batches" / "step_2-version_1.safetensors")
     assert len(saved) == 6
     assert "advantages" not in saved
+
+
+def recording_loss(terms):
+    """A policy loss that says how its tokens are spread, and in which stage it is."""
+    record("advantage/positive", terms.advantages > 0, weight=terms.trained)
+    record("advantage/largest", terms.advantages, weight=terms.trained, kind="max")
+    record("grad_norm", 1.0)  # one of the run's own names
+    return -terms.ratio * terms.advantages, {}
+
+
+class _Recording:
+    """An evaluation and a counter that record, as a workflow's episodes would."""
+
+    def __call__(self, step):
+        record("turns", step)
+        record("turns", step + 2, weight=3)
+        return {"eval/reward": 0.5}
+
+
+def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(engine, tmp_path, caplog):
+    source, batches = _Batches(engine, 2), []
+    take = source.next_batch
+    source.next_batch = lambda: batches.append(take()) or batches[-1]
+    rollouts = Figures()
+    rollouts.add("turns", 7.0)
+    books = Books(
+        engine,
+        tmp_path / "run",
+        CheckpointConfig(),
+        evaluations=[_Recording()],
+        evaluate_every=2,
+        counters=rollouts.take,
+    )
+    algorithm = AlgorithmConfig(policy_loss=f"{__name__}:recording_loss")
+    train(source, PolicyActor(engine, algorithm), None, books, total_steps=2)
+
+    before, first, second = _records(tmp_path / "run")
+    for line, batch in ((first, batches[0]), (second, batches[1])):
+        trained = batch["advantages"][batch["loss_mask"]]
+        assert line["advantage/positive"] == pytest.approx((trained > 0).double().mean().item())
+        assert line["advantage/largest"] == pytest.approx(trained.max().item())
+    assert (first["turns"], second["turns"]) == (7.0, None)
+    assert (before["eval/turns"], second["eval/turns"]) == (1.5, 3.5)
+    assert "turns" not in before
+    assert "eval/turns" not in first
+    assert first["grad_norm"] != 1.0
+    assert caplog.text.count("figures ['grad_norm'] are the run's own") == 1
 
 
 def test_train_data_that_ends_early_ends_the_run(engine, tmp_path):

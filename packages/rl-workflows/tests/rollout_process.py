@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import InferenceError, RLError
+from rl_contracts.metrics import Figures, collect, record
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.trajectory import from_response, lengths
@@ -28,6 +29,8 @@ from rl_workflows import DistRollout, RolloutConfig
 
 class Answer(RolloutWorkflow):
     async def arun_episode(self, engine, data):
+        record("prompt/mean", data["prompt_id"])
+        record("episodes", 1, kind="sum")
         response = await engine.agenerate(ModelRequest([1 + data["prompt_id"]], GenerationConfig(max_new_tokens=200)))
         return [from_response(response, reward=1.0, temperature=1.0)]
 
@@ -53,9 +56,11 @@ def heads(rank: int, directory: Path) -> None:
     # each head has prompts of its own; the second has fewer
     rows = [{"prompt_id": 100 * rank + i} for i in range(6 - 3 * rank)]
     _, rollout = make_rollout(rows, batch_size=4, parallel=parallel, minibatches=2)
-    result["eval"] = [
-        row.prompt_id for row in rollout.evaluate([{"prompt_id": i} for i in range(5)], GenerationConfig(), n=2)
-    ]
+    with collect() as in_evaluation:
+        held_out = rollout.evaluate([{"prompt_id": i} for i in range(5)], GenerationConfig(), n=2)
+    result["eval"] = [row.prompt_id for row in held_out]
+    result["eval_figures"] = in_evaluation.over_replicas(parallel).results()
+    figures = Figures()
     while True:
         try:
             batch = rollout.next_batch()
@@ -64,6 +69,8 @@ def heads(rank: int, directory: Path) -> None:
         keys = ("prompt_ids", "group_ids", "episode_ids", "minibatch")
         result["batches"].append({key: numbers(batch, key) for key in keys} | {"lengths": lengths(batch).tolist()})
         rollout.end_step(0)
+        figures.merge(rollout.stats())
+    result["figures"] = figures.over_replicas(parallel).results()
     rollout.destroy()
 
     # one head fails while the other waits for answers that never come

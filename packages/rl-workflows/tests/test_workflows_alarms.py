@@ -97,7 +97,7 @@ def test_stuck_episode_while_the_servers_give_no_figures_still_raises_the_alarm(
         await head.begin_wait()
         with pytest.raises(StalledError, match="stuck stage: reward"):
             await head.fill()
-        assert await head.stats(), "without the servers' own"
+        assert (await head.stats()).results(), "without the servers' own"
         await head.close()
 
     clock.run(main())

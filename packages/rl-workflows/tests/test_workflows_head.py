@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rl_contracts.errors import DataError, InferenceError, RewardError, RLError, StalledError
+from rl_contracts.metrics import record
 from rl_contracts.trajectory import Trajectory
 from rl_workflows.assembly import assemble
 from rl_workflows.executor import FinishedGroup, own_copy, stamped
@@ -70,7 +71,7 @@ def test_group_failed_member_goes_on_without_it_down_to_min_group(clock, make_he
     async def main():
         groups = await _batch(head)
         assert [[row.episode_id for row in group.rows] for group in groups] == [[0, 2]] * 4
-        stats = await head.stats()
+        stats = (await head.stats()).results()
         assert stats["episodes/failed/inference"] >= 4
         assert stats["groups/failed"] == 0
         await head.close()
@@ -89,7 +90,7 @@ def test_group_failed_member_without_min_group_fails_and_is_replaced(clock, make
         assert sorted(group.ticket.group_id for group in groups) != [0, 1, 2, 3]
         assert len(groups) == 4
         assert all(len(group.rows) == 2 for group in groups)
-        stats = await head.stats()
+        stats = (await head.stats()).results()
         assert stats["groups/failed"] == stats["groups/failed/inference"] == 1
         assert head.manager.outstanding <= 8
         await head.close()
@@ -119,8 +120,30 @@ def test_group_rejected_by_the_workflow_is_counted_and_replaced(clock, make_head
     async def main():
         groups = await _batch(head)
         assert min(group.row["prompt_id"] for group in groups) >= 3
-        stats = await head.stats()
+        stats = (await head.stats()).results()
         assert stats["groups/rejected"] == stats["groups/rejected/workflow"] == 3
+        await head.close()
+
+    clock.run(main())
+
+
+def test_groups_keep_what_their_own_episodes_recorded_and_every_episode_counts(clock, make_head):
+    def judge(data, token):
+        record("prompt", data["prompt_id"])
+        if data["prompt_id"] == 1:
+            raise ValueError("a defect of the workflow")
+        return None if data["prompt_id"] == 2 else 1.0
+
+    head = make_head(judge=judge, rows=iter([{"prompt_id": i} for i in range(5)]), failure_budget=1.0)
+
+    async def main():
+        groups = await _batch(head)
+        assert [group.figures.results()["prompt"] for group in groups] == [0.0, 3.0, 4.0]
+        stats = (await head.stats()).results()
+        assert stats["groups/failed"] == stats["groups/rejected"] == 1
+        # the first member that fails or is rejected ends the other before it records
+        assert stats["prompt"] == pytest.approx((0 * 2 + 1 + 2 + 3 * 2 + 4 * 2) / 8)
+        assert (await head.stats()).results()["prompt"] is None
         await head.close()
 
     clock.run(main())
@@ -137,7 +160,7 @@ def test_dynamic_sampling_equal_rewards_are_rejected_and_the_batch_is_full(clock
         groups = await _batch(head)
         assert len(groups) == 4
         assert all(group.row["prompt_id"] % 2 == 0 for group in groups)
-        assert (await head.stats())["groups/rejected/filter"] > 0
+        assert (await head.stats()).results()["groups/rejected/filter"] > 0
         await head.close()
 
     clock.run(main())
@@ -206,7 +229,7 @@ def test_failure_budget_not_exceeded_goes_on(clock, make_head):
         for _ in range(6):
             await _batch(head)
             await head.end_step(0)
-        assert (await head.stats())["groups/failed/internal"] == 1
+        assert (await head.stats()).results()["groups/failed/internal"] == 1
         await head.close()
 
     clock.run(main())

@@ -66,6 +66,15 @@ def test_two_heads_evaluate_each_a_share_of_the_rows(two_heads):
     assert [head["eval"] for head in two_heads] == [[0, 0, 1, 1], [2, 2, 3, 3, 4, 4]]
 
 
+def test_two_heads_figures_of_workflows_are_means_over_all_episodes_of_both(two_heads):
+    prompts = [*range(6), *range(100, 103)]
+    for head in two_heads:
+        assert head["figures"]["prompt/mean"] == pytest.approx(sum(prompts) / 9), "not the mean of the heads' means"
+        assert head["figures"]["episodes"] == 3 * 9
+        assert head["figures"]["groups/accepted"] == 9
+        assert head["eval_figures"] == {"prompt/mean": 2.0, "episodes": 10.0}
+
+
 def test_head_that_fails_while_the_other_waits_ends_both_with_its_cause(two_heads):
     for head in two_heads:
         assert "collecting rollouts failed on 1 of 2 ranks. rank 1:" in head["error"]

@@ -1,10 +1,13 @@
 """The RLVR workflow: prompt, answer, score."""
 
+import asyncio
+
 import pytest
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, RewardError
+from rl_contracts.metrics import collect, record
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.models import make_tiny_tokenizer
 from rl_workflows import RLVRWorkflow
@@ -57,11 +60,15 @@ async def test_episode_reward_sees_texts_ids_and_the_rows_other_entries(tokenize
 
 async def test_episode_async_reward_is_awaited(tokenizer, answering):
     async def reward(*given, **data):
+        await asyncio.sleep(0)
+        record("words", len(given[1].split()))
         return 1
 
-    [row] = await _workflow(tokenizer, reward).arun_episode(answering, ROW)
+    with collect() as figures:
+        [row] = await _workflow(tokenizer, reward).arun_episode(answering, ROW)
 
     assert row.reward == 1.0
+    assert figures.results() == {"words": 3.0}
 
 
 @pytest.mark.parametrize("value", [None, "1.0", float("nan"), float("inf"), [1.0]])

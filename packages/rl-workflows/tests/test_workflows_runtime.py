@@ -56,7 +56,7 @@ def test_next_batch_endless_data_gives_valid_batches_of_whole_groups(engine):
             assert batch["episode_ids"].tolist() == [0, 1] * 4
             assert batch["minibatch"].tolist() == [0] * 4 + [1] * 4
             rollout.end_step(0)
-        stats = rollout.stats()
+        stats = rollout.stats().results()
     finally:
         rollout.destroy()
     assert stats["groups/accepted"] >= 12
@@ -136,7 +136,7 @@ def test_evaluate_answers_in_order_and_leaves_training_counters_alone(engine):
         assert {row.temperature for row in answers} == {1.0}, "greedy log-probs are those of the undivided logits"
         assert max(len(row) for row in answers) <= 6, "the evaluation's own length limit"
         assert rollout.head.manager.outstanding <= before
-        assert rollout.stats()["groups/accepted"] <= 4, "training groups only"
+        assert rollout.stats().results()["groups/accepted"] <= 4, "training groups only"
         rollout.end_step(0)
         rollout.next_batch()
     finally:

@@ -1,7 +1,7 @@
-"""Numbers of a run: sums with explicit denominators, named by task-local scopes; and the file that they end in.
+"""Figures of a run: what any code records, how it adds up over episodes and ranks, and the file that it ends in.
 
-A mean is kept as (sum, denominator) until it is exported, so that it can be added up over micro-batches and ranks
-first: a mean of means would depend on how the batch was split. What could not be measured is None, never 0.
+A mean is kept as (sum, weight) until it is read, so that it can be added up over micro-batches, episodes and ranks
+first: a mean of means would depend on how the work was split. What could not be measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -10,162 +10,175 @@ import json
 import math
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.logging import get_logger
+
+if TYPE_CHECKING:
+    from rl_contracts.parallel import ParallelContext
 
 logger = get_logger("metrics")
 
 Kind = Literal["mean", "sum", "min", "max"]
 Scalar = Any
-"""A number, or a tensor with one element on any device (it is not read before the export)."""
+"""A number, or a tensor with one element on any device (it is not read before the results are asked for)."""
+
+NOTHING: dict[Kind, float] = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -math.inf}
+"""Of each kind, the value that changes nothing."""
 
 
-class Statistic(NamedTuple):
-    """One name's state, ready to travel: plain floats that JSON or a tensor can hold."""
+class Figure(NamedTuple):
+    """One name's state."""
 
     kind: Kind
-    value: float
-    """Sum of the values (`mean`, `sum`), or the extreme one."""
-    denominator: float
-    """What a mean is divided by; for the other kinds, how many values there were."""
-
-    def merge(self, other: Statistic) -> Statistic:
-        """The statistic of both together.
-
-        Raises:
-            ConfigError: they are of different kinds.
-        """
-        if self.kind != other.kind:
-            raise ConfigError(f"expected two statistics of one kind, found {self.kind} and {other.kind}")
-        if self.kind in ("mean", "sum") or (self.denominator and other.denominator):
-            value = _combine(self.kind, self.value, other.value)
-        else:
-            value = self.value if self.denominator else other.value
-        return Statistic(self.kind, value, self.denominator + other.denominator)
+    value: Scalar
+    """Weighted sum of the values (`mean`, `sum`), or the extreme one."""
+    weight: Scalar
+    """Sum of the weights: what a mean is divided by; 0 where nothing was recorded."""
 
     def result(self) -> float | None:
-        """The mean, sum or extreme; None if nothing was recorded or the denominator is zero."""
-        if not self.denominator:
+        """The mean, sum or extreme. None where nothing was recorded, but 0 for a sum."""
+        if self.kind == "sum":
+            return float(self.value)
+        if not self.weight:
             return None
-        return self.value / self.denominator if self.kind == "mean" else self.value
+        return float(self.value / self.weight if self.kind == "mean" else self.value)
 
 
-def merge_statistics(parts: Iterable[Mapping[str, Statistic]]) -> dict[str, Statistic]:
-    """Statistics of several ranks as one; a name need not be known to all of them.
-
-    Raises:
-        ConfigError: a name stands for different kinds on two ranks.
-    """
-    merged: dict[str, Statistic] = {}
-    for part in parts:
-        for name, statistic in part.items():
-            merged[name] = merged[name].merge(statistic) if name in merged else statistic
-    return merged
-
-
-class StatsTracker:
-    """Collects statistics from any thread or task.
+class Figures:
+    """Figures by name, each with how it combines. Any thread may add to them.
 
     Example:
-        >>> tracker = StatsTracker()
-        >>> with tracker.scope("actor"):
-        ...     tracker.add("loss", 6.0, denominator=4)
-        ...     tracker.add("loss", 2.0, denominator=4)
-        ...     tracker.maximum("ratio/max", 1.5)
-        >>> tracker.export()
-        {'actor/loss': 1.0, 'actor/ratio/max': 1.5}
-        >>> tracker.export()
-        {'actor/loss': None, 'actor/ratio/max': None}
+        >>> figures = Figures()
+        >>> figures.add("length", 3.0, weight=2)
+        >>> figures.add("length", 6.0)
+        >>> figures.add("retries", 1, kind="sum")
+        >>> figures.results()
+        {'length': 4.0, 'retries': 1.0}
     """
 
+    __slots__ = ("_figures",)
+
     def __init__(self) -> None:
-        self._scope: ContextVar[str] = ContextVar("scope", default="")
-        self._lock = threading.Lock()
-        self._kinds: dict[str, Kind] = {}
-        self._values: dict[str, tuple[Scalar, Scalar]] = {}
+        self._figures: dict[str, Figure] = {}
 
-    @contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Put `name/` before the names recorded inside, in this task or thread and in tasks that it starts."""
-        token = self._scope.set(f"{self._scope.get()}{name}/")
-        try:
-            yield
-        finally:
-            self._scope.reset(token)
+    def add(self, name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") -> None:
+        """Record a value; see `record`."""
+        self._merge(name, _figure(name, value, weight, kind))
 
-    def add(self, name: str, value_sum: Scalar, denominator: Scalar) -> None:
-        """Add to a mean: the sum of some values, and what the sum is to be divided by (their number, say)."""
-        self._record("mean", name, value_sum, denominator)
+    def merge(self, other: Figures) -> None:
+        """Add what others recorded, for example on another rank; a name need not be known here.
 
-    def scalar(self, name: str, value: Scalar) -> None:
-        """Add one value to a mean."""
-        self._record("mean", name, value, 1)
-
-    def total(self, name: str, value: Scalar) -> None:
-        """Add to a sum that is not divided by anything."""
-        self._record("sum", name, value, 1)
-
-    def minimum(self, name: str, value: Scalar) -> None:
-        """Keep the least value."""
-        self._record("min", name, value, 1)
-
-    def maximum(self, name: str, value: Scalar) -> None:
-        """Keep the greatest value."""
-        self._record("max", name, value, 1)
-
-    @contextmanager
-    def timer(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside to the sum `name`, also when an error ends it."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.total(name, time.perf_counter() - start)
-
-    def export(
-        self,
-        reduce: Callable[[dict[str, Statistic]], Mapping[str, Statistic]] | None = None,
-        reset: bool = True,
-    ) -> dict[str, float | None]:
-        """The figures by name: sum over denominator, sum, or extreme. Tensors are read here, once per device.
-
-        Args:
-            reduce: turns this process's statistics into those of all ranks before the division, for example
-                `lambda mine: merge_statistics(gather(mine))`.
-            reset: start anew. Names stay known and are None until something is recorded again.
+        Raises:
+            ConfigError: a name stands for different kinds.
         """
-        statistics: Mapping[str, Statistic] = self._take(reset)
-        if reduce is not None:
-            statistics = reduce(dict(statistics))
-        return {name: statistic.result() for name, statistic in statistics.items()}
+        for name, figure in list(other._figures.items()):
+            self._merge(name, figure)
 
-    def _record(self, kind: Kind, name: str, value: Scalar, denominator: Scalar) -> None:
-        full = self._scope.get() + name
-        value, denominator = _keep(full, value), _keep(full, denominator)
-        with self._lock:
-            known = self._kinds.setdefault(full, kind)
-            if known != kind:
-                raise ConfigError(f"metric {full!r} is a {known}, but is now recorded as a {kind}; use another name")
-            if full in self._values:
-                old_value, old_denominator = self._values[full]
-                value, denominator = _combine(kind, old_value, value), old_denominator + denominator
-            self._values[full] = (value, denominator)
+    def take(self) -> Figures:
+        """What was recorded so far. These figures start anew; names stay known: 0 for sums, None for the others, until
+        something is recorded again."""
+        taken = Figures()
+        with _lock:
+            taken._figures = self._figures
+            self._figures = {n: Figure(f.kind, NOTHING[f.kind], 0.0) for n, f in taken._figures.items()}
+        return taken
 
-    def _take(self, reset: bool) -> dict[str, Statistic]:
-        with self._lock:
-            kinds, values = dict(self._kinds), dict(self._values)
-            if reset:
-                self._values.clear()
-        flat = _read([scalar for pair in values.values() for scalar in pair])
-        numbers = {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(values)}
-        return {name: Statistic(kind, *numbers.get(name, (0.0, 0.0))) for name, kind in kinds.items()}
+    def over_replicas(self, parallel: ParallelContext) -> Figures:
+        """The figures of all data-parallel replicas together (collective)."""
+        whole = Figures()
+        for part in parallel.gather_json(self.to_json(), replicas=True):
+            whole.merge(Figures.from_json(part))
+        return whole
+
+    def results(self) -> dict[str, float | None]:
+        """The mean, sum or extreme of each name; None where nothing was recorded."""
+        return {name: figure.result() for name, figure in self._read().items()}
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """`{name: [kind, value, weight]}`."""
+        return {name: list(figure) for name, figure in self._read().items()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, list[Any]]) -> Self:
+        """Inverse of `to_json`."""
+        figures = cls()
+        figures._figures = {name: Figure(*figure) for name, figure in value.items()}
+        return figures
+
+    def _merge(self, name: str, figure: Figure) -> None:
+        with _lock:
+            known = self._figures.get(name)
+            self._figures[name] = figure if known is None else _combined(name, known, figure)
+
+    def _read(self) -> dict[str, Figure]:
+        """All figures as floats, with one transfer per device."""
+        figures = dict(self._figures)
+        numbers = _read([scalar for figure in figures.values() for scalar in figure[1:]])
+        return {
+            name: Figure(figure.kind, *numbers[2 * i : 2 * i + 2]) for i, (name, figure) in enumerate(figures.items())
+        }
+
+
+_lock = threading.Lock()
+"""Of all figures: it is held for a few additions only, and a lock for each episode's would cost more."""
+
+_collector: ContextVar[Figures | None] = ContextVar("rl_figures", default=None)
+
+
+def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") -> None:
+    """Record a figure of one's own: in a workflow, a reward (also in its worker process), an agent or a loss.
+
+    It appears in `metrics.jsonl` under its name, over all that was recorded since the last step, on all replicas; what
+    an evaluation records under `eval/<name>`. What was recorded counts, also where the episode fails later. Outside of
+    a run it does nothing.
+
+    Example:
+        >>> record("answer/boxed", 1.0)                                 # share of answers
+        >>> record("clip/far", terms.ratio > 4, weight=terms.trained)   # share of trained tokens [N]
+
+    Args:
+        name: none of the run's own names.
+        value: a number or a bool; or a tensor, of any shape, which is not read here (no wait for the device).
+        weight: how many things the value speaks of, or each entry of a tensor; broadcast against it. A mean divides by
+            the sum of weights, a sum multiplies by them, and what has weight 0 does not count.
+        kind: how values combine: `mean`, `sum`, `min` or `max`.
+
+    Raises:
+        ConfigError: the name is known as another kind, or there is no such kind.
+        DataError: the value or weight is not a number.
+    """
+    collector = _collector.get()
+    if collector is not None:
+        collector.add(name, value, weight, kind)
+
+
+def record_all(figures: Figures) -> None:
+    """Record what was collected elsewhere, such as in another process."""
+    collector = _collector.get()
+    if collector is not None:
+        collector.merge(figures)
+
+
+@contextmanager
+def collect(into: Figures | None = None) -> Iterator[Figures]:
+    """Collect what is recorded inside the block, and in tasks and `asyncio.to_thread` calls that it starts; an outer
+    collector does not see it.
+
+    Args:
+        into: where to; None: new figures.
+    """
+    figures = Figures() if into is None else into
+    token = _collector.set(figures)
+    try:
+        yield figures
+    finally:
+        _collector.reset(token)
 
 
 class MetricsWriter:
@@ -212,15 +225,43 @@ def _is_tensor(value: Scalar) -> bool:
     return hasattr(value, "detach") and hasattr(value, "device")
 
 
-def _keep(name: str, value: Scalar) -> Scalar:
-    """A value as it is accumulated: a float, or a detached float64 tensor that was not waited for."""
-    if not _is_tensor(value):
-        return float(value)
-    if value.numel() != 1:
-        raise DataError(f"metric {name!r}: expected one number, found a tensor of shape {tuple(value.shape)}")
-    value = value.detach().reshape(())
-    # Apple's GPU knows no float64. Adding 0 copies, since the caller may go on to change the tensor in place.
-    return (value.float() if value.device.type == "mps" else value.double()) + 0.0
+def _figure(name: str, value: Scalar, weight: Scalar, kind: Kind) -> Figure:
+    """A recorded value as it is accumulated: floats, or float64 scalars on the tensor's device."""
+    if kind not in NOTHING:
+        raise ConfigError(f"metric {name!r}: expected a kind of {', '.join(get_args(Kind))}, found {kind!r}.")
+    if _is_tensor(value) or _is_tensor(weight):
+        return _tensor_figure(value, weight, kind)
+    value, weight = float(_number(name, value)), float(_number(name, weight))
+    if not weight:
+        return Figure(kind, NOTHING[kind], 0.0)
+    return Figure(kind, value * weight if kind in ("mean", "sum") else value, weight)
+
+
+def _tensor_figure(value: Scalar, weight: Scalar, kind: Kind) -> Figure:
+    import torch
+
+    device = value.device if _is_tensor(value) else weight.device
+    precise = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPU knows no float64
+    value, weight = torch.broadcast_tensors(
+        *(
+            x.detach().to(precise) if _is_tensor(x) else torch.full((), x, dtype=precise, device=device)
+            for x in (value, weight)
+        )
+    )
+    if kind in ("mean", "sum"):
+        total = torch.where(weight == 0, 0.0, value * weight).sum()
+    elif value.numel():
+        kept = torch.where(weight == 0, NOTHING[kind], value)
+        total = kept.amin() if kind == "min" else kept.amax()
+    else:
+        total = value.new_tensor(NOTHING[kind])
+    return Figure(kind, total, weight.sum())
+
+
+def _combined(name: str, known: Figure, new: Figure) -> Figure:
+    if known.kind != new.kind:
+        raise ConfigError(f"metric {name!r} is a {known.kind}, but is now recorded as a {new.kind}; use another name.")
+    return Figure(known.kind, _combine(known.kind, known.value, new.value), known.weight + new.weight)
 
 
 def _combine(kind: Kind, old: Scalar, new: Scalar) -> Scalar:
@@ -250,14 +291,15 @@ def _read(values: list[Scalar]) -> list[float]:
             stacked = torch.stack([values[index] for index in indices]).tolist()
             for index, number in zip(indices, stacked, strict=True):
                 numbers[index] = number
-    return [float(number) for number in numbers]
+    return numbers
 
 
 def _number(name: str, value: Scalar) -> int | float:
     if hasattr(value, "item"):  # tensors, and numpy's scalars and arrays
-        if getattr(value, "size", 1) != 1 and not _is_tensor(value):
-            raise DataError(f"metric {name!r}: expected one number, found an array of shape {value.shape}")
-        value = _keep(name, value).item() if _is_tensor(value) else value.item()
+        shape = getattr(value, "shape", ())
+        if math.prod(shape) != 1:
+            raise DataError(f"metric {name!r}: expected one number, found an array of shape {tuple(shape)}")
+        value = value.item()
     if isinstance(value, int | float):
         return value
     raise DataError(f"metric {name!r}: expected a number or None, found {type(value).__name__} {value!r}")

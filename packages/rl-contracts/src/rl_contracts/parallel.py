@@ -85,11 +85,17 @@ class ParallelContext:
         own = {k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
         return [load(part) for part in _gather_bytes(save(own), group)]
 
-    def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in order of rank."""
-        if self.host_group is None:
+    def gather_json(self, value: Any, replicas: bool = False) -> list[Any]:
+        """Every rank's JSON value, in order of rank.
+
+        Args:
+            value: this rank's.
+            replicas: gather from every data-parallel replica instead, in order of dp_rank.
+        """
+        group = self.dp_host_group if replicas else self.host_group
+        if group is None:
             return [value]
-        return [json.loads(part) for part in _gather_bytes(json.dumps(value).encode(), self.host_group)]
+        return [json.loads(part) for part in _gather_bytes(json.dumps(value).encode(), group)]
 
     def broadcast_json(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank."""

@@ -11,6 +11,7 @@ from rl_contracts.config import GenerationConfig
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rl_contracts.metrics import Figures
     from rl_contracts.trajectory import Trajectory
 
 
@@ -46,6 +47,8 @@ class RolloutRuntime(ABC):
         """Answer each row `n` times at the one version that is committed now, apart from all training counters
         (collective).
 
+        What workflow and reward record meanwhile goes to the caller's collector (`rl_contracts.metrics.collect`).
+
         Returns:
             on every rank, the trajectories of this rank's share of the rows, in order; each has a reward.
         """
@@ -67,9 +70,9 @@ class RolloutRuntime(ABC):
         """Continue from `state_dict`, before the first `next_batch`."""
 
     @abstractmethod
-    def stats(self) -> dict[str, float | None]:
-        """Counters since the last call (groups accepted, rejected, failed, waiting seconds, tokens) and the servers'
-        own."""
+    def stats(self) -> Figures:
+        """This replica's counters since the last call (groups accepted, rejected, failed, waiting seconds, tokens),
+        what workflows and rewards recorded, and, on the first replica, the servers' own."""
 
     @abstractmethod
     def destroy(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.config import require
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.logging import get_logger
-from rl_contracts.metrics import MetricsWriter
+from rl_contracts.metrics import Figures, MetricsWriter, collect
 from rl_contracts.trace import Trace
 from rl_contracts.trajectory import concatenate, save_batch
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.engine import TrainEngine
-    from rl_contracts.parallel import ParallelContext
     from rl_trainers.evaluation import Evaluation
 
 log = get_logger("trainers")
@@ -68,7 +67,7 @@ class Books:
         *,
         evaluations: Sequence[Evaluation] = (),
         evaluate_every: int = 0,
-        counters: Callable[[], dict[str, float | None]] | None = None,
+        counters: Callable[[], Figures] | None = None,
         tokenizer_path: str | None = None,
         renamed: dict[str, str] | None = None,
     ) -> None:
@@ -78,7 +77,8 @@ class Books:
         self.renamed = RENAMED if renamed is None else renamed
         self.step = 0
         self.trace = Trace(f"trainer-{engine.parallel.rank}")
-        self._counted: dict[str, float | None] | None = None
+        self._figures = Figures()
+        self._clashes: set[str] = set()
         self._evaluated = -1
         self._saved = -1
         self._seconds: dict[str, float] = defaultdict(float)
@@ -90,10 +90,11 @@ class Books:
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
-        """Add the block's seconds to `time/<stage>` of this step, and show it in the run's trace."""
+        """Add the block's seconds to `time/<stage>` of this step, and show it in the run's trace. What is recorded in
+        the block (`rl_contracts.metrics.record`), by a loss for example, goes into the step's record."""
         begin = time.perf_counter()
         try:
-            with self.trace.span(stage, "step", step=self.step + 1):
+            with self.trace.span(stage, "step", step=self.step + 1), collect(self._figures):
                 yield
         finally:
             self._seconds[stage] += time.perf_counter() - begin
@@ -118,7 +119,7 @@ class Books:
         """Read the counters of the asynchronous side for the step's record. Before the step ends there: what begins
         after that belongs to the next record, however fast it is."""
         if self.counters is not None:
-            self._counted = _over_replicas(self.counters(), self.engine.parallel)
+            self._figures.merge(self.counters())
 
     def close(
         self, step: int, batch: TensorDict, stats: dict[str, float | None], version_before: int, version: int
@@ -134,11 +135,11 @@ class Books:
             self._save_batch(batch, version_before)
         if self.config.every and step % self.config.every == 0:
             self._save()
-        counters, self._counted = self._counted, None
         record |= self._timing(record) | self.engine.stats()
-        if counters is not None:
-            record |= counters
-            record["throughput/generated_tokens_per_s"] = _rate(record.get("tokens/generated"), record["time/step"])
+        recorded = self._figures.take().over_replicas(self.engine.parallel).results()
+        if self.counters is not None:
+            record["throughput/generated_tokens_per_s"] = _rate(recorded.get("tokens/generated"), record["time/step"])
+        self._add(record, recorded)
         if self.evaluate_every and step % self.evaluate_every == 0:
             record |= self._evaluate()
         self._write(record)
@@ -158,10 +159,20 @@ class Books:
     def _evaluate(self) -> dict[str, float | None]:
         self._evaluated = self.step
         figures: dict[str, float | None] = {}
-        with self.time("evaluate"):
+        with self.time("evaluate"), collect() as found:
             for evaluation in self.evaluations:
                 figures |= evaluation(self.step)
+        recorded = found.over_replicas(self.engine.parallel).results()
+        self._add(figures, {f"eval/{name}": value for name, value in recorded.items()})
         return figures
+
+    def _add(self, record: dict[str, float | None], recorded: dict[str, float | None]) -> None:
+        """Add what was recorded anywhere to what the run says by itself, which wins: it is what its names stand for."""
+        clashes = record.keys() & recorded.keys()
+        if new := clashes - self._clashes:
+            self._clashes |= new
+            log.warning("figures %s are the run's own; what was recorded by these names is left out.", sorted(new))
+        record |= {name: value for name, value in recorded.items() if name not in clashes}
 
     def _save(self) -> None:
         self._saved = self.step
@@ -197,27 +208,6 @@ class Books:
     def _write(self, record: dict[str, float | None]) -> None:
         if self._writer is not None:
             self._writer.write(record)
-
-
-def _over_replicas(figures: dict[str, float | None], parallel: ParallelContext) -> dict[str, float | None]:
-    """Counters of all replicas: sums, means of `..._mean`, the largest of `..._max`; of what every replica sees alike
-    (`server/...`) the first one's."""
-    import torch
-
-    mine = {name: torch.tensor([value], dtype=torch.float64) for name, value in figures.items() if value is not None}
-    parts = parallel.gather_tensors(mine)
-    result: dict[str, float | None] = {}
-    for name in sorted(set(figures).union(*parts)):
-        values = [part[name].item() for part in parts if name in part]
-        if not values:
-            result[name] = None
-        elif name.startswith("server/"):
-            result[name] = values[0]
-        elif name.endswith("_max"):
-            result[name] = max(values)
-        else:
-            result[name] = sum(values) / (len(values) if name.endswith("_mean") else 1)
-    return result
 
 
 def _rate(amount: float | None, seconds: float | None) -> float | None:

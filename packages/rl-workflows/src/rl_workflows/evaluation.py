@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.logging import get_logger
+from rl_contracts.metrics import Figures, collect
 from rl_workflows.budget import FailureBudget
 from rl_workflows.episode import Progress
 from rl_workflows.executor import run_episode
@@ -60,6 +61,8 @@ class Evaluator:
         self._left = 0
         self._failed = 0
         self._done: asyncio.Future[None] | None = None
+        self.figures = Figures()
+        """What the episodes recorded."""
 
     async def run(self, rows: Sequence[dict[str, Any]], first: int, n: int, version: int) -> list[Trajectory]:
         """Answer each row `n` times.
@@ -107,9 +110,10 @@ class Evaluator:
 
     async def _episode(self, row: dict[str, Any], context: EpisodeContext, out: list[Trajectory]) -> None:
         self._running[context] = None
-        rows, error = await run_episode(
-            self._workflow, self._engine, row, context, self._progress, self._config.seed, "eval", self._generation
-        )
+        with collect(self.figures):
+            rows, error = await run_episode(
+                self._workflow, self._engine, row, context, self._progress, self._config.seed, "eval", self._generation
+            )
         del self._running[context]
         self._progress.touch()
         if rows is None:

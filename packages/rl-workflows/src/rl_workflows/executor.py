@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError, RLError, boundary_of
 from rl_contracts.logging import get_logger
+from rl_contracts.metrics import Figures, collect
 from rl_workflows.budget import FailureBudget
 from rl_workflows.episode import EpisodeEngine, Progress
 from rl_workflows.runner import AsyncTaskRunner, Job
@@ -41,6 +42,8 @@ class FinishedGroup:
     """Why it was rejected: `workflow` (too many members were) or `filter`."""
     error: BaseException | None = None
     """Why it failed."""
+    figures: Figures = field(default_factory=Figures)
+    """What its episodes recorded, also those that failed."""
 
 
 class _Group:
@@ -51,6 +54,7 @@ class _Group:
         "contexts",
         "epoch",
         "error",
+        "figures",
         "jobs",
         "left",
         "members",
@@ -69,6 +73,7 @@ class _Group:
         self.rejected = 0
         self.error: BaseException | None = None
         self.cache: dict[str, Any] = {}
+        self.figures = Figures()
 
 
 class WorkflowExecutor:
@@ -129,7 +134,8 @@ class WorkflowExecutor:
         handle = EpisodeEngine(self._engine, context, self._progress, self._config.seed)
         rows, error = None, None
         try:  # as `run_episode`, but without a second coroutine, of which there would be one per outstanding episode
-            rows = stamped(await self._workflow.arun_episode(handle, own_copy(group.row)), context)
+            with collect(group.figures):
+                rows = stamped(await self._workflow.arun_episode(handle, own_copy(group.row)), context)
         except asyncio.CancelledError as killed:
             if self._runner.closed or group_id not in self._groups:
                 raise
@@ -180,7 +186,8 @@ class WorkflowExecutor:
 
     def _judge(self, group: _Group) -> FinishedGroup:
         group.members.sort(key=_sample_of)
-        result = FinishedGroup(group.ticket, group.row, [row for _, rows in group.members for row in rows])
+        rows = [row for _, rows in group.members for row in rows]
+        result = FinishedGroup(group.ticket, group.row, rows, figures=group.figures)
         if len(group.members) < self._needed:
             result.error = group.error
             result.rejected = "workflow" if group.error is None else None

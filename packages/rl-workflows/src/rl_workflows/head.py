@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import RLError, boundary_of
 from rl_contracts.logging import get_logger
+from rl_contracts.metrics import Figures
 from rl_workflows.episode import Progress
 from rl_workflows.executor import FinishedGroup, WorkflowExecutor, prompt_id_of
 from rl_workflows.runner import AsyncTaskRunner
@@ -66,14 +66,17 @@ class RolloutHead:
             self.progress, engine, clock, config.stall_timeout, self.executor.oldest, manager.describe
         )
         self.accepted: dict[int, FinishedGroup] = {}
-        self.counts: Counter[str] = Counter()
+        self.figures = Figures()
+        for ending in ("accepted", "rejected", "failed"):
+            self._count(ending, 0)
+        self._count_age(0, groups=0)
         self.started = False
         self._paused = False
         self._pump_is_due = False
         self._error: BaseException | None = None
         self._changed: asyncio.Future[None] | None = None
-        self._asking: asyncio.Task[dict[str, float | None]] | None = None
-        self._last_servers: dict[str, float | None] = {}
+        self._asking: asyncio.Task[dict[str, float]] | None = None
+        self._last_servers: dict[str, float] = {}
 
     def start(self) -> None:
         """Begin to admit prompts. Further calls do nothing."""
@@ -122,10 +125,7 @@ class RolloutHead:
         """The groups of the batch that `fill` found ready, oldest first."""
         tickets = self.manager.take_batch(self.closed)
         for ticket in tickets:
-            age = self.manager.version - ticket.start
-            self.counts["consumed"] += 1
-            self.counts["staleness_sum"] += age
-            self.counts["staleness_max"] = max(self.counts["staleness_max"], age)
+            self._count_age(self.manager.version - ticket.start)
         return [self.accepted.pop(ticket.group_id) for ticket in tickets]
 
     async def end_step(self, version: int) -> None:
@@ -138,36 +138,33 @@ class RolloutHead:
         self._paused = paused
         self._pump()
 
-    async def stats(self) -> dict[str, float | None]:
-        """Counters since the last call, and the servers' own.
+    async def stats(self, of_servers: bool = True) -> Figures:
+        """Counters since the last call, what episodes recorded, and the servers' own.
 
         A busy server takes its time to answer, and a training loop asks at every step. So only the first call waits for
         the servers; each further one gives what they said to the call before, and asks them again meanwhile.
         """
-        counts, self.counts = self.counts, Counter()
-        consumed, age_sum, age_max = (counts.pop(name, 0) for name in ("consumed", "staleness_sum", "staleness_max"))
-        figures: dict[str, float | None] = {f"groups/{name}": 0.0 for name in ("accepted", "rejected", "failed")}
-        figures |= {f"groups/{name}": float(count) for name, count in counts.items()}
-        figures["groups/outstanding"] = float(self.manager.outstanding)
-        figures["groups/staleness_mean"] = age_sum / consumed if consumed else None
-        figures["groups/staleness_max"] = float(age_max) if consumed else None
+        self.figures.add("groups/outstanding", self.manager.outstanding, kind="sum")
         failed = self.executor.failed_episodes
-        figures |= {f"episodes/failed/{name}": float(count) for name, count in failed.items()}
+        for boundary, count in failed.items():
+            self.figures.add(f"episodes/failed/{boundary}", count, kind="sum")
         failed.clear()
-        figures["tokens/generated"], self.progress.tokens = float(self.progress.tokens), 0
-        if self._asking is None or self._asking.done():
+        self.figures.add("tokens/generated", self.progress.tokens, kind="sum")
+        self.progress.tokens = 0
+        figures = self.figures.take()
+        if of_servers and (self._asking is None or self._asking.done()):
             before, self._asking = self._asking, asyncio.create_task(self._ask_servers())
-            servers = await (before or self._asking)
-            self._last_servers = servers
-        return figures | self._last_servers
+            self._last_servers = await (before or self._asking)
+        for name, value in self._last_servers.items():
+            figures.add(f"server/{name}", value)
+        return figures
 
-    async def _ask_servers(self) -> dict[str, float | None]:
+    async def _ask_servers(self) -> dict[str, float]:
         try:
-            servers = await within(self.clock, STATS_TIMEOUT, self.engine.stats())
+            return await within(self.clock, STATS_TIMEOUT, self.engine.stats())
         except (RLError, TimeoutError, OSError) as error:
             log.warning("the servers give no figures: %s", error)
             return {}
-        return {f"server/{name}": value for name, value in servers.items()}
 
     async def state_dict(self) -> dict[str, Any]:
         """Admission, prompts in flight, accepted groups, and the position in the data."""
@@ -225,19 +222,27 @@ class RolloutHead:
             self._pump_is_due = True
             asyncio.get_running_loop().call_soon(self._pump)
 
+    def _count(self, ending: str, groups: int = 1) -> None:
+        self.figures.add(f"groups/{ending}", groups, kind="sum")
+
+    def _count_age(self, versions: int, groups: int = 1) -> None:
+        self.figures.add("groups/staleness_mean", versions, groups)
+        self.figures.add("groups/staleness_max", versions, groups, kind="max")
+
     def _group_ended(self, group: FinishedGroup) -> None:
         if group.error is not None:
             self.manager.fail(group.ticket)
-            self.counts["failed"] += 1
-            self.counts[f"failed/{boundary_of(group.error)}"] += 1
+            self._count("failed")
+            self._count(f"failed/{boundary_of(group.error)}")
         elif group.rejected is not None:
             self.manager.reject(group.ticket)
-            self.counts["rejected"] += 1
-            self.counts[f"rejected/{group.rejected}"] += 1
+            self._count("rejected")
+            self._count(f"rejected/{group.rejected}")
         else:
             self.manager.accept(group.ticket)
             self.accepted[group.ticket.group_id] = group
-            self.counts["accepted"] += 1
+            self._count("accepted")
+        self.figures.merge(group.figures)
         if self._changed is not None and self.manager.ready(self.closed):
             self._notify()
         self._pump_soon()

@@ -16,6 +16,7 @@ from rl_contracts.aio import LoopThread
 from rl_contracts.clock import Clock, SystemClock
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.metrics import Figures, record_all
 from rl_contracts.packing import cut
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.rollout import RolloutRuntime
@@ -168,6 +169,7 @@ class DistRollout(RolloutRuntime):
             mine = data[share.start : share.stop]
             try:
                 answers = self._wait(evaluator.run(mine, share.start, n, self.head.manager.version))
+                record_all(evaluator.figures)
             except Exception as caught:  # noqa: BLE001 - handed to every rank by agree, which raises it
                 error = caught
         self.parallel.agree(error, "evaluating")
@@ -203,16 +205,18 @@ class DistRollout(RolloutRuntime):
         if self.parallel.is_dp_head:
             self._call(self.head.load_state_dict(state))
 
-    def stats(self) -> dict[str, float | None]:
+    def stats(self) -> Figures:
         """This head's counters since the last call: `groups/accepted`, `groups/rejected` (and per reason),
         `groups/failed` (and per boundary), `episodes/failed/<boundary>`, `groups/outstanding` (now),
         `groups/staleness_mean` and `groups/staleness_max` (versions from a group's start to its batch),
-        `groups/wait_seconds`, `tokens/generated`; and the servers' own as `server/<name>`.
+        `groups/wait_seconds`, `tokens/generated`; what episodes recorded; and, from the first head, the servers' own as
+        `server/<name>`.
         """
         if not self.parallel.is_dp_head:
-            return {}
-        figures = self._call(self.head.stats())
-        figures["groups/wait_seconds"], self._wait_seconds = self._wait_seconds, 0.0
+            return Figures()
+        figures = self._call(self.head.stats(of_servers=self.parallel.dp_rank == 0))
+        figures.add("groups/wait_seconds", self._wait_seconds, kind="sum")
+        self._wait_seconds = 0.0
         return figures
 
     def destroy(self) -> None:

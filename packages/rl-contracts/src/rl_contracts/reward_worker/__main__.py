@@ -2,8 +2,8 @@
 
 The first frame names the function: `{"target": name or dotted path, "path": sys.path}`; the answer is
 `{"ready": true}` or `{"refused": text}`. Each further frame is a call, `[prompt, completions, prompt_ids,
-completion_ids, data]`; its answer is `{"value": number}` or `{"error": text}`. Whatever the function prints goes to
-stderr.
+completion_ids, data]`; its answer is `{"value": number}` or `{"error": text}`, with the `figures` that the function
+recorded, if it did. Whatever it prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextvars import copy_context
 from numbers import Real
 from typing import Any, BinaryIO
 
+from rl_contracts.metrics import collect
 from rl_contracts.registry import load
 from rl_contracts.reward_worker import wire
 
@@ -58,10 +60,13 @@ def _serve(calls: BinaryIO, results: int, function: Callable[..., Any]) -> None:
         except EOFError:
             return
         answer: dict[str, Any]
-        try:
-            answer = {"value": score(call)}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own failure is the call's answer
-            answer = {"error": _describe(error)}
+        with collect() as figures:
+            try:
+                answer = {"value": score(call)}
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own failure is the call's answer
+                answer = {"error": _describe(error)}
+        if recorded := figures.to_json():
+            answer["figures"] = recorded
         _write(results, answer)
 
 
@@ -91,7 +96,7 @@ class _Caller:
 
         if self._runner is None:
             self._runner = asyncio.Runner()  # one loop for all calls, so that the function may keep connections
-        return self._runner.run(wait())
+        return self._runner.run(wait(), context=copy_context())
 
 
 def _claim_pipes() -> tuple[BinaryIO, int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rl_contracts.errors import ConfigError, RewardError
 from rl_contracts.logging import get_logger
+from rl_contracts.metrics import Figures
 from rl_contracts.reward_worker import wire
 
 _CHUNK = 1 << 16
@@ -29,6 +30,8 @@ class Call:
     """The call as it goes to the worker."""
     result: asyncio.Future[float]
     """Gets the reward, or a `RewardError`."""
+    figures: Figures | None = None
+    """What the function recorded, by the time that the result is there."""
 
     def fail(self, error: Exception) -> None:
         """Give up, unless nobody waits any more."""
@@ -147,6 +150,8 @@ class WorkerProcess:
         if "ready" in answer:
             self.started.set_result(None)
         elif call is not None and not call.result.done():
+            if "figures" in answer:
+                call.figures = Figures.from_json(answer["figures"])
             if "value" in answer:
                 call.result.set_result(answer["value"])
             else:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, RewardError
+from rl_contracts.metrics import record_all
 from rl_contracts.reward_worker import wire
 from rl_contracts.reward_worker.process import Call, WorkerProcess
 
@@ -51,7 +52,8 @@ class AsyncRewardWrapper:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float:
-        """The reward of one sample; see `rl_contracts.reward.RewardFunction`.
+        """The reward of one sample; see `rl_contracts.reward.RewardFunction`. Figures that the function recorded (see
+        `rl_contracts.metrics.record`) are recorded here.
 
         Raises:
             RewardError: the function raised, was too slow, ended its process, or gave no finite number; or an entry of
@@ -62,7 +64,11 @@ class AsyncRewardWrapper:
         call = Call(self._encode(prompt, completions, prompt_ids, completion_ids, data), loop.create_future())
         self._queue.append(call)
         self._dispatch()
-        return await call.result
+        try:
+            return await call.result
+        finally:
+            if call.figures is not None:
+                record_all(call.figures)
 
     async def start(self) -> None:
         """Start all workers and wait until they have imported the function.

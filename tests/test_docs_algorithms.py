@@ -47,8 +47,12 @@ def _config(*overrides):
 
 
 def test_example_loss_is_found_by_name_and_trains(installed, tmp_path):
-    engine = ReferenceTrainEngine(OptimizerConfig(lr=1e-3))
-    engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path / "model", layers=1, hidden=32)), 1))
+    engine = ReferenceTrainEngine()
+    engine.initialize(
+        FinetuneSpec(
+            str(make_tiny_model(tmp_path / "model", layers=1, hidden=32)), 1, optimizer=OptimizerConfig(lr=1e-3)
+        )
+    )
     actor = PolicyActor(engine, _config("algorithm.options.power=0.8"))
     batch = share(make_batch(8).exclude("advantages"), ParallelContext())
     actor.prepare(batch)

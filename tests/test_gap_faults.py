@@ -30,8 +30,8 @@ class Run:
 
     def __init__(self, directory, model, address, loop, serve_dtype="float32"):
         self.loop = loop
-        self.engine = FSDPEngine(FSDPEngineConfig(OPTIMIZER, device="cpu", serve_dtype=serve_dtype))
-        self.engine.initialize(FinetuneSpec(str(model), 1000))
+        self.engine = FSDPEngine(FSDPEngineConfig(serve_dtype=serve_dtype))
+        self.engine.initialize(FinetuneSpec(str(model), 1000, optimizer=OPTIMIZER, device="cpu"))
         self.client = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
         self.client.initialize([address])
         self.low_precision = serve_dtype != "float32"

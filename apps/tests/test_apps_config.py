@@ -89,8 +89,8 @@ def test_compose_biased_sampling_is_taken_where_it_is_allowed():
 
 
 def test_deterministic_reaches_the_engine_and_nothing_else_sets_it():
-    assert _grpo("deterministic=true", "rollout.max_staleness=0").engine_config().deterministic
-    assert not _grpo().engine_config().deterministic
+    assert _grpo("deterministic=true", "rollout.max_staleness=0").finetune_spec().deterministic
+    assert not _grpo().finetune_spec().deterministic
     with pytest.raises(ConfigError, match="found 'deterministic'"):
         _grpo("actor.engine.deterministic=true").engine_config()
 

@@ -79,10 +79,6 @@ def test_overlong_penalty_follows_the_length_limit():
             "algorithm.reward.overlong_max=64 algorithm.reward.overlong_cache=8",
             r"overlong_max: expected at most rollout.generation.max_new_tokens \(32\)",
         ),
-        (
-            "algorithm.entropy_coef=0.01 actor.engine.entropy_grad=false",
-            "actor.engine.entropy_grad with algorithm.entropy_coef",
-        ),
         ("algorithm.kl.coef=0.1", "algorithm.kl.coef with algorithm.kl.place=none"),
         ("algorithm.kl.plaec=loss", "Did you mean 'algorithm.kl.place'"),
         ("critic.clip=-1", "critic.clip"),
@@ -95,16 +91,16 @@ def test_algorithm_that_the_run_cannot_have_is_refused(overrides, message):
 
 
 def test_entropy_bonus_gives_the_engine_an_entropy_gradient():
-    assert _grpo("algorithm.entropy_coef=0.01").engine_config().entropy_grad
-    assert not _grpo().engine_config().entropy_grad
+    assert _grpo("algorithm.entropy_coef=0.01").finetune_spec().entropy_grad
+    assert not _grpo().finetune_spec().entropy_grad
 
 
 def test_reference_has_no_optimizer_and_the_critic_its_own():
     config = _grpo("algorithm=ppo", "critic.optimizer.lr=0.5")
-    assert config.reference_config().optimizer is None
-    assert config.critic_config().optimizer.lr == 0.5
-    assert config.critic_config().head == "value"
-    assert config.engine_config().head == "lm"
+    assert config.reference_spec().optimizer is None
+    assert config.critic_spec().optimizer.lr == 0.5
+    assert config.critic_spec().head == "value"
+    assert config.finetune_spec().head == "lm"
 
 
 def _refused(capsys, *arguments):

@@ -110,9 +110,10 @@ class Ours:
         from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
         optimizer = OptimizerConfig(LR, WEIGHT_DECAY, *BETAS, eps=EPS, max_grad_norm=MAX_NORM)
-        settings = FSDPEngineConfig(optimizer, MicroBatchConfig(work.max_tokens), device="cpu")
-        self.work, self.engine = work, FSDPEngine(settings)
-        self.engine.initialize(FinetuneSpec(work.model, 100))
+        micro_batch = MicroBatchConfig(work.max_tokens)
+        self.spec = FinetuneSpec(work.model, 100, optimizer=optimizer, micro_batch=micro_batch, device="cpu")
+        self.work, self.engine = work, FSDPEngine(FSDPEngineConfig())
+        self.engine.initialize(self.spec)
 
     def step(self) -> tuple[float, float]:
         """One step; loss and gradient norm."""
@@ -126,7 +127,7 @@ class Ours:
 
         sizes = self.work.batch["attention_mask"].sum(-1).tolist()
         heaviest = max(sum(sizes[row] for row in share) for share in balance(sizes, 8))
-        count = len(micro_batches.plan(self.work.batch, self.engine.config, self.engine.parallel))
+        count = len(micro_batches.plan(self.work.batch, self.spec, self.engine.parallel))
         return {
             "micro_batches": count,
             "fill": round(self.work.tokens / (count * self.work.max_tokens), 4),

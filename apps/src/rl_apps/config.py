@@ -8,6 +8,7 @@ from typing import Any
 from rl_apps.data import DataConfig
 from rl_apps.model import ModelConfig
 from rl_contracts.config import ClientConfig, GenerationConfig, MicroBatchConfig, OptimizerConfig, require
+from rl_contracts.data import FinetuneSpec
 from rl_engines_fsdp import FSDPEngineConfig, LoRAConfig
 from rl_inference import EmbeddedEngineConfig
 from rl_launchers import LauncherConfig
@@ -112,22 +113,31 @@ class RunConfig:
         """`total_epochs`, None for no limit."""
         return self.total_epochs or None
 
+    def finetune_spec(self) -> FinetuneSpec:
+        """What the engine of the model that learns is told of the run."""
+        return FinetuneSpec(
+            self.model.path,
+            self.total_steps * self.actor.minibatches,
+            self.seed,
+            self.actor.optimizer,
+            self.actor.micro_batch,
+            self.actor.dtype,
+            deterministic=self.deterministic,
+        )
+
     def engine_config(self) -> FSDPEngineConfig:
         """The train engine's config.
 
         Raises:
             ConfigError: `actor.engine` has a key that the engine does not know.
         """
-        own = {"optimizer", "micro_batch", "dtype", "deterministic", "head"}
-        known = set(FSDPEngineConfig.__dataclass_fields__) - own
+        known = set(FSDPEngineConfig.__dataclass_fields__)
         unknown = sorted(set(self.actor.engine) - known)
         require(not unknown, "actor.engine", f"keys out of {', '.join(sorted(known))}", ", ".join(unknown))
-        actor, settings = self.actor, dict(self.actor.engine)
+        settings = dict(self.actor.engine)
         if settings.get("lora") is not None:
             settings["lora"] = _adapter(settings["lora"])
-        return FSDPEngineConfig(
-            actor.optimizer, actor.micro_batch, dtype=actor.dtype, deterministic=self.deterministic, **settings
-        )
+        return FSDPEngineConfig(**settings)
 
 
 def _adapter(settings: dict[str, Any]) -> LoRAConfig:
@@ -244,25 +254,19 @@ class GRPOConfig(RunConfig):
             "a teacher: without the reward only the KL to the reference is left, and that is the policy itself",
             self.ref.path,
         )
-        require(
-            not algorithm.entropy_coef or self.actor.engine.get("entropy_grad", True),
-            "actor.engine.entropy_grad with algorithm.entropy_coef",
-            "true (or left out): without a gradient the entropy bonus does nothing",
-            self.actor.engine.get("entropy_grad"),
-        )
 
-    def engine_config(self) -> FSDPEngineConfig:
-        """See `RunConfig.engine_config`; an entropy bonus gives the entropy a gradient."""
-        config = super().engine_config()
-        return replace(config, entropy_grad=True) if self.algorithm.entropy_coef else config
+    def finetune_spec(self) -> FinetuneSpec:
+        """See `RunConfig.finetune_spec`; an entropy bonus gives the entropy a gradient."""
+        return replace(super().finetune_spec(), entropy_grad=bool(self.algorithm.entropy_coef))
 
-    def reference_config(self) -> FSDPEngineConfig:
-        """The engine of the reference policy: the actor's, without an optimizer."""
-        return replace(super().engine_config(), optimizer=None)
+    def reference_spec(self) -> FinetuneSpec:
+        """What the engine of the reference policy is told: it is the policy before the first step, and stays it."""
+        return replace(super().finetune_spec(), model_path=self.ref.path or self.model.path, optimizer=None)
 
-    def critic_config(self) -> FSDPEngineConfig:
-        """The engine of the critic: the actor's, with a value head and an optimizer of its own."""
-        return replace(super().engine_config(), optimizer=self.critic.optimizer, head="value")
+    def critic_spec(self) -> FinetuneSpec:
+        """What the engine of the critic is told: it has a value head, and an optimizer of its own."""
+        path = self.critic.path or self.model.path
+        return replace(super().finetune_spec(), model_path=path, optimizer=self.critic.optimizer, head="value")
 
 
 @dataclass

@@ -75,7 +75,7 @@ def _main(app: App, argv: list[str]) -> int:
         print(compose.to_yaml(config), end="")
         return 0
     layout = app.layout(config)
-    config.engine_config()  # raises what the trainer would raise once the servers run
+    config.engine_config().check(layout.actor.strategy, config.finetune_spec())
     arithmetic = app.check(config, layout)
     resumes = config.recover.resume and config.recover.every > 0
     run_dir = run_directory(config.run_dir, config.experiment, config.trial, resumes)

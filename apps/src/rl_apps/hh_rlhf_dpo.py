@@ -17,7 +17,7 @@ def train(config: DPOConfig, layout: Layout, run_dir: Path, addresses: list[str]
 
     with parts.Closing() as stack:
         engine = stack.add(parts.make_engine(config, layout))
-        frozen = replace(config.engine_config(), optimizer=None)
+        frozen = replace(config.finetune_spec(), optimizer=None)
         reference = stack.add(parts.make_engine(config, layout, frozen))
         preference.run(config, run_dir, engine, PolicyPreferenceLoss(config.preference), reference)
 

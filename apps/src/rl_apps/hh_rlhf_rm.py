@@ -16,7 +16,7 @@ def train(config: PairsConfig, layout: Layout, run_dir: Path, addresses: list[st
     from rl_trainers import reward_model_loss
 
     with parts.Closing() as stack:
-        engine = stack.add(parts.make_engine(config, layout, replace(config.engine_config(), head="score")))
+        engine = stack.add(parts.make_engine(config, layout, replace(config.finetune_spec(), head="score")))
         preference.run(config, run_dir, engine, reward_model_loss)
 
 

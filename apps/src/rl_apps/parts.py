@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.rendering import ChatRenderer
     from rl_contracts.rollout import RolloutRuntime
-    from rl_engines_fsdp import FSDPEngineConfig
     from rl_trainers import AnswerEvaluation, Weights
 
 
@@ -57,20 +56,16 @@ class Closing(ExitStack):
         return part
 
 
-def make_engine(
-    config: RunConfig, layout: Layout, settings: FSDPEngineConfig | None = None, path: str = ""
-) -> TrainEngine:
+def make_engine(config: RunConfig, layout: Layout, spec: FinetuneSpec | None = None) -> TrainEngine:
     """A train engine of this rank, initialised.
 
     Args:
-        settings: of a model beside the one that learns (a reference, a critic); None: that one's.
-        path: of its weights; empty: the run's model.
+        spec: of a model beside the one that learns (a reference, a critic); None: that one's.
     """
     engine: TrainEngine = registry.load("rl.train_engines", layout.actor.backend)(
-        settings or config.engine_config(), layout.actor.strategy
+        config.engine_config(), layout.actor.strategy
     )
-    steps = config.total_steps * config.actor.minibatches
-    engine.initialize(FinetuneSpec(path or config.model.path, steps, config.seed))
+    engine.initialize(spec or config.finetune_spec())
     return engine
 
 

@@ -43,8 +43,8 @@ def make_actor(stack: Closing, config: GRPOConfig, engine: TrainEngine, layout: 
     algorithm, minibatches = config.algorithm, config.actor.minibatches
     reference = critic = None
     if algorithm.needs_reference:
-        reference = stack.add(make_engine(config, layout, config.reference_config(), config.ref.path))
+        reference = stack.add(make_engine(config, layout, config.reference_spec()))
     if algorithm.needs_critic:
-        values = stack.add(make_engine(config, layout, config.critic_config(), config.critic.path))
+        values = stack.add(make_engine(config, layout, config.critic_spec()))
         critic = Critic(values, config.critic.clip, minibatches)
     return PolicyActor(engine, algorithm, minibatches, reference, critic)

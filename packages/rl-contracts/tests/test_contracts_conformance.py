@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_contracts.config import GenerationConfig, OptimizerConfig
+from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.inference_engine import InferenceEngineConformance
 from rl_contracts.conformance.reward import RewardConformance
 from rl_contracts.conformance.train_engine import (
@@ -26,33 +26,18 @@ from rl_contracts.conformance.train_engine import (
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.data import FinetuneSpec, ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.engine import TrainEngine
-from rl_contracts.errors import EngineError
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, ReferenceTrainEngine, make_batch
-from rl_contracts.trajectory import Trajectory, from_response, lengths, units
+from rl_contracts.trajectory import Trajectory, from_response
 from rl_contracts.weights import write_weights
 from rl_contracts.workflow import RolloutWorkflow
 
 # ---- train engine
 
 
-class LimitedReference(ReferenceTrainEngine):
-    """The reference, which refuses rows that its micro-batches would not hold as every other engine does."""
-
-    def __init__(self, optimizer: OptimizerConfig, limit: int) -> None:
-        super().__init__(optimizer)
-        self.limit = limit
-
-    def _run(self, batch: Any) -> Iterator[Any]:
-        tokens = lengths(batch)
-        if any(int(tokens[unit].sum()) > self.limit for unit in units(batch)):
-            raise EngineError("rows that stay together are longer than a micro-batch.")
-        return super()._run(batch)
-
-
 class TestReferenceTrainEngine(TrainEngineConformance):
-    def make_engine(self, optimizer: OptimizerConfig, micro_batch_tokens: int) -> TrainEngine:
-        return LimitedReference(optimizer, micro_batch_tokens)
+    def make_engine(self) -> TrainEngine:
+        return ReferenceTrainEngine()
 
 
 class MeanOfMeans(ReferenceTrainEngine):
@@ -80,8 +65,8 @@ def test_train_suite_catches_a_mean_of_means_and_a_shifted_output(tmp_path: Path
     path = str(make_tiny_model(tmp_path, hidden=32))
 
     def start(kind: type[ReferenceTrainEngine], **options: Any) -> ReferenceTrainEngine:
-        engine = kind(OPTIMIZER)
-        engine.initialize(FinetuneSpec(path, STEPS))
+        engine = kind()
+        engine.initialize(FinetuneSpec(path, STEPS, optimizer=OPTIMIZER))
         return engine
 
     def healthy(**options: Any) -> ReferenceTrainEngine:

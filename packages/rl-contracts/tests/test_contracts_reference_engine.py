@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.engine import Stats, TokenOutputs
-from rl_contracts.errors import EngineError, ModelError
+from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.reference_engine import learning_rate
 from rl_contracts.trajectory import PackedBatch, select
@@ -64,8 +65,8 @@ def test_forward_equals_padded_forward(model_path: str) -> None:
 
 def test_train_batch_equals_adamw_by_hand_on_a_padded_batch(model_path: str) -> None:
     settings = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3)
-    engine, batch = ReferenceTrainEngine(settings), make_batch(5)
-    engine.initialize(FinetuneSpec(model_path, 1))
+    engine, batch = ReferenceTrainEngine(), make_batch(5)
+    engine.initialize(FinetuneSpec(model_path, 1, optimizer=settings))
     logprobs, entropy = padded_outputs(engine.model, batch)
     mask = batch["loss_mask"]
     loss = -(logprobs * batch["advantages"])[mask].sum() / mask.sum()
@@ -95,8 +96,8 @@ def test_train_batch_equals_adamw_by_hand_on_a_padded_batch(model_path: str) -> 
 
 
 def test_train_batch_non_finite_gradients_are_skipped_then_refused(model_path: str) -> None:
-    engine, batch = ReferenceTrainEngine(OptimizerConfig(lr=0.1, max_skipped_steps=1)), make_batch(2)
-    engine.initialize(FinetuneSpec(model_path, 1))
+    engine, batch = ReferenceTrainEngine(), make_batch(2)
+    engine.initialize(FinetuneSpec(model_path, 1, optimizer=OptimizerConfig(lr=0.1, max_skipped_steps=1)))
     before = engine.forward(batch, lambda outputs, packed: outputs.logprobs)
 
     def explode(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
@@ -117,8 +118,8 @@ def test_given_module_whose_output_is_logits_is_used() -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.logits.expand(*input_ids.shape, -1)
 
-    engine = ReferenceTrainEngine(OptimizerConfig(lr=0.5, weight_decay=0.0), model=Unigram())
-    engine.initialize(FinetuneSpec("", 1))
+    engine = ReferenceTrainEngine(model=Unigram())
+    engine.initialize(FinetuneSpec("", 1, optimizer=OptimizerConfig(lr=0.5, weight_decay=0.0)))
     batch = make_batch(3, vocab_size=6)
 
     logprobs = engine.forward(batch, lambda outputs, packed: outputs.logprobs)
@@ -160,3 +161,28 @@ def test_select_rows_of_a_random_batch_keeps_it_valid() -> None:
 
     validate(batch)
     validate(select(batch, [8, 1]))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "told", "named"),
+    [
+        (ParallelStrategy(2), {}, "allocation: expected one rank"),
+        (ParallelStrategy(), {"dtype": "bfloat16"}, "dtype: expected float32"),
+        (ParallelStrategy(), {"head": "value"}, "head: expected lm"),
+        (ParallelStrategy(), {"deterministic": True}, "deterministic: expected False"),
+        (ParallelStrategy(), {"device": "cuda"}, "device: expected cpu"),
+    ],
+)
+def test_initialize_with_what_the_reference_does_not_do_names_it(
+    strategy: ParallelStrategy, told: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ReferenceTrainEngine(strategy=strategy).initialize(FinetuneSpec("", 1, **told))
+
+
+def test_train_batch_without_an_optimizer_is_refused(model_path: str) -> None:
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(model_path, 1, optimizer=None))
+
+    with pytest.raises(EngineError, match="optimizer is None"):
+        engine.train_batch(make_batch(2), weighted_nll, trained_tokens)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
 from rl_contracts.weights import checksum, open_weights
-from rl_engines_fsdp.lora_config import LoRAConfig
+from rl_engines_fsdp.config import LoRAConfig
 
 
 def main(model: str, out: Path) -> None:

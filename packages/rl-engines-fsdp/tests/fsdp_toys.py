@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,12 @@ def logprobs_of(outputs: Any, packed: Any) -> torch.Tensor:
 def make_engine(
     path: str, micro_batch: int = 64, total_steps: int = 10, strategy: ParallelStrategy | None = None, **settings: Any
 ) -> FSDPEngine:
-    """An initialised engine on the CPU."""
+    """An initialised engine on the CPU; `settings` are those of its config and of the spec."""
     settings.setdefault("optimizer", OptimizerConfig(lr=1e-2, eps=EPS, max_grad_norm=0.5))
-    config = FSDPEngineConfig(micro_batch=MicroBatchConfig(micro_batch), device="cpu", **settings)
-    engine = FSDPEngine(config, strategy)
-    engine.initialize(FinetuneSpec(path, total_steps))
+    told = {item.name: settings.pop(item.name) for item in fields(FinetuneSpec) if item.name in settings}
+    engine = FSDPEngine(FSDPEngineConfig(**settings), strategy)
+    spec = FinetuneSpec(path, total_steps, micro_batch=MicroBatchConfig(micro_batch), **({"device": "cpu"} | told))
+    engine.initialize(spec)
     return engine
 
 

@@ -6,9 +6,6 @@ import pytest
 import torch
 from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine, make_model, weights_of
 
-from rl_contracts.errors import ConfigError
-from rl_engines_fsdp import FSDPEngineConfig
-
 
 def assert_compiled_equals_plain(path, tolerance, **settings):
     plain, compiled = (make_engine(path, micro_batch=40, compile=c, **settings) for c in (False, True))
@@ -40,8 +37,3 @@ def test_train_batch_with_compiled_layers_equals_plain_layers(settings, tmp_path
     if not settings:
         for name, value in weights_of(plain).items():
             torch.testing.assert_close(weights_of(compiled)[name], value, atol=1e-5, rtol=1e-4)
-
-
-def test_compile_with_deterministic_is_refused():
-    with pytest.raises(ConfigError, match="compile"):
-        FSDPEngineConfig(compile=True, deterministic=True)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.weights import checksum, open_weights
-from rl_engines_fsdp.lora_config import LoRAConfig
+from rl_engines_fsdp.config import LoRAConfig
 
 pytest.importorskip("peft")
 

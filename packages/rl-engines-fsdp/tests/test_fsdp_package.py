@@ -21,10 +21,7 @@ def test_engine_is_found_by_its_entry_point():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"head": "critic"},
-        {"dtype": "float16"},
         {"serve_dtype": "int8"},
-        {"device": "tpu"},
         {"max_logits": -1},
         {"max_shard_gb": 0},
         {"timeout_seconds": 0},

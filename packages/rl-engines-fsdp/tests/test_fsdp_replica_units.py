@@ -1,17 +1,23 @@
 """What tensor and context parallelism decide before any process starts."""
 
+import subprocess
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from fsdp_toys import FAMILIES, SIZES
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, ModelError
-from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+from rl_engines_fsdp import FSDPEngineConfig
+from rl_engines_fsdp.config import LoRAConfig, check_heads
 from rl_engines_fsdp.loading import empty_model
-from rl_engines_fsdp.lora_config import LoRAConfig
-from rl_engines_fsdp.split_checks import check_heads
 from rl_engines_fsdp.tensor_parallel import COLUMNS, PARTIAL, ROWS, planned_modules
 from rl_engines_fsdp.ulysses import key_repeats
+
+SPEC = FinetuneSpec("no such model", 1)
 
 
 def config_of(family: str, **settings):
@@ -21,17 +27,52 @@ def config_of(family: str, **settings):
 
 
 @pytest.mark.parametrize("strategy", [ParallelStrategy(pipeline=2), ParallelStrategy(2, expert=2)])
-def test_engine_with_pipeline_or_expert_parallelism_says_what_is_supported(strategy):
-    with pytest.raises(ConfigError, match=r"data, context and tensor ranks \(d, c, t\)"):
-        FSDPEngine(FSDPEngineConfig(), strategy)
+def test_check_with_pipeline_or_expert_parallelism_says_what_is_supported(strategy):
+    with pytest.raises(ConfigError, match=r"data, context and tensor ranks\s+\(d, c, t\)"):
+        FSDPEngineConfig().check(strategy, SPEC)
 
 
 @pytest.mark.parametrize(
     ("setting", "value"), [("compile", True), ("lora", LoRAConfig(rank=2))], ids=["compile", "lora"]
 )
-def test_engine_with_tensor_parallelism_and_a_setting_that_does_not_go_with_it_names_both(setting, value):
+def test_check_with_tensor_parallelism_and_a_setting_that_does_not_go_with_it_names_both(setting, value):
     with pytest.raises(ConfigError, match=f"{setting} and allocation fsdp:t2"):
-        FSDPEngine(FSDPEngineConfig(**{setting: value}), ParallelStrategy(tensor=2))
+        FSDPEngineConfig(**{setting: value}).check(ParallelStrategy(tensor=2), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"compile": True}, {"deterministic": True}),
+        ({"max_logits": 100}, {"deterministic": True}),
+        ({"offload": True}, {"device": "cpu"}),
+    ],
+)
+def test_check_of_a_setting_that_does_not_go_with_the_run_names_both(setting, told):
+    (name, _), (other, _) = *setting.items(), *told.items()
+    config = FSDPEngineConfig(**setting)
+
+    with pytest.raises(ConfigError, match=f"{name}=.* does not go with {other}="):
+        config.check(ParallelStrategy(), replace(SPEC, **told))
+    config.check(ParallelStrategy(), SPEC)
+
+
+def test_check_of_a_model_that_is_there_reads_its_heads_and_imports_no_torch(tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 6, "num_key_value_heads": 2}}')
+    code = (
+        "import sys\nfrom rl_contracts.allocation import ParallelStrategy\n"
+        "from rl_contracts.data import FinetuneSpec as S\n"
+        "from rl_engines_fsdp import FSDPEngineConfig\n"
+        f"try: FSDPEngineConfig().check(ParallelStrategy(context=4), S({str(tmp_path)!r}, 1))\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+        "assert 'torch' not in sys.modules"
+    )
+
+    said = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True).stdout
+
+    assert (
+        "ConfigError allocation fsdp:c4: expected attention heads that divide by tensor * context = 4, found 6" in said
+    )
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Mistral", "Phi", "Granite"])
@@ -68,13 +109,13 @@ def test_planned_modules_with_a_style_that_is_not_known_names_it():
     ],
 )
 def test_check_heads_that_do_not_divide_says_which(layout, message):
-    with pytest.raises(ModelError, match=message):
-        check_heads(config_of("Llama"), layout)
+    with pytest.raises(ConfigError, match=message):
+        check_heads(vars(config_of("Llama")), layout)
 
 
 def test_check_heads_that_divide_passes():
-    check_heads(config_of("Llama"), ParallelStrategy(tensor=2, context=2))
-    check_heads(config_of("Llama"), ParallelStrategy(context=4))
+    check_heads(vars(config_of("Llama")), ParallelStrategy(tensor=2, context=2))
+    check_heads(vars(config_of("Llama")), ParallelStrategy(context=4))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12])

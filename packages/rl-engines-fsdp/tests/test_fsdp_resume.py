@@ -67,8 +67,8 @@ def uninterrupted(model_path, tmp_path_factory):
 def test_run_resumed_before_any_step_ends_with_the_same_bits(interrupted, model_path, uninterrupted):
     results, end, states = uninterrupted
     torch.manual_seed(1234 + interrupted)  # another process has another random state
-    engine = FSDPEngine(FSDPEngineConfig(SETTINGS, MicroBatchConfig(40), device="cpu"))
-    engine.initialize(FinetuneSpec(model_path, STEPS, seed=77))
+    engine = FSDPEngine(FSDPEngineConfig())
+    engine.initialize(FinetuneSpec(model_path, STEPS, 77, SETTINGS, MicroBatchConfig(40), device="cpu"))
 
     engine.load(SaveLoadMeta(str(states / str(interrupted)), kind="state"))
     found = train(engine, range(interrupted, STEPS))

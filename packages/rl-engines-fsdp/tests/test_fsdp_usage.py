@@ -119,7 +119,7 @@ def test_peak_of_a_device_by_its_name(name, dtype, expected, monkeypatch):
 
 
 def test_offload_without_cuda_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="offload=true needs CUDA"):
+    with pytest.raises(ConfigError, match="offload=True does not go with device=cpu"):
         make_engine(make_model(tmp_path), offload=True)
 
 
@@ -127,14 +127,11 @@ def test_offload_without_cuda_is_refused(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offloaded_engine_on_cuda_gives_the_step_of_a_resident_one(tmp_path):
     from rl_contracts.config import OptimizerConfig
-    from rl_contracts.data import FinetuneSpec
-    from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
     path, results = make_model(tmp_path), []
     for offload in (False, True):
-        settings = FSDPEngineConfig(OptimizerConfig(lr=1e-2), device="cuda", dtype="bfloat16", offload=offload)
-        engine = FSDPEngine(settings)
-        engine.initialize(FinetuneSpec(path, 3))
+        optimizer = OptimizerConfig(lr=1e-2)
+        engine = make_engine(path, 3, optimizer=optimizer, device="cuda", dtype="bfloat16", offload=offload)
         results.append([engine.train_batch(make_batch(seed=s), loss_fn, loss_weight_fn)["loss"] for s in range(3)])
         on_host = {parameter.device.type == "cpu" for parameter in engine._model.parameters()}
         engine.destroy()

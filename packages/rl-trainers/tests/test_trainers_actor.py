@@ -26,8 +26,8 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def engine(model_path):
-    engine = ReferenceTrainEngine(OptimizerConfig(lr=1e-3, weight_decay=0.0))
-    engine.initialize(FinetuneSpec(str(model_path), 10))
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(str(model_path), 10, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0)))
     yield engine
     engine.destroy()
 
@@ -81,8 +81,8 @@ def test_actor_prepare_episode_of_several_rows_counts_once_in_its_group(engine):
 def test_actor_recompute_and_current_proximal_give_the_same_first_step(model_path):
     losses = []
     for proximal in ("recompute", "current"):
-        engine = ReferenceTrainEngine(OptimizerConfig(lr=1e-3))
-        engine.initialize(FinetuneSpec(str(model_path), 10))
+        engine = ReferenceTrainEngine()
+        engine.initialize(FinetuneSpec(str(model_path), 10, optimizer=OptimizerConfig(lr=1e-3)))
         actor = PolicyActor(engine, AlgorithmConfig(proximal=proximal))
         batch = _batch()
         actor.prepare(batch)
@@ -110,8 +110,8 @@ def test_actor_skipped_step_does_not_advance_the_version(engine):
 def test_replay_batch_saved_and_loaded_gives_the_step_of_the_run(model_path, tmp_path):
     figures = []
     for source in ("run", "replay"):
-        engine = ReferenceTrainEngine(OptimizerConfig(lr=1e-3))
-        engine.initialize(FinetuneSpec(str(model_path), 10))
+        engine = ReferenceTrainEngine()
+        engine.initialize(FinetuneSpec(str(model_path), 10, optimizer=OptimizerConfig(lr=1e-3)))
         actor = PolicyActor(engine, AlgorithmConfig(), minibatches=2)
         if source == "run":
             whole = make_batch(8).exclude("advantages")
@@ -156,8 +156,8 @@ class ValueEngine(ReferenceTrainEngine):
 
 
 def _engine_of(kind, path):
-    engine = kind(OptimizerConfig(lr=1e-2, weight_decay=0.0))
-    engine.initialize(FinetuneSpec(str(path), 20))
+    engine = kind()
+    engine.initialize(FinetuneSpec(str(path), 20, optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0)))
     return engine
 
 

@@ -29,8 +29,8 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def engine(model_path):
-    engine = ReferenceTrainEngine(OptimizerConfig(lr=1e-3, weight_decay=0.0))
-    engine.initialize(FinetuneSpec(str(model_path), 10))
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(str(model_path), 10, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0)))
     yield engine
     engine.destroy()
 

@@ -26,8 +26,12 @@ ROWS = [
 
 @pytest.fixture
 def engine(tmp_path):
-    engine = ReferenceTrainEngine(OptimizerConfig(lr=3e-3))
-    engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path / "model", layers=1, hidden=32)), 10))
+    engine = ReferenceTrainEngine()
+    engine.initialize(
+        FinetuneSpec(
+            str(make_tiny_model(tmp_path / "model", layers=1, hidden=32)), 10, optimizer=OptimizerConfig(lr=3e-3)
+        )
+    )
     yield engine
     engine.destroy()
 

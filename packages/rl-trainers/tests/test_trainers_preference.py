@@ -214,9 +214,9 @@ def test_pairs_to_share_parts_no_pair_and_counts_each_once() -> None:
 @pytest.mark.parametrize("kind", ["dpo", "ipo"])
 def test_learner_a_few_steps_prefer_the_chosen_rows(kind: str, tmp_path: Path) -> None:
     path = str(make_tiny_model(tmp_path / "model"))
-    engine, reference = (ReferenceTrainEngine(OptimizerConfig(lr=3e-3)) for _ in range(2))
+    engine, reference = (ReferenceTrainEngine() for _ in range(2))
     for each in (engine, reference):
-        each.initialize(FinetuneSpec(path, total_steps=10))
+        each.initialize(FinetuneSpec(path, total_steps=10, optimizer=OptimizerConfig(lr=3e-3)))
     batch = pair_batch(4)
     loss = PolicyPreferenceLoss(PreferenceConfig(loss=kind))
     learner = PreferenceLearner(engine, loss, reference)

@@ -3,7 +3,6 @@
 import pytest
 
 from rl_contracts.aio import LoopThread
-from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, ReceiversLostError, WeightUpdateError
 from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
@@ -14,7 +13,7 @@ from rl_trainers.publish import TRIES
 
 @pytest.fixture
 def parts(tmp_path):
-    engine = ReferenceTrainEngine(OptimizerConfig())
+    engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path / "model", layers=1, hidden=32)), 10))
     server = NullInferenceEngine()
     with LoopThread("test") as loop:

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from rl_contracts.aio import LoopThread
-from rl_contracts.config import GenerationConfig, OptimizerConfig
+from rl_contracts.config import GenerationConfig
 from rl_contracts.data import FinetuneSpec, ModelRequest
 from rl_contracts.errors import StalledError, WeightUpdateError
 from rl_contracts.sharding import share
@@ -18,7 +18,7 @@ from rl_trainers import GapConfig, GapGate, PublishConfig, WeightPublisher
 
 @pytest.fixture
 def parts(tmp_path):
-    engine = ReferenceTrainEngine(OptimizerConfig())
+    engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path / "model", layers=1, hidden=32)), 10))
     server = NullInferenceEngine()
     with LoopThread("test") as loop:

@@ -91,8 +91,8 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def run(kind: str, model: str, batches: list[Path], run_dir: Path, stop_at: int = 0, every: int = 2) -> Any:
     """One life of a run: to its end, or until it is stopped. Returns the weights."""
-    engine = ReferenceTrainEngine(OptimizerConfig(lr=3e-3, schedule="cosine", warmup_steps=2))
-    engine.initialize(FinetuneSpec(model, STEPS))
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(model, STEPS, optimizer=OptimizerConfig(lr=3e-3, schedule="cosine", warmup_steps=2)))
     source: Any
     learner: Any
     if kind == "sft":

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.config import GenerationConfig
+from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, require_choice
 
 
 class StopReason(StrEnum):
@@ -133,9 +133,17 @@ class SaveLoadMeta:
     """Directory whose tokenizer files are copied beside the weights (`hf` only)."""
 
 
+DTYPES = ("float32", "bfloat16")
+"""Types in which a model may compute, and in which its weights may be served."""
+HEADS = ("lm", "value", "score")
+"""What a model may say of each token, see `FinetuneSpec.head`."""
+DEVICES = ("auto", "cpu", "cuda")
+"""Kinds of device that may be asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class FinetuneSpec:
-    """What an engine must know before the first step."""
+    """What follows from the run and is the same for every train engine; the engine's own settings are its config."""
 
     model_path: str
     """Hugging Face model directory or hub id."""
@@ -143,6 +151,27 @@ class FinetuneSpec:
     """Optimizer steps of the whole run, for the learning-rate schedule."""
     seed: int = 0
     """Seed of everything random inside the engine."""
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule; None for a model that is never trained (a reference policy)."""
+    micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
+    """How much is run at once."""
+    dtype: str = "float32"
+    """Type in which the model computes: `float32`, or `bfloat16` with float32 master weights and reductions."""
+    head: str = "lm"
+    """What the model says of each token: `lm` log-probs and entropies of its vocabulary; `value` a critic's estimate,
+    made before the token is seen; `score` a reward model's, made after it. The last two load a causal language model,
+    whose head they replace by a new one that is zero, or a saved model of their own."""
+    entropy_grad: bool = False
+    """Let the entropy carry gradient, for a loss that has an entropy bonus; costs memory and time in backward."""
+    deterministic: bool = False
+    """The same rows give the same bits, and the log-probs of an embedded server that is deterministic too."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: CUDA where there is one."""
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("head", self.head, HEADS)
+        require_choice("device", self.device, DEVICES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from rl_contracts.allocation import ParallelStrategy
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.parallel import ParallelContext
     from rl_contracts.trajectory import PackedBatch
@@ -63,11 +64,30 @@ Announce = Callable[[WeightUpdateMeta], Callable[[], None]]
 there so far."""
 
 
+@dataclass
+class TrainEngineConfig:
+    """Settings that an engine has beside what follows from the run (`FinetuneSpec`); base of each engine's own.
+
+    An engine that is called `theirs:TheirEngine` brings `theirs:TheirEngineConfig`, beside it and importable without
+    torch; all its fields have defaults.
+    """
+
+    def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
+        """Refuse what the engine cannot do with these settings; by default nothing.
+
+        Called before any process starts, where the model may not be there yet, and once more by `initialize`.
+
+        Raises:
+            ConfigError: names what does not go together, and what to set instead.
+        """
+
+
 class TrainEngine(ABC):
     """One rank of a model in training (SPMD: every rank makes the same calls in the same order).
 
-    `batch` arguments are this rank's rows, as `rl_contracts.trajectory` defines them, on the CPU; a rank may have none
-    (0 rows).
+    Engines are made by `Engine(config, strategy)`, of their own `TrainEngineConfig` and the layout of ranks, and told
+    the rest by `initialize`. `batch` arguments are this rank's rows, as `rl_contracts.trajectory` defines them, on the
+    CPU; a rank may have none (0 rows).
     """
 
     parallel: ParallelContext
@@ -82,7 +102,7 @@ class TrainEngine(ABC):
 
         Raises:
             ModelError: the directory has no weights, or the architecture is not supported.
-            ConfigError: the parallel layout does not fit the number of ranks.
+            ConfigError: the parallel layout does not fit the number of ranks, or what `TrainEngineConfig.check` says.
         """
 
     @abstractmethod

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_engines_fsdp.config import FSDPEngineConfig
-from rl_engines_fsdp.lora_config import LoRAConfig
+from rl_engines_fsdp.config import FSDPEngineConfig, LoRAConfig
 
 if TYPE_CHECKING:
     from rl_engines_fsdp.engine import FSDPEngine

@@ -32,6 +32,8 @@ class Checkpoints:
     """Its optimizer, if it has one."""
     config: FSDPEngineConfig
     """The engine's settings."""
+    dtype: str
+    """In which weights are saved for others."""
     described: Description
     """What the model's directory says besides the weights."""
     base: str
@@ -49,12 +51,11 @@ class Checkpoints:
             ModelError, EngineError: there is no such kind here, or the directory cannot be written.
         """
         self._check_kind(meta)
-        dtype = self.config.served_dtype
         if meta.kind == "hf":
-            save_hugging_face(self.model, self.described, meta, dtype, self.config.max_shard_gb, self.parallel)
+            save_hugging_face(self.model, self.described, meta, self.dtype, self.config.max_shard_gb, self.parallel)
         elif meta.kind == "adapter" and self.config.lora is not None:
             head = self.described.head
-            save_adapter(self.model, self.config.lora, head, self.base, meta.path, dtype, self.parallel)
+            save_adapter(self.model, self.config.lora, head, self.base, meta.path, self.dtype, self.parallel)
         else:
             save_state(state_of(self.model, self.optimizer, counters, self.parallel), meta.path, self.parallel)
 

@@ -1,40 +1,43 @@
-"""Settings of the FSDP engine."""
+"""Settings of the FSDP engine, and what of them, of the layout and of the run goes together. Does not import torch."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.config import MicroBatchConfig, OptimizerConfig, require, require_choice
+from rl_contracts.config import require, require_choice
+from rl_contracts.data import DTYPES, FinetuneSpec
+from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
-from rl_engines_fsdp.lora_config import LoRAConfig
-
-DTYPES = ("float32", "bfloat16")
-HEADS = ("lm", "value", "score")
 
 
 @dataclass
-class FSDPEngineConfig:
+class LoRAConfig:
+    """Low-rank adapters instead of all weights."""
+
+    rank: int = 16
+    """Rank of an adapter."""
+    alpha: float = 32.0
+    """An adapter's product is multiplied by alpha / rank."""
+    target_modules: list[str] = field(default_factory=list)
+    """Layers that are adapted, by the ends of their names (`q_proj`); empty: all linear layers of the decoder."""
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, "lora.rank", "at least 1", self.rank)
+        require(self.alpha > 0, "lora.alpha", "more than 0", self.alpha)
+
+
+@dataclass
+class FSDPEngineConfig(TrainEngineConfig):
     """A model in training on PyTorch FSDP2."""
 
-    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
-    """AdamW and its schedule; None for a model that is never trained (a reference policy)."""
-    micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
-    """How much is run at once."""
-    head: str = "lm"
-    """What the model says of each token: `lm` log-probs and entropies of its vocabulary; `value` a critic's estimate,
-    made before the token is seen; `score` a reward model's, made after it. The last two load a causal language model,
-    whose head they replace by a new one that is zero, or a saved model of their own."""
     lora: LoRAConfig | None = None
     """Train adapters of low rank instead of all weights; needs the extra `rl-engines-fsdp[lora]`. None: all weights."""
-    dtype: str = "float32"
-    """Type in which the model computes: `float32`, or `bfloat16` with float32 master weights and reductions."""
     serve_dtype: str = ""
-    """Type in which weights are published and saved: `float32`, `bfloat16`; empty: the same as `dtype`."""
-    device: str = "auto"
-    """`cpu`, `cuda`, or `auto`: CUDA where there is one."""
-    entropy_grad: bool = False
-    """Let the entropy carry gradient, for a loss that has an entropy bonus; costs memory and time in backward."""
+    """Type in which weights are published and saved: `float32`, `bfloat16`; empty: the one in which the model
+    computes."""
     max_logits: int = 0
     """Entries of a [tokens, vocabulary] float32 block that exist at once; what is over is done in blocks of tokens (and
     of vocabulary, where it is large) and computed again in backward. 0: what suits the device: 2^19 (2 MiB, which a
@@ -45,7 +48,7 @@ class FSDPEngineConfig:
     """Free a layer's gathered parameters after its forward and gather them again in backward."""
     compile: bool = False
     """Compile the decoder's layers with `torch.compile`: the first steps take minutes, later ones less memory traffic.
-    Not together with `deterministic`."""
+    Not in a deterministic run."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and gather a layer's parameters on the GPU when it
     is computed; the optimizer step runs on the CPU. Needs CUDA."""
@@ -56,45 +59,73 @@ class FSDPEngineConfig:
     verify_model: bool = True
     """Before sharding, compare the packed forward with the plain one of transformers on a few tokens, so that a model
     whose layers mix packed sequences, or whose logits are made in an unknown way, is refused."""
-    deterministic: bool = False
-    """The same rows give the same bits, and the log-probs of an embedded server that is deterministic too: each row is
-    a micro-batch of its own, with one block of logits, on one thread, with algorithms of a fixed order. Slow. Promised
-    for one process on the CPU in float32."""
     timeout_seconds: float = 600.0
     """Deadline of every collective."""
 
     def __post_init__(self) -> None:
-        require_choice("head", self.head, HEADS)
-        require_choice("dtype", self.dtype, DTYPES)
         require_choice("serve_dtype", self.serve_dtype, ("", *DTYPES))
-        require_choice("device", self.device, ("auto", "cpu", "cuda"))
         require(self.max_logits >= 0, "max_logits", "0 (what suits the device) or more entries", self.max_logits)
         require(self.max_shard_gb > 0, "max_shard_gb", "more than 0", self.max_shard_gb)
-        require(not (self.compile and self.deterministic), "compile", "false with deterministic", self.compile)
         require(self.timeout_seconds > 0, "timeout_seconds", "more than 0", self.timeout_seconds)
 
-    @property
-    def served_dtype(self) -> str:
-        """Name of the torch dtype in which weights leave the engine."""
-        return self.serve_dtype or self.dtype
+    def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
+        """Refuse what this engine does not do; see `TrainEngineConfig.check`.
+
+        Raises:
+            ConfigError: a dimension other than data, context or tensor (`d`, `c`, `t`) is larger than 1, the settings
+                do not go with the layout, with the run or with each other, or the attention heads of the model, where
+                its directory is there, do not divide.
+        """
+        if strategy.pipeline != 1 or strategy.expert != 1 or strategy.expert_tensor not in (None, 1):
+            raise ConfigError(
+                f"allocation fsdp:{strategy}: the FSDP engine splits a model over data, context and tensor ranks "
+                "(d, c, t) only; pipeline and expert dimensions must be 1. Use for example "
+                f"fsdp:d{strategy.world_size}, or the megatron engine."
+            )
+        for name in ("lora", "compile"):
+            if strategy.tensor > 1 and getattr(self, name):
+                raise ConfigError(
+                    f"{name} and allocation fsdp:{strategy}: {name} does not work with tensor parallelism. Unset "
+                    f"{name}, or use data and context parallelism (d and c) without t."
+                )
+        for name, other, reason in (
+            ("compile", spec.deterministic, "deterministic=true (compiled code sums in an order of its own)"),
+            ("max_logits", spec.deterministic, "deterministic=true (which makes all logits of a row in one block)"),
+            ("offload", spec.device == "cpu", "device=cpu (there everything lies in host memory)"),
+        ):
+            if other and getattr(self, name):
+                raise ConfigError(f"{name}={getattr(self, name)} does not go with {reason}. Unset one of the two.")
+        check_heads(_read_json(spec.model_path), strategy)
 
 
-def check_strategy(strategy: ParallelStrategy, config: FSDPEngineConfig) -> None:
-    """Refuse what this engine does not do.
+def check_heads(sizes: dict[str, object], strategy: ParallelStrategy) -> None:
+    """See that the attention heads of a model divide over tensor and context ranks.
+
+    Args:
+        sizes: of the model by the names of its `config.json`; what is not there is not checked.
 
     Raises:
-        ConfigError: a dimension other than data, context or tensor (`d`, `c`, `t`) is larger than 1, or the settings
-            do not go with the layout.
+        ConfigError: they do not.
     """
-    if strategy.pipeline != 1 or strategy.expert != 1 or strategy.expert_tensor not in (None, 1):
+    heads = sizes.get("num_attention_heads")
+    key_heads = sizes.get("num_key_value_heads") or heads
+    ranks = strategy.tensor * strategy.context
+    if isinstance(heads, int) and heads % ranks:
         raise ConfigError(
-            f"allocation fsdp:{strategy}: the FSDP engine splits a model over data, context and tensor ranks (d, c, t) "
-            f"only; pipeline and expert dimensions must be 1. Use for example fsdp:d{strategy.world_size}, or the "
-            "megatron engine."
+            f"allocation fsdp:{strategy}: expected attention heads that divide by tensor * context = {ranks}, found "
+            f"{heads}. Choose t and c so that they do."
         )
-    if strategy.tensor > 1 and (config.lora is not None or config.compile):
-        setting = "compile" if config.lora is None else "lora"
+    if isinstance(key_heads, int) and key_heads % strategy.tensor:
         raise ConfigError(
-            f"{setting} and allocation fsdp:{strategy}: {setting} does not work with tensor parallelism. Unset "
-            f"{setting}, or use data and context parallelism (d and c) without t."
+            f"allocation fsdp:{strategy}: expected key/value heads that divide by the tensor size {strategy.tensor}, "
+            f"found {key_heads}. Use a smaller t; context parallelism (c) has no such limit."
         )
+
+
+def _read_json(model_path: str) -> dict[str, object]:
+    """The part of a model directory's `config.json` that describes its language model; empty where there is none."""
+    try:
+        found = json.loads((Path(model_path) / "config.json").read_text())
+        return dict(found.get("text_config") or found)
+    except (OSError, ValueError):  # not made or fetched yet, or broken: the engine says so when it loads it
+        return {}

@@ -18,14 +18,13 @@ from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_fsdp import loading, micro_batches, sharding, state_checkpoint
 from rl_engines_fsdp.attention import Segments
 from rl_engines_fsdp.checkpoints import Checkpoints
-from rl_engines_fsdp.config import FSDPEngineConfig, check_strategy
+from rl_engines_fsdp.config import FSDPEngineConfig, check_heads
 from rl_engines_fsdp.determinism import make_deterministic
 from rl_engines_fsdp.model_maker import ModelMaker
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
 from rl_engines_fsdp.packed_model import PackedModel
 from rl_engines_fsdp.process_group import Membership, RankInfo, join, pick_device, read_environment
 from rl_engines_fsdp.publishing import WeightPublisher
-from rl_engines_fsdp.split_checks import check_heads
 from rl_engines_fsdp.step_sums import StepSums
 from rl_engines_fsdp.tensor_gradients import TensorGradients
 from rl_engines_fsdp.usage import UsageMeter
@@ -45,9 +44,6 @@ class FSDPEngine(TrainEngine):
     Args:
         config: settings.
         strategy: how many ranks along data, context and tensor. None: as many data-parallel ones as torchrun started.
-
-    Raises:
-        ConfigError: the strategy asks for pipeline or expert parallelism, or the settings do not go with it.
     """
 
     _model: PackedModel
@@ -58,8 +54,6 @@ class FSDPEngine(TrainEngine):
     _checkpoints: Checkpoints
 
     def __init__(self, config: FSDPEngineConfig, strategy: ParallelStrategy | None = None) -> None:
-        if strategy is not None:
-            check_strategy(strategy, config)
         self.config = config
         self.strategy = strategy
         self.version = 0
@@ -78,19 +72,21 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.initialize`."""
         info = read_environment()
         self._check_ranks(info)
-        if self.config.deterministic:
-            self._undo = make_deterministic()
+        self._spec = spec
         self._layout = self.strategy or ParallelStrategy(info.world_size)
-        config = loading.read_config(spec.model_path, self.config.head)
-        check_heads(config, self._layout)
-        self._device = pick_device(self.config.device, info.local_rank)
+        self.config.check(self._layout, spec)
+        if spec.deterministic:
+            self._undo = make_deterministic()
+        config = loading.read_config(spec.model_path, spec.head)
+        text = config.get_text_config()  # knows sizes by names that `config.json` may not have
+        check_heads({n: getattr(text, n, None) for n in ("num_attention_heads", "num_key_value_heads")}, self._layout)
+        self._device = pick_device(spec.device, info.local_rank)
         if self.config.offload and self._device.type != "cuda":
             raise ConfigError("offload=true needs CUDA: on a CPU everything lies in host memory. Set offload=false.")
-        sharded = info.world_size > 1 or self.config.dtype != "float32" or self.config.offload
+        sharded = info.world_size > 1 or spec.dtype != "float32" or self.config.offload
         size = self._layout.model_size
         self._membership = join(info, self._device, self.config.timeout_seconds, sharded, replica_size=size)
         self.parallel = self._membership.parallel
-        self._spec = spec
         torch.manual_seed(spec.seed)
         try:
             self._make_model(config, sharded)
@@ -99,20 +95,26 @@ class FSDPEngine(TrainEngine):
             raise
 
     def _make_model(self, hf_config: Any, sharded: bool) -> None:
-        self._maker = ModelMaker(self.config, self._layout, self._device, self.parallel, sharded)
-        made = self._maker.make(self._spec.model_path, hf_config)
+        self._maker = ModelMaker(self.config, self._spec, self._layout, self._device, self.parallel, sharded)
+        made = self._maker.make(hf_config)
         self._model, self._tensor_gradients = made.model, made.tensor_gradients
-        if self.config.optimizer is not None:
-            self._optimizer = make_optimizer(self._model.own_parameters(), self.config.optimizer)
+        if self._spec.optimizer is not None:
+            self._optimizer = make_optimizer(self._model.own_parameters(), self._spec.optimizer)
         self._checkpoints = Checkpoints(
             self._model,
             self._optimizer,
             self.config,
+            self._served_dtype,
             made.described,
             self._spec.model_path,
             self._device,
             self.parallel,
         )
+
+    @property
+    def _served_dtype(self) -> str:
+        """Name of the torch dtype in which weights leave the engine."""
+        return self.config.serve_dtype or self._spec.dtype
 
     def _check_ranks(self, info: RankInfo) -> None:
         if self.strategy is not None and self.strategy.world_size != info.world_size:
@@ -150,9 +152,9 @@ class FSDPEngine(TrainEngine):
 
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """See `TrainEngine.train_batch`."""
-        optimizer, settings = self._optimizer, self.config.optimizer
+        optimizer, settings = self._optimizer, self._spec.optimizer
         if optimizer is None or settings is None:
-            raise EngineError("train_batch: this engine was made without an optimizer (config.optimizer is None).")
+            raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
         began = time.perf_counter()
         bins, denominator, tokens, squares = self._begin(batch, loss_weight_fn)
         optimizer.zero_grad(set_to_none=True)
@@ -177,7 +179,7 @@ class FSDPEngine(TrainEngine):
 
     def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int, int]:
         """Micro-batches; denominator, tokens and squared lengths of rows over all ranks."""
-        bins = micro_batches.plan(batch, self.config, self.parallel)
+        bins = micro_batches.plan(batch, self._spec, self.parallel)
         sizes = lengths(batch).to(torch.float64)
         weight = loss_weight_fn(batch).detach().to("cpu", torch.float64)
         share = torch.stack([weight, sizes.sum(), sizes.square().sum()])
@@ -220,18 +222,19 @@ class FSDPEngine(TrainEngine):
         self, optimizer: torch.optim.AdamW, gradients: list[Tensor], result: dict[str, float], rate: float
     ) -> bool:
         """Take the optimizer step, unless loss or gradients are not finite."""
-        assert self.config.optimizer is not None
+        settings = self._spec.optimizer
+        assert settings is not None
         if not (math.isfinite(result["grad_norm"]) and math.isfinite(result["loss"])):
             self._skipped += 1
             optimizer.zero_grad(set_to_none=True)
-            if self._skipped > self.config.optimizer.max_skipped_steps:
+            if self._skipped > settings.max_skipped_steps:
                 raise EngineError(
                     f"loss or gradients were not finite in {self._skipped} consecutive steps (allowed: "
-                    f"{self.config.optimizer.max_skipped_steps}). Lower the learning rate, and check the last batch "
+                    f"{settings.max_skipped_steps}). Lower the learning rate, and check the last batch "
                     "with `rl replay`."
                 )
             return False
-        clip(gradients, result["grad_norm"], self.config.optimizer.max_grad_norm)
+        clip(gradients, result["grad_norm"], settings.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -242,7 +245,7 @@ class FSDPEngine(TrainEngine):
 
     def stats(self) -> dict[str, float | None]:
         """`memory/peak_gib` of this rank and `throughput/mfu` of the steps since the last call; see `UsageMeter`."""
-        return self._usage.read(self._model, self._device, self.config.dtype, self.parallel.world_size)
+        return self._usage.read(self._model, self._device, self._spec.dtype, self.parallel.world_size)
 
     # ---- without training
 
@@ -260,7 +263,7 @@ class FSDPEngine(TrainEngine):
     @torch.no_grad()
     def forward(self, batch: TensorDict, output_fn: OutputFn) -> Tensor:
         """See `TrainEngine.forward`."""
-        bins = micro_batches.plan(batch, self.config, self.parallel)
+        bins = micro_batches.plan(batch, self._spec, self.parallel)
         result = torch.zeros(batch["attention_mask"].shape)
         for rows, outputs, packed in self._run(batch, bins):
             values = output_fn(outputs, packed)
@@ -281,7 +284,7 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.connect_engine`."""
         if self._publisher is not None:
             self._publisher.close()
-        self._publisher = WeightPublisher(self._model, meta, self.config.served_dtype, self.parallel)
+        self._publisher = WeightPublisher(self._model, meta, self._served_dtype, self.parallel)
 
     def update_weights(self, version: int, announce: Announce | None = None) -> tuple[WeightUpdateMeta, WeightReceipt]:
         """See `TrainEngine.update_weights`."""

@@ -43,7 +43,7 @@ class Description:
     generation: Any
     """transformers' generation configuration, or None."""
     head: str = "lm"
-    """One of `config.HEADS`."""
+    """One of `rl_contracts.data.HEADS`."""
 
 
 def save_hugging_face(

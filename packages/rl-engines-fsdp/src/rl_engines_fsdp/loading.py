@@ -41,7 +41,7 @@ _ADVICE = (
 
 
 def read_config(path: str, head: str = "lm") -> Any:
-    """The model's configuration, fit for a head of `config.HEADS`.
+    """The model's configuration, fit for a head of `rl_contracts.data.HEADS`.
 
     Raises:
         ModelError: it is missing, of an architecture that this transformers does not know, or of another head.
@@ -61,7 +61,7 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
     """The model with its weights on the CPU, in float32 (the master weights).
 
     Args:
-        head: one of `config.HEADS`.
+        head: one of `rl_contracts.data.HEADS`.
         new_head: whether a scalar head that the directory does not have may be made; else it is refused.
 
     Raises:

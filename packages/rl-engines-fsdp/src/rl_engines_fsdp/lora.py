@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl_contracts.errors import ConfigError
-from rl_engines_fsdp.lora_config import LoRAConfig
+from rl_engines_fsdp.config import LoRAConfig
 
 ADAPTER = "default"
 """Name of the adapter inside peft's layers."""

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import DataError, EngineError
 from rl_contracts.packing import expand, pack_first_fit
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.trajectory import PackedBatch, lengths, pack, select, units
-from rl_engines_fsdp.config import FSDPEngineConfig
 from rl_engines_fsdp.split_checks import check_same_rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-def plan(batch: TensorDict, config: FSDPEngineConfig, parallel: ParallelContext) -> list[list[int]]:
+def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext) -> list[list[int]]:
     """Row indices of each micro-batch (collective); those of a rank with fewer rows may be empty. Units stay whole.
 
     Raises:
         EngineError: a row is longer than a micro-batch, on any rank, or the ranks of a replica have different rows.
     """
     check_same_rows(batch, parallel)
-    tokens, max_tokens, together = lengths(batch).tolist(), config.micro_batch.max_tokens, units(batch)
+    tokens, max_tokens, together = lengths(batch).tolist(), spec.micro_batch.max_tokens, units(batch)
     sizes = [sum(tokens[row] for row in unit) for unit in together]
     bins: list[list[int]] = []
     error: EngineError | None = None
@@ -35,13 +35,13 @@ def plan(batch: TensorDict, config: FSDPEngineConfig, parallel: ParallelContext)
         error = EngineError(str(cause))
         error.__cause__ = cause
     parallel.agree(error, "cutting a batch into micro-batches")
-    if config.deterministic:
+    if spec.deterministic:
         # a row's numbers must not depend on its neighbours, and kernels round differently for other shapes
         bins = [[unit] for unit in range(len(sizes))] or [[]]
     if parallel.dp_size == 1:
         return expand(bins, together)
     count = int(parallel.max_over_replicas(torch.tensor([len(bins)]))[0])
-    if config.deterministic:
+    if spec.deterministic:
         bins = bins + [[] for _ in range(count - len(bins))]
     elif count != len(bins):
         bins = pack_first_fit(sizes, max_tokens, at_least=count)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import RLError
 from rl_contracts.linear import speed_up
 from rl_contracts.parallel import ParallelContext
@@ -47,16 +48,17 @@ class ModelMaker:
     def __init__(
         self,
         config: FSDPEngineConfig,
+        spec: FinetuneSpec,
         layout: ParallelStrategy,
         device: torch.device,
         parallel: ParallelContext,
         sharded: bool,
     ) -> None:
-        self.config, self.layout, self.device, self.parallel = config, layout, device, parallel
-        self.sharded = sharded
+        self.config, self.spec, self.layout = config, spec, layout
+        self.device, self.parallel, self.sharded = device, parallel, sharded
 
-    def make(self, path: str, hf_config: Any) -> MadeModel:
-        """The model at `path`, ready to train.
+    def make(self, hf_config: Any) -> MadeModel:
+        """The model that the spec names, ready to train.
 
         Args:
             hf_config: transformers' configuration of it.
@@ -64,9 +66,9 @@ class ModelMaker:
         Raises:
             ModelError: it cannot be read, or not be trained here.
         """
-        source = self.read(path)
+        source = self.read(self.spec.model_path)
         generation: Any = None if source is None else getattr(source.model, "generation_config", None)
-        described = Description(hf_config, generation, self.config.head)
+        described = Description(hf_config, generation, self.spec.head)
         if self.sharded:
             model, tensor_gradients = self._split(source, hf_config)
         else:
@@ -87,7 +89,7 @@ class ModelMaker:
         error: RLError | None = None
         if self.parallel.is_main:
             try:
-                source = self._wrap(loading.read_model(path, self.config.head, new_head=like is None))
+                source = self._wrap(loading.read_model(path, self.spec.head, new_head=like is None))
                 if like is not None:
                     loading.check_same_parameters(path, source, like)
                 elif self.config.verify_model:
@@ -98,16 +100,16 @@ class ModelMaker:
         return source
 
     def _wrap(self, model: torch.nn.Module) -> PackedModel:
-        config = self.config
+        config, spec = self.config, self.spec
         if config.lora is not None:
-            lora.adapt(model, config.lora, config.head)
-        if not config.deterministic:  # a server that makes the same bits multiplies with torch's choice
+            lora.adapt(model, config.lora, spec.head)
+        if not spec.deterministic:  # a server that makes the same bits multiplies with torch's choice
             speed_up(model)
-        if config.head != "lm":
-            return PackedScalarModel(model, of_previous=config.head == "value")
+        if spec.head != "lm":
+            return PackedScalarModel(model, of_previous=spec.head == "value")
         suits = 1 << 19 if self.device.type == "cpu" else 1 << 26
-        max_logits = sys.maxsize if config.deterministic else config.max_logits or suits
-        return PackedCausalLM(model, max_logits, config.entropy_grad)
+        max_logits = sys.maxsize if spec.deterministic else config.max_logits or suits
+        return PackedCausalLM(model, max_logits, spec.entropy_grad)
 
     def _whole(self, source: PackedModel | None) -> PackedModel:
         assert source is not None
@@ -118,13 +120,13 @@ class ModelMaker:
     def _split(self, source: PackedModel | None, hf_config: Any) -> tuple[PackedModel, TensorGradients]:
         config = self.config
         meshes = make_meshes(self.device.type, self.layout)
-        model = self._wrap(loading.empty_model(copy.deepcopy(hf_config), config.head))
+        model = self._wrap(loading.empty_model(copy.deepcopy(hf_config), self.spec.head))
         partial = [] if meshes.tensor is None else split_matrices(model.model, meshes.tensor)
         model.split = meshes.split
         if config.compile:
             compile_layers(model)
-        sharding.shard(model, meshes, config.dtype, config.reshard_after_forward, config.offload)
+        sharding.shard(model, meshes, self.spec.dtype, config.reshard_after_forward, config.offload)
         sharding.fill(model, source, self.device, config.offload)
         if self.layout.model_size > 1 and config.verify_model:
-            verify_split(model, source, self.device, config.dtype, self.parallel)
+            verify_split(model, source, self.device, self.spec.dtype, self.parallel)
         return model, TensorGradients(model, meshes, set(partial))

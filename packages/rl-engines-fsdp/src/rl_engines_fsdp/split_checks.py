@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.parallel import ParallelContext
 from rl_engines_fsdp.attention import Segments
@@ -21,28 +20,6 @@ if TYPE_CHECKING:
 
 TOLERANCES = {"float32": 2e-3, "bfloat16": 0.25}
 """Largest mean difference of log-probs between one rank in float32 and all ranks, by the type they compute in."""
-
-
-def check_heads(config: Any, layout: ParallelStrategy) -> None:
-    """See that the heads of a model divide over tensor and context ranks.
-
-    Raises:
-        ModelError: they do not.
-    """
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    ranks = layout.tensor * layout.context
-    if isinstance(heads, int) and heads % ranks:
-        raise ModelError(
-            f"allocation fsdp:{layout}: expected attention heads that divide by tensor * context = {ranks}, found "
-            f"{heads}. Choose t and c so that they do."
-        )
-    if isinstance(key_heads, int) and key_heads % layout.tensor:
-        raise ModelError(
-            f"allocation fsdp:{layout}: expected key/value heads that divide by the tensor size {layout.tensor}, found "
-            f"{key_heads}. Use a smaller t; context parallelism (c) has no such limit."
-        )
 
 
 def check_same_rows(batch: TensorDict, parallel: ParallelContext) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rl_contracts.config import OptimizerConfig
+from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError, ModelError
@@ -79,9 +79,11 @@ class TrainEngineConformance:
     tolerance = 2e-5
     """Absolute tolerance of log-probs and losses; relative of gradient norms, ten times. For float32."""
 
-    def make_engine(self, optimizer: OptimizerConfig, micro_batch_tokens: int) -> TrainEngine:
-        """Override: a float32 engine that is not initialized and computes in micro-batches of at most so many
-        tokens."""
+    device = "cpu"
+    """`FinetuneSpec.device` on which the engine is tried."""
+
+    def make_engine(self) -> TrainEngine:
+        """Override: an engine of one rank that is not initialized."""
         raise NotImplementedError("override make_engine")
 
     @pytest.fixture
@@ -97,9 +99,11 @@ class TrainEngineConformance:
         def start(
             optimizer: OptimizerConfig = OPTIMIZER, micro_batch_tokens: int = 64, path: str = model_path
         ) -> TrainEngine:
-            engine = self.make_engine(optimizer, micro_batch_tokens)
+            engine = self.make_engine()
             made.append(engine)
-            engine.initialize(FinetuneSpec(path, total_steps=STEPS))
+            micro_batch = MicroBatchConfig(micro_batch_tokens)
+            spec = FinetuneSpec(path, STEPS, optimizer=optimizer, micro_batch=micro_batch, device=self.device)
+            engine.initialize(spec)
             return engine
 
         yield start
@@ -110,8 +114,8 @@ class TrainEngineConformance:
     @pytest.fixture
     def reference(self, model_path: str) -> ReferenceTrainEngine:
         """The reference engine on the same model."""
-        engine = ReferenceTrainEngine(OPTIMIZER)
-        engine.initialize(FinetuneSpec(model_path, total_steps=STEPS))
+        engine = ReferenceTrainEngine()
+        engine.initialize(FinetuneSpec(model_path, STEPS, optimizer=OPTIMIZER))
         return engine
 
     def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -375,9 +379,9 @@ class TrainEngineConformance:
         (tmp_path / "config.json").write_text(config)
 
         for path in (tmp_path, tmp_path / "missing"):
-            engine = self.make_engine(OPTIMIZER, 64)
+            engine = self.make_engine()
             with pytest.raises(ModelError):
-                engine.initialize(FinetuneSpec(str(path), total_steps=1))
+                engine.initialize(FinetuneSpec(str(path), total_steps=1, device=self.device))
             engine.destroy()
 
 

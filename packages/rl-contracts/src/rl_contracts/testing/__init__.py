@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from rl_contracts.testing.clock import SimulatedClock
     from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
     from rl_contracts.testing.null_inference import Faults, NullInferenceEngine, NullInferenceEngineConfig
-    from rl_contracts.testing.reference_engine import ReferenceTrainEngine
+    from rl_contracts.testing.reference_engine import ReferenceTrainEngine, ReferenceTrainEngineConfig
 
 _HOME = {
     "Faults": "null_inference",
     "NullInferenceEngineConfig": "null_inference",
     "NullInferenceEngine": "null_inference",
     "ReferenceTrainEngine": "reference_engine",
+    "ReferenceTrainEngineConfig": "reference_engine",
     "SimulatedClock": "clock",
     "make_batch": "batches",
     "make_tiny_model": "models",
@@ -29,6 +30,7 @@ __all__ = [
     "NullInferenceEngine",
     "NullInferenceEngineConfig",
     "ReferenceTrainEngine",
+    "ReferenceTrainEngineConfig",
     "SimulatedClock",
     "make_batch",
     "make_tiny_model",

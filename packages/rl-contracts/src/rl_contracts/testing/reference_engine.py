@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.config import OptimizerConfig
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import OptimizerConfig, require
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
-from rl_contracts.engine import Announce, LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
+from rl_contracts.engine import (
+    Announce,
+    LossFn,
+    LossWeightFn,
+    OutputFn,
+    TokenOutputs,
+    TrainEngine,
+    TrainEngineConfig,
+)
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.parallel import ParallelContext
 
@@ -23,34 +33,49 @@ if TYPE_CHECKING:
     from rl_contracts.weights import WeightSender
 
 
+@dataclass
+class ReferenceTrainEngineConfig(TrainEngineConfig):
+    """There is nothing to set."""
+
+    def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
+        """Refuse all but a language model in float32 on one CPU process."""
+        require(strategy.world_size == 1, "allocation", "one rank (the reference engine has no more)", str(strategy))
+        for name, expected in (("dtype", "float32"), ("head", "lm"), ("deterministic", False)):
+            found = getattr(spec, name)
+            require(found == expected, name, f"{expected} (the reference engine does nothing else)", found)
+        require(spec.device != "cuda", "device", "cpu or auto (the reference engine runs on the CPU)", spec.device)
+
+
 class ReferenceTrainEngine(TrainEngine):
     """Says what the numbers should be; nothing in it is fast.
 
     Args:
-        optimizer: AdamW and its schedule.
+        config: settings.
+        strategy: one rank.
         model: a float32 module whose `model(input_ids=[1, T])` has or is logits [1, T, vocab]; None: the causal
             language model at the spec's `model_path`.
-        entropy_grad: let the entropy carry gradient.
     """
 
     def __init__(
         self,
-        optimizer: OptimizerConfig | None = None,
+        config: ReferenceTrainEngineConfig | None = None,
+        strategy: ParallelStrategy | None = None,
         model: torch.nn.Module | None = None,
-        entropy_grad: bool = False,
     ) -> None:
-        self.settings = optimizer or OptimizerConfig()
+        self.config = config or ReferenceTrainEngineConfig()
+        self.strategy = strategy or ParallelStrategy()
         self.parallel = ParallelContext()
         self.model: Any = model
-        self._entropy_grad = entropy_grad
         self._sender: WeightSender | None = None
         self._steps = self._skipped = 0
 
     def initialize(self, spec: FinetuneSpec) -> None:
         import torch
 
+        self.config.check(self.strategy, spec)
+        self.spec = spec
+        self.settings = spec.optimizer or OptimizerConfig()
         torch.manual_seed(spec.seed)
-        self._total_steps = spec.total_steps
         if self.model is None:
             self.model = _read_model(spec.model_path)
         self.model.train()
@@ -66,12 +91,14 @@ class ReferenceTrainEngine(TrainEngine):
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         import torch
 
+        if self.spec.optimizer is None:
+            raise EngineError("train_batch: this engine was told of no optimizer (FinetuneSpec.optimizer is None).")
         self._optimizer.zero_grad()
         loss, result = self._loss(batch, loss_fn, loss_weight_fn)
         loss.backward()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
-        rate = learning_rate(self.settings, self._steps, self._total_steps)
+        rate = learning_rate(self.settings, self._steps, self.spec.total_steps)
         applied = math.isfinite(norm)
         if applied:
             if self.settings.max_grad_norm:
@@ -129,9 +156,13 @@ class ReferenceTrainEngine(TrainEngine):
         """Each unit of rows (a row by itself, unless the batch says otherwise), its outputs and its packed form."""
         import torch
 
-        from rl_contracts.trajectory import pack, select, units
+        from rl_contracts.trajectory import lengths, pack, select, units
 
-        for rows in units(batch):
+        tokens, limit = lengths(batch), self.spec.micro_batch.max_tokens
+        together = units(batch)
+        if any(int(tokens[rows].sum()) > limit for rows in together):
+            raise EngineError(f"rows that stay together are longer than a micro-batch of {limit} tokens.")
+        for rows in together:
             packed = pack(select(batch, rows))
             ids = packed["input_ids"].split(packed.cu_seqlens.diff().tolist())
             parts = [self._row(each, packed["temperature"][i]) for i, each in enumerate(ids)]
@@ -147,7 +178,7 @@ class ReferenceTrainEngine(TrainEngine):
         first = torch.zeros(1)
         logprobs = distribution.gather(1, ids[1:, None])[:, 0]
         entropy = -(distribution.exp() * distribution).sum(-1)
-        entropy = entropy if self._entropy_grad else entropy.detach()
+        entropy = entropy if self.spec.entropy_grad else entropy.detach()
         return torch.cat([first, logprobs]), torch.cat([first, entropy])
 
     def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:

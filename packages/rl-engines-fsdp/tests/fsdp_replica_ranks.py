@@ -24,7 +24,8 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
 from rl_contracts.errors import RLError
 from rl_contracts.trajectory import select
-from rl_engines_fsdp import FSDPEngine, tensor_parallel, ulysses
+from rl_engines_fsdp import FSDPEngine
+from rl_engines_fsdp.ranks import tensor_parallel, ulysses
 
 
 def share(batch, engine: FSDPEngine, empty_replica: int | None = None):

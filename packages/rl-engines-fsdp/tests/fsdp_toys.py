@@ -159,7 +159,7 @@ def make_engine(
 
 def record_gradients(engine: FSDPEngine, rate: float = 0.1) -> dict[str, torch.Tensor]:
     """Let the engine step with plain SGD, and find here after each step the gradients that it took (collective)."""
-    from rl_engines_fsdp.sharding import whole
+    from rl_engines_fsdp.ranks.sharding import whole
 
     named = engine._model.hugging_face_parameters()
     optimizer = torch.optim.SGD([parameter for _, parameter in named], rate)
@@ -182,6 +182,6 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], 
 
 def weights_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """Whole parameters by name (collective)."""
-    from rl_engines_fsdp.sharding import full_parameters
+    from rl_engines_fsdp.ranks.sharding import full_parameters
 
     return {name: value.clone() for name, value in full_parameters(engine._model)}

@@ -10,7 +10,7 @@ from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine, make_mod
 
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import EngineError, ModelError
-from rl_engines_fsdp import async_checkpoint
+from rl_engines_fsdp.checkpoint import async_state as async_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from fsdp_toys import (
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
 from rl_contracts.testing import make_tiny_tokenizer
-from rl_engines_fsdp import attention
+from rl_engines_fsdp.model import attention
 
 
 @pytest.fixture(scope="module")

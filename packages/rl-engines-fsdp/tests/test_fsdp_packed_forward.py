@@ -122,7 +122,7 @@ def test_initialize_with_weights_of_part_of_the_model_refuses_to_start_at_random
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 5])
 def test_varlen_attention_on_cuda_equals_one_segment_at_a_time(window):
-    from rl_engines_fsdp.attention import Segments, _one_segment, _varlen_attention
+    from rl_engines_fsdp.model.attention import Segments, _one_segment, _varlen_attention
 
     lengths = (7, 19, 3)
     edges = torch.tensor([0, 7, 26, 29], dtype=torch.int32, device="cuda")

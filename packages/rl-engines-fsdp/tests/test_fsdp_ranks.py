@@ -14,7 +14,7 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.errors import ConfigError
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
-from rl_engines_fsdp.process_group import read_environment
+from rl_engines_fsdp.ranks.process_group import read_environment
 
 FAMILIES = ("Qwen3", "Llama", "Gemma2")
 

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_engines_fsdp import token_logprobs as module
-from rl_engines_fsdp.token_logprobs import HeadOptions, LogitTransform, token_logprobs
+from rl_engines_fsdp.model import token_logprobs as module
+from rl_engines_fsdp.model.token_logprobs import HeadOptions, LogitTransform, token_logprobs
 
 
 def reference(hidden, weight, bias, targets, temperature, transform):

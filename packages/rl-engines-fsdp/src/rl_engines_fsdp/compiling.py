@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rl_engines_fsdp.packed_model import PackedModel
-from rl_engines_fsdp.sharding import decoder_layers
+from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.ranks.sharding import decoder_layers
 
 
 def compile_layers(model: PackedModel) -> None:

@@ -15,18 +15,21 @@ from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightU
 from rl_contracts.engine import Announce, LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, RLError
 from rl_contracts.trajectory import PackedBatch, lengths
-from rl_engines_fsdp import loading, micro_batches, sharding, state_checkpoint
-from rl_engines_fsdp.attention import Segments
-from rl_engines_fsdp.checkpoints import Checkpoints
+from rl_engines_fsdp import micro_batches
+from rl_engines_fsdp.checkpoint import state as state_checkpoint
+from rl_engines_fsdp.checkpoint.checkpoints import Checkpoints
 from rl_engines_fsdp.config import FSDPEngineConfig, check_heads
 from rl_engines_fsdp.determinism import make_deterministic
-from rl_engines_fsdp.model_maker import ModelMaker
+from rl_engines_fsdp.model import loading
+from rl_engines_fsdp.model.attention import Segments
+from rl_engines_fsdp.model.model_maker import ModelMaker
+from rl_engines_fsdp.model.packed_model import PackedModel
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
-from rl_engines_fsdp.packed_model import PackedModel
-from rl_engines_fsdp.process_group import Membership, RankInfo, join, pick_device, read_environment
 from rl_engines_fsdp.publishing import WeightPublisher
+from rl_engines_fsdp.ranks import sharding
+from rl_engines_fsdp.ranks.process_group import Membership, RankInfo, join, pick_device, read_environment
+from rl_engines_fsdp.ranks.tensor_gradients import TensorGradients
 from rl_engines_fsdp.step_sums import StepSums
-from rl_engines_fsdp.tensor_gradients import TensorGradients
 from rl_engines_fsdp.usage import UsageMeter
 
 if TYPE_CHECKING:

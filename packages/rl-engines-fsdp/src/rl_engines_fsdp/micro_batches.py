@@ -12,7 +12,7 @@ from rl_contracts.errors import DataError, EngineError
 from rl_contracts.packing import expand, pack_first_fit
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.trajectory import PackedBatch, lengths, pack, select, units
-from rl_engines_fsdp.split_checks import check_same_rows
+from rl_engines_fsdp.model.split_checks import check_same_rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

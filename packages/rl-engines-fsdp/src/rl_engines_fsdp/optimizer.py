@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_contracts.config import OptimizerConfig
-from rl_engines_fsdp.sharding import local, mesh_of
+from rl_engines_fsdp.ranks.sharding import local, mesh_of
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

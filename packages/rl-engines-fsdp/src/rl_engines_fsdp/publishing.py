@@ -12,8 +12,8 @@ from rl_contracts.engine import Announce
 from rl_contracts.errors import RLError, WeightUpdateError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.weights import ROUTES, WeightSender, open_sender
-from rl_engines_fsdp.packed_model import PackedModel
-from rl_engines_fsdp.sharding import full_parameters
+from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.ranks.sharding import full_parameters
 
 
 class WeightPublisher:

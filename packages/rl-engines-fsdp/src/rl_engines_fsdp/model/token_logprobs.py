@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_contracts.linear import linear
 from rl_contracts.token_logprobs import chosen_logprobs
-from rl_engines_fsdp import tiled_logprobs as tiled
+from rl_engines_fsdp.model import tiled_logprobs as tiled
 
 KEEP_AT_MOST = 1 << 22
 """Probabilities that are kept for backward instead of being computed again, at most (16 MiB)."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_engines_fsdp.token_split import TokenSplit
+from rl_engines_fsdp.ranks.token_split import TokenSplit
 
 
 @dataclass(frozen=True, slots=True)

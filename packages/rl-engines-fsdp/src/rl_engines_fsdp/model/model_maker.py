@@ -14,18 +14,19 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import RLError
 from rl_contracts.linear import speed_up
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp import loading, lora, sharding
-from rl_engines_fsdp.causal_lm import PackedCausalLM
+from rl_engines_fsdp.checkpoint.hugging_face import Description
 from rl_engines_fsdp.compiling import compile_layers
 from rl_engines_fsdp.config import FSDPEngineConfig
-from rl_engines_fsdp.hf_checkpoint import Description
-from rl_engines_fsdp.mesh import make_meshes
-from rl_engines_fsdp.packed_model import PackedModel
-from rl_engines_fsdp.scalar_head import PackedScalarModel
-from rl_engines_fsdp.split_checks import verify_split
-from rl_engines_fsdp.tensor_gradients import TensorGradients
-from rl_engines_fsdp.tensor_parallel import split_matrices
-from rl_engines_fsdp.verification import verify
+from rl_engines_fsdp.model import loading, lora
+from rl_engines_fsdp.model.causal_lm import PackedCausalLM
+from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.model.scalar_head import PackedScalarModel
+from rl_engines_fsdp.model.split_checks import verify_split
+from rl_engines_fsdp.model.verification import verify
+from rl_engines_fsdp.ranks import sharding
+from rl_engines_fsdp.ranks.mesh import make_meshes
+from rl_engines_fsdp.ranks.tensor_gradients import TensorGradients
+from rl_engines_fsdp.ranks.tensor_parallel import split_matrices
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_engines_fsdp import lora
-from rl_engines_fsdp.attention import Segments
-from rl_engines_fsdp.token_split import TokenSplit
+from rl_engines_fsdp.model import lora
+from rl_engines_fsdp.model.attention import Segments
+from rl_engines_fsdp.ranks.token_split import TokenSplit
 
 PREFIX = "model."
 """What the wrapper puts before the Hugging Face names of its parameters."""
@@ -27,7 +27,7 @@ class PackedModel(nn.Module):
     each float32 [N].
 
     Args:
-        model: as transformers makes it, with the attention of `rl_engines_fsdp.attention`.
+        model: as transformers makes it, with the attention of `rl_engines_fsdp.model.attention`.
     """
 
     split: TokenSplit

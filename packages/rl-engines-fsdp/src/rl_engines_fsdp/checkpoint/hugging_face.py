@@ -15,11 +15,11 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.loading import empty_model, quiet
-from rl_engines_fsdp.new_directory import NewDirectory
-from rl_engines_fsdp.packed_model import PackedModel
-from rl_engines_fsdp.scalar_head import pad_token_id
-from rl_engines_fsdp.sharding import full_parameters
+from rl_engines_fsdp.checkpoint.new_directory import NewDirectory
+from rl_engines_fsdp.model.loading import empty_model, quiet
+from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.model.scalar_head import pad_token_id
+from rl_engines_fsdp.ranks.sharding import full_parameters
 
 log = get_logger("engines.fsdp")
 

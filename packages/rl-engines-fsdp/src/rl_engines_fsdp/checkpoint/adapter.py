@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp import lora
+from rl_engines_fsdp.checkpoint.new_directory import NewDirectory
 from rl_engines_fsdp.config import LoRAConfig
-from rl_engines_fsdp.new_directory import NewDirectory
-from rl_engines_fsdp.packed_model import PackedModel
-from rl_engines_fsdp.sharding import copy_tensors, whole
+from rl_engines_fsdp.model import lora
+from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.ranks.sharding import copy_tensors, whole
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

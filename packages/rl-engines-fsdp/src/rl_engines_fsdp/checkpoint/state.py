@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.new_directory import NewDirectory
-from rl_engines_fsdp.packed_model import PackedModel
+from rl_engines_fsdp.checkpoint.new_directory import NewDirectory
+from rl_engines_fsdp.model.packed_model import PackedModel
 
 COUNTERS = ("version", "steps", "skipped")
 """Training batches applied, optimizer steps done, consecutive steps skipped."""

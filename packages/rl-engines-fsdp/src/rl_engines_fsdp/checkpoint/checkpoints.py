@@ -10,13 +10,13 @@ import torch
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp import sharding
-from rl_engines_fsdp.adapter_checkpoint import load_adapter, save_adapter
-from rl_engines_fsdp.async_checkpoint import AsyncWriter
+from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
+from rl_engines_fsdp.checkpoint.async_state import AsyncWriter
+from rl_engines_fsdp.checkpoint.hugging_face import Description, save_hugging_face
+from rl_engines_fsdp.checkpoint.state import load_state, save_state, state_of
 from rl_engines_fsdp.config import FSDPEngineConfig
-from rl_engines_fsdp.hf_checkpoint import Description, save_hugging_face
-from rl_engines_fsdp.packed_model import PackedModel
-from rl_engines_fsdp.state_checkpoint import load_state, save_state, state_of
+from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.ranks import sharding
 
 Counters = dict[str, int]
 """`state_checkpoint.COUNTERS` and their values."""

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl_contracts.errors import ModelError
 from rl_contracts.linear import linear
-from rl_engines_fsdp.collectives import copy_to, sum_over
-from rl_engines_fsdp.sharding import local
+from rl_engines_fsdp.ranks.collectives import copy_to, sum_over
+from rl_engines_fsdp.ranks.sharding import local
 
 COLUMNS, ROWS, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """The styles of transformers' plans that are known here. The last: a module whose parameters all ranks hold, but which

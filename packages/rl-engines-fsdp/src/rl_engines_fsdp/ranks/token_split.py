@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_engines_fsdp.attention import Segments
-from rl_engines_fsdp.collectives import gather, take_part
+from rl_engines_fsdp.model.attention import Segments
+from rl_engines_fsdp.ranks.collectives import gather, take_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rl_contracts.errors import ModelError
-from rl_engines_fsdp import attention, heads
+from rl_engines_fsdp.model import attention, heads
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rl_contracts.errors import ModelError
-from rl_engines_fsdp import attention
-from rl_engines_fsdp.attention import Segments
-from rl_engines_fsdp.causal_lm import PackedCausalLM
-from rl_engines_fsdp.packed_model import PackedModel
+from rl_engines_fsdp.model import attention
+from rl_engines_fsdp.model.attention import Segments
+from rl_engines_fsdp.model.causal_lm import PackedCausalLM
+from rl_engines_fsdp.model.packed_model import PackedModel
 
 TOLERANCE = 5e-4
 """Largest difference between the packed and the plain forward, in float32: of log-probs absolute, of hidden states

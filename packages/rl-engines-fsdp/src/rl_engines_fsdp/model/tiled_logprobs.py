@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_contracts.linear import linear, prefers_onednn
 
 if TYPE_CHECKING:
-    from rl_engines_fsdp.token_logprobs import HeadOptions
+    from rl_engines_fsdp.model.token_logprobs import HeadOptions
 
 TOKENS = 512
 """Tokens of a tile, where there are as many."""

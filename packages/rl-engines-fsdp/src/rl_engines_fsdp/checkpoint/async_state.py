@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from rl_contracts.errors import EngineError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.new_directory import NewDirectory
+from rl_engines_fsdp.checkpoint.new_directory import NewDirectory
 
 
 class AsyncWriter:

@@ -8,7 +8,7 @@ from torch import nn
 
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
-from rl_engines_fsdp import scalar_head
+from rl_engines_fsdp.model import scalar_head
 
 log = get_logger("engines.fsdp")
 

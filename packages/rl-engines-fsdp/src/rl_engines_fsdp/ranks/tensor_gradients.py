@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.mesh import Meshes
-from rl_engines_fsdp.packed_model import PackedModel
-from rl_engines_fsdp.sharding import local, mesh_of
+from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.ranks.mesh import Meshes
+from rl_engines_fsdp.ranks.sharding import local, mesh_of
 
 TOLERANCE = 0.05
 """How far, relative to its norm, a gradient that should be the same on all tensor ranks may be from their mean."""

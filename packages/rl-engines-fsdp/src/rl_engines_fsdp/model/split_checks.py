@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.attention import Segments
-from rl_engines_fsdp.packed_model import PackedModel
-from rl_engines_fsdp.sharding import reshard
+from rl_engines_fsdp.model.attention import Segments
+from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.ranks.sharding import reshard
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

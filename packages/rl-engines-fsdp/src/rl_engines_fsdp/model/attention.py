@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
-from rl_engines_fsdp.ulysses import to_heads, to_tokens
+from rl_engines_fsdp.ranks.ulysses import to_heads, to_tokens
 
 NAME = "rl_packed"
 """What the model's `attn_implementation` is called."""

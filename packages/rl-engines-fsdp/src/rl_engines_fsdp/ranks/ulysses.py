@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rl_contracts.errors import ModelError
-from rl_engines_fsdp.collectives import exchange
+from rl_engines_fsdp.ranks.collectives import exchange
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

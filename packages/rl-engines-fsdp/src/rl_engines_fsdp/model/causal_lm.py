@@ -7,16 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
-from rl_engines_fsdp.attention import Segments
-from rl_engines_fsdp.packed_model import PackedModel, shifted
-from rl_engines_fsdp.token_logprobs import HeadOptions, LogitTransform, token_logprobs
+from rl_engines_fsdp.model.attention import Segments
+from rl_engines_fsdp.model.packed_model import PackedModel, shifted
+from rl_engines_fsdp.model.token_logprobs import HeadOptions, LogitTransform, token_logprobs
 
 
 class PackedCausalLM(PackedModel):
     """A transformers causal language model over packed rows.
 
     Args:
-        model: as `AutoModelForCausalLM` makes it, with the attention of `rl_engines_fsdp.attention`.
+        model: as `AutoModelForCausalLM` makes it, with the attention of `rl_engines_fsdp.model.attention`.
         max_logits: entries of a [tokens, vocabulary] block that exist at once.
         entropy_grad: whether the entropy carries gradient.
 

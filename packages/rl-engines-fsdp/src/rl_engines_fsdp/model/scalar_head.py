@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
-from rl_engines_fsdp.attention import Segments
-from rl_engines_fsdp.packed_model import PackedModel, shifted
+from rl_engines_fsdp.model.attention import Segments
+from rl_engines_fsdp.model.packed_model import PackedModel, shifted
 
 NAME = "score.weight"
 """What transformers calls the head of its sequence classifiers."""

@@ -1,15 +1,42 @@
-"""What holds for the tests of every package: GPU and nightly tests say why they are skipped; property tests draw the
-same examples every time, so that a commit fails by what it changes, and new ones with `--nightly`."""
+"""What holds for the tests of every package.
+
+Three tiers, each of which includes the one before: `pytest` runs the quick tests, `pytest --all` the slow ones too,
+`pytest --nightly` everything. What is left out says why. Two files run at a time, each in one process from its first
+test to its last, so that what a module's fixtures start is started once; `-n 0` runs all in this process.
+
+Property tests draw the same examples every time, so that a commit fails by what it changes, and new ones with
+`--nightly`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 
 import pytest
 
+PROCESSES = 2
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="also run the tests that are too long for every commit")
+    parser.addoption("--all", action="store_true", help="also run the slow tests, as CI does for every commit")
+    parser.addoption("--nightly", action="store_true", help="run everything, also what is too long for every commit")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Two processes, unless the command says otherwise, is about one file, or needs the terminal."""
+    if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
+        return  # a worker that started workers of its own would never end
+    option = config.option
+    one_file = len(config.args) == 1 and Path(config.args[0].partition("::")[0]).is_file()
+    alone = one_file or option.usepdb or option.capture == "no" or option.collectonly
+    if option.numprocesses is None and not option.tx and not alone:
+        option.numprocesses = PROCESSES
+    if option.dist == "no":
+        option.dist = "loadfile"
+    option.loadscopereorder = False  # by pytest_collection_modifyitems, not by the number of a file's tests
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,14 +48,20 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("nightly" if config.getoption("--nightly") else "commit")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    no_nightly = pytest.mark.skip(reason="nightly: run with --nightly")
-    no_gpu = pytest.mark.skip(reason="gpu: no CUDA device here")
+    nightly = config.getoption("--nightly")
+    skipped = {
+        "nightly": None if nightly else "nightly: run with --nightly",
+        "slow": None if nightly or config.getoption("--all") else "slow: run with --all",
+        "gpu": None if _has_gpu() else "gpu: no CUDA device here",
+    }
     for item in items:
-        if "nightly" in item.keywords and not config.getoption("--nightly"):
-            item.add_marker(no_nightly)
-        if "gpu" in item.keywords and not _has_gpu():
-            item.add_marker(no_gpu)
+        for mark, reason in skipped.items():
+            if reason and mark in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
+    # What starts whole programs takes longest and goes first, so that no process is left with it at the end.
+    items.sort(key=lambda item: "packages" in item.path.relative_to(config.rootpath).parts)
 
 
 def _has_gpu() -> bool:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.testing.batches import make_batch
@@ -72,6 +71,8 @@ def entropies(logprobs):
 
 def trl_loss(batch, theta, told):
     """`GRPOTrainer._compute_loss` on a trainer that has what that method reads."""
+    from trl.trainer.grpo_trainer import GRPOTrainer  # seconds, which collecting the tests need not take
+
     settings = {"loss_type": "grpo", "level": "token", "epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.0} | told
     mask = batch["loss_mask"][:, 1:].int()
     cap, entropy_coef = settings.get("cap"), settings.get("entropy_coef", 0.0)

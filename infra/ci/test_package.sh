@@ -3,9 +3,9 @@
 # workspace fails here.
 #
 #   infra/ci/test_package.sh rl-rewards
-#   PYTHON=3.13 infra/ci/test_package.sh rl-launchers -k signals
+#   PYTHON=3.13 infra/ci/test_package.sh rl-launchers --all -k signals
 #
-# Further arguments go to pytest. The environment, .venv-alone, is reused from package to package; uv removes what
+# Runs the quick tests. Further arguments go to pytest. The environment, .venv-alone, is reused from package to package; uv removes what
 # the next one does not need. Your own .venv is left as it is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -34,4 +34,4 @@ if [ -z "$(find "$folder/tests" -name 'test_*.py' -print -quit 2>/dev/null)" ]; 
     echo "$package: can be imported alone; it has no tests yet"
     exit 0
 fi
-uv run --no-sync python -m pytest "$folder/tests" -m "not nightly" -q "$@"
+uv run --no-sync python -m pytest "$folder/tests" -q "$@"

@@ -1,5 +1,6 @@
 """Adapters of low rank: what learns, what leaves the engine, and what is kept."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.weights import checksum, open_weights
 from rl_engines_fsdp.config import LoRAConfig
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
 

@@ -1,0 +1,104 @@
+"""What CI checks of the source: planted circles of imports and surplus statements are found and named."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CI = ROOT / "infra" / "ci"
+
+
+def _script(name):
+    spec = importlib.util.spec_from_file_location(name, CI / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- circles of imports
+
+
+@pytest.mark.parametrize(
+    ("imports", "expected"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"a"}}, [["a", "b"]]),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}, [["a", "b", "c"]]),
+        ({"a": {"b", "c"}, "b": {"a"}, "c": {"d"}, "d": {"c"}}, [["c", "d"], ["a", "b"]]),
+        ({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"b"}}, [["a", "b", "c", "d"]]),
+    ],
+    ids=["none", "pair", "triangle", "two pairs, one reached from the other", "two circles that share a module"],
+)
+def test_find_circles_gives_the_largest_sets_that_import_each_other(imports, expected):
+    found = _script("import_circles").find_circles(imports)
+
+    assert sorted(found) == sorted(expected)
+
+
+def _lint_imports(directory, contract):
+    (directory / "planted").mkdir()
+    (directory / "planted" / "__init__.py").write_text("")
+    (directory / "planted" / "first.py").write_text("from planted.second import two\n\none = 1\n")
+    (directory / "planted" / "second.py").write_text(
+        "def two():\n    from planted.first import one\n\n    return 2 * one\n"
+    )
+    (directory / "config.toml").write_text(
+        '[tool.importlinter]\nroot_packages = ["planted"]\n'
+        'contract_types = ["no_circles: infra.ci.import_circles.NoCirclesContract"]\n'
+        f'[[tool.importlinter.contracts]]\nname = "none"\ntype = "no_circles"\n{contract}'
+    )
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as main; main()"]
+    path = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(directory)!r}]; {command[2]}"
+    return subprocess.run(
+        [*command[:2], path, "--config", str(directory / "config.toml"), "--no-cache"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_lint_imports_pair_hidden_in_a_function_is_refused_with_both_lines(tmp_path):
+    done = _lint_imports(tmp_path, "")
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "planted.first -> planted.second (l. 1)" in done.stdout
+    assert "planted.second -> planted.first (l. 2)" in done.stdout
+
+
+def test_lint_imports_pair_of_which_one_import_is_ignored_passes(tmp_path):
+    done = _lint_imports(tmp_path, 'ignore_imports = ["planted.second -> planted.first"]')
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- statements
+
+
+def test_statements_docstrings_and_layout_do_not_count():
+    count = _script("count_statements").statements
+
+    plain = "x = 1\nif x:\n    y = 2\n"
+    assert count(plain) == 3
+    assert count('"""What it is."""\nx = 1; y = (\n    2\n)\n"""and more"""') == 2
+    assert count("def f():\n    '''Doc.'''\n    return 1\n") == 2
+
+
+@pytest.mark.parametrize(("ceiling", "code", "complaint"), [(3, 0, ""), (2, 1, "1 statements too many")])
+def test_count_statements_above_the_ceiling_fails(tmp_path, ceiling, code, complaint):
+    source = tmp_path / "packages" / "rl-one" / "src" / "rl_one"
+    (source / "testing").mkdir(parents=True)
+    (source / "__init__.py").write_text("x = 1\ny = 2\n")
+    (source / "testing" / "fakes.py").write_text("not_counted = 1\n")
+    apps = tmp_path / "apps" / "src" / "rl_apps"
+    apps.mkdir(parents=True)
+    (apps / "main.py").write_text("z = 3\n")
+
+    command = [sys.executable, str(CI / "count_statements.py"), "--root", str(tmp_path), "--ceiling", str(ceiling)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == code
+    assert complaint in done.stderr
+    assert done.stdout.splitlines()[-1].split()[:3] == ["total", "2", "3"]

@@ -15,7 +15,7 @@ from rl_launchers import LauncherConfig
 from rl_trainers.algorithm import GROUP_BASELINES, AlgorithmConfig
 from rl_trainers.books import CheckpointConfig
 from rl_trainers.evaluation import EvaluationConfig
-from rl_trainers.gap import GapConfig
+from rl_trainers.gap.gate import GapConfig
 from rl_trainers.publish import PublishConfig
 from rl_trainers.recover import RecoverConfig
 from rl_workflows import RolloutConfig

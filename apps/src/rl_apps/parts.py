@@ -20,7 +20,7 @@ from rl_contracts.data import FinetuneSpec, ServeSpec
 from rl_contracts.errors import ConfigError
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
-from rl_trainers.gap import GapConfig
+from rl_trainers.gap.gate import GapConfig
 from rl_trainers.publish import PublishConfig
 from rl_workflows import RolloutConfig
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_trainers.diagnosis import Evidence, Gap, Receipts, diagnose
-from rl_trainers.functional.divergence import fresh_mask, gap_sums
+from rl_trainers.gap.diagnosis import Evidence, Gap, Receipts, diagnose
+from rl_trainers.gap.divergence import fresh_mask, gap_sums
 
 OFF = Gap(100, mean_abs=0.4, max_abs=2.5, bias=0.05, far=0.2, near_mean=0.3)
 SAME = Gap(100, mean_abs=1e-6, max_abs=1e-5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rl_trainers.functional.advantages import group_advantages, moments, whitened
 from rl_trainers.functional.aggregation import denominator, token_weights
-from rl_trainers.functional.divergence import gap_sums
+from rl_trainers.gap.divergence import gap_sums
 
 GROUPED = ("group_mean_std", "group_mean", "group_mean_batch_std", "leave_one_out")
 

@@ -15,8 +15,8 @@ from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_trainers import GapConfig, PolicyActor
 from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.diagnosis import DTYPE, Cause, Gap
-from rl_trainers.gap import Alarm
+from rl_trainers.gap.diagnosis import DTYPE, Cause, Gap
+from rl_trainers.gap.gate import Alarm
 
 ROUNDING = [Cause(DTYPE, "rounding")]
 FAULT = [Cause("temperature", "a fault")]

@@ -13,8 +13,8 @@ import torch
 
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.sharding import MINIBATCH_KEY
-from rl_trainers.functional.divergence import fresh_mask, gap_sums
-from rl_trainers.gap import FRESH_MEAN
+from rl_trainers.gap.divergence import fresh_mask, gap_sums
+from rl_trainers.gap.gate import FRESH_MEAN
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_trainers.books import Books
-    from rl_trainers.gap import GapGate
+    from rl_trainers.gap.gate import GapGate
     from rl_trainers.publish import WeightPublisher
     from rl_trainers.recover import RecoverPoints
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rl_contracts.config import require
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_trainers.diagnosis import DTYPE, Cause, Evidence, Gap, diagnose
+from rl_trainers.gap.diagnosis import DTYPE, Cause, Evidence, Gap, diagnose
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class GapGate:
         config: GapConfig,
         low_precision: bool = False,
     ) -> None:
-        from rl_trainers.gap_experiments import Experiments
+        from rl_trainers.gap.experiments import Experiments
 
         self.engine, self.inference, self.config = engine, inference, config
         self.low_precision = low_precision

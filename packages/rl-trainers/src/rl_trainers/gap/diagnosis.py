@@ -1,4 +1,4 @@
-"""Why servers and trainer disagree: from evidence to causes. Nothing here measures; `gap_experiments` does."""
+"""Why servers and trainer disagree: from evidence to causes. Nothing here measures; `experiments` does."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from rl_contracts.data import ModelRequest
 from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.logging import get_logger
 from rl_contracts.trajectory import Trajectory, from_response, lengths, stack
-from rl_trainers.diagnosis import Gap, Receipts
 from rl_trainers.fresh import mark
-from rl_trainers.functional.divergence import gap_sums
+from rl_trainers.gap.diagnosis import Gap, Receipts
+from rl_trainers.gap.divergence import gap_sums
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -113,7 +113,7 @@ def main(mode: str, recorded: Path, warmup: int) -> float:
         )
         if mode == "training":
             return train(config, engine, weights, recorded, run_dir, warmup)
-        weights.publish(0)
+        weights.publisher.publish(0)
         return generate(rollout, config.total_steps, warmup)
 
 

@@ -49,7 +49,6 @@ def prepared_batch(config, rows=9, seed=0):
     batch["advantages"] = torch.where(learn, per_row + 0 * base, 0.0)
     batch["values"], batch["returns"] = noise(1.0), noise(1.0)
     batch["moment_kept"] = torch.rand(shape, generator=generator) < 0.8
-    batch["fresh"] = torch.zeros(shape, dtype=torch.bool)
     weights = token_weights(learn, config.aggregation, config.constant_length).double()
     batch["loss_weights"] = weights * torch.rand(shape, generator=generator, dtype=torch.float64)
     batch["theta"] = base + noise(0.4)

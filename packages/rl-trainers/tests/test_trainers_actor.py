@@ -17,6 +17,7 @@ from rl_trainers import Critic, PolicyActor, replay_batch
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.algorithm_parts import KLConfig, RewardConfig
 from rl_trainers.books import COMPUTED
+from rl_trainers.summary import summarise
 
 
 @pytest.fixture(scope="module")
@@ -272,12 +273,11 @@ def test_actor_turn_rewards_reach_the_tokens_before_them(engine):
     assert batch["advantages"][1].abs().max() == 0
 
 
-def test_actor_staleness_shares_count_trained_tokens(engine):
-    engine.version = 6
+def test_summary_staleness_shares_count_trained_tokens():
     batch = _batch()
     generated = batch["versions"] >= 0
     batch["versions"] = torch.where(generated, torch.arange(len(batch))[:, None] % 3 * 3, -1).int()
-    figures = PolicyActor(engine, AlgorithmConfig()).prepare(batch)
+    figures = summarise(batch, 6, ParallelContext())
     age = 6 - batch["versions"][batch["loss_mask"]]
     for name, chosen in (("0", age == 0), ("3", age == 3), ("4_and_more", age == 6)):
         assert figures[f"staleness/share_{name}"] == pytest.approx(float(chosen.float().mean()))

@@ -10,7 +10,7 @@ from rl_contracts.trajectory import select
 from rl_trainers.advantages import compute_advantages
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.algorithm_parts import KLConfig, RewardConfig
-from rl_trainers.staleness import token_shares
+from rl_trainers.summary import summarise
 from rl_trainers.trust_region import second_moment_mask
 
 SETTINGS = {
@@ -78,10 +78,10 @@ def test_second_moment_mask_is_the_same_whatever_replica_has_which_row(threshold
         assert torch.equal(_everywhere(parts, compute)[mask], alone[mask])
 
 
-def test_staleness_shares_are_the_same_on_every_replica():
-    alone = token_shares(_batch(), 2, ParallelContext())
-    found = on_replicas(2, lambda replica: token_shares(_padded(_batch(), SPLIT[replica.rank]), 2, replica))
-    assert found[0] == found[1] == alone
+def test_summary_is_the_same_on_every_replica():
+    alone = summarise(_batch(), 2, ParallelContext())
+    found = on_replicas(2, lambda replica: summarise(_padded(_batch(), SPLIT[replica.rank]), 2, replica))
+    assert found[0] == found[1] == pytest.approx(alone)
     assert alone["staleness/share_2"] == 1.0
 
 

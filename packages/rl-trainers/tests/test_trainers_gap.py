@@ -13,8 +13,7 @@ from rl_contracts.sharding import share
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
-from rl_trainers import GapConfig, PolicyActor
-from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers import GapConfig, GapGate
 from rl_trainers.gap.diagnosis import DTYPE, Cause, Gap
 from rl_trainers.gap.gate import Alarm
 
@@ -37,8 +36,9 @@ def engine(model_path):
 
 def _judge(alarm, mean, causes=FAULT):
     """What a run does at each comparison."""
-    if alarm.note(mean):
-        alarm.speak(Gap(10, mean, mean), 3, causes)
+    gap = Gap(10, mean, mean)
+    if alarm.note(gap):
+        alarm.speak(gap, 3, causes)
 
 
 def test_alarm_warns_seldom_and_stops_at_patience(caplog):
@@ -68,49 +68,43 @@ def test_alarm_far_above_stops_at_once(mean):
 def test_alarm_rounding_never_stops_by_patience_and_is_not_examined_at_every_step():
     alarm, examined = Alarm(GapConfig(patience=3), "scores"), 0
     for _ in range(64):
-        if alarm.note(0.03):
+        if alarm.note(Gap(10, 0.03, 0.1)):
             examined += 1
             alarm.speak(Gap(10, 0.03, 0.1), 3, ROUNDING)
     assert alarm.in_row == 64
     assert examined == 7, "at 1, 2, 4, ..., 64"
 
 
-def _exact_batch(engine, minibatches=1):
+def _exact_batch(engine):
     """Rows whose recorded log-probs are the engine's own."""
-    batch = share(make_batch(8).exclude("advantages"), engine.parallel, minibatches)
+    batch = share(make_batch(8).exclude("advantages"), engine.parallel)
     ours = engine.forward(batch, lambda outputs, _: outputs.logprobs)
     batch["logprobs"] = torch.where(batch["versions"] >= 0, ours, 0.0)
     return batch
 
 
-@pytest.mark.parametrize(
-    ("proximal", "minibatches"), [("current", 1), ("recompute", 1), ("recompute", 2), ("behaviour", 2)]
-)
-def test_actor_fresh_tokens_are_compared_in_a_pass_that_is_made_anyway(engine, proximal, minibatches):
-    batch = _exact_batch(engine, minibatches)
+def _gate(engine, **settings):
+    """A gate that never asks a server."""
+    return GapGate(engine, None, None, GapConfig(rows=4, answer_every=0, **settings))
+
+
+def test_gate_fresh_tokens_are_compared_before_the_update_on_rows_that_have_some(engine):
+    batch = _exact_batch(engine)
     batch["logprobs"] = torch.where(batch["versions"] >= 0, batch["logprobs"] - 0.125, 0.0)
-    passes, forward = [], engine.forward
-    engine.forward = lambda *args: passes.append(1) or forward(*args)
-    actor = PolicyActor(engine, AlgorithmConfig(proximal=proximal), minibatches)
-    stats = actor.prepare(batch)
-    stats |= actor.update(batch)
-    compared = batch["versions"] >= 0
-    if proximal == "behaviour":
-        compared = compared & (batch["minibatch"] == 0)[:, None]
+    engine.version = int(batch["versions"].max())
+    batch["versions"][2:6] = batch["versions"][2:6].clamp(max=engine.version - 1)
+    fresh = [0, 1, 6, 7]
+    batch["versions"][fresh] = torch.where(batch["versions"][fresh] >= 0, engine.version, -1).int()
+    stats = _gate(engine, warn=1.0, stop=1.0).before_update(batch)
     assert stats["gap/fresh_mean_abs"] == pytest.approx(0.125, abs=1e-5)
     assert stats["gap/fresh_max_abs"] == pytest.approx(0.125, abs=1e-5)
     assert stats["gap/fresh_k3"] > 0
-    assert stats["gap/fresh_tokens"] == float(compared.sum())
-    assert len(passes) == (proximal == "recompute"), "no further forward pass"
-    assert "gap/fresh/max" not in stats
+    assert stats["gap/fresh_tokens"] == float((batch["versions"][fresh] >= 0).sum())
 
 
-@pytest.mark.parametrize("proximal", ["current", "recompute"])
-def test_actor_batch_without_fresh_tokens_gives_null_and_a_count_of_zero(engine, proximal):
+def test_gate_batch_without_fresh_tokens_gives_null_and_a_count_of_zero(engine):
     batch = _exact_batch(engine)
-    engine.version = 1  # all tokens are a version old
-    actor = PolicyActor(engine, AlgorithmConfig(proximal=proximal))
-    stats = actor.prepare(batch)
-    stats |= actor.update(batch)
-    assert (stats["gap/fresh_mean_abs"], stats["gap/fresh_max_abs"], stats["gap/fresh_k3"]) == (None, None, None)
-    assert stats["gap/fresh_tokens"] == 0.0
+    engine.version = 1 + int(batch["versions"].max())
+    stats = _gate(engine).before_update(batch)
+    assert stats.pop("gap/fresh_tokens") == 0.0
+    assert set(stats.values()) == {None}

@@ -94,23 +94,28 @@ class _Scores:
 @pytest.mark.parametrize("offset", [0.0, 0.1])
 def test_gap_gate_measures_what_the_servers_are_off_by(parts, offset):
     engine, _, loop, _ = parts
+    engine.version = 9  # no token of the batch is fresh
     batch = share(make_batch(4), engine.parallel)
     gate = GapGate(engine, _Scores(engine, batch, offset), loop.run, GapConfig(rows=4))
-    gap = gate.check(batch)
+    gate.before_update(batch)
+    gap = gate.after_commit()
     assert gap["gap/mean_abs"] == pytest.approx(offset, abs=1e-6)
     assert gap["gap/max_abs"] == pytest.approx(offset, abs=1e-6)
 
 
 def test_gap_gate_servers_that_compute_something_else_stop_the_run(parts):
     engine, _, loop, _ = parts
+    engine.version = 9
     batch = share(make_batch(4), engine.parallel)
     gate = GapGate(engine, _Scores(engine, batch, 3.0), loop.run, GapConfig(rows=2))
-    with pytest.raises(WeightUpdateError, match=r"disagree.*Examined at version 0: 3 on average.*Likely cause"):
-        gate.check(batch)
+    gate.before_update(batch)
+    with pytest.raises(WeightUpdateError, match=r"disagree.*differ by 3 nats on average.*at version 9.*Likely cause"):
+        gate.after_commit()
 
 
 def test_gap_gate_switched_off_is_null_not_zero(parts):
     engine, server, loop, _ = parts
-    gap = GapGate(engine, server, loop.run, GapConfig(rows=0)).check(make_batch(2))
+    gate = GapGate(engine, server, loop.run, GapConfig(rows=0))
+    gap = gate.before_update(make_batch(2)) | gate.after_commit()
     assert gap.pop("gap/empty") == 0.0
     assert set(gap.values()) == {None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +11,11 @@ from rl_contracts.engine import TrainEngine
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.sharding import MINIBATCH_KEY
 from rl_contracts.trajectory import select, validate
-from rl_trainers import fresh
 from rl_trainers.advantages import compute_advantages
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.critic import RETURNS_KEY, VALUES_KEY, Critic
 from rl_trainers.functional.aggregation import denominator, token_weights
 from rl_trainers.objective import KEPT_KEY, PolicyLoss, effective_share, load_policy_loss
-from rl_trainers.staleness import token_shares
 from rl_trainers.trust_region import second_moment_mask
 
 if TYPE_CHECKING:
@@ -71,13 +68,12 @@ class PolicyActor:
         return self.engine.version
 
     def prepare(self, batch: TensorDict) -> dict[str, float | None]:
-        """Add `advantages`, `loss_weights`, `fresh` and, where they are needed, `prox_logprobs`, `ref_logprobs`,
-        `values`, `returns` and `moment_kept`, [B, T] each (collective).
+        """Add `advantages`, `loss_weights` and, where they are needed, `prox_logprobs`, `ref_logprobs`, `values`,
+        `returns` and `moment_kept`, [B, T] each (collective).
 
         Returns:
             `groups/singleton` and `groups/zero_variance`, counted over all ranks; `reward/shaped` (mean over episodes);
-            `staleness/share_...`; where proximal log-probs are recomputed, `gap/fresh_...` (see
-            `rl_trainers.fresh`); with a critic, `critic/explained_variance`.
+            with a critic, `critic/explained_variance`.
 
         Raises:
             DataError: the batch is not valid, or holds a trained token from a version later than the current one.
@@ -88,14 +84,11 @@ class PolicyActor:
             raise DataError(
                 f"batch holds tokens of versions later than {self.version}, the trainer's; were servers rolled back?"
             )
-        fresh.mark(batch, self.version)
         self._run_other_models(batch)
-        figures = token_shares(batch, self.version, parallel)
-        figures |= self._add_advantages(batch)
+        figures = self._add_advantages(batch)
         batch["loss_weights"] = self._weights(batch)
         if self.proximal == "recompute":
             batch["prox_logprobs"] = self.engine.forward(batch, lambda outputs, _: outputs.logprobs)
-            figures |= fresh.of_proximal(batch, parallel)
         elif self.proximal == "behaviour":
             batch["prox_logprobs"] = batch["logprobs"]
         if algorithm.second_moment:
@@ -106,23 +99,21 @@ class PolicyActor:
         """Learn from a prepared batch; the version advances by one unless every minibatch was skipped (collective).
 
         Returns:
-            the engine's statistics, averaged over the minibatches (`.../max`: the largest); `gap/fresh_...`, where
-            `prepare` could not give it; and the critic's, under `critic/`.
+            the engine's statistics, averaged over the minibatches (`.../max`: the largest); and the critic's, under
+            `critic/`.
         """
-        in_loss = self.proximal != "recompute"
-        loss = PolicyLoss(self.algorithm, self.proximal, self.version, compare=in_loss)
+        loss = PolicyLoss(self.algorithm, self.proximal, self.version)
         steps = []
         for number in range(self.minibatches):
             rows = select(batch, (batch[MINIBATCH_KEY] == number).nonzero().flatten())
             steps.append(self.engine.train_batch(rows, loss, self._denominator))
             effective_share(steps[-1])
-            loss = replace(loss, compare=False)  # from the first step on the policy is not the sampler's any more
-        figures = fresh.of_loss(steps[0], batch, self.engine.parallel) if in_loss else {}
+        figures = _combine(steps)
         if self.critic is not None and self.algorithm.needs_critic:
             figures |= self.critic.update(batch)
         if any(step["applied"] for step in steps):
             self.engine.version += 1
-        return _combine(steps) | figures
+        return figures
 
     def _denominator(self, minibatch: TensorDict) -> torch.Tensor:
         return denominator(minibatch["loss_mask"], self.algorithm.aggregation)

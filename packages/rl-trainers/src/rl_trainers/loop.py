@@ -55,14 +55,6 @@ class Weights:
     publisher: WeightPublisher
     gap: GapGate
 
-    def publish(
-        self, version: int, batch: TensorDict | None = None, stats: dict[str, float | None] | None = None
-    ) -> dict[str, float | None]:
-        """Publish and, where there is a batch and what was found on it, compare; see `WeightPublisher.publish` and
-        `GapGate.check`."""
-        times: dict[str, float | None] = dict(self.publisher.publish(version))
-        return times if batch is None else times | self.gap.check(batch, stats, self.publisher.receipt)
-
 
 def train(
     source: BatchSource,
@@ -81,7 +73,7 @@ def train(
         recover.resume()
     if weights is not None:
         # from here on the servers hold what the trainer holds, verified, before the first answer counts
-        weights.publish(learner.version)
+        weights.publisher.publish(learner.version)
     books.begin(learner.version)
     for step in range(books.step + 1, total_steps + 1):
         with books.time("rollout_wait"):
@@ -93,11 +85,12 @@ def train(
         with books.time("train"):
             stats = learner.prepare(batch)  # proximal log-probs, advantages
             if weights is not None:
-                weights.gap.examine(batch)  # does nothing, unless recorded log-probs looked wrong before
+                stats |= weights.gap.before_update(batch)  # what the servers recorded, and what the trainer says
             stats |= learner.update(batch)  # minibatches of packed micro-batches
         with books.time("publish"):
             if weights is not None and learner.version > before:
-                stats |= weights.publish(learner.version, batch, stats)  # returns at the commit; servers run on
+                stats |= weights.publisher.publish(learner.version)  # returns at the commit; servers run on
+                stats |= weights.gap.after_commit(weights.publisher.receipt)
         books.count()
         source.end_step(learner.version)
         books.close(step, batch, stats, before, learner.version)

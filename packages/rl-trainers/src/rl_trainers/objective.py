@@ -14,7 +14,6 @@ from rl_contracts import registry
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.trajectory import PackedBatch
-from rl_trainers import fresh
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.functional.correction import effective_sample_sums, level_ratio, masked_weights, truncated_weights
 from rl_trainers.functional.kl import kl_estimate, weighted_kl
@@ -64,8 +63,6 @@ class PolicyLoss:
     """`recompute` or `behaviour` (both read `prox_logprobs`), `current` or `interpolate`."""
     version: int = 0
     """The trainer's at the start of the update; read by `interpolate`."""
-    compare: bool = False
-    """Compare the log-probs of fresh tokens with the recorded ones."""
     policy_loss: Callable[[PolicyTerms], TokenLoss] = field(init=False)
     """What `config.policy_loss` names."""
 
@@ -94,8 +91,6 @@ class PolicyLoss:
         count = trained.sum().float()
         stats |= {name: ((mark & trained).sum().float(), count) for name, mark in marks.items()}
         stats |= self._diagnostics(terms, old, correction, packed)
-        if self.compare:
-            stats |= fresh.in_loss(outputs, packed)
         entropy = torch.where(trained, outputs.entropy.detach(), 0.0)
         stats["entropy/mean"] = (entropy.sum(), count)
         return loss, stats

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from rl_contracts.parallel import ParallelContext
 
+OLDEST = 4
+"""Ages of tokens from here on are counted together."""
+
 
 def summarise(batch: TensorDict, version: int, parallel: ParallelContext) -> dict[str, float | None]:
     """Figures of one training batch (collective).
@@ -21,8 +24,8 @@ def summarise(batch: TensorDict, version: int, parallel: ParallelContext) -> dic
 
     Returns:
         `reward/mean`, `reward/std` (sample std over rows), `length/mean` (generated tokens), `truncated/share`,
-        `staleness/mean` and `staleness/max` (version minus a row's oldest token's), `tokens/trained`, `rows`. None
-        where there is nothing to average.
+        `staleness/mean` and `staleness/max` (version minus a row's oldest token's), `staleness/share_...` (see
+        `_token_shares`), `tokens/trained`, `rows`. None where there is nothing to average.
     """
     learn = batch["loss_mask"]
     generated = batch["versions"] >= 0
@@ -55,4 +58,16 @@ def summarise(batch: TensorDict, version: int, parallel: ParallelContext) -> dic
         "truncated/share": truncated / rows if rows else None,
         "staleness/mean": ages / answers if answers else None,
         "staleness/max": oldest_age.item() if answers else None,
+        **_token_shares(batch, version, parallel),
     }
+
+
+def _token_shares(batch: TensorDict, version: int, parallel: ParallelContext) -> dict[str, float | None]:
+    """`staleness/share_0` to `staleness/share_3` and `staleness/share_4_and_more`: the share of trained tokens of each
+    age, version minus the token's (collective). None without a trained token."""
+    trained = batch["versions"][batch["loss_mask"] & (batch["versions"] >= 0)]
+    age = (version - trained).clamp(0, OLDEST).long()
+    counts = parallel.sum_over_replicas(torch.bincount(age, minlength=OLDEST + 1).double())
+    total = counts.sum().item()
+    names = [f"staleness/share_{n}" for n in range(OLDEST)] + [f"staleness/share_{OLDEST}_and_more"]
+    return {name: n / total if total else None for name, n in zip(names, counts.tolist(), strict=True)}

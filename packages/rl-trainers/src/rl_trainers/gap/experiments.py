@@ -18,7 +18,6 @@ from rl_contracts.data import ModelRequest
 from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.logging import get_logger
 from rl_contracts.trajectory import Trajectory, from_response, lengths, stack
-from rl_trainers.fresh import mark
 from rl_trainers.gap.diagnosis import Gap, Receipts
 from rl_trainers.gap.divergence import gap_sums
 
@@ -101,8 +100,8 @@ class Experiments:
         return self.compare(ours, theirs, mask)
 
     def answers(self, rows: TensorDict) -> TensorDict | None:
-        """Let the servers answer the rows' prompts again, now: rows of fresh tokens, marked as such. None, on every
-        rank, where they do not."""
+        """Let the servers answer the rows' prompts again, now: rows of fresh tokens. None, on every rank, where they do
+        not."""
         made: list[Trajectory] = []
         error: Exception | None = None
         try:
@@ -112,9 +111,7 @@ class Experiments:
         if any(self.engine.parallel.gather_json(error is not None)):
             log.info("servers do not answer for the gap gate: %s", error or "on another rank")
             return None
-        result = stack(made)
-        mark(result, self.engine.version)
-        return result
+        return stack(made)
 
     async def _answer_all(self, rows: TensorDict) -> list[Trajectory]:
         async def one(seed: int, row: TensorDict) -> Trajectory:

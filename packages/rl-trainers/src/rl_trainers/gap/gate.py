@@ -1,16 +1,16 @@
 """The gap gate: do servers and trainer compute the same log-probs from the weights that both should hold?
 
-Two comparisons. After a commit the servers score a few rows of the last batch at the new version. And of the batch
-itself, tokens whose whole prefix carries the trainer's version (`rl_trainers.fresh`) must have been recorded with the
-log-probs that the trainer gives them. The first finds what is wrong with the weights or with what is computed from
-them, the second also what is wrong with sampling, caches and stamps.
+Two comparisons over a few rows of each batch. Before the update, tokens whose whole prefix carries the trainer's
+version must have been recorded with the log-probs that the trainer gives them. After the commit, the servers score the
+same rows at the new version. The second finds what is wrong with the weights or with what is computed from them, the
+first also what is wrong with sampling, caches and stamps.
 
 Where a comparison is off, experiments look for the cause and the warning or error names it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rl_contracts.config import require
@@ -29,16 +29,13 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers.gap")
 
-FRESH_MEAN = "gap/fresh_mean_abs"
-"""Name of the mean difference over fresh tokens, as the actor gives it."""
-
 
 @dataclass
 class GapConfig:
     """When servers and trainer are said to disagree."""
 
     rows: int = 2
-    """Rows of the batch that each replica compares after a commit; 0 switches the gate off."""
+    """Rows of the batch that each replica compares; 0 switches the gate off."""
     warn: float = 0.02
     """Mean absolute difference, in nats, above which a warning is logged. bfloat16 on either side makes 0.01 to 0.05.
     """
@@ -61,7 +58,8 @@ class GapConfig:
 
 
 class GapGate:
-    """Compares after each commit, and looks closer where something is off.
+    """Measures before an update and after its commit, and looks closer where something is off. All ranks make the same
+    calls.
 
     Args:
         engine: the trainer.
@@ -86,148 +84,104 @@ class GapGate:
         self.experiments = Experiments(engine, inference, run, config.timeout)
         self._scores = Alarm(config, "the servers' scores")
         self._fresh = Alarm(config, "the recorded log-probs of tokens that the trainer's version made")
-        self._kept: tuple[TensorDict, torch.Tensor] | None = None
-        self._without_fresh = 0
+        self._without_fresh = self._empty = 0
+        self._sent: WeightReceipt | None = None
+        self._rows: TensorDict | None = None
+        self._before: torch.Tensor | None = None
 
-    def check(
-        self,
-        batch: TensorDict,
-        fresh: dict[str, float | None] | None = None,
-        sent: WeightReceipt | None = None,
-    ) -> dict[str, float | None]:
-        """After a commit (collective).
+    def before_update(self, batch: TensorDict) -> dict[str, float | None]:
+        """Choose the rows of this step, and compare the log-probs that were recorded for their fresh tokens with the
+        trainer's (collective). Fresh are those whose whole prefix carries the trainer's version; where there were none
+        for `answer_every` steps, the servers answer the rows' prompts again.
 
         Args:
-            batch: the batch that was learned from.
-            fresh: what the actor found on its fresh tokens, `gap/fresh_mean_abs` among others.
-            sent: the trainer's receipt of the version.
+            batch: this rank's rows, from which the trainer is about to learn.
 
         Returns:
-            `gap/mean_abs`, `gap/max_abs`, `gap/k3` over the compared tokens of all replicas, None without any;
-            `gap/answers_mean_abs` where the servers answered for the gate; and `gap/empty`, the comparisons that found
-            no token.
-
-        Raises:
-            WeightUpdateError: the scores are off by more than `stop`, or for too long; names the cause.
-        """
-        if not self.config.rows:
-            names = ("gap/mean_abs", "gap/max_abs", "gap/k3", "gap/answers_mean_abs")
-            return {**dict.fromkeys(names), "gap/empty": 0.0}
-        from rl_contracts.trajectory import select
-
-        rows = select(batch, list(range(min(self.config.rows, batch.batch_size[0]))))
-        mask = rows["attention_mask"].clone()
-        mask[:, 0] = False  # nothing predicts a first token
-        ours, theirs = self.experiments.ours(rows), self.experiments.scores(rows, self.inference.score)
-        gap = self.experiments.compare(ours, theirs, mask)
-        kept, self._kept = self._kept, (rows, ours)
-        result: dict[str, float | None] = {
-            "gap/mean_abs": None if gap is None else gap.mean_abs,
-            "gap/max_abs": None if gap is None else gap.max_abs,
-            "gap/k3": None if gap is None else gap.k3,
-        }
-        if gap is not None and self._scores.note(gap.mean_abs):
-            causes = self._explain_scores(gap, rows, theirs, mask, kept, sent)
-            self._scores.speak(gap, self.engine.version, causes)
-        compared = FRESH_MEAN in (fresh or {})
-        recorded = (fresh or {}).get(FRESH_MEAN)
-        result["gap/answers_mean_abs"] = self._note_fresh(rows, recorded) if compared else None
-        return result | {"gap/empty": float(gap is None) + float(compared and recorded is None)}
-
-    def _note_fresh(self, rows: TensorDict, recorded: float | None) -> float | None:
-        """Count what the actor found. Where it long had nothing to compare, ask for answers; their mean difference."""
-        if recorded is not None:
-            self._without_fresh = 0
-            if self._fresh.note(recorded):
-                log.warning("recorded log-probs are %.3g nats off; the next batch is examined first", recorded)
-            return None
-        self._without_fresh += 1
-        if not self.config.answer_every or self._without_fresh < self.config.answer_every:
-            return None
-        self._without_fresh = 0
-        found = self._answered(rows)
-        if found is None:
-            return None
-        gap, answers = found
-        if self._fresh.note(gap.mean_abs):
-            self._fresh.speak(gap, self.engine.version, self._explain_fresh(gap, answers))
-        return gap.mean_abs
-
-    def _answered(self, rows: TensorDict) -> tuple[Gap, TensorDict] | None:
-        """Fresh answers to the rows' prompts, and their gap."""
-        answers = self.experiments.answers(rows)
-        gap = None if answers is None else self._gap_of_fresh(answers)
-        return None if answers is None or gap is None else (gap, answers)
-
-    def _gap_of_fresh(self, rows: TensorDict) -> Gap | None:
-        return self.experiments.compare(self.experiments.ours(rows), rows["logprobs"], rows["fresh"])
-
-    def examine(self, batch: TensorDict) -> None:
-        """Before an update (collective): where the fresh tokens of a batch before were off, find out why on those of
-        this one, with the weights that they say they came from; where it has none, on answers made for it. Else this
-        does nothing.
-
-        Args:
-            batch: prepared by the actor.
+            `gap/fresh_mean_abs`, `gap/fresh_max_abs`, `gap/fresh_k3`, None without a fresh token; and
+            `gap/fresh_tokens`.
 
         Raises:
             WeightUpdateError: they are off by more than `stop`, or for too long; names the cause.
         """
-        if not self._fresh.pending:
-            return
-        from rl_contracts.trajectory import select
+        if not self.config.rows:
+            return _figures("gap/fresh_", None)
+        self._rows = rows = _choose(batch, self.config.rows, self.engine.version)
+        self._before = before = self.experiments.ours(rows)
+        gap = self._compare_fresh(rows, before)
+        self._without_fresh = 0 if gap is not None else self._without_fresh + 1
+        if self.config.answer_every and self._without_fresh >= self.config.answer_every:
+            self._without_fresh = 0
+            answers = self.experiments.answers(rows)
+            if answers is not None:
+                rows, before = answers, self.experiments.ours(answers)
+                gap = self._compare_fresh(rows, before)
+        self._empty = int(gap is None)
+        if gap is not None and self._fresh.note(gap):
+            self._fresh.speak(gap, self.engine.version, diagnose(self._fresh_evidence(rows, before, gap)))
+        return {**_figures("gap/fresh_", gap), "gap/fresh_tokens": float(gap.tokens) if gap else 0.0}
 
-        ours = self.experiments.ours(batch)
-        gap = self.experiments.compare(ours, batch["logprobs"], batch["fresh"])
-        if gap is not None:
-            worst = ((ours - batch["logprobs"]).abs() * batch["fresh"]).sum(-1).argsort(descending=True, stable=True)
-            rows = select(batch, worst[: self.config.rows])
-        else:
-            found = self._answered(select(batch, list(range(min(self.config.rows, batch.batch_size[0])))))
-            if found is None:
-                return
-            gap, rows = found
-        self._fresh.speak(gap, self.engine.version, self._explain_fresh(gap, rows))
+    def after_commit(self, sent: WeightReceipt | None = None) -> dict[str, float | None]:
+        """Compare the servers' scores of the same rows, at the version that was just committed, with the trainer's
+        log-probs (collective).
 
-    def _explain_scores(
-        self,
-        gap: Gap,
-        rows: TensorDict,
-        theirs: torch.Tensor,
-        mask: torch.Tensor,
-        kept: tuple[TensorDict, torch.Tensor] | None,
-        sent: WeightReceipt | None,
-    ) -> list[Cause]:
-        find, older = self.experiments, None
-        if kept is not None:
-            before, at_version_before = kept
-            valid = before["attention_mask"].clone()
-            valid[:, 0] = False
-            older = find.against_scores(before, at_version_before, self.inference.score, valid)
-        return diagnose(
-            Evidence(
-                self.config.warn,
-                score=gap,
-                receipts=find.receipts(sent),
-                score_older=older,
-                score_temperature=find.temperature(rows, theirs, mask),
-                low_precision=self.low_precision,
-            )
+        Args:
+            sent: the trainer's receipt of the version.
+
+        Returns:
+            `gap/mean_abs`, `gap/max_abs`, `gap/k3` over the compared tokens of all replicas, None without any; and
+            `gap/empty`, the comparisons of this step that found no token.
+
+        Raises:
+            WeightUpdateError: the scores are off by more than `stop`, or for too long; names the cause.
+        """
+        self._sent = sent
+        if self._rows is None or self._before is None:
+            return {**_figures("gap/", None), "gap/empty": 0.0}
+        rows, before, self._rows, self._before = self._rows, self._before, None, None
+        ours, theirs = self.experiments.ours(rows), self.experiments.scores(rows, self.inference.score)
+        gap = self.experiments.compare(ours, theirs, _scored(rows))
+        if gap is not None and self._scores.note(gap):
+            evidence = self._scores_evidence(rows, ours, theirs, before)
+            self._scores.speak(gap, self.engine.version, diagnose(evidence))
+        return {**_figures("gap/", gap), "gap/empty": float(self._empty + (gap is None))}
+
+    def _compare_fresh(self, rows: TensorDict, ours: torch.Tensor) -> Gap | None:
+        return self.experiments.compare(ours, rows["logprobs"], self._fresh_mask(rows))
+
+    def _fresh_mask(self, rows: TensorDict) -> torch.Tensor:
+        from rl_trainers.gap.divergence import fresh_mask
+
+        return fresh_mask(rows["versions"], self.engine.version)
+
+    def _scores_evidence(
+        self, rows: TensorDict, ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor | None = None
+    ) -> Evidence:
+        """What the servers' scores of some rows say, with the trainer's log-probs now and before the last update."""
+        find, mask = self.experiments, _scored(rows)
+        gap = find.compare(ours, theirs, mask)
+        if gap is None or gap.mean_abs <= self.config.warn:
+            return Evidence(self.config.warn, score=gap, low_precision=self.low_precision)
+        return Evidence(
+            self.config.warn,
+            score=gap,
+            receipts=find.receipts(self._sent),
+            score_older=None if before is None else find.compare(before, theirs, mask),
+            score_temperature=find.temperature(rows, theirs, mask),
+            low_precision=self.low_precision,
         )
 
-    def _explain_fresh(self, gap: Gap, rows: TensorDict) -> list[Cause]:
-        find, recorded, fresh = self.experiments, rows["logprobs"], rows["fresh"]
-        return diagnose(
-            Evidence(
-                self.config.warn,
-                fresh=gap,
-                fresh_temperature=find.temperature(rows, recorded, fresh),
-                # here "ours" are the servers' older weights, as far as they still have them
-                fresh_older=find.against_scores(rows, recorded, self.inference.score_before, fresh),
-                seen_prompt=find.probe(rows, new=False),
-                new_prompt=find.probe(rows, new=True),
-                low_precision=self.low_precision,
-            )
+    def _fresh_evidence(self, rows: TensorDict, ours: torch.Tensor, gap: Gap) -> Evidence:
+        find, recorded, fresh = self.experiments, rows["logprobs"], self._fresh_mask(rows)
+        theirs = find.scores(rows, self.inference.score)
+        return replace(
+            self._scores_evidence(rows, ours, theirs),
+            fresh=gap,
+            fresh_temperature=find.temperature(rows, recorded, fresh),
+            # here "ours" are the servers' older weights, as far as they still have them
+            fresh_older=find.against_scores(rows, recorded, self.inference.score_before, fresh),
+            seen_prompt=find.probe(rows, new=False),
+            new_prompt=find.probe(rows, new=True),
         )
 
 
@@ -238,24 +192,19 @@ class Alarm:
     def __init__(self, config: GapConfig, what: str) -> None:
         self.config, self.what = config, what
         self.in_row = 0
-        self.mean: float = 0.0
-        self.pending = False
         self._rounding = False
 
-    def note(self, mean: float) -> bool:
-        """Count a comparison; whether something is to be said, until `speak`."""
-        self.mean = mean
-        if mean <= self.config.warn:
-            self.in_row, self._rounding, self.pending = 0, False, False
+    def note(self, gap: Gap) -> bool:
+        """Count a comparison; whether something is to be said."""
+        if gap.mean_abs <= self.config.warn:
+            self.in_row, self._rounding = 0, False
             return False
         self.in_row += 1
         seldom = self.in_row & (self.in_row - 1) == 0
-        self.pending = self.pending or seldom or self._too_much or self._too_long
-        return self.pending
+        return seldom or self._too_much(gap) or self._too_long
 
-    @property
-    def _too_much(self) -> bool:
-        return not self.mean <= self.config.stop  # nan is too much
+    def _too_much(self, gap: Gap) -> bool:
+        return not gap.mean_abs <= self.config.stop  # nan is too much
 
     @property
     def _too_long(self) -> bool:
@@ -264,22 +213,39 @@ class Alarm:
     def speak(self, gap: Gap, version: int, causes: list[Cause]) -> None:
         """Warn.
 
-        Args:
-            gap: what was examined.
-
         Raises:
             WeightUpdateError: instead, where the run must not go on.
         """
-        self.pending = False
         self._rounding = [cause.name for cause in causes] == [DTYPE]
-        said = "; or ".join(map(str, causes)) or "not found, what was examined now agrees"
         config = self.config
         message = (
-            f"servers and trainer disagree: {self.what} and the trainer's differ by {self.mean:.3g} nats on average. "
-            f"Examined at version {version}: {gap.mean_abs:.3g} on average, {gap.max_abs:.3g} at most, over "
-            f"{gap.tokens} tokens (warn above {config.warn:g}, stop above {config.stop:g} or {config.patience} times "
-            f"in a row; this is time {self.in_row}). Likely cause: {said}."
+            f"servers and trainer disagree: {self.what} and the trainer's differ by {gap.mean_abs:.3g} nats on "
+            f"average, {gap.max_abs:.3g} at most, over {gap.tokens} tokens at version {version} (warn above "
+            f"{config.warn:g}, stop above {config.stop:g} or {config.patience} times in a row; this is time "
+            f"{self.in_row}). Likely cause: {'; or '.join(map(str, causes))}."
         )
-        if self._too_much or self._too_long:
+        if self._too_much(gap) or self._too_long:
             raise WeightUpdateError(message)
         log.warning(message)
+
+
+def _choose(batch: TensorDict, count: int, version: int) -> TensorDict:
+    """`count` rows (all, where there are fewer), those with fresh tokens first."""
+    from rl_contracts.trajectory import select
+    from rl_trainers.gap.divergence import fresh_mask
+
+    fresh = fresh_mask(batch["versions"], version).any(-1)
+    return select(batch, fresh.int().argsort(descending=True, stable=True)[:count])
+
+
+def _scored(rows: TensorDict) -> torch.Tensor:
+    """The tokens that both sides rate, bool [B, T]: nothing predicts a first one."""
+    mask = rows["attention_mask"].clone()
+    mask[:, 0] = False
+    return mask
+
+
+def _figures(prefix: str, gap: Gap | None) -> dict[str, float | None]:
+    """`<prefix>mean_abs`, `<prefix>max_abs` and `<prefix>k3`, None without a gap."""
+    values = (None, None, None) if gap is None else (gap.mean_abs, gap.max_abs, gap.k3)
+    return {f"{prefix}{name}": value for name, value in zip(("mean_abs", "max_abs", "k3"), values, strict=True)}

@@ -1,8 +1,8 @@
 """What holds for the tests of every package.
 
 Three tiers, each of which includes the one before: `pytest` runs the quick tests, `pytest --all` the slow ones too,
-`pytest --nightly` everything. What is left out says why. Two files run at a time, each in one process from its first
-test to its last, so that what a module's fixtures start is started once; `-n 0` runs all in this process.
+`pytest --nightly` everything. What is left out says why. Where no paths are given, two files run at a time, each in one
+process from its first test to its last, so that what a module's fixtures start is started once; `-n` changes that.
 
 Property tests draw the same examples every time, so that a commit fails by what it changes, and new ones with
 `--nightly`.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 
@@ -26,13 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Two processes, unless the command says otherwise, is about one file, or needs the terminal."""
+    """All tests run in two processes, unless the command says otherwise; those of given paths in this one."""
     if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
         return  # a worker that started workers of its own would never end
     option = config.option
-    one_file = len(config.args) == 1 and Path(config.args[0].partition("::")[0]).is_file()
-    alone = one_file or option.usepdb or option.capture == "no" or option.collectonly
-    if option.numprocesses is None and not option.tx and not alone:
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if everything and option.numprocesses is None and not (option.usepdb or option.collectonly):
         option.numprocesses = PROCESSES
     if option.dist == "no":
         option.dist = "loadfile"

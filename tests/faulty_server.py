@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from rl_inference.server import loading
 from rl_inference.server.__main__ import main
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.model import SlotModel
-from rl_inference.server.prefix import PrefixIndex
 from rl_inference.server.sampling import SamplingBatch
+from rl_inference.server.slots import PrefixIndex
 from rl_inference.server.weights import ServedWeights
 
 FILE = Path(os.environ["FAULT_FILE"])
@@ -44,7 +45,7 @@ def plant_in_weights() -> None:
 
 def plant_in_model() -> None:
     """`stale copy`: the head multiplies with a copy of its weight made when the model was loaded."""
-    load = SlotModel.load
+    load = loading.load_model
 
     def faulty_load(config: Any, spec: Any) -> SlotModel:
         model = load(config, spec)
@@ -53,7 +54,7 @@ def plant_in_model() -> None:
         head.forward = lambda x: torch.nn.functional.linear(x, copy) if fault() == "stale copy" else forward(x)
         return model
 
-    SlotModel.load = faulty_load  # type: ignore[method-assign, assignment]
+    loading.load_model = faulty_load
 
 
 def plant_in_sampling() -> None:

@@ -15,7 +15,7 @@ from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ConfigError, ModelError
 from rl_inference import EmbeddedEngineConfig
 from rl_inference.server.job import GenerationJob
-from rl_inference.server.model import SlotModel
+from rl_inference.server.loading import load_model
 from rl_inference.server.slots import SlotTable
 from rl_inference.testing import reference_logprobs, reference_model, tiny_model
 
@@ -39,7 +39,7 @@ def test_compiled_any_number_of_tokens_equals_transformers_in_one_graph(
     torch._dynamo.reset()
     counters["stats"].clear()
     table = SlotTable(
-        SlotModel.load(EmbeddedEngineConfig(slots=4, compile=True), ServeSpec(str(path), device="cpu")),
+        load_model(EmbeddedEngineConfig(slots=4, compile=True), ServeSpec(str(path), device="cpu")),
         4,
         16,
         lambda: 0,
@@ -65,7 +65,7 @@ def test_compiled_any_number_of_tokens_equals_transformers_in_one_graph(
 @pytest.mark.slow
 def test_compiled_changed_weights_are_used(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model", "qwen3")
-    model = SlotModel.load(EmbeddedEngineConfig(slots=1, compile=True), ServeSpec(str(path), device="cpu"))
+    model = load_model(EmbeddedEngineConfig(slots=1, compile=True), ServeSpec(str(path), device="cpu"))
     ids = [5, 9, 30, 77, 12]
     before = model.score(ids, 1.0)
 
@@ -87,7 +87,7 @@ def test_compile_without_a_compiler_says_what_to_install(tmp_path: Path, monkeyp
     monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
 
     with pytest.raises(ModelError, match="Install g"):
-        SlotModel.load(EmbeddedEngineConfig(slots=1, compile=True), ServeSpec(str(path), device="cpu"))
+        load_model(EmbeddedEngineConfig(slots=1, compile=True), ServeSpec(str(path), device="cpu"))
 
 
 def test_compile_with_deterministic_is_refused() -> None:

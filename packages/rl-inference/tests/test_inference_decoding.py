@@ -21,10 +21,9 @@ from rl_contracts.errors import ModelError
 from rl_contracts.weights import staged_location, write_weights
 from rl_inference import EmbeddedEngineConfig
 from rl_inference.server.job import GenerationJob
+from rl_inference.server.loading import load_model
 from rl_inference.server.loop import DecodeLoop
-from rl_inference.server.model import SlotModel
-from rl_inference.server.prefix import PrefixIndex
-from rl_inference.server.slots import SlotTable
+from rl_inference.server.slots import PrefixIndex, SlotTable
 from rl_inference.server.weights import ServedWeights
 from rl_inference.testing import reference_logprobs, reference_model, tiny_model
 
@@ -74,7 +73,7 @@ TOLERANCE = 2e-5
 def decoding(path: Path, scratch: Path, slots: int = 6, prefill_tokens: int = 48) -> Iterator[DecodeLoop]:
     """A decode thread over a model, whose death fails the test."""
     deaths: list[BaseException] = []
-    model = SlotModel.load(
+    model = load_model(
         EmbeddedEngineConfig(slots=slots, prefill_tokens=prefill_tokens), ServeSpec(str(path), device="cpu")
     )
     weights = ServedWeights(model.model, str(scratch), "test", version=0)
@@ -210,11 +209,11 @@ def test_load_family_that_would_be_served_wrong_is_refused(family: str, reason: 
     path = tiny_model(tmp_path / "model", family)
 
     with pytest.raises(ModelError, match=rf"{reason}.*Use another engine for this model"):
-        SlotModel.load(EmbeddedEngineConfig(), ServeSpec(str(path), device="cpu"))
+        load_model(EmbeddedEngineConfig(), ServeSpec(str(path), device="cpu"))
 
 
 def test_load_in_bfloat16_rounding_is_no_other_numbers(model_path: Path) -> None:
-    model = SlotModel.load(EmbeddedEngineConfig(dtype="bfloat16"), ServeSpec(str(model_path), device="cpu"))
+    model = load_model(EmbeddedEngineConfig(dtype="bfloat16"), ServeSpec(str(model_path), device="cpu"))
 
     assert model.model.dtype == torch.bfloat16
 
@@ -277,7 +276,7 @@ def test_prefix_cache_that_is_not_cleared_shows_in_the_logprobs(
 def test_prefix_of_a_prompt_read_across_a_commit_is_not_used_by_its_group(
     model_path: Path, new_path: Path, tmp_path: Path
 ) -> None:
-    model = SlotModel.load(EmbeddedEngineConfig(slots=6), ServeSpec(str(model_path), device="cpu"))
+    model = load_model(EmbeddedEngineConfig(slots=6), ServeSpec(str(model_path), device="cpu"))
     weights = ServedWeights(model.model, str(tmp_path), "test", version=0)
     table = SlotTable(model, 6, 16, lambda: weights.version)
     first, *members = [job(LONG_PROMPT, 10, seed) for seed in range(4)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rl_inference.server import kernel
 from rl_inference.server.attention import Scoring, TokenPass, causal
 from rl_inference.server.cache import BLOCK, KernelLayer, SlotLayer, TorchLayer
-from rl_inference.server.prefix import PrefixIndex
+from rl_inference.server.slots import PrefixIndex
 
 
 def attend(

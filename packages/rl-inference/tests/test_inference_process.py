@@ -16,7 +16,7 @@ from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec
 from rl_contracts.errors import ModelError
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
-from rl_inference.server.model import SlotModel
+from rl_inference.server.loading import load_model
 from rl_inference.testing import ServerProcess, tiny_model
 
 COMMAND = (sys.executable, "-m", "rl_inference.server")
@@ -70,12 +70,12 @@ def test_load_weights_that_lack_a_parameter_names_it(tmp_path: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
     with pytest.raises(ModelError, match=r"lack 1 parameters of Qwen3ForCausalLM.*layers\.1\.mlp\.up_proj"):
-        SlotModel.load(EmbeddedEngineConfig(), ServeSpec(str(model), device="cpu"))
+        load_model(EmbeddedEngineConfig(), ServeSpec(str(model), device="cpu"))
 
 
 def test_load_context_longer_than_the_model_knows_is_refused(model_path: Path) -> None:
     with pytest.raises(ModelError, match="context_length 1000"):
-        SlotModel.load(EmbeddedEngineConfig(context_length=1000), ServeSpec(str(model_path), device="cpu"))
+        load_model(EmbeddedEngineConfig(context_length=1000), ServeSpec(str(model_path), device="cpu"))
 
 
 def test_load_leaves_imports_and_model_out_of_later_garbage_collections(model_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_load_layers_that_the_server_does_not_know_are_refused(tmp_path: Path) -
     model = tiny_model(tmp_path / "model", "qwen3_next", linear_num_value_heads=4, linear_num_key_heads=2)
 
     with pytest.raises(ModelError, match=r"layers of type .'linear_attention'"):
-        SlotModel.load(EmbeddedEngineConfig(), ServeSpec(str(model), device="cpu"))
+        load_model(EmbeddedEngineConfig(), ServeSpec(str(model), device="cpu"))
 
 
 def test_start_port_in_use_gives_one_clear_error(model_path: Path, tmp_path: Path) -> None:

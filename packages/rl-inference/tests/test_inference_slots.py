@@ -14,7 +14,7 @@ from rl_contracts.data import ServeSpec
 from rl_inference import EmbeddedEngineConfig
 from rl_inference.server.attention import TokenPass
 from rl_inference.server.job import GenerationJob
-from rl_inference.server.model import SlotModel
+from rl_inference.server.loading import load_model
 from rl_inference.server.slots import SlotTable
 from rl_inference.testing import END_ID, reference_logprobs, reference_model, tiny_model
 
@@ -38,7 +38,7 @@ def job(prompt: list[int], tokens: int, seed: int = 1, **settings: Any) -> Gener
 
 
 def load(path: Path, slots: int = 8, prefill_tokens: int = 512) -> SlotTable:
-    model = SlotModel.load(EmbeddedEngineConfig(slots=slots), ServeSpec(str(path), device="cpu"))
+    model = load_model(EmbeddedEngineConfig(slots=slots), ServeSpec(str(path), device="cpu"))
     return SlotTable(model, slots, prefill_tokens, lambda: 0)
 
 
@@ -187,7 +187,7 @@ def test_record_model_without_numbers_ends_the_answer_as_an_error(model_path: Pa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_decode_on_a_gpu_equals_transformers_forward(model_path: Path) -> None:
     model = reference_model(model_path)
-    model = SlotModel.load(EmbeddedEngineConfig(slots=8), ServeSpec(str(model_path), device="cuda"))
+    model = load_model(EmbeddedEngineConfig(slots=8), ServeSpec(str(model_path), device="cuda"))
     table = SlotTable(model, 8, 512, lambda: 0)
     jobs = [job([5, 9, 30 + i // 2], 40, seed=i) for i in range(12)]
 

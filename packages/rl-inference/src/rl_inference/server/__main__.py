@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from rl_contracts.errors import RLError
+from rl_contracts.errors import ModelError, RLError
 from rl_contracts.logging import configure, get_logger
 from rl_inference.config import ServerOptions, parse
 from rl_inference.server.app import ServerApp
-from rl_inference.server.directory import check_directory
 
 if TYPE_CHECKING:
     from rl_inference.server.loop import DecodeLoop
@@ -111,14 +110,14 @@ def _load(options: ServerOptions, holder: str, on_crash: Callable[[BaseException
             check_directory(Path(spec.model_path))
             import torch
 
+            from rl_inference.server.loading import load_model
             from rl_inference.server.loop import DecodeLoop
-            from rl_inference.server.model import SlotModel
             from rl_inference.server.restore import restore
             from rl_inference.server.weights import ServedWeights
 
             if spec.cpus:
                 torch.set_num_threads(spec.cpus)
-            model = SlotModel.load(config, spec)
+            model = load_model(config, spec)
             weights = ServedWeights(model.model, spec.weights_dir, holder, spec.version)
             restore(weights, spec.weights_dir)
             loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash, spec.deterministic)
@@ -130,6 +129,25 @@ def _load(options: ServerOptions, holder: str, on_crash: Callable[[BaseException
 
     threading.Thread(target=work, name="load", daemon=True).start()
     return result
+
+
+def check_directory(path: Path) -> None:
+    """Refuse what cannot be a Hugging Face model directory, before torch is imported.
+
+    Raises:
+        ModelError: says what was expected and what is there.
+    """
+    if not path.is_dir():
+        raise ModelError(f"model: expected a Hugging Face model directory, found no directory at {path}.")
+    names = sorted(entry.name for entry in path.iterdir())
+    listing = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "an empty directory"
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: expected a model directory with config.json, found {listing}.")
+    if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        raise ModelError(
+            f"{path}: expected weights (*.safetensors) beside config.json, found {listing}. "
+            "Save the model there with `save_pretrained`, or point to the directory that has them."
+        )
 
 
 def _spare_collector() -> None:

@@ -16,9 +16,7 @@ from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, RLError, WeightUpdateError
 from rl_inference.config import ServerOptions
 from rl_inference.protocol import EmbeddedProtocol
-from rl_inference.server.answers import answer, event
-from rl_inference.server.job import GenerationJob
-from rl_inference.server.requests import Limits, is_batch, parse_ids, parse_jobs
+from rl_inference.server.job import GenerationJob, Limits, is_batch, parse_ids, parse_jobs
 
 if TYPE_CHECKING:
     from rl_inference.server.loop import DecodeLoop
@@ -208,17 +206,17 @@ class ServerApp:
                 part = self._answer(job, sent, logprobs)
                 if part["meta_info"]["finish_reason"] is None:
                     sent += len(part["output_ids"])
-                    await response.write(event(part))
+                    await response.write(_event(part))
         assert job.finish_reason is not None
         if job.finish_reason["type"] == "error":
-            await response.write(event({"error": {"message": job.finish_reason["message"]}}))
+            await response.write(_event({"error": {"message": job.finish_reason["message"]}}))
         else:
-            await response.write(event(self._answer(job, sent, logprobs)) + event("[DONE]"))
+            await response.write(_event(self._answer(job, sent, logprobs)) + _event("[DONE]"))
         await response.write_eof()
         return response
 
     def _answer(self, job: GenerationJob, start: int, logprobs: bool) -> dict[str, Any]:
-        return answer(job, self.loop.model.tokenizer, self.loop.weights.version, start, logprobs)
+        return job.told(start, self.loop.model.tokenizer, self.loop.weights.version, logprobs)
 
     async def abort_request(self, request: web.Request) -> web.Response:
         """End one request (`rid`) or all (`abort_all`); they answer with the tokens they have."""
@@ -312,6 +310,11 @@ async def _json(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InferenceError("the body is not a JSON object.")
     return body
+
+
+def _event(value: Any) -> bytes:
+    """A server-sent event; strings go as they are."""
+    return b"data: " + (value.encode() if isinstance(value, str) else json.dumps(value).encode()) + b"\n\n"
 
 
 def _receipt(receipt: WeightReceipt) -> web.Response:

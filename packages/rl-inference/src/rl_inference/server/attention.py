@@ -1,30 +1,16 @@
-"""Attention over slots, plugged into transformers as an attention implementation.
+"""Attention of tokens to their own sequences: what a pass consists of, and the arithmetic.
 
-transformers lets a registered function replace a model's attention. That is all that continuous batching needs: a pass
-lays the tokens of many sequences end to end, and the function below, told by a `TokenPass` which token is whose, sees
-to it that each looks at its own sequence. A model's own peculiarities (sliding windows, soft caps, attention sinks,
-scaling) arrive as arguments, so there is no code per model.
-
-Where the pass is compiled, the compiler sees one opaque operator here, and so no cache and no lengths that change.
+A pass lays the tokens of many sequences end to end; a `TokenPass` says which token is whose. A model's own
+peculiarities (sliding windows, soft caps, attention sinks, scaling) are arguments, so there is no code per model.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
-
-if TYPE_CHECKING:
-    from rl_inference.server.cache import SlotLayer
-
-IMPLEMENTATION = "rl_slots"
-"""Name under which the function is registered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +47,6 @@ class TokenPass:
     """Whether keys and values are kept at all (scoring does not need them)."""
     wanted: torch.Tensor | None = None
     """Indices of the tokens whose logits are wanted, int64 [wanted]; None: all."""
-    layers: Sequence[SlotLayer] = ()
-    """The cache, layer by layer."""
     scratch: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     """What all layers compute alike: masks, places in the cache."""
 
@@ -82,82 +66,6 @@ class Scoring(NamedTuple):
     def plain(self) -> bool:
         """Whether torch's fused attention can do it."""
         return self.softcap is None and self.sinks is None
-
-
-class _Running(threading.local):
-    span: TokenPass | None = None
-
-
-_running = _Running()
-
-
-@contextmanager
-def running(span: TokenPass) -> Iterator[None]:
-    """Within it, a forward pass in this thread is about `span`."""
-    before, _running.span = _running.span, span
-    try:
-        yield
-    finally:
-        _running.span = before
-
-
-def slot_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one layer in the pass that is `running`.
-
-    Args:
-        query: [1, query heads, tokens, head dim].
-        key, value: [1, key heads, tokens, head dim], of the same tokens.
-
-    Returns:
-        [1, tokens, query heads, head dim], and no weights.
-    """
-    layer: Any = module.layer_idx
-    attend = torch.ops.rl_inference.attend if torch.compiler.is_compiling() else _attend
-    scale = scaling or query.shape[-1] ** -0.5
-    return attend(query, key, value, layer, scale, sliding_window or 0, softcap, s_aux), None
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layer: int,
-    scale: float,
-    window: int,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """[1, tokens, query heads, head dim]."""
-    span = _running.span
-    assert span is not None
-    scoring = Scoring(scale, window, softcap, sinks)
-    if not span.cached:
-        return causal(query, key, value, scoring).transpose(1, 2).contiguous()
-    return span.layers[layer].attend(query, key, value, span, scoring)
-
-
-def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-_operators = torch.library.Library("rl_inference", "DEF")
-_operators.define(
-    "attend(Tensor query, Tensor key, Tensor value, int layer, float scale, int window, float? softcap, Tensor? sinks)"
-    " -> Tensor"
-)
-_operators.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("rl_inference::attend", _attend_shape, lib=_operators)
 
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -243,6 +151,3 @@ def _explicit(
     else:
         weights = scores.softmax(-1)
     return torch.matmul(weights.to(value.dtype), value)
-
-
-AttentionInterface.register(IMPLEMENTATION, slot_attention)

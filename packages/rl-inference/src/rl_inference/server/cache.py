@@ -6,14 +6,10 @@ Two layouts of a layer: `TorchLayer` works everywhere, `KernelLayer` is faster o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
 
-from rl_inference.server.attention import Scoring, TokenPass, causal, masked, visible
-
-if TYPE_CHECKING:
-    from rl_inference.server.attention import Segment
+from rl_inference.server.attention import Scoring, Segment, TokenPass, causal, masked, visible
 
 BLOCK = 32
 """Room and lengths looked at are multiples of this: few shapes, and aligned for fused kernels."""
@@ -212,21 +208,20 @@ class KernelLayer(SlotLayer):
 
 
 class SlotCache:
-    """All layers' slots. `use` says which tokens the next forward pass is about."""
+    """All layers' slots."""
 
     def __init__(self, layers: int, slots: int, context_length: int, layer: type[SlotLayer] = TorchLayer) -> None:
         self.slots = slots
         self.context_length = context_length
         self.layers = [layer(slots) for _ in range(layers)]
 
-    def use(self, span: TokenPass) -> None:
-        """Direct the next forward pass to `span`, growing the slots (by doubling) where it needs more room."""
+    def reserve(self, span: TokenPass) -> None:
+        """Make room for what a pass keeps, growing the slots by doubling."""
         have = self.layers[0].capacity
         if span.cached and span.longest > have:
             wanted = min(max(padded_length(span.longest), 2 * have, 8 * BLOCK), padded_length(self.context_length))
             for layer in self.layers:
                 layer.reserve(wanted)
-        span.layers = self.layers
 
     def copy_slots(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions of slots `sources[i]` onto slots `targets[i]`, in all layers."""

@@ -1,33 +1,107 @@
-"""Loading a model directory and running it over slots."""
+"""A model of transformers, run over slots.
+
+transformers lets a registered function replace a model's attention. That is all that continuous batching needs: a pass
+lays the tokens of many sequences end to end, and the function below, told by a `TokenPass` which token is whose, sees
+to it that each looks at its own sequence.
+
+Where the pass is compiled, the compiler sees one opaque operator here, and so no cache and no lengths that change.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
+from transformers import AttentionInterface
 
-from rl_contracts.data import ServeSpec
-from rl_contracts.errors import ModelError
-from rl_contracts.linear import speed_up
-from rl_contracts.logging import get_logger
 from rl_contracts.token_logprobs import chosen_logprobs
-from rl_inference.config import EmbeddedEngineConfig
-from rl_inference.server.attention import IMPLEMENTATION, TokenPass, running
-from rl_inference.server.cache import KernelLayer, SlotCache, SlotLayer, TorchLayer
-from rl_inference.server.compiled import compile_pass, stance
-from rl_inference.server.directory import check_directory
-from rl_inference.server.selfcheck import check_numbers
+from rl_inference.server.attention import Scoring, TokenPass, causal
+from rl_inference.server.cache import SlotCache, SlotLayer, TorchLayer
 
-logger = get_logger("inference.server.model")
-
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_DEFAULT_CONTEXT = 32768
+IMPLEMENTATION = "rl_slots"
+"""Name under which the attention is registered."""
 _SCORED_AT_ONCE = 1024
 """Positions whose logits are held in float32 at once when a sequence is scored."""
+
+
+class _Running(threading.local):
+    now: tuple[SlotCache, TokenPass] | None = None
+
+
+_running = _Running()
+"""What the forward pass in this thread is about: all that attention and head are told beside their inputs."""
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer in the pass that runs in this thread.
+
+    Args:
+        query: [1, query heads, tokens, head dim].
+        key, value: [1, key heads, tokens, head dim], of the same tokens.
+
+    Returns:
+        [1, tokens, query heads, head dim], and no weights.
+    """
+    layer: Any = module.layer_idx
+    attend = torch.ops.rl_inference.attend if torch.compiler.is_compiling() else _attend
+    scale = scaling or query.shape[-1] ** -0.5
+    return attend(query, key, value, layer, scale, sliding_window or 0, softcap, s_aux), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[1, tokens, query heads, head dim]."""
+    assert _running.now is not None
+    cache, span = _running.now
+    scoring = Scoring(scale, window, softcap, sinks)
+    if not span.cached:
+        return causal(query, key, value, scoring).transpose(1, 2).contiguous()
+    return cache.layers[layer].attend(query, key, value, span, scoring)
+
+
+def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+_operators = torch.library.Library("rl_inference", "DEF")
+_operators.define(
+    "attend(Tensor query, Tensor key, Tensor value, int layer, float scale, int window, float? softcap, Tensor? sinks)"
+    " -> Tensor"
+)
+_operators.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("rl_inference::attend", _attend_shape, lib=_operators)
+AttentionInterface.register(IMPLEMENTATION, slot_attention)
+
+
+def _pick_wanted(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    wanted = None if _running.now is None else _running.now[1].wanted
+    return None if wanted is None else (inputs[0][:, wanted], *inputs[1:])
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Within it nothing is compiled, and nothing compiled is used."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call, no-any-return]
 
 
 class SlotModel:
@@ -39,6 +113,7 @@ class SlotModel:
         tokenizer: Any | None,
         slots: int,
         context_length: int,
+        end_ids: frozenset[int] = frozenset(),
         layer: type[SlotLayer] = TorchLayer,
     ) -> None:
         self.model = model
@@ -48,58 +123,9 @@ class SlotModel:
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.context_length = context_length
         self.cache = SlotCache(text_config.num_hidden_layers, slots, context_length, layer)
-        self.end_ids = _end_ids(model, tokenizer)
-        self._span: TokenPass | None = None
+        self.end_ids = end_ids
         # The head runs on the wanted tokens alone: [tokens, vocab] logits of a prefill would dwarf everything else.
-        model.get_output_embeddings().register_forward_pre_hook(self._pick_wanted)
-
-    @classmethod
-    def load(cls, config: EmbeddedEngineConfig, spec: ServeSpec) -> SlotModel:
-        """Load a Hugging Face directory.
-
-        Raises:
-            ModelError: no directory, no weights, weights that do not fit the config, or an architecture that
-        cannot be served."""
-        path = Path(spec.model_path)
-        check_directory(path)
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        device = spec.device if spec.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=hf_config,
-                dtype=getattr(torch, config.dtype),
-                attn_implementation=IMPLEMENTATION,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-            model, info = loaded
-            model.to(device)
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise ModelError(f"{path}: the model cannot be loaded on {device} in {config.dtype}: {error}") from error
-        missing = sorted(info["missing_keys"])
-        if missing:
-            raise ModelError(
-                f"{path}: the weights lack {len(missing)} parameters of {type(model).__name__}, the first "
-                f"{missing[:3]}. Save the model with `save_pretrained` (full weights, not an adapter)."
-            )
-        _check_architecture(path, model)
-        longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_CONTEXT
-        if config.context_length > longest:
-            raise ModelError(f"context_length {config.context_length}: {path} has {longest} positions; lower it.")
-        model.eval().requires_grad_(False)
-        if not spec.deterministic:  # a trainer that makes the same bits multiplies with torch's choice
-            speed_up(model)
-        if config.compile:
-            compile_pass(model)
-        result = cls(
-            model, _load_tokenizer(path), config.slots, config.context_length or longest, _layer_type(model, device)
-        )
-        check_numbers(result)
-        result.warm_up()
-        return result
+        model.get_output_embeddings().register_forward_pre_hook(_pick_wanted)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -116,10 +142,14 @@ class SlotModel:
         Returns:
             logits of the wanted tokens, [wanted, vocab].
         """
-        self.cache.use(span)
-        self._span = span
-        with running(span), stance(len(tokens)):
-            output = self.model(input_ids=tokens[None], position_ids=span.positions[None], use_cache=False)
+        self.cache.reserve(span)
+        _running.now = (self.cache, span)
+        try:
+            # a single token as it is, since the compiler would make another graph for it
+            with uncompiled() if len(tokens) == 1 else nullcontext():
+                output = self.model(input_ids=tokens[None], position_ids=span.positions[None], use_cache=False)
+        finally:
+            _running.now = None
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -140,54 +170,3 @@ class SlotModel:
         parts = [slice(start, start + _SCORED_AT_ONCE) for start in range(0, length - 1, _SCORED_AT_ONCE)]
         chosen = [chosen_logprobs(logits[part].float(), targets[part], sharpness[part])[0] for part in parts]
         return [0.0, *torch.cat(chosen).tolist()]
-
-    def _pick_wanted(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        if self._span is None or self._span.wanted is None:
-            return None
-        return (inputs[0][:, self._span.wanted], *inputs[1:])
-
-
-def _layer_type(model: Any, device: str) -> type[SlotLayer]:
-    """The fastest cache that fits the model."""
-    config = model.config.get_text_config()
-    try:
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    except RuntimeError:  # transformers refuses to name one where layers differ
-        return TorchLayer
-    if device != "cpu" or model.dtype != torch.float32 or dim % 4:
-        return TorchLayer
-    if importlib.util.find_spec("numba") is None:
-        logger.warning("numba is not installed: attention on this CPU takes the slower path of torch")
-        return TorchLayer
-    return KernelLayer
-
-
-def _check_architecture(path: Path, model: Any) -> None:
-    name = type(model).__name__
-    other = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
-    if other:
-        raise ModelError(
-            f"{path}: {name} has layers of type {sorted(other)}; the embedded server knows full and sliding "
-            "attention. Use another engine for this model."
-        )
-    if not getattr(model, "_supports_attention_backend", False) or model.get_output_embeddings() is None:
-        raise ModelError(
-            f"{path}: {name} does not let its attention be replaced, so the embedded server cannot serve it. "
-            "Use another engine for this model."
-        )
-
-
-def _load_tokenizer(path: Path) -> Any | None:
-    """The directory's tokenizer; None where it has none (then there is no text, and no stop strings)."""
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        logger.warning("%s has no tokenizer: answers carry no text, and stop strings are refused", path)
-        return None
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-
-def _end_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
-    found: set[int] = set()
-    generation = getattr(model, "generation_config", None)
-    for value in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
-        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    return frozenset(int(token) for token in found)

@@ -5,11 +5,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from fsdp_processes import start_ranks
 from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine, make_model
 
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import EngineError, ModelError
+from rl_contracts.testing.processes import run_ranks
 from rl_engines_fsdp.checkpoint import async_state as async_checkpoint
 
 
@@ -108,7 +108,7 @@ def test_states_on_two_ranks_continue_on_one_and_back(model_path, tmp_path):
     first.save(SaveLoadMeta(str(tmp_path / "one"), kind="state"))
     expected = [step(first, seed) for seed in (2, 3, 4, 5)]
 
-    start_ranks(Path(__file__).with_name("fsdp_state_ranks.py"), [model_path, str(tmp_path)], 2)
+    run_ranks(Path(__file__).with_name("fsdp_state_ranks.py"), [model_path, str(tmp_path)], 2)
 
     seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
     last = make_engine(model_path)

@@ -281,10 +281,11 @@ def test_scalar_head_with_layers_that_mix_sequences_is_refused(classifier, monke
 
 @pytest.mark.slow
 def test_critic_on_two_ranks_trains_saves_and_resumes_as_on_one(classifier, tmp_path):
-    from fsdp_processes import start_ranks
     from safetensors.torch import load_file
 
-    start_ranks(Path(__file__).with_name("fsdp_head_ranks.py"), [classifier, str(tmp_path)], 2)
+    from rl_contracts.testing.processes import run_ranks
+
+    run_ranks(Path(__file__).with_name("fsdp_head_ranks.py"), [classifier, str(tmp_path)], 2)
 
     engine = make_engine(classifier, head="value")
     expected = [engine.train_batch(make_batch(seed=s), value_loss_fn, loss_weight_fn) for s in range(2)]

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from fsdp_processes import start_ranks
 from fsdp_toys import (
     ATTENTION_FAMILIES,
     distance,
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rl_contracts.config import OptimizerConfig
+from rl_contracts.testing.processes import run_ranks
 from rl_contracts.trajectory import lengths, pad_to, select
 
 TOLERANCE = 1e-5
@@ -120,7 +120,7 @@ SPLITS = {
 @pytest.fixture(scope="module")
 def two_ranks(model_path, tmp_path_factory):
     out = tmp_path_factory.mktemp("splits")
-    start_ranks(Path(__file__).with_name("fsdp_split_ranks.py"), [model_path, str(out), json.dumps(SPLITS)], 2)
+    run_ranks(Path(__file__).with_name("fsdp_split_ranks.py"), [model_path, str(out), json.dumps(SPLITS)], 2)
     return out
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_processes import start_ranks
 from fsdp_toys import (
     logprobs_of,
     loss_fn,
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 
 from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.testing.processes import run_ranks
 from rl_contracts.weights import checksum, open_weights
 from rl_engines_fsdp.config import LoRAConfig
 
@@ -236,7 +236,7 @@ def test_adapters_on_two_ranks_train_publish_and_save_as_on_one(model_path, tmp_
     engine.save(SaveLoadMeta(str(tmp_path / "start"), kind="adapter"))
     expected = [engine.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn) for seed in range(3)]
 
-    start_ranks(Path(__file__).with_name("fsdp_lora_ranks.py"), [model_path, str(tmp_path)], 2)
+    run_ranks(Path(__file__).with_name("fsdp_lora_ranks.py"), [model_path, str(tmp_path)], 2)
 
     for rank in range(2):
         seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())

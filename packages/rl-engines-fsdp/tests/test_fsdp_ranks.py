@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_processes import start_ranks
 from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, make_model, weights_of
 from safetensors.torch import load_file
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.errors import ConfigError
+from rl_contracts.testing.processes import run_ranks
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_engines_fsdp.ranks.process_group import read_environment
 
@@ -33,7 +33,7 @@ def models(tmp_path_factory):
 def two_ranks(models, tmp_path_factory):
     """What each of two ranks saw."""
     out = tmp_path_factory.mktemp("ranks")
-    start_ranks(Path(__file__).with_name("fsdp_ranks.py"), [str(models), str(out)], 2)
+    run_ranks(Path(__file__).with_name("fsdp_ranks.py"), [str(models), str(out)], 2)
     seen = [json.loads((out / f"seen-{rank}.json").read_text()) for rank in range(2)]
     tensors = [load_file(out / f"tensors-{rank}.safetensors") for rank in range(2)]
     return seen, tensors, out

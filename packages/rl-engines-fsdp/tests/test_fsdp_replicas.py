@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_processes import start_ranks
 from fsdp_replica_ranks import start, train_with_sgd
 from fsdp_toys import (
     logprobs_of,
@@ -20,6 +19,7 @@ from fsdp_toys import (
 from safetensors.torch import save_file
 
 from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
+from rl_contracts.testing.processes import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # what ranks compute is charged to a layout's first test
 FAMILIES = ("Llama", "Qwen3", "Gemma2", "Mistral", "OneKeyHead", "Value")
@@ -78,7 +78,7 @@ def split(request, models, one, tmp_path_factory):
     ranks, scenes = LAYOUTS[request.param]
     out = tmp_path_factory.mktemp(request.param)
     arguments = [str(models), str(one[1]), str(out), request.param, scenes]
-    start_ranks(Path(__file__).with_name("fsdp_replica_ranks.py"), arguments, ranks)
+    run_ranks(Path(__file__).with_name("fsdp_replica_ranks.py"), arguments, ranks)
     return [json.loads((out / f"seen-{rank}.json").read_text()) for rank in range(ranks)], out
 
 

@@ -1,36 +1,40 @@
 """What only real processes show: exchange between heads, failures while others wait, and kill -9."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from rl_contracts.testing.processes import fork_script
+
 PROGRAM = Path(__file__).with_name("rollout_process.py")
 DEADLINE = 240
 
-pytestmark = pytest.mark.slow  # each process imports torch
+
+def _start(directory, *arguments):
+    """The program, and the file of what it writes."""
+    log = directory / f"log-{'-'.join(map(str, arguments))}"
+    return fork_script(PROGRAM, [*map(str, arguments), str(directory)], log, {"OMP_NUM_THREADS": "1"}), log
 
 
-def _start(*arguments, **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(PROGRAM), *map(str, arguments)], env=environment, **options)
+def _exit_codes(started):
+    try:
+        for process, _ in started:
+            process.join(DEADLINE)
+        return [process.exitcode for process, _ in started]
+    finally:
+        for process, _ in started:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
 def two_heads(tmp_path_factory):
     """What each of two ranks saw."""
     directory = tmp_path_factory.mktemp("heads")
-    ranks = [_start("heads", rank, directory) for rank in range(2)]
-    try:
-        assert [rank.wait(DEADLINE) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    ranks = [_start(directory, "heads", rank) for rank in range(2)]
+    assert _exit_codes(ranks) == [0, 0], [log.read_text()[-2000:] for _, log in ranks]
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -82,26 +86,23 @@ def test_head_that_fails_while_the_other_waits_ends_both_with_its_cause(two_head
 
 
 def test_head_whose_process_dies_ends_the_wait_of_the_other(tmp_path):
-    ranks = [_start("lost", rank, tmp_path) for rank in range(2)]
-    try:
-        assert [rank.wait(DEADLINE) for rank in ranks] == [0, 9]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    ranks = [_start(tmp_path, "lost", rank) for rank in range(2)]
+    assert _exit_codes(ranks) == [0, 9], [log.read_text()[-2000:] for _, log in ranks]
     error = json.loads((tmp_path / "0.json").read_text())["error"]
     assert "an exchange between 2 ranks failed: another rank ended, or did not come" in error
 
 
 def test_run_killed_at_any_moment_trains_on_every_prompt_exactly_once(tmp_path):
-    for kill_after in (20, None):
-        process = _start("lineage", tmp_path, stdout=subprocess.PIPE, text=True)
-        try:
-            for line in process.stdout:
-                if kill_after is not None and int(line) >= kill_after:
-                    process.send_signal(signal.SIGKILL)
-                    break
-            process.wait(DEADLINE)
-        finally:
-            process.kill()
-            process.stdout.close()
+    process, log = _start(tmp_path, "lineage")
+    deadline = time.monotonic() + DEADLINE
+    while not log.exists() or int((log.read_text().split() or ["0"])[-1]) < 20:
+        assert process.is_alive(), log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert not (tmp_path / "done.json").exists()
+
+    assert _exit_codes([_start(tmp_path, "lineage")]) == [0]
+
     assert sorted(json.loads((tmp_path / "done.json").read_text())) == list(range(60))

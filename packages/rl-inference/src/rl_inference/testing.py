@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,12 +17,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl_contracts.errors import InferenceError
+from rl_contracts.testing.processes import fork, preload
 from rl_inference.config import to_arguments
 
 VOCAB_SIZE = 160
 """Tokens of the tiny models."""
 END_ID = 2
 """Their end token."""
+
+preload("rl_inference.server.loop", "rl_inference.server.__main__", "transformers.models.qwen3.modeling_qwen3")
 
 
 def tiny_model(path: Path, family: str = "qwen3", seed: int = 0, **settings: Any) -> Path:
@@ -149,10 +151,7 @@ class ServerProcess:
         arguments = to_arguments(options)
         environment = {"OMP_NUM_THREADS": "1", "RL_RUN_KEY": self.key}
         if self.command is None:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(_PRELOADED)
-            self.process = context.Process(target=_serve, args=(arguments, environment, str(self.log)), daemon=True)
-            self.process.start()
+            self.process = fork(_serve, (arguments,), self.log, environment)
         else:
             with self.log.open("wb") as file:
                 self.process = subprocess.Popen(
@@ -223,19 +222,8 @@ class ServerProcess:
         self.stop()
 
 
-_PRELOADED = [
-    "rl_inference.server.loop",
-    "rl_inference.server.__main__",
-    "transformers.models.qwen3.modeling_qwen3",
-]
-
-
-def _serve(arguments: list[str], environment: dict[str, str], log: str) -> None:
-    """The forked process: write to `log`, and be the server."""
+def _serve(arguments: list[str]) -> None:
+    """The forked process."""
     from rl_inference.server.__main__ import main
 
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(environment)
     sys.exit(main(arguments))

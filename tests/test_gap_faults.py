@@ -35,7 +35,7 @@ class Run:
         self.client = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
         self.client.initialize([address])
         self.low_precision = serve_dtype != "float32"
-        self.publisher = WeightPublisher(self.engine, self.client, loop.run, PublishConfig(), str(directory))
+        self.publisher = WeightPublisher(self.engine, self.client, loop, PublishConfig(), str(directory))
         self.forget()
 
     def forget(self, answer_every=0):

@@ -108,7 +108,6 @@ def main(mode: str, recorded: Path, warmup: int) -> float:
             run_dir,
             [address],
             prompts=prompts,
-            publish=config.publish,
             gap=config.gap,
         )
         if mode == "training":

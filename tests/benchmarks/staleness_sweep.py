@@ -93,7 +93,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 async def publish(engine: NullInferenceEngine, version: int) -> None:
     """Both phases of a publication."""
-    await engine.stage_weights(WeightUpdateMeta("shm", version, "nowhere"))
+    await engine.stage_weights(WeightUpdateMeta("shm", version))
     await engine.commit_weights(version)
 
 

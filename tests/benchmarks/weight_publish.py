@@ -92,7 +92,8 @@ class Run:
         self.engine.initialize(FinetuneSpec(str(model), 1, optimizer=None))
         stack.callback(self.engine.destroy)
         config = PublishConfig(route=route)
-        self.publisher = WeightPublisher(self.engine, self.client, self.loop.run, config, weights)
+        self.publisher = WeightPublisher(self.engine, self.client, self.loop, config, weights)
+        stack.callback(self.publisher.destroy)
         self.version = 0
 
     @property

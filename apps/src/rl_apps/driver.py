@@ -87,7 +87,7 @@ def _main(app: App, argv: list[str]) -> int:
 
 def launch(app: App, config: Any, layout: Layout, run_dir: Path) -> int:
     """Make the model, start servers and trainers, show progress, and close with what was learned."""
-    from rl_apps.parts import weights_directory
+    from rl_apps.parts import publish_config, weights_directory
     from rl_apps.progress import RunProgress
     from rl_launchers import Launcher
     from rl_trainers.recover import drop_lost_steps
@@ -95,7 +95,8 @@ def launch(app: App, config: Any, layout: Layout, run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     drop_lost_steps(run_dir, config.recover)  # before anybody reads them
     # a run that was killed may have left weights there, which the servers would take for this run's
-    shutil.rmtree(weights_directory(run_dir), ignore_errors=True)
+    weights = weights_directory(run_dir, publish_config(config).route)
+    shutil.rmtree(weights, ignore_errors=True)
     with RunProgress(run_dir / "metrics.jsonl", config.total_steps, app.columns) as progress:
         model = app.make_model(config, progress.say)
         config = replace(config, run_dir=str(run_dir), model=replace(config.model, path=str(model)))
@@ -109,7 +110,7 @@ def launch(app: App, config: Any, layout: Layout, run_dir: Path) -> int:
                 on_tick=lambda _: progress.tick(),
             )
         finally:  # a trainer that was killed leaves its weights in memory
-            shutil.rmtree(weights_directory(run_dir), ignore_errors=True)
+            shutil.rmtree(weights, ignore_errors=True)
     print("\n".join(app.closing(config, run_dir) if code == 0 else [f"Stopped. Files: {run_dir}"]))
     return code
 

@@ -62,7 +62,6 @@ def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str
             addresses,
             prompts=prompts,
             minibatches=config.actor.minibatches,
-            publish=config.publish,
             gap=config.gap,
             first_step=resumed_step(run_dir, config.recover) + 1,
         )

@@ -120,7 +120,7 @@ def serve_spec(config: RunConfig, layout: Layout, run_dir: Path) -> ServeSpec:
     return ServeSpec(
         config.model.path,
         layout.rollout.strategy,
-        str(weights_directory(run_dir)),
+        str(weights_directory(run_dir, publish_config(config).route)),
         cpus=layout.cores_each,
         gpus=layout.gpus_each,
         deterministic=config.deterministic,
@@ -132,10 +132,17 @@ def client_config(config: RunConfig, settings: RolloutSettings) -> ClientConfig:
     return settings.client if config.launcher.max_restarts else replace(settings.client, rejoin_timeout=0.0)
 
 
-def weights_directory(run_dir: Path) -> Path:
-    """Where new weights travel: in the memory file system where there is one, named after the run directory."""
+def publish_config(config: RunConfig) -> PublishConfig:
+    """How new weights reach the servers; the default where a command has no such setting."""
+    found: PublishConfig = getattr(config, "publish", PublishConfig())
+    return found
+
+
+def weights_directory(run_dir: Path, route: str = "shm") -> Path:
+    """Where new weights and the record of the last commit lie: of route `shm` in the memory file system, where there is
+    one, named after the run directory; else in the run directory."""
     memory = Path("/dev/shm")
-    if not memory.is_dir():
+    if route != "shm" or not memory.is_dir():
         return run_dir / "weights"
     return memory / f"rl-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
 
@@ -151,7 +158,6 @@ def make_answering(
     *,
     prompts: Iterable[dict[str, Any]] = (),
     minibatches: int = 1,
-    publish: PublishConfig | None = None,
     gap: GapConfig | None = None,
     first_step: int = 1,
 ) -> tuple[RolloutRuntime, Weights]:
@@ -193,8 +199,9 @@ def make_answering(
     )
     stack.callback(rollout.destroy)
     tune_garbage_collection()
-    publishing = replace(publish or PublishConfig(), interrupt=settings.interrupt)
-    publisher = WeightPublisher(engine, client, loop.run, publishing, str(weights_directory(run_dir)))
+    publishing = replace(publish_config(config), interrupt=settings.interrupt)
+    directory = str(weights_directory(run_dir, publishing.route))
+    publisher = stack.add(WeightPublisher(engine, client, loop, publishing, directory))
     exact = config.actor.dtype == client.served_dtype == "float32"
     gate = GapGate(engine, client, loop.run, gap or GapConfig(), low_precision=not exact)
     return rollout, Weights(publisher, gate)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.data import ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ParamSpec, WeightPart, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights import read_committed, write_committed
 from rl_contracts.weights.committed import RECORD
@@ -14,7 +14,7 @@ from rl_contracts.weights.committed import RECORD
 
 def record(version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
     params = (ParamSpec("head.weight", (3, 4), "bfloat16"),)
-    meta = WeightUpdateMeta("shm", version, f"/somewhere/slot-{version % 2}.weights", params)
+    meta = WeightUpdateMeta("shm", version, (WeightPart(f"/somewhere/slot-{version % 2}.weights", params),))
     return meta, WeightReceipt("trainer", version, {"head.weight": 2**64 - version})
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, require, require_choice
-from rl_contracts.data import ParamSpec, WeightUpdateMeta
+from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import ConfigError
 
 
@@ -109,6 +109,7 @@ specs = st.builds(
     st.lists(st.integers(0, 9), max_size=3).map(tuple),
     st.sampled_from(["float32", "bfloat16"]),
 )
+parts = st.builds(WeightPart, st.text(max_size=8), st.lists(specs, max_size=3).map(tuple))
 
 
 @given(
@@ -116,18 +117,22 @@ specs = st.builds(
         WeightUpdateMeta,
         st.sampled_from(["shm", "disk"]),
         st.integers(0, 9),
-        st.text(max_size=8),
-        st.lists(specs, max_size=3).map(tuple),
+        st.lists(parts, max_size=3).map(tuple),
     )
 )
-def test_weight_update_meta_survives_json(meta: WeightUpdateMeta) -> None:
+def test_weight_update_meta_survives_json_and_names_the_parameters_of_all_parts(meta: WeightUpdateMeta) -> None:
     assert WeightUpdateMeta.from_json(json.loads(json.dumps(meta.to_json()))) == meta
-    moved = meta.with_version(meta.version + 1, "elsewhere")
-    assert (moved.version, moved.location, moved.params) == (meta.version + 1, "elsewhere", meta.params)
+    assert list(meta.params) == [spec for part in meta.parts for spec in part.params]
 
 
 @pytest.mark.parametrize(
-    "broken", [{}, {"route": "shm"}, {"route": "shm", "version": "x", "location": "", "params": []}]
+    "broken",
+    [
+        {},
+        {"route": "shm"},
+        {"route": "shm", "version": "x", "parts": []},
+        {"route": "shm", "version": 1, "parts": [{"location": "", "params": [{"name": "w"}]}]},
+    ],
 )
 def test_weight_update_meta_from_broken_json_raises(broken: dict[str, Any]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):

@@ -24,12 +24,17 @@ from rl_contracts.conformance.train_engine import (
     trained_tokens,
 )
 from rl_contracts.conformance.workflow import WorkflowConformance
-from rl_contracts.data import FinetuneSpec, ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import FinetuneSpec, ModelRequest, WeightReceipt, WeightUpdateMeta
 from rl_contracts.engine import TrainEngine
 from rl_contracts.inference import InferenceEngine
-from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, ReferenceTrainEngine, make_batch
+from rl_contracts.testing import (
+    NullInferenceEngine,
+    NullInferenceEngineConfig,
+    ReferenceTrainEngine,
+    make_batch,
+    put_weights,
+)
 from rl_contracts.trajectory import Trajectory, from_response
-from rl_contracts.weights import write_weights
 from rl_contracts.workflow import RolloutWorkflow
 
 # ---- train engine
@@ -117,8 +122,7 @@ class NullSuite(InferenceEngineConformance):
 
     async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
         weight = torch.full((3, 4), float(version))
-        meta = WeightUpdateMeta("disk", version, str(self.folder / "w"), (ParamSpec("w", (3, 4), "float32"),))
-        return write_weights(meta, [("w", weight)])
+        return put_weights(self.folder, version, [("w", weight)], "disk")
 
 
 class TestNullInferenceEngine(NullSuite):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ModelRequest, ModelResponse, ParamSpec, StopReason, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, ModelResponse, StopReason, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
-from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
-from rl_contracts.weights import write_weights
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock, put_weights
 
 
 def make_engine(clock: SimulatedClock, answer: Any = None, **config: Any) -> NullInferenceEngine:
@@ -28,7 +28,7 @@ def make_request(seed: int | None = 1, prompt: tuple[int, ...] = (5, 6), **gener
 
 
 async def publish(engine: NullInferenceEngine, version: int, interrupt: str = "keep") -> float:
-    await engine.stage_weights(WeightUpdateMeta("shm", version, "nowhere"))
+    await engine.stage_weights(WeightUpdateMeta("shm", version))
     return await engine.commit_weights(version, interrupt)
 
 
@@ -334,9 +334,7 @@ def test_stage_reads_the_route_and_answers_with_its_checksums(tmp_path: Path) ->
     engine = NullInferenceEngine(clock=clock)
     engine.initialize(["http://a", "http://b"])
     weights = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
-    specs = tuple(ParamSpec(n, tuple(t.shape), "float32") for n, t in weights.items())
-    meta = WeightUpdateMeta("shm", 1, str(tmp_path / "slot"), specs)
-    _, sent = write_weights(meta, weights.items())
+    meta, sent = put_weights(tmp_path, 1, weights.items())
 
     receipts = clock.run(engine.stage_weights(meta))
     engine.faults.corrupt = lambda name: name == "b"
@@ -345,8 +343,9 @@ def test_stage_reads_the_route_and_answers_with_its_checksums(tmp_path: Path) ->
     assert [r.holder for r in receipts] == ["http://a", "http://b"]
     assert all(r.checksums == sent.checksums for r in receipts)
     assert [n for n in weights if corrupted.checksums[n] != sent.checksums[n]] == ["b"]
+    missing = tuple(replace(part, location=str(tmp_path / "missing")) for part in meta.parts)
     with pytest.raises(WeightUpdateError, match="cannot be opened"):
-        clock.run(engine.stage_weights(meta.with_version(2, str(tmp_path / "missing"))))
+        clock.run(engine.stage_weights(replace(meta, version=2, parts=missing)))
 
 
 @pytest.mark.slow

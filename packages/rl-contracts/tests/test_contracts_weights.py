@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -13,18 +16,18 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rl_contracts.data import ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ParamSpec, WeightPart, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights import (
+    WeightReceiver,
+    WeightSender,
     checksum,
     copy_with_checksum,
     kernel,
+    open_sender,
     open_weights,
-    staged_location,
     verify_receipt,
-    write_weights,
 )
-from rl_contracts.weights.mapping import Mappings
 
 # the package's function of the same name hides the module
 checksum_module = importlib.import_module("rl_contracts.weights.checksum")
@@ -200,44 +203,88 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
-def meta_for(route: str, folder: Path, version: int = 1, dtype: str = "float32") -> WeightUpdateMeta:
-    specs = tuple(ParamSpec(name, tuple(t.shape), dtype) for name, t in weights().items())
-    return WeightUpdateMeta(route, version, staged_location(folder, route, version), specs)
+def specs_of(dtype: str = "float32") -> tuple[ParamSpec, ...]:
+    return tuple(ParamSpec(name, tuple(t.shape), dtype) for name, t in weights().items())
+
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def write(
+    sender: WeightSender, version: int, tensors: Tensors, specs: tuple[ParamSpec, ...] | None = None
+) -> tuple[WeightUpdateMeta, WeightReceipt]:
+    """Send one version."""
+    meta = sender.begin(version, specs_of() if specs is None else specs)
+    return meta, WeightReceipt("trainer", version, sender.send(tensors))
+
+
+def moved(version: int) -> list[tuple[str, torch.Tensor]]:
+    """Weights of their own for each version."""
+    return [(name, tensor + version) for name, tensor in weights().items()]
 
 
 def held(meta: WeightUpdateMeta) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in open_weights(meta)}
 
 
+def file_of(meta: WeightUpdateMeta) -> Path:
+    (part,) = meta.parts
+    return Path(part.location) if meta.route == "shm" else Path(part.location) / "model.safetensors"
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_route_delivers_what_was_written_and_its_receipt(tmp_path: Path, route: str, dtype: str) -> None:
-    meta = meta_for(route, tmp_path / "new" / "folder", dtype=dtype)
     sent = {name: torch.stack([t, t], -1)[..., 0] for name, t in weights().items()}  # not contiguous
 
-    returned, receipt = write_weights(meta, iter(sent.items()))
+    meta, receipt = write(open_sender(route, str(tmp_path / "new" / "folder")), 1, sent.items(), specs_of(dtype))
 
-    found = held(WeightUpdateMeta.from_json(returned.to_json()))
+    found = held(WeightUpdateMeta.from_json(meta.to_json()))
     assert found.keys() == sent.keys()
     for name, tensor in weights().items():
         assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
-    assert receipt.holder == "trainer"
     verify_receipt(receipt, WeightReceipt("server", 1, {n: checksum(t) for n, t in found.items()}), route)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_route_keeps_the_version_before_readable_while_the_next_is_written(tmp_path: Path, route: str) -> None:
-    for version in (1, 2, 3):
-        write_weights(meta_for(route, tmp_path, version), ((n, t + version) for n, t in weights().items()))
+def test_route_casts_each_parameter_to_the_dtype_of_its_spec(tmp_path: Path, route: str) -> None:
+    dtypes = {"odd": "bfloat16", "scalar": "float16"}
+    specs = tuple(replace(spec, dtype=dtypes.get(spec.name, "float32")) for spec in specs_of())
 
-    assert torch.equal(held(meta_for(route, tmp_path, 2))["odd"], weights()["odd"] + 2)
-    assert torch.equal(held(meta_for(route, tmp_path, 3))["odd"], weights()["odd"] + 3)
-    assert len(list(tmp_path.iterdir())) == 2
+    meta, receipt = write(open_sender(route, str(tmp_path)), 1, weights().items(), specs)
+
+    found = held(meta)
+    for spec in specs:
+        assert torch.equal(found[spec.name], weights()[spec.name].to(getattr(torch, spec.dtype))), spec.name
+    assert receipt.checksums == {name: checksum(tensor) for name, tensor in found.items()}
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_write_weights_other_names_order_or_shapes_raises(tmp_path: Path, route: str) -> None:
-    meta, named = meta_for(route, tmp_path), list(weights().items())
+def test_route_keeps_the_version_before_readable_while_the_next_is_written(tmp_path: Path, route: str) -> None:
+    sender = open_sender(route, str(tmp_path))
+    metas = [write(sender, version, moved(version))[0] for version in (1, 2, 3)]
+
+    assert torch.equal(held(metas[1])["odd"], weights()["odd"] + 2)
+    assert torch.equal(held(metas[2])["odd"], weights()["odd"] + 3)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert metas[0].parts == metas[2].parts != metas[1].parts
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_sender_of_shm_frees_its_memory_when_it_closes_and_disk_stays(tmp_path: Path, route: str) -> None:
+    sender = open_sender(route, str(tmp_path))
+    for version in (1, 2):
+        write(sender, version, moved(version))
+
+    sender.close()
+    sender.close()
+
+    assert len(list(tmp_path.iterdir())) == (0 if route == "shm" else 2)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_sender_other_names_order_or_shapes_raises(tmp_path: Path, route: str) -> None:
+    named = list(weights().items())
     cases = [
         (named[:-1], "parameter 'vector' is in the specs but was not given"),
         ([], "parameter 'matrix' is in the specs"),
@@ -247,43 +294,93 @@ def test_write_weights_other_names_order_or_shapes_raises(tmp_path: Path, route:
     ]
     for given_, match in cases:
         with pytest.raises(WeightUpdateError, match=match):
-            write_weights(meta, given_)
+            write(open_sender(route, str(tmp_path)), 1, given_)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_write_weights_unknown_dtype_raises(tmp_path: Path, route: str) -> None:
+def test_sender_unknown_dtype_raises(tmp_path: Path, route: str) -> None:
     for dtype in ("float31", "nn"):
         with pytest.raises(WeightUpdateError, match=f"'{dtype}' is not a torch dtype"):
-            write_weights(meta_for(route, tmp_path, dtype=dtype), weights().items())
+            write(open_sender(route, str(tmp_path)), 1, weights().items(), specs_of(dtype))
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_open_weights_missing_raises_naming_place_and_version(tmp_path: Path, route: str) -> None:
-    with pytest.raises(WeightUpdateError, match=r"slot-1.*weights of version 1 cannot be"):
-        held(meta_for(route, tmp_path))
+def test_sender_without_space_names_size_and_remedy_before_anything_is_written(
+    tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose /dev/shm has 64 MB: a sparse file there would end the process with SIGBUS."""
+    reserved: list[int] = []
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        reserved.append(size)
+        if len(reserved) == (2 if route == "shm" else 1):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    specs = (ParamSpec("large", (2**20,), "float32"),)
+
+    with pytest.raises(WeightUpdateError, match=r"4\.0 MiB of weights, found .* MiB.*--shm-size.*publish.route=disk"):
+        open_sender(route, str(tmp_path)).begin(1, specs)
+
+    assert min(reserved) >= 2**22
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs /dev/shm")
+def test_shm_space_is_taken_before_the_first_parameter() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        sender = open_sender("shm", folder)
+        sender.begin(1, (ParamSpec("large", (2**20,), "float32"),))
+
+        assert [path.stat().st_blocks * 512 for path in Path(folder).iterdir()] == [2**22] * 2
+        sender.close()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_open_weights_missing_raises_naming_the_place(tmp_path: Path, route: str) -> None:
+    meta = WeightUpdateMeta(route, 1, (WeightPart(str(tmp_path / "slot-1"), specs_of()),))
+
+    with pytest.raises(WeightUpdateError, match=r"slot-1.*the weights cannot be"):
+        held(meta)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("keep", [0, 10, 300])
 def test_open_weights_torn_file_raises(tmp_path: Path, route: str, keep: int) -> None:
-    meta = meta_for(route, tmp_path)
-    write_weights(meta, weights().items())
-    file = Path(meta.location) if route == "shm" else Path(meta.location) / "model.safetensors"
-    os.truncate(file, keep)
+    meta, _ = write(open_sender(route, str(tmp_path)), 1, weights().items())
+    os.truncate(file_of(meta), keep)
 
     with pytest.raises(WeightUpdateError):
         held(meta)
 
 
+def test_open_weights_of_disk_with_another_shape_raises_naming_the_parameter(tmp_path: Path) -> None:
+    meta, _ = write(open_sender("disk", str(tmp_path)), 1, weights().items())
+    specs = tuple(replace(spec, shape=(7, 5)) if spec.name == "matrix" else spec for spec in meta.params)
+
+    with pytest.raises(WeightUpdateError, match=r"'matrix': expected float32 \[7, 5\], found .*\[5, 7\]"):
+        held(replace(meta, parts=(replace(meta.parts[0], params=specs),)))
+
+
+def test_disk_is_read_by_safetensors(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    specs = tuple(replace(spec, dtype="bfloat16" if spec.name == "odd" else spec.dtype) for spec in specs_of())
+    meta, _ = write(open_sender("disk", str(tmp_path)), 1, weights().items(), specs)
+
+    found = load_file(file_of(meta))
+
+    assert {name: torch.equal(tensor, held(meta)[name]) for name, tensor in found.items()} == dict.fromkeys(
+        weights(), True
+    )
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_changed_byte_on_the_route_fails_the_receipt_naming_the_parameter(tmp_path: Path, route: str) -> None:
-    meta = meta_for(route, tmp_path)
-    _, receipt = write_weights(meta, weights().items())
-    file = Path(meta.location) if route == "shm" else Path(meta.location) / "model.safetensors"
-    data = bytearray(file.read_bytes())
+    meta, receipt = write(open_sender(route, str(tmp_path)), 1, weights().items())
+    data = bytearray(file_of(meta).read_bytes())
     place = data.index(weights()["odd"].numpy().tobytes())
     data[place + 5] ^= 1
-    file.write_bytes(data)
+    file_of(meta).write_bytes(data)
 
     found = WeightReceipt("server", 1, {n: checksum(t) for n, t in open_weights(meta)})
 
@@ -292,8 +389,7 @@ def test_changed_byte_on_the_route_fails_the_receipt_naming_the_parameter(tmp_pa
 
 
 def test_shm_views_do_not_write_back(tmp_path: Path) -> None:
-    meta = meta_for("shm", tmp_path)
-    write_weights(meta, weights().items())
+    meta, _ = write(open_sender("shm", str(tmp_path)), 1, weights().items())
 
     for _, tensor in open_weights(meta):
         tensor.zero_()
@@ -301,26 +397,26 @@ def test_shm_views_do_not_write_back(tmp_path: Path) -> None:
     assert torch.equal(held(meta)["matrix"], weights()["matrix"])
 
 
-def test_shm_mappings_see_later_versions_and_another_file_of_the_same_name(tmp_path: Path) -> None:
-    readers, writers, folder = Mappings(write=False), Mappings(write=True), tmp_path / "new"
-    for version, anew in ((1, False), (3, False), (5, True)):
-        meta = meta_for("shm", folder, version)
-        if anew:
-            Path(meta.location).unlink()
-        write_weights(meta, ((n, t + version) for n, t in weights().items()), writers)
+def test_shm_receiver_sees_later_versions_and_another_file_of_the_same_name(tmp_path: Path) -> None:
+    sender, receiver = open_sender("shm", str(tmp_path / "new")), WeightReceiver()
+    for version in (1, 3, 5):
+        meta, receipt = write(sender, version, moved(version))
+        targets = {name: torch.empty_like(tensor) for name, tensor in weights().items()}
 
-        found = dict(open_weights(meta, readers))
+        sums = receiver.receive(meta, targets)
 
-        assert torch.equal(found["odd"], weights()["odd"] + version)
+        assert torch.equal(targets["odd"], weights()["odd"] + version)
+        assert sums == receipt.checksums
+        if version == 3:
+            file_of(meta).unlink()
 
 
 def test_shm_file_is_private_and_another_model_gets_another_size(tmp_path: Path) -> None:
-    meta = meta_for("shm", tmp_path)
-    write_weights(meta, weights().items())
-    small = WeightUpdateMeta("shm", 3, meta.location, meta.params[1:2])
-    write_weights(small, [("odd", weights()["odd"])])
+    sender = open_sender("shm", str(tmp_path))
+    meta, _ = write(sender, 1, weights().items())
+    small, _ = write(sender, 3, [("odd", weights()["odd"])], specs_of()[1:2])
 
-    assert Path(meta.location).stat().st_mode & 0o777 == 0o600
+    assert file_of(meta).stat().st_mode & 0o777 == 0o600
     assert held(small).keys() == {"odd"}
     with pytest.raises(WeightUpdateError, match="was another model connected"):
         held(meta)
@@ -328,31 +424,22 @@ def test_shm_file_is_private_and_another_model_gets_another_size(tmp_path: Path)
 
 def test_disk_reader_never_sees_half_a_version(tmp_path: Path) -> None:
     """A writer that dies in the middle leaves the version that was there."""
-    meta = meta_for("disk", tmp_path)
-    write_weights(meta, weights().items())
+    sender = open_sender("disk", str(tmp_path))
+    meta, _ = write(sender, 1, weights().items())
 
     def dies() -> Iterator[tuple[str, torch.Tensor]]:
         yield "matrix", weights()["matrix"] + 1
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_weights(meta, dies())
+        write(sender, 3, dies())
 
     assert torch.equal(held(meta)["matrix"], weights()["matrix"])
 
 
 def test_unknown_route_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightUpdateError, match="expected one of shm, disk, found 'carrier pigeon'"):
-        staged_location(tmp_path, "carrier pigeon", 1)
-
-
-@given(st.integers(0, 1000))
-@settings(max_examples=20)
-def test_staged_locations_of_neighbouring_versions_differ(version: int) -> None:
-    for route in ROUTES:
-        now, then = (staged_location("/x", route, v) for v in (version, version + 1))
-        assert now != then
-        assert now == staged_location("/x", route, version + 2)
+    with pytest.raises(WeightUpdateError, match="expected one of shm, disk, broadcast, ipc, found 'carrier pigeon'"):
+        open_sender("carrier pigeon", str(tmp_path))
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,8 +10,7 @@ from fsdp_ranks import share
 from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine
 from safetensors.torch import save_file
 
-from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
-from rl_contracts.weights import checksum, open_weights
+from rl_contracts.data import SaveLoadMeta
 from rl_engines_fsdp.config import LoRAConfig
 
 
@@ -25,11 +24,9 @@ def main(model: str, out: Path) -> None:
         return engine.train_batch(batch, loss_fn, loss_weight_fn)
 
     seen: dict = {"steps": [step(0), step(1, empty_rank=1), step(2)]}
-    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(out / "route")))
-    meta, receipt = engine.update_weights(1)
+    published = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    assert [spec.name for spec in engine.param_specs()] == list(published)
     if rank == 0:
-        published = {name: tensor.clone() for name, tensor in open_weights(meta)}
-        assert {name: checksum(tensor) for name, tensor in published.items()} == receipt.checksums
         save_file(published, out / "published.safetensors")
     state = SaveLoadMeta(str(out / "state"), kind="state")
     engine.save(state)

@@ -11,7 +11,7 @@ from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_eng
 from safetensors.torch import save_file
 
 from rl_contracts.config import OptimizerConfig
-from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
+from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import RLError
 from rl_contracts.trajectory import select
 
@@ -57,9 +57,8 @@ def main(models: Path, out: Path) -> None:
     batch = share(make_batch(seed=1), engine.parallel)
     seen["exploding on rank 0"] = engine.train_batch(batch, exploding, loss_weight_fn)
 
-    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(out / "route")))
-    meta, receipt = engine.update_weights(1)
-    seen["published"] = {"meta": meta.to_json(), "sums": {k: str(v) for k, v in receipt.checksums.items()}}
+    seen["yielded"] = [[spec.name, list(spec.shape)] for spec in engine.param_specs()]
+    tensors |= {f"yielded.{name}": value.clone() for name, value in engine.full_parameters()}
     tensors |= {f"published.{name}": value for name, value in weights_of(engine).items()}
     engine.version = 7
     engine.save(SaveLoadMeta(str(out / "state"), kind="state"))

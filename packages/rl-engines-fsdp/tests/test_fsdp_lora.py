@@ -21,10 +21,9 @@ from fsdp_toys import (
 )
 from safetensors.torch import load_file
 
-from rl_contracts.data import SaveLoadMeta, WeightUpdateMeta
+from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.testing.processes import run_ranks
-from rl_contracts.weights import checksum, open_weights
 from rl_engines_fsdp.config import LoRAConfig
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
@@ -97,16 +96,16 @@ def test_train_batch_with_named_modules_adapts_those_alone(model_path):
     assert {name.split(".")[-2] for name in engine._model.adapters()} == {"q_proj", "v_proj"}
 
 
-def test_update_weights_sends_merged_weights_under_hugging_face_names(model_path, tmp_path):
+def test_full_parameters_are_merged_weights_under_hugging_face_names(model_path, tmp_path):
     from transformers import AutoModelForCausalLM
 
     engine, batch = trained_engine(model_path), make_batch()
-    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(tmp_path)))
 
-    meta, receipt = engine.update_weights(1)
+    received = {name: tensor.clone() for name, tensor in engine.full_parameters()}
 
-    received = {name: tensor.clone() for name, tensor in open_weights(meta)}
-    assert {name: checksum(tensor) for name, tensor in received.items()} == receipt.checksums
+    assert [(name, tuple(value.shape)) for name, value in received.items()] == [
+        (spec.name, spec.shape) for spec in engine.param_specs()
+    ]
     server = AutoModelForCausalLM.from_pretrained(model_path)
     report = server.load_state_dict(received, strict=False)
     assert report.missing_keys == ["lm_head.weight"]  # tied: sent once

@@ -91,18 +91,17 @@ def test_train_batch_with_non_finite_gradients_on_one_rank_is_skipped_on_both(tw
         assert not math.isfinite(seen["exploding on rank 0"]["grad_norm"])
 
 
-def test_update_weights_on_two_ranks_sends_whole_tensors_with_a_receipt_from_rank_0(two_ranks):
+def test_full_parameters_on_two_ranks_are_whole_and_come_on_rank_0_alone(two_ranks):
     seen, tensors, _ = two_ranks
-    sent = part(tensors[0], "published.")
+    expected = part(tensors[0], "published.")
 
-    specs = {spec["name"]: tuple(spec["shape"]) for spec in seen[0]["published"]["meta"]["params"]}
+    found = part(tensors[0], "yielded.")
 
-    assert specs == {name: tuple(value.shape) for name, value in sent.items()}
-    from rl_contracts.weights import checksum
-
-    assert seen[0]["published"]["sums"] == {name: str(checksum(value)) for name, value in sent.items()}
-    assert seen[1]["published"]["sums"] == {}
-    assert seen[1]["published"]["meta"] == seen[0]["published"]["meta"]
+    assert dict(seen[0]["yielded"]) == {name: list(value.shape) for name, value in found.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert seen[1]["yielded"] == []
+    assert part(tensors[1], "yielded.") == {}
 
 
 def test_save_state_on_two_ranks_continues_exactly_there_and_on_one(models, two_ranks):

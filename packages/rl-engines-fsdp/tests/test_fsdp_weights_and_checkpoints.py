@@ -5,9 +5,8 @@ import pytest
 import torch
 from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, make_model, weights_of
 
-from rl_contracts.data import ParamSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
-from rl_contracts.errors import EngineError, ModelError, WeightUpdateError
-from rl_contracts.weights import checksum, open_weights, verify_receipt
+from rl_contracts.data import SaveLoadMeta
+from rl_contracts.errors import ModelError
 
 
 @pytest.fixture(scope="module")
@@ -18,80 +17,23 @@ def model_path(tmp_path_factory):
 # ---- weights to servers
 
 
-@pytest.mark.parametrize("route", ["shm", "disk"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_update_weights_arrive_as_sent_under_hugging_face_names(route, dtype, model_path, tmp_path):
+def test_full_parameters_under_hugging_face_names_are_served_in_the_configured_dtype(dtype, model_path):
     from transformers import AutoModelForCausalLM
 
     engine = make_engine(model_path, serve_dtype=dtype)
-    engine.connect_engine(None, WeightUpdateMeta(route, 0, str(tmp_path)))
     engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
 
-    meta, receipt = engine.update_weights(1)
+    found = dict(engine.full_parameters())
 
-    received = {name: tensor.clone() for name, tensor in open_weights(meta)}
-    held = WeightReceipt("server", 1, {name: checksum(tensor) for name, tensor in received.items()})
-    verify_receipt(receipt, held, route)
+    assert [spec.name for spec in engine.param_specs()] == list(found)
+    assert {spec.dtype for spec in engine.param_specs()} == {dtype}
     for name, value in weights_of(engine).items():
-        assert torch.equal(received[name], value.to(getattr(torch, dtype)))
+        assert torch.equal(found[name], value)
     server = AutoModelForCausalLM.from_pretrained(model_path)
-    report = server.load_state_dict(received, strict=False)
+    report = server.load_state_dict(found, strict=False)
     assert report.missing_keys == ["lm_head.weight"]  # tied: sent once
     assert not report.unexpected_keys
-
-
-def test_update_weights_twice_keeps_the_version_before(model_path, tmp_path):
-    engine = make_engine(model_path)
-    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(tmp_path)))
-    first, first_receipt = engine.update_weights(1)
-    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
-
-    second, second_receipt = engine.update_weights(2)
-
-    assert first.location != second.location
-    assert first_receipt.checksums != second_receipt.checksums
-    assert {n: checksum(t) for n, t in open_weights(first)} == first_receipt.checksums
-
-
-def test_update_weights_in_the_dtypes_that_the_server_names(model_path, tmp_path):
-    engine = make_engine(model_path)
-    wanted = (ParamSpec("model.norm.weight", (32,), "bfloat16"),)
-    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(tmp_path), wanted))
-
-    meta, _ = engine.update_weights(1)
-
-    dtypes = {spec.name: spec.dtype for spec in meta.params}
-    assert dtypes.pop("model.norm.weight") == "bfloat16"
-    assert set(dtypes.values()) == {"float32"}
-
-
-def test_connect_engine_with_a_parameter_of_another_model_refuses(model_path, tmp_path):
-    wanted = (ParamSpec("model.other", (3,), "float32"),)
-
-    with pytest.raises(WeightUpdateError, match=r"model\.other"):
-        make_engine(model_path).connect_engine(None, WeightUpdateMeta("shm", 0, str(tmp_path), wanted))
-
-
-def test_connect_engine_with_an_unknown_route_refuses(model_path, tmp_path):
-    with pytest.raises(WeightUpdateError, match="pigeon"):
-        make_engine(model_path).connect_engine(None, WeightUpdateMeta("pigeon", 0, str(tmp_path)))
-
-
-def test_update_weights_without_a_route_refuses(model_path):
-    with pytest.raises(EngineError, match="connect_engine"):
-        make_engine(model_path).update_weights(1)
-
-
-def test_destroy_removes_shared_memory_and_may_be_repeated(model_path, tmp_path):
-    engine = make_engine(model_path)
-    engine.connect_engine(None, WeightUpdateMeta("shm", 0, str(tmp_path)))
-    engine.update_weights(1)
-    engine.update_weights(2)
-
-    engine.destroy()
-    engine.destroy()
-
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- Hugging Face directories

@@ -12,8 +12,7 @@ import pytest
 from aiohttp import web
 
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, ParamSpec, WeightUpdateMeta
-from rl_contracts.weights import staged_location
+from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_inference import EmbeddedEngine
 from rl_inference.answer import PartialAnswer
 from rl_inference.protocol import GenerationChunk
@@ -143,8 +142,7 @@ async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
         return web.json_response({"holder": "good", "version": 1, "checksums": {"weight": "1"}})
 
     def meta(version: int) -> WeightUpdateMeta:
-        params = (ParamSpec("weight", (2,), "float32"),)
-        return WeightUpdateMeta("disk", version, staged_location(tmp_path, "disk", version), params)
+        return WeightUpdateMeta("disk", version)
 
     good = {"/stage_weights": stage, "/health": healthy, "/weight_receipt": receipt}
     for path in ("/pause_generation", "/commit_weights", "/continue_generation"):
@@ -194,8 +192,7 @@ async def test_commit_only_server_lost_at_its_resume_waits_for_it_to_come_back(t
 
     routes: dict[str, Handler] = {"/stage_weights": receipt, "/weight_receipt": receipt, "/health": health}
     routes |= {"/pause_generation": control, "/commit_weights": commit, "/continue_generation": resume}
-    params = (ParamSpec("weight", (2,), "float32"),)
-    meta = WeightUpdateMeta("disk", 1, staged_location(tmp_path, "disk", 1), params)
+    meta = WeightUpdateMeta("disk", 1)
     async with serving(routes) as address, client(address, rejoin_timeout=60.0) as engine:
         async with asyncio.timeout(30):
             await engine.stage_weights(meta)

@@ -9,8 +9,8 @@ import pytest
 
 from rl_contracts.config import ClientConfig
 from rl_contracts.conformance import inference_engine as suite
-from rl_contracts.data import ParamSpec, WeightReceipt, WeightUpdateMeta
-from rl_contracts.weights import staged_location, write_weights
+from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.testing import put_weights
 from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_model
 
@@ -48,6 +48,4 @@ class TestEmbeddedEngine(suite.InferenceEngineConformance):
 
     async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
         tensors = [(name, p.detach() * 1.01) for name, p in reference_model(self.model_path).named_parameters()]
-        specs = tuple(ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors)
-        location = staged_location(self.scratch, "shm", version)
-        return write_weights(WeightUpdateMeta("shm", version, location, specs), tensors)
+        return put_weights(self.scratch, version, tensors)

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ParamSpec, ServeSpec, WeightUpdateMeta
+from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ModelError
-from rl_contracts.weights import staged_location, write_weights
+from rl_contracts.testing import put_weights
 from rl_inference import EmbeddedEngineConfig
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.loading import load_model
@@ -97,9 +97,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 def stage(weights: ServedWeights, path: Path, scratch: Path, version: int) -> None:
     """Put the weights of a model directory beside the served ones."""
     tensors = [(name, p.detach()) for name, p in reference_model(path).named_parameters()]
-    specs = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in tensors)
-    meta = WeightUpdateMeta("disk", version, staged_location(scratch, "disk", version), specs)
-    weights.stage(write_weights(meta, tensors)[0])
+    weights.stage(put_weights(scratch, version, tensors, "disk")[0])
 
 
 def switch(loop: DecodeLoop, path: Path, scratch: Path, version: int, recompute: bool = True) -> None:

@@ -17,9 +17,9 @@ import pytest
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, ParamSpec, ServeSpec, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
-from rl_contracts.weights import staged_location, write_weights
+from rl_contracts.testing import put_weights
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
 from rl_inference.config import parse
 from rl_inference.testing import ServerProcess, free_port, reference_logprobs, reference_model
@@ -133,7 +133,7 @@ async def test_agenerate_no_server_left_names_them_with_the_last_error() -> None
         with pytest.raises(InferenceError, match="no live server could score"):
             await engine.score(PROMPT)
         with pytest.raises(WeightUpdateError, match="no live server could stage version 1"):
-            await engine.stage_weights(WeightUpdateMeta("disk", 1, "/nowhere"))
+            await engine.stage_weights(WeightUpdateMeta("disk", 1))
 
 
 async def test_commit_frozen_server_is_evicted_and_its_answers_continue_on_the_new_version(
@@ -197,9 +197,7 @@ def staged(server: ServerProcess, model_path: Path, version: int) -> WeightUpdat
     """The served model's own weights, published as `version`."""
     model = reference_model(model_path)
     tensors = [(name, p.detach()) for name, p in model.named_parameters()]
-    specs = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in tensors)
-    location = staged_location(server.options["weights_dir"], "shm", version)
-    return write_weights(WeightUpdateMeta("shm", version, location, specs), tensors)[0]
+    return put_weights(server.options["weights_dir"], version, tensors)[0]
 
 
 @pytest.mark.parametrize("addresses", [[], ["localhost:8000"], ["http://"]])

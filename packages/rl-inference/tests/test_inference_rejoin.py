@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, ModelResponse, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, ModelResponse, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
-from rl_contracts.weights import staged_location, verify_receipt, write_committed, write_weights
+from rl_contracts.testing import put_weights
+from rl_contracts.weights import verify_receipt, write_committed
 from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model
 
@@ -53,9 +54,7 @@ class Trainer:
     def put(self, version: int) -> WeightUpdateMeta:
         factor = 1 + version / 500
         tensors = [(name, p.detach() * factor) for name, p in self.model.named_parameters()]
-        specs = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in tensors)
-        meta = WeightUpdateMeta("shm", version, staged_location(self.directory, "shm", version), specs)
-        meta, self.sent[version] = write_weights(meta, tensors)
+        meta, self.sent[version] = put_weights(self.directory, version, tensors)
         return meta
 
     async def stage(self, engine: EmbeddedEngine) -> WeightUpdateMeta:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_contracts.data import ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights import staged_location, write_committed, write_weights
+from rl_contracts.testing import put_weights
+from rl_contracts.weights import write_committed
 from rl_inference.server.restore import restore
 from rl_inference.server.weights import ServedWeights
 
@@ -25,9 +26,7 @@ def made(value: float) -> torch.nn.Module:
 def commit(directory: Path, version: int, route: str = "shm") -> WeightUpdateMeta:
     """Publish weights that are the version's number, and leave the record."""
     tensors = [(name, p.detach()) for name, p in made(float(version)).named_parameters()]
-    specs = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in tensors)
-    meta = WeightUpdateMeta(route, version, staged_location(directory, route, version), specs)
-    meta, receipt = write_weights(meta, tensors)
+    meta, receipt = put_weights(directory, version, tensors, route)
     write_committed(directory, meta, receipt)
     return meta
 
@@ -59,7 +58,7 @@ def test_restore_without_a_record_leaves_the_model_as_it_is(tmp_path: Path) -> N
 
 
 def test_restore_other_weights_than_recorded_raises_naming_the_parameter(tmp_path: Path) -> None:
-    path = Path(commit(tmp_path, 6).location)
+    path = Path(commit(tmp_path, 6).parts[0].location)
     data = bytearray(path.read_bytes())
     data[-64] ^= 1  # the bias
     path.write_bytes(data)
@@ -69,7 +68,7 @@ def test_restore_other_weights_than_recorded_raises_naming_the_parameter(tmp_pat
 
 
 def test_restore_route_without_files_leaves_the_model_as_it_is(tmp_path: Path) -> None:
-    write_committed(tmp_path, WeightUpdateMeta("broadcast", 6, "nowhere"), WeightReceipt("trainer", 6, {}))
+    write_committed(tmp_path, WeightUpdateMeta("broadcast", 6), WeightReceipt("trainer", 6, {}))
     weights = served(made(0.0), tmp_path)
 
     restore(weights, str(tmp_path))

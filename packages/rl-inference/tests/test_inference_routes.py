@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import signal
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from rl_contracts.aio import LoopThread
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt
 from rl_contracts.errors import ReceiversLostError, WeightUpdateError
 from rl_contracts.weights import WeightSender, broadcast, open_sender, verify_receipt
 from rl_inference import EmbeddedEngine
@@ -52,20 +53,17 @@ class Trainer:
         self.loop = LoopThread("test")
         self.engine = EmbeddedEngine(client=ClientConfig(progress_timeout=20, update_timeout=DEADLINE))
         self.engine.initialize(addresses)
-        self.sender: WeightSender = open_sender(WeightUpdateMeta(route, 0, location))
+        self.sender: WeightSender = open_sender(route, location)
         self.receipts: Any = None
 
     def send(self, version: int, tensors: Any, specs: tuple[ParamSpec, ...]) -> WeightReceipt:
         """Send and stage; the trainer's receipt. Errors are the trainer's own."""
-        self.receipts = None
-
-        def announce(meta: WeightUpdateMeta) -> Callable[[], None]:
+        meta = self.sender.begin(version, specs)
+        if self.sender.meets:
             self.receipts = self.loop.submit(self.engine.stage_weights(meta))
-            return lambda: self.receipts.result() and None if self.receipts.done() else None
-
-        meta, mine = self.sender.send(version, specs, tensors, announce)
-        if self.receipts is None:
-            announce(meta)
+        mine = WeightReceipt("trainer", version, self.sender.send(iter(tensors)))
+        if not self.sender.meets:
+            self.receipts = self.loop.submit(self.engine.stage_weights(meta))
         return mine
 
     def publish(self, version: int, tensors: Tensors) -> WeightReceipt:
@@ -127,11 +125,11 @@ def test_broadcast_reaches_all_servers_while_they_generate_and_uses_its_group_ag
     )
 
     trainer.publish(1, new)
-    group = trainer.sender._sender._group  # type: ignore[attr-defined]
+    group = trainer.sender._group  # type: ignore[attr-defined]
     trainer.publish(2, old)
     trainer.publish(3, new)
 
-    assert trainer.sender._sender._group is group  # type: ignore[attr-defined]
+    assert trainer.sender._group is group  # type: ignore[attr-defined]
     assert set(running.result(DEADLINE).versions) >= {0}
     answers = [trainer.answer(20) for _ in servers]
     for answer in answers:
@@ -145,14 +143,14 @@ def test_broadcast_changed_on_the_way_names_route_version_and_parameter_and_noth
 ) -> None:
     trainer, _ = start(1)
     new = parameters(new_model_path)
-    put = broadcast._Pipe.put
+    put = broadcast._Transfer._put
 
     def corrupt(self: Any, name: str, piece: torch.Tensor, *then: Any) -> None:
         piece = piece.clone()
         piece.view(torch.uint8)[-1] ^= 1  # the end of the last parameter in the bucket
         put(self, name, piece, *then)
 
-    monkeypatch.setattr(broadcast._Pipe, "put", corrupt)
+    monkeypatch.setattr(broadcast._Transfer, "_put", corrupt)
     mine = trainer.send(1, new, specs_of(new))
     (receipt,) = trainer.receipts.result(DEADLINE)
 
@@ -220,7 +218,7 @@ def test_broadcast_server_that_does_not_arrive_is_evicted_within_the_deadline(st
     new = parameters(new_model_path)
     servers[1].signal(signal.SIGSTOP)
 
-    with pytest.raises(WeightUpdateError, match=r"receiver 2 of 2 did not arrive within 4 s.*receiver 1"):
+    with pytest.raises(WeightUpdateError, match=r"receiver 2 of 2 did not join within 4 s.*Joined: 1"):
         trainer.send(1, new, specs_of(new))
     with pytest.raises(ReceiversLostError, match=servers[1].address):
         trainer.receipts.result(DEADLINE)
@@ -250,7 +248,7 @@ def test_shm_stale_buffer_differs_from_what_was_sent(start: Any, model_path: Pat
     trainer.publish(1, old)
     mine = trainer.send(2, new, specs_of(new))
     trainer.receipts.result(DEADLINE)
-    stale = WeightUpdateMeta("shm", 2, str(trainer.sender._directory) + "/slot-1.weights", specs_of(new))  # type: ignore[attr-defined]
+    stale = replace(trainer.sender.begin(1, specs_of(new)), version=2)
 
     (receipt,) = trainer.loop.run(trainer.engine.stage_weights(stale), DEADLINE)
 
@@ -311,7 +309,7 @@ def test_ipc_server_on_the_same_gpu_holds_what_was_sent(model_path: Path, new_mo
     options = {"weights_dir": tmp_path / "weights", "slots": 8, "device": "cuda"}
     with ServerProcess(model_path, tmp_path / "server.log", options=options) as server:
         trainer = Trainer([server.address], "shm", str(tmp_path / "weights"))
-        trainer.sender = open_sender(WeightUpdateMeta("ipc", 0, ""), "cuda")
+        trainer.sender = open_sender("ipc", "", device="cuda")
         for version in (1, 2):
             trainer.publish(version, new)
         assert trainer.answer().versions == [2] * 5

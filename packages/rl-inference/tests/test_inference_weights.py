@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
-from rl_contracts.weights import staged_location, verify_receipt, write_weights
+from rl_contracts.testing import put_weights
+from rl_contracts.weights import verify_receipt
 from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model, tiny_model
 
@@ -63,9 +64,7 @@ def publish(
 ) -> tuple[WeightUpdateMeta, WeightReceipt]:
     """Write a model's parameters onto a route, as a trainer does."""
     tensors = [(name, p.detach()) for name, p in model.named_parameters() if name != drop]
-    specs = tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in tensors)
-    location = staged_location(scratch / "weights", route, version)
-    return write_weights(WeightUpdateMeta(route, version, location, specs), tensors)
+    return put_weights(scratch / "weights", version, tensors, route)
 
 
 def request(tokens: int, seed: int = 1) -> ModelRequest:
@@ -207,7 +206,7 @@ async def test_stage_one_wrong_tensor_receipts_differ(
     engine: EmbeddedEngine, new_model_path: Path, scratch: Path
 ) -> None:
     meta, sent = publish(reference_model(new_model_path), scratch, engine.version + 1)
-    turn_a_bit(Path(meta.location))
+    turn_a_bit(Path(meta.parts[0].location))
 
     (receipt,) = await engine.stage_weights(meta)
 
@@ -247,13 +246,10 @@ async def test_commit_tied_weights_stay_tied(engine: EmbeddedEngine, new_model_p
     new = reference_model(new_model_path)
     tensors = list(new.state_dict().items())  # has the head under its own name as well
     assert "lm_head.weight" in dict(tensors)
-    specs = tuple(ParamSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors)
-    version = engine.version + 1
-    location = staged_location(scratch / "weights", "shm", version)
-    meta, sent = write_weights(WeightUpdateMeta("shm", version, location, specs), tensors)
+    meta, sent = put_weights(scratch / "weights", engine.version + 1, tensors)
 
     (receipt,) = await engine.stage_weights(meta)
-    await engine.commit_weights(version)
+    await engine.commit_weights(meta.version)
     answer = await engine.agenerate(request(20))
 
     verify_receipt(sent, receipt, "shm")

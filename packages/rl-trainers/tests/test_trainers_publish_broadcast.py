@@ -18,7 +18,7 @@ def parts(tmp_path):
     server = NullInferenceEngine()
     with LoopThread("test") as loop:
         config = PublishConfig(route="broadcast", timeout=20)
-        yield server, WeightPublisher(engine, server, loop.run, config, str(tmp_path / "weights"))
+        yield server, WeightPublisher(engine, server, loop, config, str(tmp_path / "weights"))
         loop.run(server.destroy(), 5)
     engine.destroy()
 
@@ -28,7 +28,7 @@ def failing(server, *errors):
     left, calls = list(errors), []
 
     def stage(meta):
-        calls.append(meta.location)
+        calls.append(meta.parts[0].location)
         return left.pop(0) if left else None
 
     server.faults.stage = stage
@@ -86,4 +86,4 @@ def test_config_host_of_a_route_that_does_not_listen_is_refused():
 def test_connect_ipc_without_a_gpu_is_refused_with_what_to_use(parts, tmp_path):
     server, publisher = parts
     with pytest.raises(WeightUpdateError, match=r"publish.route=ipc: expected .* CUDA device.*publish.route=shm"):
-        WeightPublisher(publisher.engine, server, publisher.run, PublishConfig(route="ipc"), str(tmp_path))
+        WeightPublisher(publisher.engine, server, publisher.loop, PublishConfig(route="ipc"), str(tmp_path))

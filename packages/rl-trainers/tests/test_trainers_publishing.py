@@ -22,7 +22,7 @@ def parts(tmp_path):
     engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path / "model", layers=1, hidden=32)), 10))
     server = NullInferenceEngine()
     with LoopThread("test") as loop:
-        publisher = WeightPublisher(engine, server, loop.run, PublishConfig(), str(tmp_path / "weights"))
+        publisher = WeightPublisher(engine, server, loop, PublishConfig(), str(tmp_path / "weights"))
         yield engine, server, loop, publisher
         loop.run(server.destroy(), 5)
     engine.destroy()

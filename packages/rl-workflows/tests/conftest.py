@@ -30,7 +30,7 @@ class Scripted(RolloutWorkflow):
 
 
 async def publish(engine: NullInferenceEngine, version: int) -> None:
-    await engine.stage_weights(WeightUpdateMeta("shm", version, "nowhere"))
+    await engine.stage_weights(WeightUpdateMeta("shm", version))
     await engine.commit_weights(version)
 
 

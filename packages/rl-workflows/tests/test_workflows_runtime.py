@@ -170,7 +170,7 @@ def test_evaluate_during_a_publication_is_refused(engine):
     class Publishing(Echo):
         async def arun_episode(self, handle, data):
             if data["prompt_id"] == 3:
-                await engine.stage_weights(WeightUpdateMeta("shm", 1, "nowhere"))
+                await engine.stage_weights(WeightUpdateMeta("shm", 1))
                 await engine.commit_weights(1)
             return await super().arun_episode(handle, data)
 

@@ -181,7 +181,7 @@ def maybe_crash(world):
 async def commit(world, engine, version):
     """Servers change at one moment, which trainer and heads hear of later."""
     await world.clock.sleep(world.rng.expovariate(1.0))
-    await engine.stage_weights(WeightUpdateMeta("shm", version, "nowhere"))
+    await engine.stage_weights(WeightUpdateMeta("shm", version))
     await engine.commit_weights(version)
     world.served = version
     await world.clock.sleep(world.rng.choice([0.0, 0.0, world.rng.expovariate(0.05)]))  # a slow acknowledgement

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -73,6 +73,17 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightPart:
+    """What one rank of the trainer sends of a version, and where."""
+
+    location: str
+    """Path of the shared-memory file or of the directory with the safetensors, address of a broadcast's rendezvous, or
+    handle of memory on a GPU."""
+    params: tuple[ParamSpec, ...]
+    """The parameters, in the order in which they are sent."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightUpdateMeta:
     """Where one version of the weights is and how it travels."""
 
@@ -80,16 +91,13 @@ class WeightUpdateMeta:
     """One of `rl_contracts.weights.ROUTES`."""
     version: int
     """The version that these weights become once committed."""
-    location: str
-    """Path of the shared-memory file or of the directory with the safetensors, address of a broadcast's meeting, or
-    handle of memory on a GPU."""
-    params: tuple[ParamSpec, ...] = ()
-    """The parameters in the order in which they lie in the shared memory; empty for routes that carry names
-    themselves."""
+    parts: tuple[WeightPart, ...] = ()
+    """One for each rank that sends; each parameter is in one of them."""
 
-    def with_version(self, version: int, location: str) -> WeightUpdateMeta:
-        """The same route and parameters for another version."""
-        return replace(self, version=version, location=location)
+    @property
+    def params(self) -> tuple[ParamSpec, ...]:
+        """The parameters of all parts."""
+        return tuple(spec for part in self.parts for spec in part.params)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; `from_json` is its inverse."""
@@ -102,10 +110,14 @@ class WeightUpdateMeta:
         Raises:
             KeyError, TypeError, ValueError: a field is missing or has the wrong type.
         """
-        params = tuple(
-            ParamSpec(p["name"], tuple(int(n) for n in p["shape"]), str(p["dtype"])) for p in value["params"]
+        parts = tuple(
+            WeightPart(
+                str(part["location"]),
+                tuple(ParamSpec(p["name"], tuple(int(n) for n in p["shape"]), str(p["dtype"])) for p in part["params"]),
+            )
+            for part in value["parts"]
         )
-        return cls(str(value["route"]), int(value["version"]), str(value["location"]), params)
+        return cls(str(value["route"]), int(value["version"]), parts)
 
 
 @dataclass(frozen=True, slots=True)

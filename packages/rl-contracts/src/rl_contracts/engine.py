@@ -1,25 +1,23 @@
 """The contract of a train engine: the model, its optimizer and the ranks that hold them.
 
 A loss function sees one packed micro-batch and returns *sums*; the engine divides once, by the minibatch's denominator
-over
-all micro-batches and data-parallel ranks. That is why a gradient does not depend on how a batch was split.
+over all micro-batches and data-parallel ranks. That is why a gradient does not depend on how a batch was split.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
     from rl_contracts.allocation import ParallelStrategy
-    from rl_contracts.inference import InferenceEngine
     from rl_contracts.parallel import ParallelContext
     from rl_contracts.trajectory import PackedBatch
 
@@ -47,8 +45,7 @@ class TokenOutputs:
 
 Stats = dict[str, "tuple[torch.Tensor, torch.Tensor]"]
 """Name to (sum, denominator), both scalars on the outputs' device. The engine sums both over micro-batches and ranks
-and then
-divides. A name that ends in `/max` is combined by maximum instead and its denominator is ignored."""
+and then divides. A name that ends in `/max` is combined by maximum instead and its denominator is ignored."""
 
 LossFn = Callable[[TokenOutputs, "PackedBatch"], "tuple[torch.Tensor, Stats]"]
 """`(outputs, packed) -> (loss_sum, stats)`: a scalar with gradient, not divided by any count."""
@@ -58,10 +55,6 @@ LossWeightFn = Callable[["TensorDict"], "torch.Tensor"]
 
 OutputFn = Callable[[TokenOutputs, "PackedBatch"], "torch.Tensor"]
 """`(outputs, packed) -> [N]`: what `forward` returns for each token."""
-
-Announce = Callable[[WeightUpdateMeta], Callable[[], None]]
-"""`(meta) -> check`: has the servers stage what `meta` says and returns at once; `check()` raises what has gone wrong
-there so far."""
 
 
 @dataclass
@@ -111,8 +104,8 @@ class TrainEngine(ABC):
 
         Returns:
             `loss` (the quotient), `grad_norm` (before clipping), `lr`, `applied` (1.0, or 0.0 where the step was
-            skipped for non-finite
-            gradients), `tokens` (over all ranks), and each of the loss's statistics. The same on every rank.
+            skipped for non-finite gradients), `tokens` (over all ranks), and each of the loss's statistics. The same on
+            every rank.
 
         Raises:
             EngineError: the denominator is zero over all ranks, a row is longer than a micro-batch, or more consecutive
@@ -128,25 +121,21 @@ class TrainEngine(ABC):
         """`output_fn` of every token, without gradient: [B, T] on the CPU, rows as in `batch`, 0 at padding."""
 
     @abstractmethod
-    def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
-        """Prepare the route on which weights will travel (collective). `inference` is None on ranks without a client.
+    def param_specs(self) -> tuple[ParamSpec, ...]:
+        """What this rank's `full_parameters` yields, in that order; the same for as long as the engine lives.
 
-        `meta.location` is the directory in which the route keeps its files, or the address on which rank 0 listens (see
-        `rl_contracts.weights.open_sender`); later calls of `update_weights` use it.
+        Names and shapes are those of the Hugging Face model, a tied parameter has one name, and the dtype is the one in
+        which the weights are to be served (the cast is left to the route). No collective.
         """
 
     @abstractmethod
-    def update_weights(self, version: int, announce: Announce | None = None) -> tuple[WeightUpdateMeta, WeightReceipt]:
-        """Put the current weights onto the route as `version` (collective).
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The current weights as a stream of whole parameters by name (collective), one at a time, never a whole copy.
 
-        Args:
-            announce: called on rank 0, with what this method will return, before the first parameter leaves. Only
-                routes on which both ends must be there at once (`rl_contracts.weights.MEETING_ROUTES`) call it.
-
-        Returns:
-            where they are, and this side's receipt. The caller hands the first to the servers and compares their
-            receipts with the
-            second before anything is committed. On ranks other than 0 the receipt has no checksums.
+        Each parameter is yielded, whole, on exactly one rank: on rank 0 by most engines, on one rank of each stage
+        where there are pipeline stages. A rank that yields nothing takes part all the same, so every rank must exhaust
+        its iterator. Tensors have any dtype, are detached, and are not to be kept or written to: the next one may use
+        their memory. Adapters are merged into the weights that they adapt.
         """
 
     @abstractmethod

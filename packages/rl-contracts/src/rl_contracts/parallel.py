@@ -7,6 +7,8 @@ need no process group.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,8 +111,7 @@ class ParallelContext:
 
         Raises:
             EngineError: on every rank, if `error` is given on any: names the ranks and their errors. Where this rank's
-            own failed,
-                it is the cause.
+                own failed, it is the cause.
         """
         if self.host_group is None:
             if error is not None:
@@ -123,6 +124,16 @@ class ParallelContext:
             raise EngineError(
                 f"{doing} failed on {len(failed)} of {self.world_size} ranks. " + "; ".join(failed)
             ) from error
+
+    @contextmanager
+    def agreeing(self, doing: str) -> Iterator[None]:
+        """A block whose error, on whichever rank it arises, is raised on all of them at its end; see `agree`."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as failure:  # noqa: BLE001 - handed to every rank by agree, which raises it
+            error = failure
+        self.agree(error, doing)
 
 
 def _gather_bytes(mine: bytes, group: ProcessGroup) -> list[bytes]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
-from rl_contracts.engine import Announce, LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
+from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
+from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, RLError
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_fsdp import micro_batches
@@ -25,7 +25,6 @@ from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.model.model_maker import ModelMaker
 from rl_engines_fsdp.model.packed_model import PackedModel
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
-from rl_engines_fsdp.publishing import WeightPublisher
 from rl_engines_fsdp.ranks import sharding
 from rl_engines_fsdp.ranks.process_group import Membership, RankInfo, join, pick_device, read_environment
 from rl_engines_fsdp.ranks.tensor_gradients import TensorGradients
@@ -34,8 +33,6 @@ from rl_engines_fsdp.usage import UsageMeter
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-    from rl_contracts.inference import InferenceEngine
 
 
 class FSDPEngine(TrainEngine):
@@ -62,7 +59,6 @@ class FSDPEngine(TrainEngine):
         self.version = 0
         self._membership: Membership | None = None
         self._optimizer: torch.optim.AdamW | None = None
-        self._publisher: WeightPublisher | None = None
         self._tensor_gradients: TensorGradients | None = None
         self._undo: Callable[[], None] | None = None
         self._steps = 0
@@ -143,9 +139,6 @@ class FSDPEngine(TrainEngine):
             self._membership = None
 
     def _free(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
         self._optimizer = self._tensor_gradients = None
         self.__dict__.pop("_model", None)
         if self._device.type == "cuda":
@@ -283,17 +276,19 @@ class FSDPEngine(TrainEngine):
 
     # ---- weights out and in
 
-    def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
-        """See `TrainEngine.connect_engine`."""
-        if self._publisher is not None:
-            self._publisher.close()
-        self._publisher = WeightPublisher(self._model, meta, self._served_dtype, self.parallel)
+    def param_specs(self) -> tuple[ParamSpec, ...]:
+        """See `TrainEngine.param_specs`. Rank 0 yields all, in the served dtype."""
+        if not self.parallel.is_main:
+            return ()
+        return tuple(
+            ParamSpec(name, tuple(p.shape), self._served_dtype) for name, p in self._model.hugging_face_parameters()
+        )
 
-    def update_weights(self, version: int, announce: Announce | None = None) -> tuple[WeightUpdateMeta, WeightReceipt]:
-        """See `TrainEngine.update_weights`."""
-        if self._publisher is None:
-            raise EngineError("update_weights: expected a route, found none; call connect_engine first.")
-        return self._publisher.publish(self._model, version, self.parallel, announce)
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.full_parameters`."""
+        for pair in sharding.full_parameters(self._model):
+            if self.parallel.is_main:
+                yield pair
 
     def save(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.save`. Of kind `hf` adapters are merged into the weights, kind `adapter` has them alone."""

@@ -1,16 +1,22 @@
 """Publishing weights: the one state machine for every route, seen from the trainer.
 
-    put on the route -> servers stage -> receipts compared -> pause, swap, commit, resume -> record
+    begin -> send -> receipts compared -> pause, swap, commit, resume -> record
 
-Over a route on which both ends must be there at once, the first two happen together. Nothing is served from the new
-weights before every receipt agrees, and `publish` returns at the commit. The record
-(`rl_contracts.weights.committed`) lets a server that starts again load the version by itself.
+Invariant: nothing is served from version v before every live server has shown, by its receipt, that it holds what the
+trainer sent as v; and when a server generates again, all live ones serve v. `publish` returns at the commit.
+
+Each rank that `TrainEngine.full_parameters` gives something to sends that part of the version; all others take part in
+the gathers. Rank 0 alone speaks to the servers: over a route that meets its receivers they stage while the ranks send,
+over the others afterwards. An error on any rank is agreed on and raised on all of them, and so all ranks go through
+the same states. The record (`rl_contracts.weights.committed`) lets a server that starts again load the version by
+itself.
 """
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import require, require_choice
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
-from rl_contracts.errors import ReceiversLostError, RLError
+from rl_contracts.errors import ReceiversLostError, StalledError, WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_contracts.weights import ROUTES, verify_receipt, write_committed
-from rl_contracts.weights.meeting import Place
+from rl_contracts.weights import ROUTES, WeightSender, open_sender, verify_receipt, write_committed
+from rl_contracts.weights.rendezvous import Address
 
 if TYPE_CHECKING:
+    from rl_contracts.aio import LoopThread
     from rl_contracts.engine import TrainEngine
     from rl_contracts.inference import InferenceEngine
 
@@ -73,19 +80,28 @@ class PublishConfig:
 
 
 class WeightPublisher:
-    """Carries each version from the engine to the servers. Rank 0 speaks to them; the others take part in gathering."""
+    """Carries each version from the engine to the servers (collective: every rank of the engine has one).
+
+    Args:
+        engine: whose weights are published.
+        inference: the client of the servers. Ranks that are no data-parallel heads do not use theirs.
+        loop: on which that client runs.
+        config: route and deadlines.
+        directory: where `shm` and `disk` keep their files, and where the record of what was committed lies.
+
+    Raises:
+        WeightUpdateError, EngineError: the route cannot work here; on every rank.
+    """
 
     def __init__(
-        self, engine: TrainEngine, inference: InferenceEngine, run: Runner, config: PublishConfig, directory: str
+        self, engine: TrainEngine, inference: InferenceEngine, loop: LoopThread, config: PublishConfig, directory: str
     ) -> None:
-        self.engine, self.inference, self.run, self.config = engine, inference, run, config
+        self.engine, self.inference, self.loop, self.config = engine, inference, loop, config
         self.directory = directory
         self.receipt: WeightReceipt | None = None
-        """The trainer's own, of the last version that was published; without checksums on ranks other than 0."""
-        location = directory
-        if config.route == "broadcast":
-            location = Place(config.host, timeout=min(STEP_SECONDS, config.timeout)).location
-        engine.connect_engine(inference, WeightUpdateMeta(config.route, 0, location))
+        """The trainer's own, of the last version that was sent; complete on rank 0."""
+        self._specs = engine.param_specs()
+        self._sender = self._open_sender()
 
     def publish(self, version: int) -> dict[str, float]:
         """Put `version` on all servers and return once it is committed (collective).
@@ -94,89 +110,126 @@ class WeightPublisher:
             `time/stage` and `time/paused` in seconds; on ranks other than 0 they are 0.
 
         Raises:
-            WeightUpdateError: a receipt differs, or no server acknowledged. Nothing was committed then.
+            WeightUpdateError: a receipt differs, or no server acknowledged. Nothing was committed then. With several
+                ranks an EngineError, which names the error of each and has this rank's own as its cause.
         """
-        parallel = self.engine.parallel
+        parallel, doing = self.engine.parallel, f"publishing weights of version {version}"
         for attempt in range(1, TRIES + 1):
-            error, times = self._try(version)
+            meta = self._begin(version, doing)
+            staging = self.loop.submit(self._stage(meta)) if parallel.is_main and self._meets else None
+            sums, error = self._send()
+            sent = time.perf_counter()
+            error = _outcome(error, staging)
             # rank 0 alone knows
             if not parallel.broadcast_json(isinstance(error, ReceiversLostError) and attempt < TRIES):
                 break
             logger.warning("version %d is sent again: %s", version, error)
-        parallel.agree(error, f"publishing weights of version {version}")
-        if parallel.is_dp_head and not parallel.is_main:
-            self.run(self.inference.stats(), self.config.timeout)  # learns the committed version
+        parallel.agree(error, doing)
+        everything = [sums, *parallel.gather_json({} if parallel.is_main else sums)]
+        self.receipt = WeightReceipt("trainer", version, {n: value for part in everything for n, value in part.items()})
+        times = {"time/stage": 0.0, "time/paused": 0.0}
+        with parallel.agreeing(doing):
+            if parallel.is_main:
+                times = self._commit(meta, self.receipt, staging or self.loop.submit(self._stage(meta)), sent)
+        with parallel.agreeing(doing):
+            if parallel.is_dp_head and not parallel.is_main:
+                self.loop.run(self.inference.stats(), self.config.timeout)  # learns the committed version
         return times
 
-    def _try(self, version: int) -> tuple[Exception | None, dict[str, float]]:
-        """Send and commit; what went wrong is returned on rank 0 and counts there."""
-        times = {"time/stage": 0.0, "time/paused": 0.0}
-        staging = _Staging(lambda meta: self.run(self.inference.stage_weights(meta), self.config.timeout))
-        is_main = self.engine.parallel.is_main
-        try:
-            meta, self.receipt = self.engine.update_weights(version, staging.start)
-        except (RLError, OSError) as error:  # on every rank
-            return (staging.cause_of(error) if is_main else None), times
-        if is_main:
-            try:
-                times = self._hand_over(staging, meta, self.receipt)
-            except Exception as error:  # noqa: BLE001 - handed to every rank by agree, which raises it
-                return error, times
-        return None, times
+    def destroy(self) -> None:
+        """Free what the route holds. Safe to call twice."""
+        if self._sender is not None:
+            self._sender.close()
 
-    def _hand_over(self, staging: _Staging, meta: WeightUpdateMeta, mine: WeightReceipt) -> dict[str, float]:
-        begin = time.perf_counter()
-        for receipt in staging.receipts(meta):
+    def _open_sender(self) -> WeightSender | None:
+        """The end of the route on this rank: on rank 0, and wherever there is something to send (collective)."""
+        parallel, config = self.engine.parallel, self.config
+        doing, location = f"opening the route {config.route}", self.directory
+        if config.route == "broadcast":
+            location = Address(config.host, timeout=min(STEP_SECONDS, config.timeout)).location
+        sender: WeightSender | None = None
+        with parallel.agreeing(doing):
+            if parallel.is_main:
+                sender = open_sender(config.route, location, 0, parallel.device)
+        location = parallel.broadcast_json("" if sender is None else sender.location)
+        names = [name for part in parallel.gather_json([spec.name for spec in self._specs]) for name in part]
+        with parallel.agreeing(doing):
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
+            if twice:
+                raise WeightUpdateError(
+                    f"full_parameters of {type(self.engine).__name__}: expected each parameter on one rank, found "
+                    f"{twice[:3]} on several."
+                )
+            if self._specs and sender is None:
+                sender = open_sender(config.route, location, parallel.rank, parallel.device)
+        return sender
+
+    @property
+    def _meets(self) -> bool:
+        return self._sender is not None and self._sender.meets
+
+    def _begin(self, version: int, doing: str) -> WeightUpdateMeta:
+        """What the servers are told: the parts of all ranks that send (collective; complete on rank 0)."""
+        parallel, metas = self.engine.parallel, list[WeightUpdateMeta]()
+        with parallel.agreeing(doing):
+            if self._sender is not None:
+                metas = [self._sender.begin(version, self._specs)]
+        others = parallel.gather_json([] if parallel.is_main else [meta.to_json() for meta in metas])
+        metas += [WeightUpdateMeta.from_json(value) for values in others for value in values]
+        parts = tuple(part for meta in metas for part in meta.parts if part.params)
+        return WeightUpdateMeta(self.config.route, version, parts)
+
+    def _send(self) -> tuple[dict[str, int], Exception | None]:
+        """Gather with the other ranks and send what is this rank's (collective): checksums of it, and what went
+        wrong."""
+        tensors, sums = self.engine.full_parameters(), dict[str, int]()
+        try:
+            try:
+                if self._sender is not None and self._specs:
+                    sums = self._sender.send(tensors)
+            finally:
+                deque(tensors, maxlen=0)  # the gathers of the other ranks need this one, whatever happened here
+        except Exception as error:  # noqa: BLE001 - handed to every rank by agree, which raises it
+            return sums, error
+        return sums, None
+
+    async def _stage(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
+        """Stage on all servers. Where they do not, whoever waits for them on the route is told."""
+        assert self._sender is not None
+        try:
+            return await asyncio.wait_for(self.inference.stage_weights(meta), self.config.timeout)
+        except BaseException as error:
+            await asyncio.to_thread(self._sender.cancel, f"the servers do not stage it: {error}")
+            if isinstance(error, TimeoutError):
+                what = f"staging version {meta.version} on the servers"
+                raise StalledError(f"{what} did not finish within {self.config.timeout:g} s.") from error
+            raise
+
+    def _commit(
+        self, meta: WeightUpdateMeta, mine: WeightReceipt, staging: Future[list[WeightReceipt]], sent: float
+    ) -> dict[str, float]:
+        for receipt in staging.result():
             verify_receipt(mine, receipt, meta.route)
-        staged = time.perf_counter() - begin
+        staged = time.perf_counter() - sent
         limit = self.config.timeout + (self.config.drain_timeout if self.config.interrupt == "wait" else 0.0)
-        paused = self.run(self.inference.commit_weights(meta.version, self.config.interrupt), limit)
+        paused = self.loop.run(self.inference.commit_weights(meta.version, self.config.interrupt), limit)
         write_committed(self.directory, meta, mine)  # before the next version is written over the last but one
         return {"time/stage": staged, "time/paused": paused}
 
 
-class _Staging:
-    """Staging one version on all servers: in a thread, beside the sending, if the engine starts it; else after it.
+def _outcome(error: Exception | None, staging: Future[list[WeightReceipt]] | None) -> Exception | None:
+    """What broke a transfer, seen from both sides; waits for the servers where they stage beside it.
 
-    Args:
-        stage: returns the receipts; has a deadline.
+    Lost servers count first, because the others can be sent the version again; then whatever went wrong first.
     """
-
-    def __init__(self, stage: Callable[[WeightUpdateMeta], list[WeightReceipt]]) -> None:
-        self._stage = stage
-        self._receipts: Future[list[WeightReceipt]] | None = None
-
-    def start(self, meta: WeightUpdateMeta) -> Callable[[], None]:
-        """See `rl_contracts.engine.Announce`."""
-        future: Future[list[WeightReceipt]] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(self._stage(meta))
-            except BaseException as error:  # noqa: BLE001 - handed to the thread that asks for the result
-                future.set_exception(error)
-
-        def check() -> None:
-            if future.done():
-                future.result()
-
-        self._receipts = future
-        threading.Thread(target=work, name=f"stage-{meta.version}", daemon=True).start()
-        return check
-
-    def receipts(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        """What the servers hold."""
-        return self._stage(meta) if self._receipts is None else self._receipts.result()
-
-    def cause_of(self, error: Exception) -> Exception:
-        """Why a transfer broke: lost servers, if the client knows of any, else what the trainer saw."""
-        try:
-            if self._receipts is not None:
-                self._receipts.result(FAREWELL_SECONDS)
-        except ReceiversLostError as lost:
-            lost.__cause__ = error
-            return lost
-        except (RLError, TimeoutError) as other:
-            if other is not error:
-                error.add_note(f"the servers' side: {other}")
+    if staging is None:
         return error
+    servers_first = staging.done()
+    try:
+        staging.result(None if error is None else FAREWELL_SECONDS)
+    except Exception as other:  # noqa: BLE001 - returned
+        if error is None or servers_first or isinstance(other, ReceiversLostError):
+            other.add_note(f"the trainer's side: {error}")
+            return other
+        error.add_note(f"the servers' side: {other}")
+    return error

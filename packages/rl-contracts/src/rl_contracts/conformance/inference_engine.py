@@ -4,6 +4,7 @@ servers and a `next_weights` hook."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -216,8 +217,9 @@ class InferenceEngineConformance:
         version = engine.version
         meta, _ = await self.next_weights(version + 1)
 
+        missing = tuple(replace(part, location=part.location + "-missing") for part in meta.parts)
         with pytest.raises(WeightUpdateError):
-            await engine.stage_weights(meta.with_version(version + 1, meta.location + "-missing"))
+            await engine.stage_weights(replace(meta, parts=missing))
         with pytest.raises(WeightUpdateError):
             await engine.commit_weights(version + 7)
 

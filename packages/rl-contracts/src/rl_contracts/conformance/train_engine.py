@@ -7,8 +7,8 @@ are compared with one rank by its own tests, on the same batches (`rl_contracts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ import torch
 from tensordict import TensorDict
 
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
-from rl_contracts.data import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.trajectory import UNIT_KEY, PackedBatch, empty_like, pad_to, select
-from rl_contracts.weights import WeightReceiver, checksum, open_weights, seated
+from rl_contracts.weights import WeightReceiver, checksum, open_sender, seated
 
 OPTIMIZER = OptimizerConfig(
     lr=3e-3, weight_decay=0.1, eps=1e-4, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1, max_grad_norm=0.5
@@ -226,16 +226,13 @@ class TrainEngineConformance:
         for name in ("loss", "grad_norm", "entropy", "logprob/max"):
             assert found[name] == pytest.approx(expected[name], rel=10 * self.tolerance, abs=self.tolerance), name
 
-    def test_train_batch_every_weight_moves_as_in_the_reference(
-        self, start: Any, reference: Any, tmp_path: Path
-    ) -> None:
+    def test_train_batch_every_weight_moves_as_in_the_reference(self, start: Any, reference: Any) -> None:
         engine, batch = start(), make_batch(6, seed=7)
-        engine.connect_engine(None, WeightUpdateMeta("disk", 0, str(tmp_path)))
         before = {name: value.detach().clone() for name, value in reference.model.named_parameters()}
         for each in (engine, reference):
             each.train_batch(batch, policy_loss, trained_tokens)
 
-        moved = dict(open_weights(engine.update_weights(1)[0]))
+        moved = {name: tensor.clone() for name, tensor in engine.full_parameters()}
 
         for name, value in reference.model.named_parameters():
             step = (value.detach() - before[name]).norm()
@@ -287,56 +284,64 @@ class TrainEngineConformance:
 
     # ---- weights out, saving, loading
 
-    @pytest.mark.parametrize("route", ["shm", "disk"])
-    def test_update_weights_puts_named_weights_and_their_receipt_on_the_route(
-        self, start: Any, model_path: str, tmp_path: Path, route: str
+    def test_param_specs_are_those_of_the_hugging_face_model_and_in_the_order_of_full_parameters(
+        self, start: Any, model_path: str
     ) -> None:
         from transformers import AutoModelForCausalLM
 
-        batch, engine = make_batch(3), start()
-        engine.connect_engine(None, WeightUpdateMeta(route, 0, str(tmp_path)))
-        sums = []
-        for version in (1, 2):
+        engine = start()
+        specs = engine.param_specs()
+
+        found = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in engine.full_parameters()]
+
+        assert found == [(spec.name, spec.shape, False) for spec in specs]
+        expected = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).named_parameters()
+        assert {spec.name: spec.shape for spec in specs} == {name: tuple(p.shape) for name, p in expected}
+        assert all(isinstance(getattr(torch, spec.dtype), torch.dtype) for spec in specs)
+        assert engine.param_specs() == specs
+
+    def test_full_parameters_after_each_step_are_what_the_engine_computes_with(
+        self, start: Any, model_path: str
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        batch, engine, seen = make_batch(3), start(), []
+        for _ in range(2):
             engine.train_batch(batch, policy_loss, trained_tokens)
 
-            meta, receipt = engine.update_weights(version)
+            held = {name: tensor.clone() for name, tensor in engine.full_parameters()}
 
-            assert (meta.route, meta.version, receipt.version) == (route, version, version)
-            held = {name: tensor.clone() for name, tensor in open_weights(meta)}
-            assert {name: checksum(tensor) for name, tensor in held.items()} == receipt.checksums
-            sums.append(receipt.checksums)
-        assert sums[0].keys() == sums[1].keys()
-        assert sums[0] != sums[1]
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        assert held.keys() == {name for name, _ in model.named_parameters()}
-        model.load_state_dict(held, strict=False)
-        self.close(logprobs_of(_served(model), batch), logprobs_of(engine, batch))
+            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+            model.load_state_dict(held, strict=False)
+            self.close(logprobs_of(_served(model), batch), logprobs_of(engine, batch))
+            seen.append(held)
+        assert any(not torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
 
-    def test_update_weights_by_broadcast_fills_the_receivers_own_tensors(self, start: Any) -> None:
+    @pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
+    def test_full_parameters_arrive_in_a_servers_own_tensors_with_the_checksums_of_the_sender(
+        self, start: Any, tmp_path: Path, route: str
+    ) -> None:
         engine, receiver = start(), WeightReceiver()
-        engine.connect_engine(None, WeightUpdateMeta("broadcast", 0, "tcp://127.0.0.1:0?timeout=20"))
-        held: dict[str, torch.Tensor] = {}
-        staging: list[Future[dict[str, int]]] = []
-
-        def place(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return held.setdefault(name, torch.empty(shape, dtype=dtype))
-
+        specs = engine.param_specs()
+        targets = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
+        location = "tcp://127.0.0.1:0?timeout=20" if route == "broadcast" else str(tmp_path)
+        sender = open_sender(route, location)
         with ThreadPoolExecutor(1) as pool:
-
-            def announce(meta: WeightUpdateMeta) -> Callable[[], None]:
-                staging.append(pool.submit(receiver.receive, seated(meta, 1, 2), place))
-                return lambda: None
-
             for version in (1, 2):
                 engine.train_batch(make_batch(3), policy_loss, trained_tokens)
 
-                meta, receipt = engine.update_weights(version, announce)
+                meta = sender.begin(version, specs)
+                sending = pool.submit(sender.send, engine.full_parameters())
+                if not sender.meets:
+                    sending.result(20)
+                sums = receiver.receive(seated(meta, 1, 2) if sender.meets else meta, targets)
 
-                assert (meta.route, meta.version, receipt.version) == ("broadcast", version, version)
-                assert staging[-1].result(20) == receipt.checksums
-                assert {name: checksum(tensor) for name, tensor in held.items()} == receipt.checksums
+                assert sending.result(20) == sums
+                assert {name: checksum(tensor) for name, tensor in targets.items()} == sums
+                for name, tensor in engine.full_parameters():
+                    assert torch.equal(targets[name], tensor.cpu().to(targets[name].dtype)), name
         receiver.close()
-        assert len(staging) == 2
+        sender.close()
 
     def test_save_hf_loads_with_transformers_and_tokenizer(self, start: Any, model_path: str, tmp_path: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

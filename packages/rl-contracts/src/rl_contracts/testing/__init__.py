@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
     from rl_contracts.testing.null_inference import Faults, NullInferenceEngine, NullInferenceEngineConfig
     from rl_contracts.testing.reference_engine import ReferenceTrainEngine, ReferenceTrainEngineConfig
+    from rl_contracts.testing.weights import put_weights
 
 _HOME = {
     "Faults": "null_inference",
@@ -23,6 +24,7 @@ _HOME = {
     "make_batch": "batches",
     "make_tiny_model": "models",
     "make_tiny_tokenizer": "models",
+    "put_weights": "weights",
 }
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "make_batch",
     "make_tiny_model",
     "make_tiny_tokenizer",
+    "put_weights",
 ]
 
 

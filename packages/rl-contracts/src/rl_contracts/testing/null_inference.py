@@ -332,7 +332,8 @@ def _receive(meta: WeightUpdateMeta) -> dict[str, int]:
     from rl_contracts.weights import WeightReceiver, seated
 
     receiver = WeightReceiver()
+    targets = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in meta.params}
     try:
-        return receiver.receive(seated(meta, 1, 2), lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
+        return receiver.receive(seated(meta, 1, 2), targets)
     finally:
         receiver.close()

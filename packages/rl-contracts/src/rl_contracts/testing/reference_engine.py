@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import OptimizerConfig, require
-from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import (
-    Announce,
     LossFn,
     LossWeightFn,
     OutputFn,
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from rl_contracts.inference import InferenceEngine
     from rl_contracts.trajectory import PackedBatch
-    from rl_contracts.weights import WeightSender
 
 
 @dataclass
@@ -66,7 +63,6 @@ class ReferenceTrainEngine(TrainEngine):
         self.strategy = strategy or ParallelStrategy()
         self.parallel = ParallelContext()
         self.model: Any = model
-        self._sender: WeightSender | None = None
         self._steps = self._skipped = 0
 
     def initialize(self, spec: FinetuneSpec) -> None:
@@ -181,17 +177,14 @@ class ReferenceTrainEngine(TrainEngine):
         entropy = entropy if self.spec.entropy_grad else entropy.detach()
         return torch.cat([first, logprobs]), torch.cat([first, entropy])
 
-    def connect_engine(self, inference: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
-        from rl_contracts.weights import open_sender
+    def param_specs(self) -> tuple[ParamSpec, ...]:
+        return tuple(
+            ParamSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+            for name, p in self.model.named_parameters()
+        )
 
-        self._sender = open_sender(meta)
-
-    def update_weights(self, version: int, announce: Announce | None = None) -> tuple[WeightUpdateMeta, WeightReceipt]:
-        if self._sender is None:
-            raise EngineError("update_weights: no route; call connect_engine first.")
-        named = [(name, p.detach()) for name, p in self.model.named_parameters()]
-        specs = tuple(ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named)
-        return self._sender.send(version, specs, named, announce)
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     def save(self, meta: SaveLoadMeta) -> None:
         import torch
@@ -231,9 +224,7 @@ class ReferenceTrainEngine(TrainEngine):
     def onload(self) -> None: ...
 
     def destroy(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-        self.model = self._sender = None
+        self.model = None
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -2,9 +2,9 @@
 
 from rl_contracts.weights.checksum import checksum, copy_with_checksum, verify_receipt
 from rl_contracts.weights.committed import CommittedWeights, read_committed, write_committed
-from rl_contracts.weights.ends import MEETING_ROUTES, ROUTES, WeightReceiver, WeightSender, open_sender
-from rl_contracts.weights.meeting import seated
-from rl_contracts.weights.transport import STORED_ROUTES, open_weights, staged_location, write_weights
+from rl_contracts.weights.rendezvous import seated
+from rl_contracts.weights.routes import MEETING_ROUTES, ROUTES, WeightReceiver, WeightSender, open_sender
+from rl_contracts.weights.stored import STORED_ROUTES, open_weights
 
 __all__ = [
     "MEETING_ROUTES",
@@ -19,8 +19,6 @@ __all__ = [
     "open_weights",
     "read_committed",
     "seated",
-    "staged_location",
     "verify_receipt",
     "write_committed",
-    "write_weights",
 ]

@@ -1,23 +1,26 @@
-"""The `broadcast` route: the parameters go from rank 0 of the trainer to all servers at once, over a process group of
-their own (gloo between hosts' memories, nccl between GPUs), straight into the buffers in which they will be served.
+"""The `broadcast` route: parameters go from a rank of the trainer to all servers at once, over a process group of their
+own (gloo between hosts' memories, nccl between GPUs), straight into the buffers in which they will be served.
 
 Large parameters go piece by piece out of their own memory, small ones share a bucket. Nothing is kept on the way, so
-both ends must be there at the same time; `rl_contracts.weights.meeting` says how they meet.
+both ends must be there at the same time; `rl_contracts.weights.rendezvous` says how they meet. Where several ranks
+send, each has a group with all servers, and all groups move at the same time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.data import ParamSpec
+from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.checksum import checksum, copy_with_checksum
 from rl_contracts.weights.layout import ALIGNMENT, checked, dtype_of, size_of
-from rl_contracts.weights.meeting import Arrival, Go, Host, Place, arrive, connect, first_line, own_address
+from rl_contracts.weights.rendezvous import Address, Rendezvous, connect, delete, first_line, host, own_address
 
 if TYPE_CHECKING:
     import torch
@@ -30,24 +33,158 @@ _AHEAD = 3
 """Pieces under way while an earlier one is waited for and summed."""
 
 
-class Broadcast:
-    """A formed process group of trainer and receivers.
+class BroadcastSender:
+    """A sender's end; see `rl_contracts.weights.WeightSender`.
+
+    Args:
+        location: `tcp://host:port?timeout=seconds`. Rank 0 listens there (port 0 takes any); the others come to its
+            `location`.
+        rank: of the trainer.
+        device: where the parameters live.
+    """
+
+    meets = True
+
+    def __init__(self, location: str, rank: int, device: str) -> None:
+        address = Address.parse(location)
+        self._rank, self._device, self._updates = rank, device, 0
+        if rank == 0:
+            self._store, address = host(replace(address, update=secrets.token_hex(8)))
+            self._own = address.host
+        else:
+            self._store, self._own = connect(address), own_address(address)
+        self._session = address
+        self._past: deque[Rendezvous] = deque()
+        self._group: _Group | None = None
+
+    @property
+    def location(self) -> str:
+        """Where the trainer's other ranks come to."""
+        return self._session.location
+
+    def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
+        self._updates += 1  # in step on all ranks of the trainer, so that an update has one name
+        update = f"{self._session.update}-{self._updates}"
+        self._address, self._specs = replace(self._session, update=update, sender=str(self._rank)), specs
+        self._rendezvous = Rendezvous(self._store, self._address)
+        self._past.append(self._rendezvous)
+        if self._rank == 0 and len(self._past) > 2:  # nobody reads of the last but one any more
+            self._past.popleft().forget()
+        return WeightUpdateMeta("broadcast", version, (WeightPart(self._address.location, specs),))
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+        try:
+            return self._meet().send(self._specs, tensors, self._device)
+        except BaseException as error:
+            self.cancel(first_line(error))
+            self._leave()
+            if isinstance(error, RuntimeError):
+                raise WeightUpdateError(f"route broadcast: {first_line(error)}") from error
+            raise
+
+    def cancel(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and whoever waits has seen it
+            self._rendezvous.call_off(reason)
+
+    def close(self) -> None:
+        self._leave()
+        self._store = None
+
+    def _meet(self) -> _Group:
+        members = self._rendezvous.wait_for_all()
+        world, old = len(members) + 1, self._group
+        if old is not None and old.world == world and all(member["group"] == old.name for member in members):
+            self._rendezvous.start(old.name, old.backend)
+            return old
+        self._leave()
+        devices = [_device_id(self._device), *(member["device"] for member in members)]
+        # nccl wants a GPU for each member
+        backend = "nccl" if "cpu" not in devices and len(set(devices)) == world else "gloo"
+        name = f"{self._address.update}/{self._rank}"
+        self._rendezvous.start(name, backend)
+        self._group = _Group(self._store, replace(self._address, world=world), name, backend, self._own)
+        return self._group
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            with contextlib.suppress(RuntimeError):
+                delete(self._store, f"group-{self._group.name}/")
+            self._group = None
+
+
+class BroadcastReceiver:
+    """A server's end of one sender's part: it keeps the connection to the trainer and the group between updates."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._store_at = ("", 0)
+        self._group: _Group | None = None
+
+    def receive(self, part: WeightPart, targets: list[torch.Tensor]) -> dict[str, int]:
+        """Meet the sender and receive into contiguous tensors, one per parameter; the checksums of what they hold.
+
+        Raises:
+            WeightUpdateError: says who did not join or was lost.
+        """
+        address = Address.parse(part.location)
+        if not 0 < address.rank < address.world:
+            raise WeightUpdateError(f"route broadcast: {part.location!r} gives this server no rank.")
+        try:
+            return self._meet(address, targets).receive(part.params, targets)
+        except (RuntimeError, WeightUpdateError) as error:
+            self.close()
+            if isinstance(error, WeightUpdateError):
+                raise
+            raise WeightUpdateError(f"receiver {address.rank} of {address.world - 1}: {first_line(error)}") from error
+
+    def refuse(self, part: WeightPart, reason: str) -> None:
+        """Say that this server cannot take part, and why."""
+        address = Address.parse(part.location)
+        with contextlib.suppress(WeightUpdateError, RuntimeError):  # then nobody is there to be told
+            Rendezvous(self._connected(address), address).call_off(f"receiver {address.rank} refuses: {reason}")
+
+    def close(self) -> None:
+        """Leave the group and the store."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._store, self._store_at = None, None, ("", 0)
+
+    def _connected(self, address: Address) -> Any:
+        if self._store_at != (address.host, address.port):
+            self.close()
+            self._store, self._store_at = connect(address), (address.host, address.port)
+        return self._store
+
+    def _meet(self, address: Address, targets: list[torch.Tensor]) -> _Group:
+        store, old = self._connected(address), self._group
+        held = old.name if old is not None and (old.rank, old.world) == (address.rank, address.world) else ""
+        device = _device_id(str(targets[0].device)) if targets else "cpu"
+        name, backend = Rendezvous(store, address).join(held, device)
+        if old is not None and name == old.name:
+            return old
+        if old is not None:
+            old.close()
+        self._group = _Group(store, address, name, backend, own_address(address))
+        return self._group
+
+
+class _Group:
+    """A process group of a sender and all receivers.
 
     Args:
         store: where its members find each other.
-        place: this member's seat, the number of seats, and the timeout.
-        go: name and backend.
+        address: this member's rank, the size of the group, and the timeout of a step.
         host: address of this machine on which gloo listens.
     """
 
-    def __init__(self, store: Any, place: Place, go: Go, host: str) -> None:
+    def __init__(self, store: Any, address: Address, name: str, backend: str, host: str) -> None:
         from torch.distributed import PrefixStore
 
-        self.name, self.rank, self.world, self.backend = go.group, place.rank, place.world, go.backend
-        self._wait = timedelta(seconds=place.timeout)
-        own = PrefixStore(f"group-{go.group}", store)
-        make = _make_nccl if go.backend == "nccl" else _make_gloo
-        self._group = make(own, place, self._wait, host)
+        self.name, self.rank, self.world, self.backend = name, address.rank, address.world, backend
+        self._wait = timedelta(seconds=address.timeout)
+        make = _make_nccl if backend == "nccl" else _make_gloo
+        self._group = make(PrefixStore(f"group-{name}", store), self.rank, self.world, self._wait, host)
 
     def send(
         self, specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]], device: str
@@ -63,23 +200,10 @@ class Broadcast:
         import torch
 
         on = device if self.backend == "nccl" else "cpu"
-        pipe, bucket, sums = self._pipe(), _Bucket(on), dict[str, int]()
+        transfer = _Transfer(self._group, self._wait, on)
         for spec, tensor in checked(specs, tensors):
-            flat, dtype, size = tensor.detach().reshape(-1), dtype_of(spec), size_of(spec)
-            if size >= LARGE:
-                total = 0
-                for span, offset in _pieces(flat.numel(), dtype.itemsize):
-                    piece = flat[span].to(on, dtype)
-                    pipe.put(spec.name, piece)
-                    total += checksum(piece, offset)
-                sums[spec.name] = total % 2**64
-            else:
-                if not bucket.fits(size):
-                    pipe.put(spec.name, bucket.memory[: bucket.used])
-                    bucket = _Bucket(on)
-                sums[spec.name] = copy_with_checksum(bucket.take(size).view(dtype), flat)
-        pipe.put("the last bucket", bucket.memory[: bucket.used])
-        pipe.finish()
+            transfer.send(spec.name, tensor.detach().reshape(-1), dtype_of(spec), size_of(spec))
+        sums = transfer.finish()
         if on != "cpu":
             torch.cuda.synchronize(on)
         return sums
@@ -94,21 +218,10 @@ class Broadcast:
             WeightUpdateError: the trainer or another receiver was lost.
         """
         on = "cpu" if self.backend == "gloo" or not targets else str(targets[0].device)
-        sums = {spec.name: 0 for spec in specs}
-        pipe, bucket = self._pipe(), _Bucket(on)
+        transfer = _Transfer(self._group, self._wait, on)
         for spec, target in zip(specs, targets, strict=True):
-            flat, size = target.view(-1), size_of(spec)
-            if size >= LARGE:
-                for span, offset in _pieces(flat.numel(), flat.itemsize):
-                    pipe.put(spec.name, *_landing(spec.name, flat[span], offset, on, sums))
-                continue
-            if not bucket.fits(size):
-                pipe.put(spec.name, bucket.memory[: bucket.used], bucket.unpack(sums))
-                bucket = _Bucket(on)
-            bucket.members.append((spec.name, flat, bucket.take(size)))
-        pipe.put("the last bucket", bucket.memory[: bucket.used], bucket.unpack(sums))
-        pipe.finish()
-        return {name: total % 2**64 for name, total in sums.items()}
+            transfer.receive(spec.name, target.view(-1), size_of(spec))
+        return transfer.finish()
 
     def close(self) -> None:
         """Leave the group; members that still wait in it get an error."""
@@ -116,195 +229,108 @@ class Broadcast:
         if group is not None and self.backend == "nccl":
             group.abort()
 
-    def _pipe(self) -> _Pipe:
-        if self._group is None:
-            raise WeightUpdateError("route broadcast: this group was left.")
-        return _Pipe(self._group, self._wait)
 
+class _Transfer:
+    """One version on its way: broadcasts in order, a few of them ahead of the one that is waited for.
 
-class BroadcastSender:
-    """The trainer's end; see `rl_contracts.weights.WeightSender`."""
+    Both ends cut the same parameters in the same way. A sender sums what it puts on the way, a receiver what has come.
+    """
 
-    def __init__(self, location: str, device: str) -> None:
-        self._host = Host(Place.parse(location))
-        self._device = device
-        self._group: Broadcast | None = None
-
-    def begin(self, version: int) -> Place:
-        """Where the receivers of a version come to."""
-        return self._host.new_update(version)
-
-    def send(
-        self,
-        place: Place,
-        specs: tuple[ParamSpec, ...],
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        check: Callable[[], None],
-    ) -> dict[str, int]:
-        """Wait for the receivers and send; the checksums of what was sent.
-
-        Raises:
-            WeightUpdateError: says who did not arrive or was lost, and when. The group is given up then.
-        """
-        try:
-            group = self._meet(place, check)
-            return group.send(specs, tensors, self._device)
-        except BaseException as error:
-            self._leave()
-            self._host.say(place, Go(error=first_line(error)))
-            if isinstance(error, RuntimeError):
-                raise WeightUpdateError(f"route broadcast, update {place.update}: {first_line(error)}") from error
-            raise
-
-    def close(self) -> None:
-        """Leave the group and end the store. Safe to call twice."""
-        self._leave()
-        self._host.close()
-
-    def _meet(self, place: Place, check: Callable[[], None]) -> Broadcast:
-        arrivals = self._host.wait_for_all(place, check)
-        world = len(arrivals) + 1
-        devices = [_device_id(self._device), *(arrival.device for arrival in arrivals)]
-        # nccl wants a GPU for each member
-        backend = "nccl" if "cpu" not in devices and len(set(devices)) == world else "gloo"
-        old = self._group
-        if old is not None and old.world == world and all(a.group == old.name for a in arrivals):
-            self._host.say(place, Go(old.name, old.backend))
-            return old
-        self._leave()
-        go = Go(place.update, backend)
-        self._host.say(place, go)
-        self._group = Broadcast(self._host.store, replace(place, rank=0, world=world), go, place.host)
-        return self._group
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-
-class BroadcastReceiver:
-    """A server's end: it keeps the connection to the trainer and the group between updates."""
-
-    def __init__(self) -> None:
-        self._store: Any = None
-        self._store_at = ("", 0)
-        self._group: Broadcast | None = None
-
-    def receive(
-        self, location: str, specs: tuple[ParamSpec, ...], make_targets: Callable[[], list[torch.Tensor]]
-    ) -> dict[str, int]:
-        """Meet the trainer and receive; the checksums of what the targets hold.
-
-        Args:
-            make_targets: contiguous tensors, one per spec; may raise a WeightUpdateError, which the trainer is told.
-
-        Raises:
-            WeightUpdateError: says who did not arrive or was lost.
-        """
-        place = Place.parse(location)
-        if not 0 < place.rank < place.world:
-            raise WeightUpdateError(f"route broadcast: {location!r} gives this server no seat.")
-        try:
-            if self._store_at != (place.host, place.port):
-                self.close()
-                self._store, self._store_at = connect(place), (place.host, place.port)
-            error, targets = "", list[Any]()
-            try:
-                targets = make_targets()
-            except WeightUpdateError as refusal:
-                error = str(refusal)
-            return self._meet(place, error, targets).receive(specs, targets)
-        except (RuntimeError, WeightUpdateError) as error:
-            self.close()
-            if isinstance(error, WeightUpdateError):
-                raise
-            raise WeightUpdateError(f"receiver {place.rank} of {place.world - 1}: {first_line(error)}") from error
-
-    def close(self) -> None:
-        """Leave the group and the store."""
-        if self._group is not None:
-            self._group.close()
-        self._group, self._store, self._store_at = None, None, ("", 0)
-
-    def _meet(self, place: Place, error: str, targets: list[torch.Tensor]) -> Broadcast:
-        old = self._group
-        held = old.name if old is not None and (old.rank, old.world) == (place.rank, place.world) else ""
-        device = _device_id(str(targets[0].device)) if targets else "cpu"
-        go = arrive(self._store, place, Arrival(f"receiver {place.rank}", held, device, error))
-        if old is not None and go.group == old.name:
-            return old
-        if old is not None:
-            old.close()
-        self._group = Broadcast(self._store, place, go, own_address(place))
-        return self._group
-
-
-class _Bucket:
-    """Small parameters one after the other."""
-
-    def __init__(self, device: str) -> None:
-        import torch
-
-        self.memory = torch.empty(PIECE, dtype=torch.uint8, device=device)
-        self.used = 0
-        self.members: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-
-    def fits(self, size: int) -> bool:
-        return self.used + size <= PIECE
-
-    def take(self, size: int) -> torch.Tensor:
-        """The next `size` bytes."""
-        start, self.used = self.used, self.used + -(-size // ALIGNMENT) * ALIGNMENT
-        return self.memory[start : start + size]
-
-    def unpack(self, sums: dict[str, int]) -> Callable[[], None]:
-        """What to do once it has arrived."""
-
-        def work() -> None:
-            for name, target, part in self.members:
-                sums[name] = copy_with_checksum(target, part.view(target.dtype))
-
-        return work
-
-
-class _Pipe:
-    """Broadcasts in order, a few of them ahead of the one that is waited for."""
-
-    def __init__(self, group: Any, wait: timedelta) -> None:
+    def __init__(self, group: Any, wait: timedelta, on: str) -> None:
         from torch.distributed import BroadcastOptions
 
-        self._group, self._wait = group, wait
+        self._group, self._wait, self._on = group, wait, on
         self._options = BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
-        self._running: deque[tuple[str, Any, torch.Tensor, Callable[[], None]]] = deque()
+        self._running: deque[tuple[str, Any, torch.Tensor, list[_Landing]]] = deque()
+        self._sums: dict[str, int] = {}
+        self._used = 0
+        self._new_bucket()
 
-    def put(self, name: str, piece: torch.Tensor, then: Callable[[], None] = lambda: None) -> None:
-        """Start one; `then` is called when it is done. `name` is for errors."""
+    def send(self, name: str, flat: torch.Tensor, dtype: torch.dtype, size: int) -> None:
+        """Send a parameter of `size` bytes in a dtype."""
+        if size < LARGE:
+            self._add(name, copy_with_checksum(self._take(size).view(dtype), flat))
+            return
+        for span, offset in _pieces(flat.numel(), dtype.itemsize):
+            piece = flat[span].to(self._on, dtype)
+            self._put(name, piece, [])
+            self._add(name, checksum(piece, offset))
+
+    def receive(self, name: str, flat: torch.Tensor, size: int) -> None:
+        """Receive a parameter of `size` bytes."""
         import torch
 
-        if not piece.numel():
+        if size < LARGE:
+            part = self._take(size).view(flat.dtype)
+            self._landings.append((name, flat, part, 0))
             return
-        try:
-            work = self._group.broadcast([piece.view(torch.uint8)], self._options)
-        except RuntimeError as error:
-            raise _broken(name, error) from error
-        self._running.append((name, work, piece, then))
-        if len(self._running) > _AHEAD:
-            self._finish_one()
+        for span, offset in _pieces(flat.numel(), flat.itemsize):
+            target = flat[span]
+            piece = target if target.device == torch.device(self._on) else torch.empty_like(target, device=self._on)
+            self._put(name, piece, [(name, target, piece, offset)])
 
-    def finish(self) -> None:
-        """Wait for all."""
+    def finish(self) -> dict[str, int]:
+        """Wait for all; the checksums by name."""
+        self._pass_bucket()
         while self._running:
             self._finish_one()
+        return {name: total % 2**64 for name, total in self._sums.items()}
+
+    def _take(self, size: int) -> torch.Tensor:
+        """The bucket's next `size` bytes."""
+        if self._used + size > PIECE:
+            self._pass_bucket()
+        start, self._used = self._used, self._used + -(-size // ALIGNMENT) * ALIGNMENT
+        return self._bucket[start : start + size]
+
+    def _pass_bucket(self) -> None:
+        self._put("of a bucket", self._bucket[: self._used], self._landings)
+        self._new_bucket()
+
+    def _new_bucket(self) -> None:
+        import torch
+
+        self._bucket = torch.empty(PIECE, dtype=torch.uint8, device=self._on)
+        self._used = 0
+        self._landings: list[_Landing] = []
+
+    def _put(self, name: str, piece: torch.Tensor, landings: list[_Landing]) -> None:
+        """Start one broadcast; `name` is for errors."""
+        import torch
+
+        if piece.numel():
+            try:
+                work = self._group.broadcast([piece.view(torch.uint8)], self._options)
+            except RuntimeError as error:
+                raise _broken(name, error) from error
+            self._running.append((name, work, piece, landings))
+            if len(self._running) > _AHEAD:
+                self._finish_one()
+        else:
+            self._land(landings)
 
     def _finish_one(self) -> None:
-        name, work, _, then = self._running.popleft()
+        name, work, _, landings = self._running.popleft()
         try:
             work.wait(self._wait)
         except RuntimeError as error:
             raise _broken(name, error) from error
-        then()
+        self._land(landings)
+
+    def _land(self, landings: list[_Landing]) -> None:
+        for name, target, piece, offset in landings:
+            if piece is not target:
+                target.copy_(piece)
+            self._add(name, checksum(target, offset))
+
+    def _add(self, name: str, part: int) -> None:
+        self._sums[name] = self._sums.get(name, 0) + part
+
+
+_Landing = tuple[str, "torch.Tensor", "torch.Tensor", int]
+"""Of what has come: name, target, the piece (the target itself, or memory to copy from), and the byte of the parameter
+at which it begins."""
 
 
 def _broken(name: str, error: RuntimeError) -> WeightUpdateError:
@@ -314,23 +340,6 @@ def _broken(name: str, error: RuntimeError) -> WeightUpdateError:
     )
 
 
-def _landing(
-    name: str, target: torch.Tensor, offset: int, on: str, sums: dict[str, int]
-) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Memory into which a piece of a large parameter is received, and what to do once it is there."""
-    import torch
-
-    direct = target.device == torch.device(on)
-    piece = target if direct else torch.empty_like(target, device=on)
-
-    def work() -> None:
-        if not direct:
-            target.copy_(piece)
-        sums[name] += checksum(target, offset)
-
-    return piece, work
-
-
 def _pieces(count: int, itemsize: int) -> Iterator[tuple[slice, int]]:
     """Elements of each piece, and the byte at which it begins."""
     step = PIECE // itemsize
@@ -338,22 +347,22 @@ def _pieces(count: int, itemsize: int) -> Iterator[tuple[slice, int]]:
         yield slice(start, min(start + step, count)), start * itemsize
 
 
-def _make_gloo(store: Any, place: Place, wait: timedelta, host: str) -> Any:
+def _make_gloo(store: Any, rank: int, world: int, wait: timedelta, host: str) -> Any:
     from torch.distributed import ProcessGroupGloo
 
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = wait
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._threads = 2
-    return ProcessGroupGloo(store, place.rank, place.world, options)
+    return ProcessGroupGloo(store, rank, world, options)
 
 
-def _make_nccl(store: Any, place: Place, wait: timedelta, host: str) -> Any:
+def _make_nccl(store: Any, rank: int, world: int, wait: timedelta, host: str) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = wait
-    return ProcessGroupNCCL(store, place.rank, place.world, options)
+    return ProcessGroupNCCL(store, rank, world, options)
 
 
 def _device_id(device: str) -> str:

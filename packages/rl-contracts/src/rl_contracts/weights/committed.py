@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.transport import STORED_ROUTES
+from rl_contracts.weights.stored import STORED_ROUTES
 
 RECORD = "committed.json"
 """Name of the record in the directory of the weights."""

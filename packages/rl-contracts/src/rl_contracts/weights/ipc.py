@@ -1,81 +1,109 @@
 """The `ipc` route: trainer and server share a GPU. The trainer keeps a copy of the parameters in one allocation, and
-the server opens it by its CUDA IPC handle. The handle travels as JSON in `meta.location`."""
+the server opens it by its CUDA IPC handle. The handle travels as JSON in a part's location."""
 
 from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
+from rl_contracts.weights.layout import fill, offsets, views
 
 if TYPE_CHECKING:
     import torch
 
 
-def check_device(device: str) -> None:
-    """Refuse what has no CUDA IPC.
+class IpcSender:
+    """The trainer's end; see `rl_contracts.weights.WeightSender`.
+
+    Args:
+        device: a CUDA device.
 
     Raises:
         WeightUpdateError: the device is not a GPU.
     """
-    import torch
 
-    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
-        raise WeightUpdateError(
-            f"publish.route=ipc: expected trainer and server on one CUDA device, found a model on {device!r}. "
-            "Use publish.route=shm."
-        )
+    meets = False
+    location = ""
 
-
-class IpcMemory:
-    """The trainer's end: device memory that another process may open.
-
-    Args:
-        size: bytes.
-        device: a CUDA device.
-    """
-
-    def __init__(self, size: int, device: str) -> None:
+    def __init__(self, device: str) -> None:
         import torch
 
-        self.tensor = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-        uuid = str(torch.cuda.get_device_properties(torch.device(device)).uuid)
-        # once: each call would leave another reference counter behind
-        _, *handle = self.tensor.untyped_storage()._share_cuda_()
-        start = self.tensor.data_ptr() - self.tensor.untyped_storage().data_ptr()
-        packed = [_pack(value) for value in handle]
-        self.location = json.dumps({"device": uuid, "offset": start, "size": size, "handle": packed})
+        if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+            raise WeightUpdateError(
+                f"publish.route=ipc: expected trainer and server on one CUDA device, found a model on {device!r}. "
+                "Use publish.route=shm."
+            )
+        self._device = device
+        self._memory: torch.Tensor | None = None
+
+    def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
+        import torch
+
+        size = offsets(specs)[1]
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
+            self._handle = _handle_of(self._memory)  # once: each call would leave another reference counter behind
+        self._specs, self._places = specs, views(self._memory, specs)
+        return WeightUpdateMeta("ipc", version, (WeightPart(self._handle, specs),))
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+        import torch
+
+        sums = fill(self._places, self._specs, tensors)
+        torch.cuda.synchronize(self._device)
+        return sums
+
+    def cancel(self, reason: str) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        self._memory, self._places = None, {}
 
 
 class IpcReader:
-    """The server's end; keeps the last handle open."""
+    """The server's end; keeps the last handles open."""
 
     def __init__(self) -> None:
-        self._location = ""
-        self._memory: torch.Tensor | None = None
+        self._open: dict[str, torch.Tensor] = {}
 
-    def open(self, location: str) -> torch.Tensor:
-        """The trainer's memory, uint8.
+    def read(self, meta: WeightUpdateMeta) -> Iterator[tuple[str, torch.Tensor]]:
+        """Named tensors in the trainer's memory: copy before the next update.
 
         Raises:
-            WeightUpdateError: this process does not see that GPU, or the handle cannot be opened.
+            WeightUpdateError: this process does not see that GPU, or a handle cannot be opened.
         """
-        import torch
+        old, self._open = self._open, {}
+        for part in meta.parts:
+            self._open[part.location] = old[part.location] if part.location in old else _open(part.location)
+            yield from views(self._open[part.location], part.params).items()
 
-        if self._memory is not None and location == self._location:
-            return self._memory
-        self._memory = None
-        try:
-            value = json.loads(location)
-            device = _device_of(str(value["device"]))
-            storage = torch.UntypedStorage._new_shared_cuda(device, *(_unpack(part) for part in value["handle"]))
-            memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            memory.set_(storage, int(value["offset"]), (int(value["size"]),))  # type: ignore[call-overload]
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise WeightUpdateError(f"route ipc: the trainer's memory cannot be opened: {error!r}") from error
-        self._location, self._memory = location, memory
-        return memory
+
+def _handle_of(memory: torch.Tensor) -> str:
+    import torch
+
+    uuid = str(torch.cuda.get_device_properties(memory.device).uuid)
+    _, *handle = memory.untyped_storage()._share_cuda_()
+    start = memory.data_ptr() - memory.untyped_storage().data_ptr()
+    packed = [_pack(value) for value in handle]
+    return json.dumps({"device": uuid, "offset": start, "size": memory.numel(), "handle": packed})
+
+
+def _open(location: str) -> torch.Tensor:
+    """The trainer's memory, uint8."""
+    import torch
+
+    try:
+        value = json.loads(location)
+        device = _device_of(str(value["device"]))
+        storage = torch.UntypedStorage._new_shared_cuda(device, *(_unpack(part) for part in value["handle"]))
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return memory.set_(storage, int(value["offset"]), (int(value["size"]),))  # type: ignore[call-overload]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise WeightUpdateError(f"route ipc: the trainer's memory cannot be opened: {error!r}") from error
 
 
 def _device_of(uuid: str) -> int:

@@ -1,8 +1,9 @@
-"""Parameters one after the other in one piece of memory: the form in which they lie in shared memory."""
+"""Parameters one after the other in one piece of memory, and the pairing of a stream with its specs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import TYPE_CHECKING
 
 from rl_contracts.data import ParamSpec
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 64
-"""Bytes at whose multiples a parameter begins."""
+"""Bytes at whose multiples a parameter begins in shared memory."""
 
 
 def dtype_of(spec: ParamSpec) -> torch.dtype:
@@ -32,30 +33,31 @@ def dtype_of(spec: ParamSpec) -> torch.dtype:
 
 def size_of(spec: ParamSpec) -> int:
     """Bytes of a parameter."""
-    size = dtype_of(spec).itemsize
-    for dim in spec.shape:
-        size *= dim
-    return size
+    return dtype_of(spec).itemsize * prod(spec.shape)
 
 
-def total_size(specs: tuple[ParamSpec, ...]) -> int:
-    """Bytes of the whole."""
-    return sum(-(-size_of(spec) // ALIGNMENT) * ALIGNMENT for spec in specs)
-
-
-def views(memory: torch.Tensor, specs: tuple[ParamSpec, ...]) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-    """Each parameter's place in a piece of memory, uint8 [total_size]."""
-    offset = 0
+def offsets(specs: Iterable[ParamSpec], alignment: int = ALIGNMENT) -> tuple[dict[str, int], int]:
+    """The byte at which each parameter begins, and the bytes of the whole."""
+    places, end = dict[str, int](), 0
     for spec in specs:
-        size = size_of(spec)
-        yield spec, memory[offset : offset + size].view(dtype_of(spec)).view(spec.shape)
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
+        places[spec.name] = end
+        end += -(-size_of(spec) // alignment) * alignment
+    return places, end
+
+
+def views(memory: torch.Tensor, specs: Iterable[ParamSpec], alignment: int = ALIGNMENT) -> dict[str, torch.Tensor]:
+    """Each parameter's place in a piece of memory, uint8 [bytes of the whole]."""
+    specs = tuple(specs)
+    places, _ = offsets(specs, alignment)
+    return {
+        spec.name: memory[places[spec.name] :][: size_of(spec)].view(dtype_of(spec)).view(spec.shape) for spec in specs
+    }
 
 
 def fill(
-    memory: torch.Tensor, specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]]
+    places: dict[str, torch.Tensor], specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, int]:
-    """Copy named tensors to their places, cast to the served dtypes.
+    """Copy named tensors to their places, cast to the dtypes that these have.
 
     Returns:
         the checksum of what lies there, by name.
@@ -63,11 +65,7 @@ def fill(
     Raises:
         WeightUpdateError: names, order or shapes differ from the specs.
     """
-    sums: dict[str, int] = {}
-    places = views(memory, specs)
-    for spec, tensor in checked(specs, tensors):
-        sums[spec.name] = copy_with_checksum(next(places)[1], tensor)
-    return sums
+    return {spec.name: copy_with_checksum(places[spec.name], tensor) for spec, tensor in checked(specs, tensors)}
 
 
 def checked(
@@ -83,8 +81,8 @@ def checked(
         spec = next(expected, None)
         if spec is None or spec.name != name or spec.shape != tuple(tensor.shape):
             wanted = "no more parameters" if spec is None else f"{spec.name} {list(spec.shape)}"
-            raise WeightUpdateError(f"writing weights: expected {wanted}, found {name} {list(tensor.shape)}.")
+            raise WeightUpdateError(f"sending weights: expected {wanted}, found {name} {list(tensor.shape)}.")
         yield spec, tensor
     missing = next(expected, None)
     if missing is not None:
-        raise WeightUpdateError(f"writing weights: parameter {missing.name!r} is in the specs but was not given.")
+        raise WeightUpdateError(f"sending weights: parameter {missing.name!r} is in the specs but was not given.")

@@ -4,7 +4,7 @@ pointers."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,23 +48,16 @@ class ServedWeights:
         Raises:
             WeightUpdateError: a path outside the weights directory, unknown or missing parameters, wrong
         shapes or dtypes."""
-        self._check_location(meta)
         with self._staging:  # a request that its client gave up may still be at work on the spare buffers
+            try:
+                targets, told = self._targets(meta)
+            except WeightUpdateError as error:
+                self._receiver.refuse(meta, str(error))
+                raise
             self._staged = self._spare_version = None
-            staged: dict[str, torch.Tensor] = {}
-            told: dict[str, str] = {}  # under which name a tensor came first; tied ones may come under several
-
-            def place_for(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-                key = self._check(meta.version, name, shape, dtype)
-                first = told.setdefault(key, name)
-                live, spare = self._live[key], self._spare.get(key)
-                if spare is None or first != name:
-                    spare = torch.empty_like(live, memory_format=torch.contiguous_format, requires_grad=False)
-                return staged.setdefault(key, spare) if first == name else spare
-
-            sums = self._receiver.receive(meta, place_for, lambda: self._check_specs(meta))
-            self._check_complete(meta.version, staged)
-            self._spare, self._staged = staged, (meta.version, staged)
+            sums = self._receiver.receive(meta, targets)
+            self._spare = {key: targets[name] for key, name in told.items()}
+            self._staged = (meta.version, self._spare)
             receipt = {name: sums[told[self._canonical[name]]] for name in sums}
             return WeightReceipt(self.holder, meta.version, receipt)
 
@@ -118,17 +111,33 @@ class ServedWeights:
         finally:
             self._exchange(self._spare)
 
+    def _targets(self, meta: WeightUpdateMeta) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Where each parameter of a version is to go, by name; and under which name each tensor comes first, because
+        tied ones may come under several. Refuses a version before anything of it is read."""
+        self._check_location(meta)
+        targets: dict[str, torch.Tensor] = {}
+        told: dict[str, str] = {}
+        for spec in meta.params:
+            key = self._check(meta.version, spec.name, spec.shape, getattr(torch, spec.dtype, spec.dtype))
+            first = told.setdefault(key, spec.name) == spec.name
+            live, spare = self._live[key], self._spare.get(key)
+            if spare is None or not first:
+                spare = torch.empty_like(live, memory_format=torch.contiguous_format, requires_grad=False)
+            targets[spec.name] = spare
+        missing = sorted(self._required - set(told))
+        if missing:
+            raise WeightUpdateError(
+                f"version {meta.version}: {len(missing)} parameters were not sent, the first {missing[:3]}. "
+                "Send every parameter of the served model."
+            )
+        return targets, told
+
     def _check_location(self, meta: WeightUpdateMeta) -> None:
         if self._directory is None:
             raise WeightUpdateError("this server takes no weight updates; start it with --weights-dir.")
-        if meta.route in STORED_ROUTES and not Path(meta.location).resolve().is_relative_to(self._directory):
-            raise WeightUpdateError(f"{meta.location}: outside the server's weights directory {self._directory}.")
-
-    def _check_specs(self, meta: WeightUpdateMeta) -> None:
-        """Refuse a version before anything of it is read. Routes that carry names themselves may come without."""
-        keys = [self._check(meta.version, p.name, p.shape, getattr(torch, p.dtype, p.dtype)) for p in meta.params]
-        if keys:
-            self._check_complete(meta.version, keys)
+        for part in meta.parts if meta.route in STORED_ROUTES else ():
+            if not Path(part.location).resolve().is_relative_to(self._directory):
+                raise WeightUpdateError(f"{part.location}: outside the server's weights directory {self._directory}.")
 
     def _check(self, version: int, name: str, shape: tuple[int, ...], dtype: object) -> str:
         """The name that stands for a parameter's tensor."""
@@ -142,11 +151,3 @@ class ServedWeights:
                 f"found {dtype} {list(shape)}."
             )
         return key
-
-    def _check_complete(self, version: int, keys: Collection[str]) -> None:
-        missing = sorted(self._required - set(keys))
-        if missing:
-            raise WeightUpdateError(
-                f"version {version}: {len(missing)} parameters were not sent, the first {missing[:3]}. "
-                "Send every parameter of the served model."
-            )

@@ -1,0 +1,239 @@
+"""The rendezvous of trainer and servers before a broadcast, at a key-value store that rank 0 of the trainer hosts.
+
+Who takes part is decided for each update by the client of the servers, which tells each its rank in the request to
+stage; so a server may be evicted or come back between any two. Everybody joins, then the trainer starts, or somebody
+calls the update off and says why: the first reason is the one that all others are told. Each rank of the trainer that
+sends meets the servers under a key of its own, all in this one store. What the store holds is JSON, and each try has
+keys of its own, which cannot be guessed and which the sender deletes when it is past.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import socket
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from rl_contracts.data import WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
+
+_POLL = 0.002
+"""Seconds between two looks into the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A location `tcp://host:port/update/sender?timeout=...&rank=...&world=...`, taken apart."""
+
+    host: str
+    """Address on which rank 0 of the trainer listens."""
+    port: int = 0
+    """Its port; 0, before it listens: any free one."""
+    update: str = ""
+    """Which update, and which try."""
+    sender: str = ""
+    """Rank of the trainer that sends this part."""
+    timeout: float = 60.0
+    """Seconds that each step may take: to join, to connect, to move one piece."""
+    rank: int = 0
+    """Rank of the reader in the group that is formed; the sender has 0."""
+    world: int = 0
+    """Size of that group."""
+
+    @classmethod
+    def parse(cls, location: str) -> Address:
+        """Inverse of `location`.
+
+        Raises:
+            WeightUpdateError: it is none.
+        """
+        try:
+            url = urlsplit(location)
+            query = {name: float(value) for name, value in parse_qsl(url.query)}
+            if url.scheme != "tcp" or not url.hostname or set(query) - {"timeout", "rank", "world"}:
+                raise ValueError("not of that form")
+            update, _, sender = url.path.strip("/").partition("/")
+            rank, world = int(query.get("rank", 0)), int(query.get("world", 0))
+            return cls(url.hostname, url.port or 0, update, sender, query.get("timeout", 60.0), rank, world)
+        except ValueError as error:
+            raise WeightUpdateError(
+                f"route broadcast: expected a location tcp://host:port/update?timeout=60, found {location!r}: {error}."
+            ) from error
+
+    @property
+    def location(self) -> str:
+        """As a URL."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        query = {"timeout": self.timeout} | ({"rank": self.rank, "world": self.world} if self.world else {})
+        return f"tcp://{host}:{self.port}/{self.update}/{self.sender}?{urlencode(query)}"
+
+
+def seated(meta: WeightUpdateMeta, rank: int, world: int) -> WeightUpdateMeta:
+    """What one receiver of a broadcast is sent: the same update with its rank, from 1 to `world - 1`."""
+    parts = (
+        replace(part, location=replace(Address.parse(part.location), rank=rank, world=world).location)
+        for part in meta.parts
+    )
+    return replace(meta, parts=tuple(parts))
+
+
+class Rendezvous:
+    """One update's rendezvous of a sender with all receivers.
+
+    Args:
+        store: of `host` or `connect`.
+        address: which update and sender, and the caller's rank.
+    """
+
+    def __init__(self, store: Any, address: Address) -> None:
+        self._store, self._at = store, address
+        self._off = f"{address.update}/off"
+
+    def join(self, group: str, device: str) -> tuple[str, str]:
+        """A receiver's side: say that it is there, and wait for the start.
+
+        Args:
+            group: name of the group that it still has, in which it had the same rank; empty: none.
+            device: `cpu`, or the unique id of its GPU.
+
+        Returns:
+            name and backend of the group to use: the one that all have, or one to form.
+
+        Raises:
+            WeightUpdateError: the trainer is gone, does not start in time, or the update was called off.
+        """
+        at, deadline = self._at, time.monotonic() + self._at.timeout
+        try:
+            self._set(str(at.rank), {"group": group, "device": device})
+            self._set("world", at.world)
+            while (start := self._get("start")) is None:
+                if time.monotonic() > deadline:
+                    raise WeightUpdateError(
+                        f"receiver {at.rank} joined, but within {at.timeout:g} s the trainer at {at.host}:{at.port} "
+                        "did not start. Did all other servers join?"
+                    )
+                time.sleep(_POLL)
+        except RuntimeError as error:
+            raise WeightUpdateError(
+                f"receiver {at.rank}: the trainer at {at.host}:{at.port} is gone: {first_line(error)}"
+            ) from error
+        return str(start["group"]), str(start["backend"])
+
+    def wait_for_all(self) -> list[dict[str, str]]:
+        """The sender's side: wait until every receiver has joined, at most the timeout after the first.
+
+        Until the first has, their client knows how long to wait, and calls the update off.
+
+        Returns:
+            `group` and `device` of each (see `join`), in order of their ranks.
+
+        Raises:
+            WeightUpdateError: names who did not join in time; or the update was called off.
+        """
+        at, deadline, world, found = self._at, math.inf, 0, dict[int, dict[str, str]]()
+        while not world or len(found) < world - 1:
+            if not world and (value := self._get("world")) is not None:
+                deadline, world = time.monotonic() + at.timeout, int(value)
+            for rank in sorted(set(range(1, world)) - set(found)):
+                if (value := self._get(str(rank))) is not None:
+                    found[rank] = value
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(rank) for rank in range(1, world) if rank not in found)
+                raise WeightUpdateError(
+                    f"receiver {missing} of {world - 1} did not join within {at.timeout:g} s of the first. Joined: "
+                    f"{', '.join(map(str, sorted(found))) or 'none'}. Can all servers reach {at.host}:{at.port}?"
+                )
+            time.sleep(_POLL)
+        return [found[rank] for rank in sorted(found)]
+
+    def start(self, group: str, backend: str) -> None:
+        """Let the receivers go on with a group."""
+        self._set("start", {"group": group, "backend": backend})
+
+    def call_off(self, reason: str) -> None:
+        """End the update for everybody who waits, at this sender and the others. The first reason stays.
+
+        Raises:
+            RuntimeError: the store is gone, and everybody else has seen that too.
+        """
+        self._store.compare_set(self._off, "", json.dumps(reason))
+
+    def forget(self) -> None:
+        """Delete the keys of this update."""
+        delete(self._store, f"{self._at.update}/")
+
+    def _set(self, name: str, value: Any) -> None:
+        self._store.set(f"{self._at.update}/{self._at.sender}/{name}", json.dumps(value))
+
+    def _get(self, name: str) -> Any:
+        """What stands there; None: nothing yet."""
+        if self._store.check([self._off]):
+            raise WeightUpdateError(f"the update was called off: {json.loads(self._store.get(self._off))}")
+        key = f"{self._at.update}/{self._at.sender}/{name}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def host(address: Address) -> tuple[Any, Address]:
+    """Rank 0's store, and where it listens.
+
+    Raises:
+        WeightUpdateError: the address cannot be listened on.
+    """
+    from torch.distributed import TCPStore
+
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        listener = socket.create_server((address.host, address.port), family=family)
+    except OSError as error:
+        raise WeightUpdateError(
+            f"route broadcast: cannot listen on {address.host}:{address.port}: {error}. Set publish.host to an "
+            "address of this machine that the servers can reach."
+        ) from error
+    address = replace(address, port=listener.getsockname()[1])
+    wait, fd = timedelta(seconds=address.timeout), listener.detach()
+    store = TCPStore(address.host, address.port, None, True, wait, wait_for_workers=False, master_listen_fd=fd)
+    return store, address
+
+
+def connect(address: Address) -> Any:
+    """Everybody else's connection to that store. One for each thread that may wait in it.
+
+    Raises:
+        WeightUpdateError: nobody listens there.
+    """
+    from torch.distributed import TCPStore
+
+    wait = timedelta(seconds=address.timeout)
+    try:
+        return TCPStore(address.host, address.port, None, False, wait, wait_for_workers=False)
+    except RuntimeError as error:
+        raise WeightUpdateError(
+            f"no trainer listens at {address.host}:{address.port}: {first_line(error)} It must listen on an address "
+            "that the servers can reach (publish.host)."
+        ) from error
+
+
+def delete(store: Any, prefix: str) -> None:
+    """Delete all keys that begin so."""
+    for key in store.list_keys():
+        if key.startswith(prefix):
+            store.delete_key(key)
+
+
+def own_address(address: Address) -> str:
+    """The address of this machine that lies towards the store."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address.host, address.port or 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def first_line(error: BaseException) -> str:
+    """What libtorch says, without its source lines, its trace and its advice."""
+    text = re.sub(r"\[[^\]]*\.cc:\d+\]\s*", "", str(error).partition("\n")[0])
+    return text.partition(" This is typically")[0].strip() or type(error).__name__

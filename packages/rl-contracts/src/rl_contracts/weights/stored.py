@@ -1,0 +1,219 @@
+"""The `shm` and `disk` routes: the trainer writes named tensors, whoever likes reads them, whenever it likes.
+
+Both keep the versions n and n-1 in alternating slots, so the last committed version stays readable while the next one
+is written and a restarted server can load it. Space is reserved before anything is written: a sparse file in a memory
+file system that is too small would end the process with SIGBUS.
+
+`shm`: a file in a memory file system with the parameters one after the other, each aligned to 64 bytes, in the order
+of the specs. It is mapped once on each side: the pages of a new mapping cost as much as a copy.
+`disk`: a directory with one safetensors file, written beside and renamed, so that a reader sees all of it or none.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.weights.layout import dtype_of, fill, offsets, size_of, views
+
+if TYPE_CHECKING:
+    import torch
+
+STORED_ROUTES = ("shm", "disk")
+"""Routes on which a version lies somewhere for whoever comes to read it."""
+FILE = "model.safetensors"
+"""Name of the file of `disk`."""
+
+
+class StoredSender:
+    """The writing end; see `rl_contracts.weights.WeightSender`.
+
+    Args:
+        route: `shm` or `disk`.
+        location: directory of the files.
+        rank: of the trainer, in the names of its files.
+    """
+
+    meets = False
+
+    def __init__(self, route: str, location: str, rank: int) -> None:
+        self.location = location
+        self._route, self._rank = route, rank
+        self._mappings = Mappings(write=True)
+
+    def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
+        self._final, self._specs = self._slot(version), specs
+        self._places = self._map(version) if self._route == "shm" else self._create()
+        return WeightUpdateMeta(self._route, version, (WeightPart(str(self._final), specs),))
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+        sums = fill(self._places, self._specs, tensors)
+        if self._route == "disk":
+            shutil.rmtree(self._final, ignore_errors=True)
+            self._scratch.rename(self._final)
+        return sums
+
+    def cancel(self, reason: str) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        self._mappings, self._places = Mappings(write=True), {}
+        if self._route == "shm":
+            for version in (0, 1):
+                self._slot(version).unlink(missing_ok=True)
+
+    def _slot(self, version: int) -> Path:
+        suffix = ".weights" if self._route == "shm" else ""
+        return Path(self.location) / f"slot-{version % 2}-rank-{self._rank}{suffix}"
+
+    def _map(self, version: int) -> dict[str, torch.Tensor]:
+        size = offsets(self._specs)[1]
+        self._final.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not (other := self._slot(version + 1)).exists():
+            self._mappings.get(other, size)  # needed soon: where space is missing, that is said now
+        return views(self._mappings.get(self._final, size), self._specs)
+
+    def _create(self) -> dict[str, torch.Tensor]:
+        """A safetensors file beside the one that it will replace."""
+        self._scratch = self._final.with_name(f".{self._final.name}.{os.getpid()}")
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir(parents=True)
+        # widest first, as safetensors does: it allows no gaps, and so each begins at a multiple of its item's size
+        ordered = sorted(self._specs, key=lambda spec: -dtype_of(spec).itemsize)
+        header = _header(ordered)
+        memory = self._mappings.get(self._scratch / FILE, len(header) + offsets(ordered, 1)[1])
+        memory[: len(header)].numpy()[:] = memoryview(header)
+        return views(memory[len(header) :], ordered, 1)
+
+
+def open_weights(meta: WeightUpdateMeta, mappings: Mappings | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read named tensors from the route, one after the other. Those of `shm` are views of shared memory: copy before
+    the next update.
+
+    Args:
+        mappings: the reader's own, where it reads more than once.
+
+    Raises:
+        WeightUpdateError: the file or directory is missing or too small, or the route keeps nothing.
+    """
+    if meta.route not in STORED_ROUTES:
+        raise WeightUpdateError(
+            f"route {meta.route} keeps no version; only those of {', '.join(STORED_ROUTES)} can be read later."
+        )
+    for part in meta.parts:
+        yield from _read_shm(part, mappings or Mappings(write=False)) if meta.route == "shm" else _read_disk(part)
+
+
+class Mappings:
+    """Files by path, each mapped for as long as the path means the same file of the same size.
+
+    Args:
+        write: the tensors write to the files; else what is written to them stays private.
+    """
+
+    def __init__(self, write: bool) -> None:
+        self._write = write
+        self._open: dict[str, tuple[tuple[int, int, int], torch.Tensor]] = {}
+
+    def get(self, path: str | Path, size: int) -> torch.Tensor:
+        """The first `size` bytes of a file, uint8 [size]; when writing, the file is made, with its space reserved.
+
+        Raises:
+            OSError: it cannot be opened, or has fewer bytes.
+            WeightUpdateError: there is no space for it.
+        """
+        import torch
+
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT if self._write else os.O_RDONLY, 0o600)
+        try:
+            if self._write:
+                _reserve(descriptor, path, size)
+            found = os.fstat(descriptor)
+            if found.st_size < size:
+                raise OSError(f"expected {size} bytes of weights, found {found.st_size}; was another model connected?")
+            if not size:
+                return torch.empty(0, dtype=torch.uint8)
+            identity = (found.st_dev, found.st_ino, size)
+            known = self._open.get(str(path))
+            if known is None or known[0] != identity:
+                # readers' pages are private and writable, because torch warns about memory that it must not write
+                access = mmap.ACCESS_WRITE if self._write else mmap.ACCESS_COPY
+                memory = mmap.mmap(descriptor, size, access=access)
+                known = self._open[str(path)] = (identity, torch.frombuffer(memory, dtype=torch.uint8))
+            return known[1]
+        finally:
+            os.close(descriptor)
+
+
+def _reserve(descriptor: int, path: str | Path, size: int) -> None:
+    """Make a file `size` bytes long, none of which is missing when it is written.
+
+    Raises:
+        WeightUpdateError: the file system has no such space.
+    """
+    found = os.fstat(descriptor)
+    if found.st_size != size:
+        os.ftruncate(descriptor, size)
+    if found.st_size != size or found.st_blocks * 512 < size:
+        try:
+            os.posix_fallocate(descriptor, 0, max(size, 1))
+        except OSError as error:
+            os.unlink(path)
+            free = shutil.disk_usage(Path(path).parent).free
+            raise WeightUpdateError(
+                f"{path}: expected space for {size / 2**20:.1f} MiB of weights, found {free / 2**20:.1f} MiB: {error}. "
+                "Two versions are kept, and on disk a third while it is written. Free space there; give a container "
+                "more shared memory (docker run --shm-size); or use publish.route=disk or broadcast."
+            ) from error
+
+
+def _read_shm(part: WeightPart, mappings: Mappings) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        memory = mappings.get(part.location, offsets(part.params)[1])
+    except OSError as error:
+        raise WeightUpdateError(f"{part.location}: the weights cannot be opened: {error}") from error
+    yield from views(memory, part.params).items()
+
+
+def _read_disk(part: WeightPart) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(part.location) / FILE
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            for spec in part.params:
+                tensor = file.get_tensor(spec.name)
+                if (tuple(tensor.shape), tensor.dtype) != (spec.shape, dtype_of(spec)):
+                    raise WeightUpdateError(
+                        f"{path}: parameter {spec.name!r}: expected {spec.dtype} {list(spec.shape)}, "
+                        f"found {tensor.dtype} {list(tensor.shape)}."
+                    )
+                yield spec.name, tensor
+    except (OSError, SafetensorError) as error:
+        raise WeightUpdateError(f"{path}: the weights cannot be read: {error}") from error
+
+
+def _header(specs: list[ParamSpec]) -> bytes:
+    """How a safetensors file of these begins; a multiple of 64 bytes."""
+    from safetensors.torch import _TYPES
+
+    names = {dtype: name for name, dtype in _TYPES.items()}
+    places, _ = offsets(specs, 1)
+    entries = {
+        spec.name: {
+            "dtype": names[dtype_of(spec)],
+            "shape": spec.shape,
+            "data_offsets": [places[spec.name], places[spec.name] + size_of(spec)],
+        }
+        for spec in specs
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    return len(text).to_bytes(8, "little") + text

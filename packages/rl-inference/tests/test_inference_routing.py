@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from rl_contracts.clock import SystemClock
+from rl_contracts.errors import InferenceError
 from rl_inference.losses import ServerLostError
 from rl_inference.routing import Router, Server
 
@@ -29,6 +30,23 @@ def test_choose_without_group_takes_the_least_busy(router: Router) -> None:
     router.servers[0].open, router.servers[1].open, router.servers[2].open = 3, 1, 2
 
     assert router.choose() is router.servers[1]
+
+
+def test_by_load_the_least_busy_comes_first_and_ties_are_spread(router: Router) -> None:
+    router.servers[1].open = 2
+
+    firsts = {router.by_load()[0].address for _ in range(60)}
+
+    assert firsts == {"http://s0", "http://s2"}
+    assert router.by_load()[-1] is router.servers[1]
+
+
+def test_named_finds_live_servers_only(router: Router) -> None:
+    router.evict(router.servers[1], "is gone")
+
+    assert router.named("http://s2") is router.servers[2]
+    with pytest.raises(InferenceError, match=r"s1.*is gone"):
+        router.named("http://s1")
 
 
 def test_choose_group_members_follow_the_first_unless_it_is_much_busier(router: Router) -> None:

@@ -68,6 +68,11 @@ class InferenceEngine(ABC):
 
     @property
     @abstractmethod
+    def servers(self) -> list[str]:
+        """Names of the live servers, as `ModelResponse.server` and `WeightReceipt.holder` have them."""
+
+    @property
+    @abstractmethod
     def version(self) -> int:
         """The last version committed on all live servers; what a group that starts now may count on."""
 
@@ -80,8 +85,15 @@ class InferenceEngine(ABC):
         """
 
     @abstractmethod
-    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Log-probs of given tokens at the current weights: entry t is that of `input_ids[t]`; entry 0 is 0."""
+    async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
+        """Log-probs of given tokens at the current weights: entry t is that of `input_ids[t]`; entry 0 is 0.
+
+        Args:
+            server: the one of `servers` that is asked, and no other; None: whichever has the least to do.
+
+        Raises:
+            InferenceError: refused as invalid, no live server could, or the one that was named is not live or failed.
+        """
 
     async def score_before(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """As `score`, at the weights that were served before the last commit. A diagnosis asks for it.
@@ -91,8 +103,11 @@ class InferenceEngine(ABC):
         """
         raise InferenceError(f"{type(self).__name__} keeps no weights of an earlier version.")
 
-    async def live_receipts(self) -> list[WeightReceipt]:
+    async def live_receipts(self, server: str | None = None) -> list[WeightReceipt]:
         """Checksums of the tensors that each server serves now, under all of their names. A diagnosis asks for them.
+
+        Args:
+            server: the one of `servers` that is asked; None: all.
 
         Raises:
             InferenceError: no server answered, or this kind of server has no such checksums.

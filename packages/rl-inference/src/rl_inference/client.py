@@ -80,6 +80,11 @@ class EmbeddedEngine(InferenceEngine):
         return self._server_config.dtype
 
     @property
+    def servers(self) -> list[str]:
+        """Addresses of the live servers."""
+        return [server.address for server in self._router.live]
+
+    @property
     def version(self) -> int:
         """The last version committed on all live servers. Never goes down, whoever is lost or comes back."""
         return self._router.version
@@ -192,34 +197,44 @@ class EmbeddedEngine(InferenceEngine):
         if answer.finish is None:
             raise ServerLostError(f"{server.address}: the stream ended before the answer")
 
-    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+    async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
         """Log-probs of given tokens at the current weights; entry 0 is 0."""
-        return await self._score(self._protocol.score(input_ids, temperature))
+        self._monitor.start()
+        call = self._protocol.score(input_ids, temperature)
+        return await (self._score_on(self._router.named(server), call) if server else self._score(call))
 
     async def score_before(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """The same at the weights that were served before the last commit."""
+        self._monitor.start()
         return await self._score(self._protocol.score(input_ids, temperature, before=True))
 
     async def _score(self, call: Call) -> list[float]:
-        self._monitor.start()
         begin = self._clock.now()
         while await self._router.wait_live(self.config.rejoin_timeout):
-            for server in sorted(self._router.live, key=lambda s: s.open):
-                try:
-                    return self._protocol.parse_score(await server.run(self._transport.call(server, call)))
-                except (ServerLostError, ServerBusyError) as error:
-                    self._note(server, error)
+            for server in self._router.by_load():
+                with contextlib.suppress(ServerLostError, ServerBusyError):
+                    return await self._score_on(server, call)
             if not self.config.rejoin_timeout or self._clock.now() - begin > self.config.progress_timeout:
                 break
             await self._clock.sleep(self.config.retry_seconds)
         raise InferenceError(f"no live server could score: {self._router.reasons}")
 
-    async def live_receipts(self) -> list[WeightReceipt]:
+    async def _score_on(self, server: Server, call: Call) -> list[float]:
+        server.open += 1
+        try:
+            return self._protocol.parse_score(await server.run(self._transport.call(server, call)))
+        except (ServerLostError, ServerBusyError) as error:
+            self._note(server, error)
+            raise
+        finally:
+            server.open -= 1
+
+    async def live_receipts(self, server: str | None = None) -> list[WeightReceipt]:
         """Checksums of the tensors that each server serves now, under all of their names."""
         call, limit = self._protocol.receipt(), self.config.update_timeout
+        asked = [self._router.named(server)] if server else self._router.live
         answers = await asyncio.gather(
-            *(server.run(self._transport.call(server, call, limit)) for server in self._router.live),
-            return_exceptions=True,
+            *(one.run(self._transport.call(one, call, limit)) for one in asked), return_exceptions=True
         )
         found = [self._protocol.parse_receipt(value) for value in answers if isinstance(value, dict)]
         if not found:

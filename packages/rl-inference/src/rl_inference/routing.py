@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rl_contracts.clock import Clock
+from rl_contracts.errors import InferenceError
 from rl_contracts.logging import get_logger
 from rl_inference.losses import ServerLostError
 
@@ -148,6 +150,23 @@ class Router:
         if state.server not in healthy or state.server.open > least.open + self._slack:
             state.server = least
         return state.server
+
+    def by_load(self) -> list[Server]:
+        """Live servers, the least busy first. Ties are in random order: several clients know nothing of each other, and
+        must not all go to the same server."""
+        return sorted(self.live, key=lambda server: (server.open, random.random()))
+
+    def named(self, address: str) -> Server:
+        """The live server at an address.
+
+        Raises:
+            InferenceError: there is none.
+        """
+        for server in self.live:
+            if server.address == address:
+                return server
+        known = [server.address for server in self.live]
+        raise InferenceError(f"expected one of the live servers {known}, found {address!r}: {self.reasons}")
 
     def evict(self, server: Server, reason: str) -> None:
         """Use a server no more, until it is readmitted; what it is asked is cancelled, so that answers continue

@@ -86,6 +86,10 @@ class EpisodeEngine(InferenceEngine):
         return self._engine.served_dtype
 
     @property
+    def servers(self) -> list[str]:
+        return self._engine.servers
+
+    @property
     def version(self) -> int:
         return self._engine.version
 
@@ -122,8 +126,8 @@ class EpisodeEngine(InferenceEngine):
             stop_token_ids=list(dict.fromkeys([*given.stop_token_ids, *own.stop_token_ids])),
         )
 
-    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        return await self._engine.score(input_ids, temperature)
+    async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
+        return await self._engine.score(input_ids, temperature, server)
 
     async def stats(self) -> dict[str, float]:
         return await self._engine.stats()

@@ -179,6 +179,22 @@ class InferenceEngineConformance:
         assert all(task.cancelled() for task in tasks)
         await self.check(engine, await engine.agenerate(request()))
 
+    # ---- servers by name
+
+    async def test_servers_are_named_as_in_answers_and_each_scores_by_itself(self, engine: InferenceEngine) -> None:
+        response = await engine.agenerate(request())
+        ids = response.input_ids + response.output_ids
+        whichever = await engine.score(ids)
+
+        assert response.server in engine.servers
+        assert len(set(engine.servers)) == len(engine.servers)
+        for server in engine.servers:
+            assert await engine.score(ids, server=server) == pytest.approx(whichever, abs=self.logprob_tolerance)
+
+    async def test_score_of_a_server_that_is_not_there_raises_inference_error(self, engine: InferenceEngine) -> None:
+        with pytest.raises(InferenceError, match="nowhere"):
+            await engine.score(PROMPT, server="nowhere")
+
     # ---- weights
 
     @pytest.mark.parametrize("interrupt", ["keep", "recompute", "wait"])

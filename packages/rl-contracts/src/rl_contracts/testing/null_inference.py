@@ -136,6 +136,10 @@ class NullInferenceEngine(InferenceEngine):
         return "float32"
 
     @property
+    def servers(self) -> list[str]:
+        return list(self._addresses)
+
+    @property
     def version(self) -> int:
         return self._timeline.version
 
@@ -175,9 +179,11 @@ class NullInferenceEngine(InferenceEngine):
             resubmissions=self._timeline.recomputes_between(began, began + seconds),
         )
 
-    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+    async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
         import numpy as np
 
+        if server not in (None, *self.servers):
+            raise InferenceError(f"null engine: expected one of the servers {self.servers}, found {server!r}.")
         self._refuse_ids(input_ids, self.config.context_length)
         return [0.0, *self._model.logprobs(np.asarray(input_ids[1:], dtype=np.int64), 1, temperature)]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_workflows import RLVRWorkflow
-from rl_workflows.workflow_context import current_episode
+from rl_workflows.episode import current_episode
 
 if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine

@@ -91,9 +91,9 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool) -> dict[str, fl
     rollout.resume()
     rollout.loop.run(rollout.head.begin_wait(), 10)
     deadline = time.monotonic() + DEADLINE
-    while rollout.head.runner.running < outstanding:
+    while len(rollout.head.episodes.running) < outstanding:
         if time.monotonic() > deadline:
-            raise SystemExit(f"only {rollout.head.runner.running} of {outstanding} episodes run")
+            raise SystemExit(f"only {len(rollout.head.episodes.running)} of {outstanding} episodes run")
         time.sleep(0.05)
     running = resident()
     rollout.loop.run(engine.resume(), 10)

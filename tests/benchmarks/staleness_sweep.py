@@ -32,7 +32,7 @@ from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig,
 from rl_contracts.trajectory import Trajectory, from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig, RolloutHead, StalenessManager
-from rl_workflows.assembly import assemble
+from rl_workflows.batches import assemble
 
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "images" / "staleness.svg"
 SWEEP = (0, 1, 2, 4, 8)

@@ -18,8 +18,8 @@ from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
-from rl_workflows.waiting import within
-from rl_workflows.workflow_context import stage
+from rl_workflows.episode import stage
+from rl_workflows.watch import within
 
 
 class Scored(RolloutWorkflow):
@@ -51,7 +51,7 @@ def head_with(make_head):
 
     def make(score, **settings):
         head = make_head(**settings)
-        head.executor._workflow = Scored(score)
+        head.episodes.workflow = Scored(score)
         return head
 
     return make
@@ -104,39 +104,63 @@ def test_stuck_episode_while_the_servers_give_no_figures_still_raises_the_alarm(
     assert clock.now() < 120
 
 
-def test_episode_task_that_is_killed_ends_the_wait_and_names_the_episode(clock, head_with):
+@pytest.mark.parametrize("how", ["its own task", "an inner task"])
+def test_cancelled_error_out_of_a_workflow_is_a_failed_episode_and_not_the_end_of_the_run(clock, head_with, how):
     async def score(data):
-        if data["prompt_id"] == 3:
+        if data["prompt_id"] == 3 and how == "its own task":
             asyncio.current_task().cancel()
             await asyncio.sleep(0)
+        elif data["prompt_id"] == 3:
+            inner = asyncio.create_task(asyncio.sleep(1))
+            inner.cancel()
+            await inner
+        return 1.0
+
+    head = head_with(score, failure_budget=0.5)
+    trained = []
+
+    async def main():
+        for _ in range(3):
+            await head.begin_wait()
+            await head.fill()
+            trained.extend(group.prompt["prompt_id"] for group in await head.take())
+            await head.end_step(0)
+        stats = (await head.stats()).results()
+        assert stats["groups/failed"] == stats["groups/failed/internal"] == 1
+        assert head.manager.outstanding <= 8, "the place of the failed group is free again"
+        await head.close()
+
+    clock.run(main())
+    assert 3 not in trained
+    assert len(trained) == 12
+
+
+def test_group_task_that_is_killed_ends_the_wait(clock, head_with):
+    async def score(data):
+        if data["prompt_id"] == 3:
+            head.running[3][1].cancel()
         return 1.0
 
     head = head_with(score)
 
-    async def steps():
-        while True:
-            await head.begin_wait()
-            await head.fill()
-            await head.take()
-            await head.end_step(0)
-
     async def main():
-        with pytest.raises(RLError, match=r"prompt 3, group 3, sample \d\) was cancelled, but not by"):
-            await steps()
+        await head.begin_wait()
+        with pytest.raises(RLError, match="was cancelled, but not by the runtime"):
+            await head.fill()
         await head.close()
 
     clock.run(main())
 
 
-def test_watchdog_task_that_is_killed_ends_the_wait(clock, make_head, null_engine):
+def test_watch_task_that_is_killed_ends_the_wait(clock, make_head, null_engine):
     null_engine.faults.hang = lambda request: True
     head = make_head()
 
     async def main():
         await head.begin_wait()
-        [task] = [task for task in asyncio.all_tasks() if task.get_name() == "rollout-watchdog"]
+        [task] = [task for task in asyncio.all_tasks() if task.get_name() == "rollout-watch"]
         task.cancel()
-        with pytest.raises(RLError, match="the watchdog of the rollouts was cancelled, but not by the runtime"):
+        with pytest.raises(RLError, match="the watch of the rollouts was cancelled, but not by the runtime"):
             await head.fill()
         await head.close()
 

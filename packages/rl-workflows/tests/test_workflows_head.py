@@ -1,5 +1,6 @@
-"""One head on the simulated clock: batches, staleness, members that are missing, filters, budgets, alarms."""
+"""One replica head on the simulated clock: batches, staleness, members that are missing, filters, budgets, alarms."""
 
+import contextlib
 import gc
 import json
 import math
@@ -7,15 +8,16 @@ import math
 import numpy as np
 import pytest
 
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest
 from rl_contracts.errors import DataError, InferenceError, RewardError, RLError, StalledError
 from rl_contracts.metrics import record
 from rl_contracts.trajectory import Trajectory
-from rl_workflows.assembly import assemble
-from rl_workflows.executor import FinishedGroup, own_copy, stamped
-from rl_workflows.filters import dynamic_sampling
-from rl_workflows.saving import groups_to_state
+from rl_contracts.workflow import RolloutWorkflow
+from rl_workflows.batches import assemble, groups_to_state
+from rl_workflows.episode import EpisodeContext, current_episode
+from rl_workflows.groups import FinishedGroup, dynamic_sampling, own_copy, stamped
 from rl_workflows.staleness import Ticket
-from rl_workflows.workflow_context import EpisodeContext
 
 
 async def _batch(head):
@@ -70,7 +72,7 @@ def test_group_failed_member_goes_on_without_it_down_to_min_group(clock, make_he
 
     async def main():
         groups = await _batch(head)
-        assert [[row.episode_id for row in group.rows] for group in groups] == [[0, 2]] * 4
+        assert [[row.episode_id for row in group.trajectories] for group in groups] == [[0, 2]] * 4
         stats = (await head.stats()).results()
         assert stats["episodes/failed/inference"] >= 4
         assert stats["groups/failed"] == 0
@@ -89,7 +91,7 @@ def test_group_failed_member_without_min_group_fails_and_is_replaced(clock, make
         groups = await _batch(head)
         assert sorted(group.ticket.group_id for group in groups) != [0, 1, 2, 3]
         assert len(groups) == 4
-        assert all(len(group.rows) == 2 for group in groups)
+        assert all(len(group.trajectories) == 2 for group in groups)
         stats = (await head.stats()).results()
         assert stats["groups/failed"] == stats["groups/failed/inference"] == 1
         assert head.manager.outstanding <= 8
@@ -108,7 +110,7 @@ def test_group_that_failed_ends_its_other_members(clock, make_head, null_engine)
     async def main():
         assert await _batch(head) == []
         await clock.sleep(1e-6)  # a turn of the loop for the cancellation
-        assert head.runner.running == 0
+        assert not head.episodes.running
         await head.close()
 
     clock.run(main())
@@ -119,7 +121,7 @@ def test_group_rejected_by_the_workflow_is_counted_and_replaced(clock, make_head
 
     async def main():
         groups = await _batch(head)
-        assert min(group.row["prompt_id"] for group in groups) >= 3
+        assert min(group.prompt["prompt_id"] for group in groups) >= 3
         stats = (await head.stats()).results()
         assert stats["groups/rejected"] == stats["groups/rejected/workflow"] == 3
         await head.close()
@@ -159,7 +161,7 @@ def test_dynamic_sampling_equal_rewards_are_rejected_and_the_batch_is_full(clock
     async def main():
         groups = await _batch(head)
         assert len(groups) == 4
-        assert all(group.row["prompt_id"] % 2 == 0 for group in groups)
+        assert all(group.prompt["prompt_id"] % 2 == 0 for group in groups)
         assert (await head.stats()).results()["groups/rejected/filter"] > 0
         await head.close()
 
@@ -372,7 +374,7 @@ def test_seeds_depend_on_what_is_asked_and_not_on_when(clock, make_head, null_en
 def test_state_lost_process_resumes_with_nothing_lost_or_repeated(clock, make_head):
     async def first():
         head = make_head(rows=iter([{"prompt_id": i} for i in range(20)]), max_staleness=2)
-        used = [group.row["prompt_id"] for group in await _batch(head)]
+        used = [group.prompt["prompt_id"] for group in await _batch(head)]
         await head.end_step(0)
         await clock.sleep(1.0)
         assert head.manager.accepted > 0
@@ -387,8 +389,8 @@ def test_state_lost_process_resumes_with_nothing_lost_or_repeated(clock, make_he
         await head.load_state_dict(state)
         used = []
         while groups := await _batch(head):
-            used += [group.row["prompt_id"] for group in groups]
-            assert all(math.isfinite(row.reward) and len(row) for group in groups for row in group.rows)
+            used += [group.prompt["prompt_id"] for group in groups]
+            assert all(math.isfinite(row.reward) and len(row) for group in groups for row in group.trajectories)
             await head.end_step(0)
         await head.close()
         return used
@@ -412,7 +414,7 @@ def test_workflow_that_edits_its_row_changes_neither_the_groups_nor_the_saved_on
         await clock.sleep(1.0)
         state = await head.state_dict()
         await head.close()
-        return [*state["in_flight"], *(group["row"] for group in state["groups"])]
+        return [*state["in_flight"], *(group["prompt"] for group in state["groups"])]
 
     rows = clock.run(main())
 
@@ -444,7 +446,7 @@ def test_state_holds_json_where_a_workflow_gave_numpy_values():
     groups = groups_to_state([FinishedGroup(Ticket(0, 0), {"prompt_id": 1}, [row])])["groups"]
 
     assert json.loads(json.dumps(groups)) == groups
-    assert (groups[0]["rows"][0]["reward"], groups[0]["rows"][0]["truncated"]) == (0.5, True)
+    assert (groups[0]["trajectories"][0]["reward"], groups[0]["trajectories"][0]["truncated"]) == (0.5, True)
 
 
 @pytest.mark.parametrize("reward", ["good", None])
@@ -484,3 +486,24 @@ def test_failed_rejected_and_cancelled_episodes_leave_nothing_to_the_garbage_col
         return found
 
     assert clock.run(main()) < 12 * 4, "some objects per batch, not per group"
+
+
+def test_stage_of_an_episode_whose_generation_failed_is_what_it_was_before(clock, make_head, null_engine):
+    stages = []
+
+    class Tries(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            with contextlib.suppress(InferenceError):
+                await engine.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=4)))
+            stages.append(current_episode().stage)
+
+    null_engine.faults.generate = lambda request: InferenceError("planted")
+    head = make_head(rows=iter([{"prompt_id": 0}]))
+    head.episodes.workflow = Tries()
+
+    async def main():
+        await _batch(head)
+        await head.close()
+
+    clock.run(main())
+    assert set(stages) == {"workflow"}

@@ -4,13 +4,16 @@ import asyncio
 
 import pytest
 
+from rl_contracts.clock import SystemClock
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, RewardError
 from rl_contracts.metrics import collect, record
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.models import make_tiny_tokenizer
-from rl_workflows import RLVRWorkflow
+from rl_workflows import RLVRWorkflow, Ticket
+from rl_workflows.episode import Episodes
+from rl_workflows.groups import run_group
 
 ROW = {"messages": [{"role": "user", "content": "2 + 3?"}], "answer": "5", "prompt_id": 0}
 
@@ -111,20 +114,12 @@ def test_workflow_reward_that_cannot_be_called_is_refused(tokenizer):
 
 
 async def test_group_renders_its_prompt_once(tokenizer, answering, monkeypatch):
-    from rl_contracts.clock import SystemClock
-    from rl_workflows.episode import Progress
-    from rl_workflows.executor import run_episode
-    from rl_workflows.workflow_context import EpisodeContext
-
-    workflow, cache, clock = _workflow(tokenizer, lambda *given, **data: 1.0), {}, SystemClock()
+    workflow = _workflow(tokenizer, lambda *given, **data: 1.0)
     calls = []
     render = workflow._renderer.render
     monkeypatch.setattr(workflow._renderer, "render", lambda messages: calls.append(1) or render(messages))
 
-    for sample in range(3):
-        context = EpisodeContext(ROW["prompt_id"], 0, sample, 0, cache, clock)
-        rows, error = await run_episode(workflow, answering, ROW, context, Progress(clock), seed=0)
-        assert error is None
-        assert rows[0].episode_id == sample
+    group = await run_group(Episodes(workflow, answering, SystemClock(), seed=0), ROW, Ticket(0, 0), size=3, needed=3)
 
+    assert [trajectory.episode_id for trajectory in group.trajectories] == [0, 1, 2]
     assert len(calls) == 1

@@ -228,7 +228,7 @@ def test_evaluate_episode_that_ignores_its_cancellation_does_not_hold_back_the_a
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0.05)
 
-    monkeypatch.setattr("rl_workflows.evaluation.CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr("rl_workflows.held_out.CLOSE_SECONDS", 0.3)
     rollout = DistRollout(engine, Deaf(), _rows(), batch_size=1, config=RolloutConfig(group_size=1, stall_timeout=0.5))
     try:
         with pytest.raises(StalledError):
@@ -266,7 +266,7 @@ def test_destroy_twice_and_with_running_episodes_ends_quietly(engine):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 3}, "3 groups per step cannot be shared equally by 2 data-parallel heads. Use 2 or 4"),
+        ({"batch_size": 3}, "3 groups per step cannot be divided equally among 2 trainer replicas. Use 2 or 4"),
         ({"batch_size": 2, "minibatches": 5}, "1 to 4, the rows of a batch"),
     ],
 )

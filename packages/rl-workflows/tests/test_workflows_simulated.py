@@ -2,10 +2,9 @@
 
 Everything is the runtime's own: admission, the head, its prompts, batch assembly, saving and resuming. In the long runs
 groups end by a random timer instead of by episodes (`Timers`), which is what makes a million events affordable; shorter
-runs have the real executor and the null engine.
+runs have real groups and the null engine.
 """
 
-import asyncio
 import json
 import random
 from collections import Counter
@@ -23,8 +22,8 @@ from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig,
 from rl_contracts.trajectory import Trajectory, concatenate, from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
-from rl_workflows.assembly import assemble
-from rl_workflows.executor import FinishedGroup
+from rl_workflows.batches import assemble
+from rl_workflows.groups import FinishedGroup
 
 LONGEST = 400.0
 """Simulated seconds of the slowest group; most take about one."""
@@ -66,36 +65,20 @@ class Crash(Exception):  # noqa: N818 - not an error, but the end of a process
     pass
 
 
-class Timers:
-    """In place of `WorkflowExecutor`: a group ends after a random time, well or not."""
-
-    def __init__(self, world, head):
-        self.world, self.head = world, head
-        self.running, self.tasks = {}, set()
-
-    def submit(self, ticket, row):
-        self.running[ticket.group_id] = (ticket, row)
-        task = asyncio.get_running_loop().create_task(self.run(ticket, row))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-    def in_flight(self):
-        return list(self.running.values())
-
-    async def run(self, ticket, row):
-        world, rng = self.world, self.world.rng
-        begun = world.served
-        seconds = rng.expovariate(1.0)
-        if rng.random() < world.case.slow_share:
-            seconds *= rng.choice([20.0, 20.0, 300.0])
-        await world.clock.sleep(min(seconds, LONGEST))
-        del self.running[ticket.group_id]
-        versions = np.array([-1, begun, world.served], np.int32)
-        rows = [Trajectory(IDS, MASK, LOGPROBS, versions, 1.0, 1.0, False, None, row["prompt_id"], ticket.group_id, 0)]
-        group = FinishedGroup(ticket, row, rows)
-        if rng.random() < world.case.bad_share:
-            group.rejected, group.error = rng.choice([("filter", None), (None, RLError("planted"))])
-        self.head._group_ended(group)
+async def timer_group(world, prompt, ticket):
+    """In place of `run_group`: a group ends after a random time, well or not."""
+    rng = world.rng
+    begun = world.served
+    seconds = rng.expovariate(1.0)
+    if rng.random() < world.case.slow_share:
+        seconds *= rng.choice([20.0, 20.0, 300.0])
+    await world.clock.sleep(min(seconds, LONGEST))
+    versions = np.array([-1, begun, world.served], np.int32)
+    row = Trajectory(IDS, MASK, LOGPROBS, versions, 1.0, 1.0, False, None, prompt["prompt_id"], ticket.group_id, 0)
+    group = FinishedGroup(ticket, prompt, [row])
+    if rng.random() < world.case.bad_share:
+        group.rejected, group.error = rng.choice([("filter", None), (None, RLError("planted"))])
+    return group
 
 
 def make_head(world, rank):
@@ -103,32 +86,31 @@ def make_head(world, rank):
     case, heads = world.case, world.case.heads
     manager = world.kind(case.batch, case.eta, case.concurrent, first_id=rank, id_stride=heads)
     rows = [{"prompt_id": i} for i in range(rank, world.prompts, heads)]
-    config = RolloutConfig(max_staleness=case.eta, group_size=1, stall_timeout=100 * LONGEST)
+    config = RolloutConfig(max_staleness=case.eta, group_size=1, failure_budget=1.0, stall_timeout=100 * LONGEST)
     engine = NullInferenceEngine(NullInferenceEngineConfig(read_weights=False), clock=world.clock)
     head = RolloutHead(engine, Answer(), rows, manager, config, world.clock)
-    head.executor = Timers(world, head)
+    head._run = lambda prompt, ticket: timer_group(world, prompt, ticket)
     return watch(world, head)
 
 
 def watch(world, head):
     """Put every admission and every end of a group into the books, and check the limits."""
-    ended, submit, manager = head._group_ended, head.executor.submit, head.manager
+    book, run, manager = head._book, head._run, head.manager
 
     def on_group(group):
         what = "failed" if group.error is not None else "rejected" if group.rejected else "accepted"
         world.events[what] += 1
         if what != "accepted":
-            world.books.append(group.row["prompt_id"])
-        ended(group)
+            world.books.append(group.prompt["prompt_id"])
+        book(group)
 
-    def on_submit(ticket, row):
+    def on_admission(prompt, ticket):
         world.events["admitted"] += 1
         assert manager.outstanding <= (world.case.eta + 1) * world.case.batch
         assert world.case.concurrent is None or manager.running <= world.case.concurrent
-        submit(ticket, row)
+        return run(prompt, ticket)
 
-    head._group_ended = head.executor._on_group = on_group
-    head.executor.submit = on_submit
+    head._book, head._run = on_group, on_admission
     return head
 
 
@@ -167,8 +149,6 @@ async def live(world, make):
                 await save(world, version, heads)
     finally:
         for head in heads:
-            for task in getattr(head.executor, "tasks", ()):
-                task.cancel()
             await head.close()
 
 
@@ -208,7 +188,7 @@ def check_batch(world, version, shares, sizes):
     assert int(stamped.max()) <= version
     groups = batch["group_ids"].unique()
     assert len(groups) == sum(sizes), "a group is in the batch twice"
-    world.books += [group.row["prompt_id"] for share in shares for group in share]
+    world.books += [group.prompt["prompt_id"] for share in shares for group in share]
     world.events["batches"] += 1
 
 
@@ -281,7 +261,7 @@ class Answer(RolloutWorkflow):
 
 
 def make_real_head(world, rank):
-    """A head with the real executor and the null engine, three answers to a prompt."""
+    """A head with real groups and the null engine, three answers to a prompt."""
     case, heads = world.case, world.case.heads
     if not rank:  # a new process has new servers, shared by its heads, at the version that was saved
         version = 0 if world.saved is None else world.saved[0]

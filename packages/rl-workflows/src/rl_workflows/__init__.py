@@ -6,38 +6,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_workflows.collection import tune_garbage_collection
     from rl_workflows.config import RolloutConfig
-    from rl_workflows.executor import WorkflowExecutor
-    from rl_workflows.filters import dynamic_sampling
+    from rl_workflows.groups import dynamic_sampling
     from rl_workflows.head import RolloutHead
     from rl_workflows.rlvr import RLVRWorkflow
-    from rl_workflows.runner import AsyncTaskRunner
-    from rl_workflows.runtime import DistRollout
+    from rl_workflows.runtime import DistRollout, tune_garbage_collection
     from rl_workflows.staleness import StalenessManager, Ticket
 
 _HOME = {
-    "AsyncTaskRunner": "runner",
     "DistRollout": "runtime",
     "RLVRWorkflow": "rlvr",
     "RolloutConfig": "config",
     "RolloutHead": "head",
     "StalenessManager": "staleness",
     "Ticket": "staleness",
-    "WorkflowExecutor": "executor",
-    "dynamic_sampling": "filters",
-    "tune_garbage_collection": "collection",
+    "dynamic_sampling": "groups",
+    "tune_garbage_collection": "runtime",
 }
 
 __all__ = [
-    "AsyncTaskRunner",
     "DistRollout",
     "RLVRWorkflow",
     "RolloutConfig",
     "RolloutHead",
     "StalenessManager",
     "Ticket",
-    "WorkflowExecutor",
     "dynamic_sampling",
     "tune_garbage_collection",
 ]

@@ -74,17 +74,17 @@ class RolloutConfig:
         return self.group_size if self.min_group is None else self.min_group
 
 
-def head_share(total: int, heads: int, what: str) -> int:
-    """One data-parallel head's part of a number of groups.
+def groups_per_replica(total: int, replicas: int, what: str) -> int:
+    """How many of `total` groups one data-parallel replica collects.
 
     Raises:
         ConfigError: it does not divide; names the nearest numbers that do.
     """
-    if total >= heads and total % heads == 0:
-        return total // heads
-    lower, upper = total // heads * heads, (total // heads + 1) * heads
+    if total >= replicas and total % replicas == 0:
+        return total // replicas
+    lower, upper = total // replicas * replicas, (total // replicas + 1) * replicas
     near = f"{lower} or {upper}" if lower else str(upper)
     raise ConfigError(
-        f"{what}: {total} groups per step cannot be shared equally by {heads} data-parallel heads. Use {near}, or "
-        "another number of trainer replicas."
+        f"{what}: {total} groups per step cannot be divided equally among {replicas} trainer replicas. Use {near}, "
+        "or another number of trainer replicas."
     )

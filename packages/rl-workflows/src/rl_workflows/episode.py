@@ -1,42 +1,126 @@
-"""One episode: its handle on the engine, its seeds and its ids."""
+"""One episode: what its code may know of it, and its own handle on the engine."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, ModelResponse
 from rl_contracts.errors import InferenceError
 from rl_contracts.inference import InferenceEngine
-from rl_workflows.workflow_context import EpisodeContext
 
 if TYPE_CHECKING:
     from rl_contracts.clock import Clock
     from rl_contracts.config import GenerationConfig
     from rl_contracts.scheduler import JobSpec
+    from rl_contracts.workflow import RolloutWorkflow
+
+WORKFLOW = "workflow"
+"""Stage of an episode while it is in nothing that has a name of its own."""
 
 
-class Progress:
-    """When something last moved, and how much was generated. One per head, touched by every episode."""
+@dataclass(eq=False, slots=True)
+class Episodes:
+    """What all episodes of one purpose (training, or one evaluation) have in common, and which of them run."""
 
-    __slots__ = ("_clock", "last", "tokens")
+    workflow: RolloutWorkflow
+    """What happens in an episode."""
+    engine: InferenceEngine
+    """What they generate with."""
+    clock: Clock
+    """All time."""
+    seed: int
+    """Of the run."""
+    label: str = "train"
+    """First part of the request ids; tells training from evaluation."""
+    generation: GenerationConfig | None = None
+    """Sampling that replaces the workflow's own, for evaluation. What ends an answer is kept: the workflow's stop ids
+    and strings are added."""
+    running: dict[EpisodeContext, asyncio.Task[None]] = field(default_factory=dict)
+    """Those that run, the oldest first, and their tasks."""
+    last_moved: float = field(init=False)
+    """Clock seconds of the last answer, end of a group, or other sign of life."""
+    tokens: int = 0
+    """Tokens generated since the counter was last read."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.last = clock.now()
-        """Clock seconds of the last event."""
-        self.tokens = 0
-        """Tokens generated since the counter was last read."""
+    def __post_init__(self) -> None:
+        self.touch()
 
     def touch(self) -> None:
         """Something moved."""
-        self.last = self._clock.now()
+        self.last_moved = self.clock.now()
 
-    def answered(self, tokens: int, now: float) -> None:
-        """An answer of so many tokens came at `now`."""
-        self.tokens += tokens
-        self.last = now
+
+class EpisodeContext:
+    """One episode that runs."""
+
+    __slots__ = ("cache", "clock", "epoch", "group_id", "prompt_id", "sample", "since", "stage")
+
+    def __init__(
+        self, prompt_id: int, group_id: int, sample: int, epoch: int, cache: dict[str, Any], clock: Clock
+    ) -> None:
+        self.prompt_id = prompt_id
+        """Data row that is answered."""
+        self.group_id = group_id
+        """Admission of the prompt."""
+        self.sample = sample
+        """Which of the group's episodes this is."""
+        self.epoch = epoch
+        """Pass over the data."""
+        self.cache = cache
+        """Shared by the group: what depends on the prompt alone is computed once."""
+        self.clock = clock
+        """The runtime's clock."""
+        self.stage = WORKFLOW
+        """What it is doing; the watch names it when nothing moves."""
+        self.since = clock.now()
+        """Since when, in seconds of the clock."""
+
+    def enter(self, stage: str) -> None:
+        """Say what the episode does from now on."""
+        self.stage, self.since = stage, self.clock.now()
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt_id} (group {self.group_id}, sample {self.sample})"
+
+
+_current: ContextVar[EpisodeContext | None] = ContextVar("rl_episode", default=None)
+
+
+def current_episode() -> EpisodeContext | None:
+    """The episode in which this code runs; None outside of the runtime, for example in a test of a workflow."""
+    return _current.get()
+
+
+def set_current_episode(context: EpisodeContext) -> None:
+    """Bind the running task to an episode."""
+    _current.set(context)
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Name what an episode does inside the block, for example `reward`."""
+    context = _current.get()
+    if context is None:
+        yield
+        return
+    before = context.stage
+    context.enter(name)
+    try:
+        yield
+    finally:
+        context.enter(before)
+
+
+def group_cache() -> dict[str, Any]:
+    """A dictionary that all episodes of the group share; a new one outside of the runtime."""
+    context = _current.get()
+    return {} if context is None else context.cache
 
 
 def sampling_seed(seed: int, prompt_id: int, epoch: int, sample: int, call: int = 0) -> int:
@@ -54,70 +138,53 @@ def sampling_seed(seed: int, prompt_id: int, epoch: int, sample: int, call: int 
 
 
 class EpisodeEngine(InferenceEngine):
-    """An episode's own handle: its requests get the episode's seeds, ids and group. It cannot control servers.
+    """An episode's own handle: its requests get the episode's seeds, ids and group. It cannot control servers."""
 
-    Args:
-        engine: the engine behind it.
-        context: the episode.
-        progress: told of every answer.
-        seed: of the run.
-        label: first part of the request ids; tells training from evaluation.
-        generation: sampling that replaces the workflow's own, for evaluation. What ends an answer is kept: the
-            workflow's stop ids and strings are added.
-    """
+    __slots__ = ("_calls", "_context", "_episodes")
 
-    __slots__ = ("_calls", "_context", "_engine", "_generation", "_label", "_progress", "_seed")
-
-    def __init__(
-        self,
-        engine: InferenceEngine,
-        context: EpisodeContext,
-        progress: Progress,
-        seed: int,
-        label: str = "train",
-        generation: GenerationConfig | None = None,
-    ) -> None:
-        self._engine, self._context, self._progress = engine, context, progress
-        self._seed, self._label, self._generation = seed, label, generation
+    def __init__(self, episodes: Episodes, context: EpisodeContext) -> None:
+        self._episodes, self._context = episodes, context
         self._calls = 0
 
     @property
+    def version(self) -> int:
+        return self._episodes.engine.version
+
+    @property
     def served_dtype(self) -> str:
-        return self._engine.served_dtype
+        return self._episodes.engine.served_dtype
 
     @property
     def servers(self) -> list[str]:
-        return self._engine.servers
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
+        return self._episodes.engine.servers
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """As the engine's, with the episode's seed, request id and group where the request has none."""
-        context, call = self._context, self._calls
+        episodes, context, call = self._episodes, self._context, self._calls
         self._calls += 1
         seed = request.seed
         if seed is None:
-            seed = sampling_seed(self._seed, context.prompt_id, context.epoch, context.sample, call)
-        group = f"{self._label}-{context.group_id}"
+            seed = sampling_seed(episodes.seed, context.prompt_id, context.epoch, context.sample, call)
+        group = f"{episodes.label}-{context.group_id}"
+        request = replace(
+            request,
+            generation=self._sampling(request.generation),
+            request_id=request.request_id or f"{group}-{context.sample}-{call}",
+            seed=seed,
+            group=request.group or group,
+        )
         before = context.stage
         context.enter("generation")
-        response = await self._engine.agenerate(
-            ModelRequest(
-                input_ids=request.input_ids,
-                generation=self._sampling(request.generation),
-                request_id=request.request_id or f"{group}-{context.sample}-{call}",
-                seed=seed,
-                group=request.group or group,
-            )
-        )
-        context.enter(before)
-        self._progress.answered(len(response.output_ids), context.since)
+        try:
+            response = await episodes.engine.agenerate(request)
+        finally:
+            context.enter(before)
+        episodes.tokens += len(response.output_ids)
+        episodes.last_moved = context.since
         return response
 
     def _sampling(self, own: GenerationConfig) -> GenerationConfig:
-        given = self._generation
+        given = self._episodes.generation
         if given is None:
             return own
         return replace(
@@ -127,35 +194,23 @@ class EpisodeEngine(InferenceEngine):
         )
 
     async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
-        return await self._engine.score(input_ids, temperature, server)
+        return await self._episodes.engine.score(input_ids, temperature, server)
 
     async def stats(self) -> dict[str, float]:
-        return await self._engine.stats()
+        return await self._episodes.engine.stats()
 
     @classmethod
-    def server_spec(cls, config: Any, spec: ServeSpec) -> JobSpec:
-        _refuse("server_spec")
+    def server_spec(cls, config: Any, spec: Any) -> JobSpec:
+        _refuse()
 
     def initialize(self, addresses: list[str], key: str = "") -> None:
-        _refuse("initialize")
+        _refuse()
 
-    async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        _refuse("stage_weights")
+    async def _refused(self, *given: Any, **named: Any) -> NoReturn:
+        _refuse()
 
-    async def commit_weights(self, version: int, interrupt: str = "keep") -> float:
-        _refuse("commit_weights")
-
-    async def pause(self) -> None:
-        _refuse("pause")
-
-    async def resume(self) -> None:
-        _refuse("resume")
-
-    async def destroy(self) -> None:
-        _refuse("destroy")
+    stage_weights = commit_weights = pause = resume = destroy = _refused
 
 
-def _refuse(method: str) -> NoReturn:
-    raise InferenceError(
-        f"{method}: an episode's handle only generates and scores; servers are controlled by the training loop."
-    )
+def _refuse() -> NoReturn:
+    raise InferenceError("an episode's handle only generates and scores; servers are controlled by the training loop.")

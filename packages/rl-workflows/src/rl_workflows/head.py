@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.errors import RLError, boundary_of
+from rl_contracts.errors import RLError, StalledError, boundary_of
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import Figures
-from rl_workflows.episode import Progress
-from rl_workflows.executor import FinishedGroup, WorkflowExecutor, prompt_id_of
-from rl_workflows.runner import AsyncTaskRunner
-from rl_workflows.saving import groups_from_state, groups_to_state
+from rl_workflows.batches import groups_from_state, groups_to_state
+from rl_workflows.budget import FailureBudget
+from rl_workflows.episode import Episodes
+from rl_workflows.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
 from rl_workflows.source import PromptSource, Row
-from rl_workflows.staleness import StalenessManager
-from rl_workflows.waiting import within
-from rl_workflows.watchdog import STATS_TIMEOUT, Watchdog
+from rl_workflows.staleness import StalenessManager, Ticket
+from rl_workflows.watch import STATS_TIMEOUT, Watch, within
 
 if TYPE_CHECKING:
     from rl_contracts.clock import Clock
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.workflow import RolloutWorkflow
     from rl_workflows.config import RolloutConfig
-    from rl_workflows.filters import ShouldAccept
 
 log = get_logger("workflows")
 
@@ -42,6 +41,7 @@ class RolloutHead:
         config: settings of the runtime.
         clock: all time.
         should_accept: filter of complete groups.
+        on_stuck_trainer: told, beside whoever waits next, when the trainer does not come back.
     """
 
     def __init__(
@@ -53,36 +53,33 @@ class RolloutHead:
         config: RolloutConfig,
         clock: Clock,
         should_accept: ShouldAccept | None = None,
+        on_stuck_trainer: Callable[[StalledError], None] | None = None,
     ) -> None:
-        self.engine, self.manager, self.clock = engine, manager, clock
+        self.engine, self.manager, self.clock, self.config = engine, manager, clock, config
         self.source = PromptSource(prompts)
-        self.progress = Progress(clock)
-        limit = (manager.max_concurrent or (config.max_staleness + 1) * manager.batch_size) * config.group_size
-        self.runner = AsyncTaskRunner(limit, self.fail)
-        self.executor = WorkflowExecutor(
-            workflow, engine, config, self.runner, self.progress, clock, self._group_ended, should_accept
+        self.episodes = Episodes(workflow, engine, clock, config.seed)
+        self.budget = FailureBudget(config.failure_budget, config.failure_min_groups, config.max_rejected_in_row)
+        self.watch = Watch(
+            self.episodes,
+            manager.describe,
+            self.fail,
+            config.stall_timeout,
+            config.trainer_timeout,
+            self._trainer_is_stuck,
         )
-        self.watchdog = Watchdog(
-            self.progress, engine, clock, config.stall_timeout, self.executor.oldest, manager.describe
-        )
+        self.running: dict[int, tuple[Row, asyncio.Task[FinishedGroup]]] = {}
         self.accepted: dict[int, FinishedGroup] = {}
         self.figures = Figures()
         for ending in ("accepted", "rejected", "failed"):
             self._count(ending, 0)
         self._count_age(0, groups=0)
-        self.started = False
-        self._paused = False
-        self._pump_is_due = False
+        self._should_accept, self._on_stuck_trainer = should_accept, on_stuck_trainer
+        self._started = self._paused = self._pump_is_due = False
         self._error: BaseException | None = None
         self._changed: asyncio.Future[None] | None = None
         self._asking: asyncio.Task[dict[str, float]] | None = None
         self._last_servers: dict[str, float] = {}
-
-    def start(self) -> None:
-        """Begin to admit prompts. Further calls do nothing."""
-        if not self.started:
-            self.started = True
-            self._pump()
+        self._context = copy_context()  # one for all callbacks
 
     def fail(self, error: BaseException) -> None:
         """Something in the background died: whoever waits, now or later, gets the error."""
@@ -96,9 +93,11 @@ class RolloutHead:
         return self.source.exhausted
 
     async def begin_wait(self) -> None:
-        """Somebody begins to wait for a batch: from now on, nothing moving counts as a stall."""
-        self.start()
-        self.watchdog.start(self.fail)
+        """Somebody waits for a batch from now on: prompts are admitted, and nothing moving counts as a stall."""
+        self.watch.begin_wait()
+        if not self._started:
+            self._started = True
+            self._pump()
 
     async def fill(self, timeout: float | None = None) -> int | None:
         """Wait until a batch may leave.
@@ -116,7 +115,7 @@ class RolloutHead:
         while True:
             self._raise_error()
             if self.manager.ready(self.closed):
-                self.watchdog.stop()
+                self.watch.end_wait()
                 return min(self.manager.accepted, self.manager.batch_size)
             if not await self._wait_for_change(deadline):
                 return None
@@ -145,12 +144,8 @@ class RolloutHead:
         the servers; each further one gives what they said to the call before, and asks them again meanwhile.
         """
         self.figures.add("groups/outstanding", self.manager.outstanding, kind="sum")
-        failed = self.executor.failed_episodes
-        for boundary, count in failed.items():
-            self.figures.add(f"episodes/failed/{boundary}", count, kind="sum")
-        failed.clear()
-        self.figures.add("tokens/generated", self.progress.tokens, kind="sum")
-        self.progress.tokens = 0
+        self.figures.add("tokens/generated", self.episodes.tokens, kind="sum")
+        self.episodes.tokens = 0
         figures = self.figures.take()
         if of_servers and (self._asking is None or self._asking.done()):
             before, self._asking = self._asking, asyncio.create_task(self._ask_servers())
@@ -173,7 +168,7 @@ class RolloutHead:
         return {
             "manager": manager,
             "source": self.source.state_dict(),
-            "in_flight": [row for _, row in self.executor.in_flight()],
+            "in_flight": [prompt for prompt, _ in self.running.values()],
             **groups_to_state(groups),
         }
 
@@ -187,40 +182,99 @@ class RolloutHead:
         groups = groups_from_state(state)
         self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
         self.source.load_state_dict(state["source"])
-        again = [group.row for group in groups if group.ticket.group_id in refused]
+        again = [group.prompt for group in groups if group.ticket.group_id in refused]
         self.source.requeue_first([*again, *state["in_flight"]])
 
     async def close(self) -> None:
-        """Cancel all episodes."""
-        self.watchdog.stop()
+        """Cancel all episodes and wait until they have ended."""
+        self.watch.stop()
         self.fail(RLError("the rollout runtime was destroyed"))
         if self._asking is not None:
             self._asking.cancel()
-        await self.runner.close()
+        groups = [group for _, group in self.running.values()]
+        tasks: list[asyncio.Task[Any]] = [*self.episodes.running.values(), *groups]
+        for group in groups:
+            group.cancel()
+        if tasks:
+            await asyncio.wait(tasks)  # not gather, which a caller with a deadline could not leave
 
     def _pump(self) -> None:
         """Admit while there are places and prompts, a slice per turn of the loop."""
         self._pump_is_due = False
-        if self._paused or not self.started or self._error is not None:
+        if self._paused or not self._started or self._error is not None:
             return
         try:
             for _ in range(min(self.manager.capacity, ADMISSIONS_PER_TURN)):
-                row = self.source.take()
-                if row is None:
+                prompt = self.source.take()
+                if prompt is None:
                     self._notify()
                     return
-                prompt_id_of(row)  # refused before it has a place
-                self.executor.submit(self.manager.admit(), row)
+                prompt_id_of(prompt)  # refused before it has a place
+                ticket = self.manager.admit()
+                group = asyncio.create_task(self._run(prompt, ticket))
+                self.running[ticket.group_id] = (prompt, group)
+                group.add_done_callback(self._group_ended, context=self._context)
         except Exception as error:  # noqa: BLE001 - the data iterator is foreign code; next_batch raises what it raised
             self.fail(error)
             return
         if self.manager.capacity:
             self._pump_soon()
 
+    def _run(self, prompt: Row, ticket: Ticket) -> Coroutine[Any, Any, FinishedGroup]:
+        size, needed = self.config.group_size, self.config.needed
+        return run_group(self.episodes, prompt, ticket, size, needed, self._should_accept)
+
     def _pump_soon(self) -> None:
         if not self._pump_is_due:
             self._pump_is_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._pump, context=self._context)
+
+    def _group_ended(self, task: asyncio.Task[FinishedGroup]) -> None:
+        try:
+            group = task.result()
+            del self.running[group.ticket.group_id]
+            self._book(group)
+        except asyncio.CancelledError:
+            self.fail(
+                RLError(
+                    "the task of a group was cancelled, but not by the runtime. Does a workflow cancel all "
+                    "tasks of the loop?"
+                )
+            )
+        except Exception as error:  # noqa: BLE001 - next_batch raises it
+            self.fail(error)
+
+    def _book(self, group: FinishedGroup) -> None:
+        """Say what became of a group to admission, figures and budget, and admit more.
+
+        Raises:
+            RLError: too many failed or were rejected.
+        """
+        self.episodes.touch()
+        self.figures.merge(group.figures)
+        for failure in group.failures:
+            self.figures.add(f"episodes/failed/{boundary_of(failure)}", 1, kind="sum")
+            self.budget.episode_failed(failure)
+        group.failures.clear()  # which hold the frames of their episodes
+        if group.error is not None:
+            self.manager.fail(group.ticket)
+            self._count("failed")
+            self._count(f"failed/{boundary_of(group.error)}")
+            log.warning("group %d failed (%s): %s", group.ticket.group_id, boundary_of(group.error), group.error)
+            self.budget.failed(group.error)
+        elif group.rejected is not None:
+            self.manager.reject(group.ticket)
+            self._count("rejected")
+            self._count(f"rejected/{group.rejected}")
+            self.budget.rejected()
+        else:
+            self.manager.accept(group.ticket)
+            self.accepted[group.ticket.group_id] = group
+            self._count("accepted")
+            self.budget.accepted()
+        if self._changed is not None and self.manager.ready(self.closed):
+            self._notify()
+        self._pump_soon()
 
     def _count(self, ending: str, groups: int = 1) -> None:
         self.figures.add(f"groups/{ending}", groups, kind="sum")
@@ -229,23 +283,10 @@ class RolloutHead:
         self.figures.add("groups/staleness_mean", versions, groups)
         self.figures.add("groups/staleness_max", versions, groups, kind="max")
 
-    def _group_ended(self, group: FinishedGroup) -> None:
-        if group.error is not None:
-            self.manager.fail(group.ticket)
-            self._count("failed")
-            self._count(f"failed/{boundary_of(group.error)}")
-        elif group.rejected is not None:
-            self.manager.reject(group.ticket)
-            self._count("rejected")
-            self._count(f"rejected/{group.rejected}")
-        else:
-            self.manager.accept(group.ticket)
-            self.accepted[group.ticket.group_id] = group
-            self._count("accepted")
-        self.figures.merge(group.figures)
-        if self._changed is not None and self.manager.ready(self.closed):
-            self._notify()
-        self._pump_soon()
+    def _trainer_is_stuck(self, error: StalledError) -> None:
+        self.fail(error)
+        if self._on_stuck_trainer is not None:
+            self._on_stuck_trainer(error)
 
     def _notify(self) -> None:
         if self._changed is not None and not self._changed.done():

@@ -12,7 +12,7 @@ from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.workflow import RolloutWorkflow
-from rl_workflows.workflow_context import group_cache, stage
+from rl_workflows.episode import group_cache, stage
 
 if TYPE_CHECKING:
     from rl_contracts.config import GenerationConfig

@@ -1,15 +1,17 @@
-"""Accepted groups as JSON and tensors, and back: what a recover point keeps of them."""
+"""What accepted groups become: one batch of tensors, or what a recover point keeps of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.errors import DataError
-from rl_workflows.executor import FinishedGroup
+from rl_contracts.errors import DataError, InferenceError
+from rl_workflows.groups import FinishedGroup
 from rl_workflows.staleness import Ticket
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from rl_contracts.trajectory import Trajectory
 
 TOKEN_ARRAYS = {"input_ids": "int64", "loss_mask": "bool", "logprobs": "float32", "versions": "int32"}
@@ -27,6 +29,38 @@ ROW_VALUES = {
 """JSON values of a trajectory and their types: a workflow may have given numpy's."""
 
 
+def assemble(groups: Sequence[FinishedGroup], version: int) -> TensorDict:
+    """One batch of all trajectories of the groups, [rows, T].
+
+    Args:
+        groups: accepted groups; none gives a batch of no rows.
+        version: version of the trainer.
+
+    Raises:
+        InferenceError: a token carries a version that was replaced before its group was admitted, or one that the
+            trainer has not reached: a server does not serve what was committed, or stamps it wrongly.
+    """
+    import torch
+
+    from rl_contracts.trajectory import stack
+
+    batch = stack([row for group in groups for row in group.trajectories])
+    starts = torch.tensor([group.ticket.start for group in groups], dtype=torch.int32)
+    starts = starts.repeat_interleave(torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64))
+    versions = batch["versions"]
+    stamped = versions >= 0
+    wrong = (stamped & ((versions < starts[:, None]) | (versions > version))).any(-1) if len(starts) else starts.bool()
+    if wrong.any():
+        row = int(wrong.nonzero()[0, 0])
+        found = versions[row][stamped[row]]
+        raise InferenceError(
+            f"group {int(batch['group_ids'][row])}: admitted at version {int(starts[row])}, trained on at {version}, "
+            f"but its tokens carry versions {int(found.min())} to {int(found.max())}. A server does not serve the "
+            "version that was committed, or stamps the wrong one."
+        )
+    return batch
+
+
 def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
     """Groups as `{"groups": JSON, "tensors": {name: 1-D tensor}}`; rows lie end to end in the tensors.
 
@@ -35,7 +69,7 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
     """
     import torch
 
-    trajectories = [row for group in groups for row in group.rows]
+    trajectories = [row for group in groups for row in group.trajectories]
     if any(row.multi_modal is not None for row in trajectories):
         raise DataError("state_dict: rows with multi_modal entries cannot be saved; expected token rows only.")
     tensors = {name: _joined(trajectories, name, dtype) for name, dtype in TOKEN_ARRAYS.items()}
@@ -43,7 +77,11 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
     tensors["token_rewards"] = _joined(given, "token_rewards", "float32")
     return {
         "groups": [
-            {"ticket": list(group.ticket), "row": group.row, "rows": [_row_values(row) for row in group.rows]}
+            {
+                "ticket": list(group.ticket),
+                "prompt": group.prompt,
+                "trajectories": [_row_values(row) for row in group.trajectories],
+            }
             for group in groups
         ],
         "tensors": {name: torch.from_numpy(array) for name, array in tensors.items()},
@@ -62,7 +100,9 @@ def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
 
     return [
         FinishedGroup(
-            Ticket(*map(int, entry["ticket"])), entry["row"], [_trajectory(values, take) for values in entry["rows"]]
+            Ticket(*map(int, entry["ticket"])),
+            entry["prompt"],
+            [_trajectory(values, take) for values in entry["trajectories"]],
         )
         for entry in state["groups"]
     ]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_apps import compose
-from rl_apps.config import GRPOConfig
+from rl_apps.gsm8k_grpo import APP
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
@@ -43,7 +42,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def _config(*overrides):
-    return compose.compose("gsm8k_grpo", GRPOConfig, ["algorithm.policy_loss=tempered", *overrides]).algorithm
+    return APP.config(["algorithm.policy_loss=tempered", *overrides]).algorithm
 
 
 def test_example_loss_is_found_by_name_and_trains(installed, tmp_path):

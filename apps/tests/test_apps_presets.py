@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps import compose, gsm8k_grpo
-from rl_apps.config import GRPOConfig
+from rl_apps import compose
 from rl_apps.driver import main
+from rl_apps.gsm8k_grpo import APP
 from rl_contracts.errors import ConfigError
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.objective import load_policy_loss
@@ -15,7 +15,7 @@ PRESETS = sorted(path.stem for path in (Path(compose.CONF) / "algorithm").glob("
 
 
 def _grpo(*overrides):
-    return compose.compose("gsm8k_grpo", GRPOConfig, list(overrides))
+    return APP.config(overrides)
 
 
 TEACHER = ("ref.path=/models/teacher",)
@@ -27,7 +27,7 @@ def test_preset_composes_and_its_loss_loads(name, tmp_path):
     config = _grpo(f"algorithm={name}", "actor.minibatches=2", *TEACHER)
     load_policy_loss(config.algorithm)
     (tmp_path / "config.yaml").write_text(compose.to_yaml(config))
-    assert compose.from_yaml(tmp_path / "config.yaml", GRPOConfig) == config
+    assert APP.config(file=tmp_path / "config.yaml") == config
 
 
 def test_presets_are_different_algorithms():
@@ -104,7 +104,7 @@ def test_reference_has_no_optimizer_and_the_critic_its_own():
 
 
 def _refused(capsys, *arguments):
-    assert main(gsm8k_grpo.APP, list(arguments)) == 2
+    assert main("gsm8k-grpo", list(arguments)) == 2
     return capsys.readouterr().err
 
 
@@ -120,5 +120,5 @@ def test_command_reference_that_is_not_there_is_refused_before_anything_starts(c
 
 
 def test_dry_run_names_the_models_beside_the_policy(capsys, tmp_path):
-    assert main(gsm8k_grpo.APP, ["--dry-run", "algorithm=ppo", f"run_dir={tmp_path}/run"]) == 0
+    assert main("gsm8k-grpo", ["--dry-run", "algorithm=ppo", f"run_dir={tmp_path}/run"]) == 0
     assert "a critic beside the policy, from embedded" in capsys.readouterr().out

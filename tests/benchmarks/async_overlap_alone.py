@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_apps import parts
-from rl_apps.compose import from_yaml
+from rl_apps.app import Run
+from rl_apps.compose import compose
 from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
-from rl_apps.layout import layout_of
+from rl_apps.layout import Devices, devices_of, layout_of
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 from rl_launchers.local import LocalScheduler
 
@@ -53,11 +54,11 @@ class SavedBatches:
 
 
 @contextmanager
-def server(config: GRPOConfig, run_dir: Path) -> Iterator[str]:
+def server(run: Run[GRPOConfig], devices: Devices) -> Iterator[str]:
     """One idle server; its address."""
-    spec = parts.server_job(config, config.rollout, layout_of(config.allocation, needs_servers=True), run_dir)
+    (spec,) = parts.server_jobs(run, devices)
     spec = replace(spec, env={**spec.env, RUN_KEY_VARIABLE: os.environ[RUN_KEY_VARIABLE]})
-    with LocalScheduler(run_dir) as scheduler:
+    with LocalScheduler(run.directory) as scheduler:
         scheduler.create_workers(spec)
         yield scheduler.wait_ready(spec.role)[0].address
 
@@ -90,28 +91,25 @@ def main(mode: str, recorded: Path, warmup: int) -> float:
     """Run one side; seconds per step."""
     from rl_datasets import PromptLoader
 
-    config = from_yaml(recorded / "config.yaml", GRPOConfig)
-    layout = layout_of(config.allocation, needs_servers=True)
-    torch.set_num_threads(layout.cores_each)  # as the launcher has it
+    config = compose(GRPOConfig, [recorded / "config.yaml"])
+    layout = layout_of(config.allocation, "required")
+    devices = devices_of(layout, config.cluster, config.launcher)
+    torch.set_num_threads(devices.cores_each)  # as the launcher has it
     with tempfile.TemporaryDirectory() as temporary, parts.Closing() as stack:
-        run_dir = Path(temporary)
+        run = Run(config, layout, Path(temporary), devices.kind)
         os.environ[RUN_KEY_VARIABLE] = "benchmark"
-        address = stack.enter_context(server(config, run_dir))
-        engine = stack.add(parts.make_engine(config, layout))
+        run = replace(run, servers=(stack.enter_context(server(run, devices)),))
+        engine = stack.add(parts.make_engine(run))
         prompts = PromptLoader(load_rows(config.data, "train", "rl", config.seed), seed=config.seed)
         rollout, weights = parts.make_answering(
             stack,
-            config,
-            config.rollout,
+            run,
             engine,
-            layout,
-            run_dir,
-            [address],
             prompts=prompts,
             gap=config.gap,
         )
         if mode == "training":
-            return train(config, engine, weights, recorded, run_dir, warmup)
+            return train(config, engine, weights, recorded, run.directory, warmup)
         weights.publisher.publish(0)
         return generate(rollout, config.total_steps, warmup)
 

@@ -41,10 +41,9 @@ def samples_to_goal(curve: list[tuple[int, float]], per_step: int) -> float | No
 
 def settings(seed: int) -> Any:
     """The demonstration's config."""
-    from rl_apps.compose import compose
     from rl_apps.gsm8k_grpo import APP
 
-    return compose("gsm8k_grpo", APP.schema, [f"seed={seed}"])
+    return APP.config([f"seed={seed}"])
 
 
 def ours(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""`rl`: tools around runs. `rl replay` runs one saved batch through the actor, without servers."""
+"""`rl`: runs anybody's app, and tools around runs."""
 
 from __future__ import annotations
 
@@ -15,40 +15,54 @@ from rl_contracts.scheduler import JobSpec
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand. Returns its exit code."""
-    parser = argparse.ArgumentParser(prog="rl", description="Tools around runs.")
+    parser = argparse.ArgumentParser(prog="rl", description="Runs apps, and tools around runs.")
     commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", add_help=False, help="an app: a name in the entry-point group rl.apps, or a path")
+    run.add_argument("app", help="installed name, or package.module:APP")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="settings and flags of the app; --help lists them")
     replay = commands.add_parser("replay", help="one saved batch through the actor, without servers")
     replay.add_argument(
         "run", type=Path, help="run directory (checkpoint.save_batches=true), or one file of its batches/"
     )
     replay.add_argument("--step", type=int, help="step whose batch to take; default: the last one saved")
     replay.add_argument("--model", help="weights to start from; default: the model that the run started from")
-    replay.add_argument("--allocation", default="fsdp:d1", help="trainer processes, for example fsdp:d2")
+    replay.add_argument("--allocation", help="trainer processes, for example fsdp:d2; default: one of the run's engine")
     replay.add_argument("overrides", nargs="*", help="settings to change, for example actor.optimizer.lr=0")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "run":
+        from rl_apps import driver
+
+        return driver.main(arguments.app, arguments.arguments)
     try:
-        return _replay(parser.parse_args(argv))
+        return _replay(arguments)
     except RLError as error:
         print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from rl_apps import compose
-    from rl_apps.layout import layout_of
+    from rl_apps.compose import compose, to_yaml
+    from rl_apps.layout import devices_of, layout_of
     from rl_launchers import Launcher
 
     batch = find_batch(arguments.run, arguments.step)
-    config = compose.override(compose.from_yaml(batch.parent.parent / "config.yaml", GRPOConfig), arguments.overrides)
-    config.allocation = arguments.allocation
+    file = batch.parent.parent / "config.yaml"
+    allocation = arguments.allocation
+    if allocation is None:
+        allocation = f"{layout_of(compose(GRPOConfig, [file]).allocation, 'optional').actor.backend}:d1"
+    config = compose(GRPOConfig, [file], [f"allocation={allocation}", *arguments.overrides])
     if arguments.model:
         config.ref.path = config.ref.path or config.model.path  # the reference stays what it was in the run
         config.model.path = arguments.model
-    layout = layout_of(config.allocation, needs_servers=False)
+    layout = layout_of(config.allocation, "refused")
+    devices = devices_of(layout, config.cluster, config.launcher)
     with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
-        (Path(scratch) / "config.yaml").write_text(compose.to_yaml(config))
+        (Path(scratch) / "config.yaml").write_text(to_yaml(config))
         result = Path(scratch) / "result.json"
-        command = (sys.executable, "-m", "rl_apps.replay", scratch, str(batch), str(result))
-        job = JobSpec("actor", command, layout.actor.world_size, cpus=layout.cores_each, spmd=True)
+        command = (sys.executable, "-m", "rl_apps.replay", scratch, devices.kind, str(batch), str(result))
+        job = JobSpec(
+            "actor", command, layout.actor.world_size, cpus=devices.cores_each, gpus=devices.gpus(1), spmd=True
+        )
         launcher = Launcher(config.launcher.scheduler(Path(scratch) / "logs"), config.launcher)
         code = launcher.run([], lambda _: [job])
         if code == 0:

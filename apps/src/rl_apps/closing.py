@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from rl_apps.config import GRPOConfig, SFTConfig
+from rl_apps.config import GRPOConfig, RunConfig, SFTConfig
 from rl_apps.data import GENERATED, head, load_rows
 
 
@@ -26,13 +26,9 @@ def after_grpo(config: GRPOConfig, run_dir: Path) -> list[str]:
     stale = [r["staleness/max"] for r in records if r.get("staleness/max") is not None]
     if stale:
         lines.append(f"Answers were up to {max(stale):.0f} version(s) old when they were learned from.")
-    checkpoint = last_checkpoint(run_dir)
     return [
         *lines,
-        "",
-        f"Run directory: {run_dir}",
-        "  metrics.jsonl (figures per step), rollouts/ (every answer), checkpoints/, logs/, config.yaml",
-        f"Model: {checkpoint}" if checkpoint else "No checkpoint was written.",
+        *after_any(config, run_dir),
         "Try next: uv run --package rl-apps gsm8k-grpo seed=2 rollout.max_staleness=0   (the same, on-policy)",
     ]
 
@@ -50,10 +46,18 @@ def after_sft(config: SFTConfig, run_dir: Path) -> list[str]:
     data = f"data.name={config.data.name}" + (f" data.path={config.data.path}" if config.data.path else "")
     return [
         *lines,
-        "",
-        f"Run directory: {run_dir}",
-        f"Model: {checkpoint}" if checkpoint else "No checkpoint was written.",
+        *after_any(config, run_dir),
         f"Try next: uv run --package rl-apps gsm8k-grpo {data} model.path={checkpoint}",
+    ]
+
+
+def after_any(config: RunConfig, run_dir: Path) -> list[str]:
+    """Where the files are."""
+    checkpoint = last_checkpoint(run_dir)
+    return [
+        "",
+        f"Run directory: {run_dir} (metrics.jsonl: figures per step, checkpoints/, logs/, config.yaml)",
+        f"Model: {checkpoint}" if checkpoint else "No checkpoint was written.",
     ]
 
 

@@ -1,21 +1,43 @@
-"""From the command line to a checked config: Hydra composes, unknown keys are refused with the nearest valid name.
+"""From the command line to a checked config: files and `key=value`, laid over a schema that the run's parts complete.
 
-Commands take Hydra overrides with dotted keys (`total_steps=20 actor.optimizer.lr=1e-4`, `algorithm=<preset>`) and the
-flags `--dry-run`, `--help` and `--cfg job`.
+Later layers win: the presets that are chosen (`algorithm=dapo`), the app's own file, one's own file (`--config`), and
+`key=value` in Hydra's grammar. What is named decides the type of its settings: `allocation` that of the engines and the
+servers, `launcher.kind` that of `launcher.options`; each part brings its dataclass (`rl_contracts.registry.settings`).
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
+from rl_apps.help import describe
+from rl_contracts import registry
+from rl_contracts.allocation import Allocation
+from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
+from rl_contracts.inference import ServerConfig
+from rl_contracts.scheduler import SchedulerConfig
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 CONF = Path(__file__).parent / "conf"
+"""The commands' own files, and the presets."""
+
+SEAMS: dict[type, str] = {
+    TrainEngineConfig: "rl.train_engines",
+    ServerConfig: "rl.inference_engines",
+    SchedulerConfig: "rl.schedulers",
+}
+"""A field of such a type takes the type of the part that the run names. With the group in which the parts are found."""
+
+LEARNER = "actor.engine"
+"""The settings that the engines of a run's other models have, where they say nothing else."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +45,9 @@ class CommandLine:
     """What was asked for."""
 
     overrides: list[str]
-    """Hydra overrides."""
+    """`key=value`, in Hydra's grammar."""
+    file: Path | None = None
+    """One's own file over the app's defaults."""
     dry_run: bool = False
     """Show what would happen, and start nothing."""
     show_config: bool = False
@@ -39,120 +63,183 @@ def parse(argv: list[str]) -> CommandLine:
         ConfigError: an argument is neither a flag of ours nor `key=value`.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--help", "-h", action="store_true")
     known, rest = parser.parse_known_args(argv)
     for argument in rest:
-        if "=" not in argument:
-            raise ConfigError(f"argument {argument!r}: expected key=value, --dry-run, --cfg job or --help.")
-    return CommandLine(rest, known.dry_run, known.cfg is not None, known.help)
+        if "=" not in argument or argument.startswith("-"):
+            flags = "--config FILE.yaml, --dry-run, --cfg job or --help"
+            raise ConfigError(f"argument {argument!r}: expected key=value, {flags}.")
+    return CommandLine(rest, known.config, known.dry_run, known.cfg is not None, known.help)
 
 
-def compose[T](name: str, schema: type[T], overrides: list[str]) -> T:
-    """Compose `conf/<name>.yaml` over `schema` with overrides, into objects whose own checks have passed.
+def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> T:
+    """A config of the run, whose own checks have passed.
+
+    Settings of a part go with the part: a file that names its allocation (or launcher) and is overruled there loses
+    what it says about the part that went.
+
+    Args:
+        schema: dataclass with the settings and their defaults.
+        files: laid over them, in this order; each with those that its `defaults:` name below it.
+        overrides: `key=value`, laid over the files.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type, or one that its config refuses.
+        ConfigError: a part that is not installed, an unknown key, a value of the wrong type, or one that its config
+            refuses.
     """
-    import hydra
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
-    GlobalHydra.instance().clear()
+    base: Any = schema()
+    layers = [layer for file in files for layer in _layers(file)] + [_override(text) for text in overrides]
+    choices = _take_choices(layers, base)
+    seams = dict(_seams(base))
+    unsaid = {"allocation": base.allocation, "launcher": {"kind": base.launcher.kind}}
+    said: Any = OmegaConf.merge(unsaid, *layers)
+    parts = {path: _part(said, path, seam) for path, seam in seams.items()}
+    for path, seam in seams.items():
+        section, _, name = path.rpartition(".")
+        for layer in layers:
+            if _overruled(layer, path, seam, parts[path]):
+                OmegaConf.select(layer, section, default={}).pop(name, None)
+        if parts[path]:
+            setattr(attrgetter(section)(base), name, _settings(seam, parts[path])())
+    plain = OmegaConf.merge({}, *(_preset(section, name, files) for section, name in choices.items()), *layers)
+    for path, seam in seams.items():
+        if seam is TrainEngineConfig and parts[path] == parts[LEARNER]:
+            both = [OmegaConf.select(plain, key) or {} for key in (LEARNER, path)]
+            OmegaConf.update(plain, path, OmegaConf.merge(*both), force_add=True)
     try:
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = hydra.compose(name, overrides=_opened(overrides, schema))
-        result = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error, schema, overrides)) from error
+        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), plain))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error, base)) from error
     assert isinstance(result, schema)
     return result
 
 
-def _opened(overrides: list[str], schema: type) -> list[str]:
-    """Overrides of keys below an open mapping (`data.options.level=2`) in the form in which Hydra adds them."""
-    mappings = tuple(f"{key}." for key, value in flatten(schema).items() if isinstance(value, dict))
-    return [f"++{text}" if text.startswith(mappings) else text for text in overrides]
-
-
-def explain(error: Exception, schema: type, overrides: list[str]) -> str:
-    """One sentence about a composition error: the key, what was wrong, and the nearest valid key."""
-    keys = list(flatten(schema))
-    for override in overrides:
-        key = override.split("=", 1)[0].lstrip("+~")
-        groups = {p.name for p in CONF.iterdir() if p.is_dir()}
-        if key in groups and "." not in key:
-            value = override.split("=", 1)[1]
-            presets = sorted(p.stem for p in (CONF / key).glob("*.yaml"))
-            if value not in presets:
-                return f"{key}={value}: unknown preset; there are {', '.join(presets)}."
-        elif key not in keys and not any(k.startswith(key + ".") for k in keys):
-            close = get_close_matches(key, keys, n=1, cutoff=0.5)
-            same_leaf = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-            nearest = next(iter([*same_leaf, *close]), None)
-            hint = f" Did you mean {nearest!r}?" if nearest else ""
-            return f"unknown setting {key!r}.{hint} `--help` lists all settings."
-    first = str(error.__cause__ or error).strip()
-    lines = [line.strip() for line in first.splitlines() if line.strip()]
-    key_line = next((re.sub(r"full_key:\s*", "", line) for line in lines if line.startswith("full_key")), "")
-    return f"{key_line}: {lines[0]}" if key_line else " ".join(lines[:2])
-
-
-def flatten(schema: Any, prefix: str = "") -> dict[str, Any]:
-    """Every leaf setting of a dataclass by dotted key, with its default (of an instance: its value)."""
-    instance = schema() if isinstance(schema, type) else schema
-    result: dict[str, Any] = {}
-    for item in fields(instance):
-        value = getattr(instance, item.name)
-        if is_dataclass(value) and not isinstance(value, type):
-            result |= flatten(value, f"{prefix}{item.name}.")
-        else:
-            result[prefix + item.name] = value
-    return result
-
-
-def override[T](config: T, overrides: list[str]) -> T:
-    """A config object with dotted `key=value` overrides applied, checked again.
-
-    Raises:
-        ConfigError: an unknown key, or a value that is refused.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(overrides))
-        return cast(T, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, type(config), overrides)) from error
-
-
 def to_yaml(config: Any) -> str:
-    """A config object as YAML."""
+    """A config object as YAML, which `compose` reads back."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def from_yaml[T](path: Path, schema: type[T]) -> T:
-    """Read back what `to_yaml` wrote.
+def _layers(file: Path) -> list[DictConfig]:
+    """A file of settings, behind those that its list `defaults:` names: other files beside it, or presets."""
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
 
-    Raises:
-        ConfigError: the file is missing, or is not a config of this schema.
-    """
+    try:
+        content = OmegaConf.load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: expected a YAML file with settings: {error}") from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{file}: expected settings as `key: value`, found a list.")
+    layers: list[DictConfig] = []
+    for entry in content.pop("defaults", []):
+        if isinstance(entry, str):
+            layers += [] if entry == "_self_" else _layers(file.parent / f"{entry.removesuffix('.yaml')}.yaml")
+        else:  # Hydra's files say `override /algorithm: dapo` where they mean `algorithm: dapo`
+            layers += [OmegaConf.create({str(k).removeprefix("override ").lstrip("/"): v}) for k, v in entry.items()]
+    return [*layers, content]
+
+
+def _override(text: str) -> DictConfig:
+    """What `key=value` says."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
     from omegaconf import OmegaConf
+
+    try:
+        (parsed,) = OverridesParser.create().parse_overrides([text])
+    except HydraException as error:
+        raise ConfigError(f"argument {text!r}: {str(error).splitlines()[0]}") from error
+    if parsed.is_delete() or parsed.is_sweep_override():
+        raise ConfigError(f"argument {text!r}: expected key=value with one value; a comma stands between several.")
+    layer = OmegaConf.create()
+    OmegaConf.update(layer, parsed.key_or_group, parsed.value(), force_add=True)
+    return layer
+
+
+def _take_choices(layers: list[DictConfig], base: Any) -> dict[str, str]:
+    """Takes the presets that are chosen out of the layers: where a name stands for a whole section, the last counts.
+
+    `launcher=NAME` is short for `launcher.kind=NAME`.
+    """
+    choices = {}
+    for layer in layers:
+        for key, value in list(layer.items()):
+            if isinstance(value, str) and is_dataclass(getattr(base, str(key), None)):
+                if key == "launcher":
+                    layer.launcher = {"kind": value}
+                else:
+                    choices[str(key)] = layer.pop(key)
+    return choices
+
+
+def _preset(section: str, name: str, files: Sequence[Path]) -> DictConfig:
+    """The settings of a preset: `<section>/<name>.yaml` beside one of the files, or ours."""
+    from omegaconf import OmegaConf
+
+    folders = [folder / section for folder in (*(file.parent for file in files), CONF)]
+    found = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.yaml")}
+    if name not in found:
+        raise ConfigError(f"{section}={name}: unknown preset; there are {', '.join(sorted(found)) or 'none'}.")
+    return OmegaConf.create({section: OmegaConf.load(found[name])})
+
+
+def _seams(config: Any, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """The fields that take their type from a part of the run: dotted key, and which kind of part."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        kinds = [kind for kind in SEAMS if isinstance(value, kind)]
+        if kinds:
+            yield prefix + item.name, kinds[0]
+        elif is_dataclass(value):
+            yield from _seams(value, f"{prefix}{item.name}.")
+
+
+def _part(said: DictConfig, path: str, seam: type) -> str:
+    """Name of the part to which a field belongs: the component of its section, or the first of its kind; "" if none."""
+    if seam is SchedulerConfig:
+        return str(said.launcher.kind)
+    allocation = Allocation.parse(said.allocation)
+    components = allocation.train if seam is TrainEngineConfig else allocation.inference
+    named = [c for c in components if c.name == path.split(".")[0]]
+    return next((c.backend for c in (*named, *components)), "")
+
+
+def _overruled(layer: DictConfig, path: str, seam: type, chosen: str) -> bool:
+    """Whether a layer itself names another part for a field than the one that was chosen in the end."""
     from omegaconf.errors import OmegaConfBaseException
 
-    if not path.is_file():
-        raise ConfigError(f"{path}: expected the resolved config of a run, found no such file.")
     try:
-        result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(path)))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: not a config of this kind of run: {error}") from error
-    assert isinstance(result, schema)
-    return result
+        return _part(layer, path, seam) != chosen
+    except ConfigError:  # it was for parts that are not installed here
+        return True
+    except OmegaConfBaseException:  # it names none
+        return False
+
+
+def _settings(seam: type, part: str) -> type:
+    own = registry.settings(SEAMS[seam], part)
+    if not issubclass(own, seam):
+        raise ConfigError(f"{part}: expected settings derived from {seam.__name__}, found {own.__name__}.")
+    return own
+
+
+def _explain(error: Any, config: Any) -> str:
+    """One sentence about settings that do not fit: the key, what was wrong, and the nearest valid key."""
+    from omegaconf.errors import ConfigKeyError
+
+    key, first = error.full_key or "", str(error).strip().splitlines()[0]
+    if not isinstance(error, ConfigKeyError):
+        return f"{key}: {first}" if key else first
+    keys = [known for known, _, _ in describe(config)]
+    same_leaf = [known for known in keys if known.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    nearest = [*same_leaf, *get_close_matches(key, keys, n=1, cutoff=0.5)]
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return f"unknown setting {key!r}.{hint} `--help` lists all settings."

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rl_apps.data import DataConfig
+from rl_apps.layout import ClusterConfig
 from rl_apps.model import ModelConfig
 from rl_contracts.config import ClientConfig, GenerationConfig, MicroBatchConfig, OptimizerConfig, require
 from rl_contracts.data import FinetuneSpec
-from rl_engines_fsdp import FSDPEngineConfig, LoRAConfig
-from rl_inference import EmbeddedEngineConfig
+from rl_contracts.engine import TrainEngineConfig
+from rl_contracts.inference import ServerConfig
 from rl_launchers import LauncherConfig
 from rl_trainers.algorithm import GROUP_BASELINES, AlgorithmConfig
 from rl_trainers.books import CheckpointConfig
@@ -33,8 +33,8 @@ class ActorConfig:
     """How much is run at once; never changes the gradient."""
     dtype: str = "float32"
     """`float32`, or `bfloat16` with float32 master weights and reductions."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Further settings of the train engine, for example `{gradient_checkpointing: true}`."""
+    engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """The train engine's own settings, of the type that the engine brings which `allocation` names."""
 
     def __post_init__(self) -> None:
         require(self.minibatches >= 1, "actor.minibatches", "at least 1", self.minibatches)
@@ -61,8 +61,8 @@ class RolloutSettings(RolloutConfig):
     distribution, so importance weights are biased."""
     port: int = 0
     """Port of the first server, the others follow; 0: any free one."""
-    server: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
-    """The servers."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """The servers' own settings, of the type that the engine brings which `allocation` names."""
     client: ClientConfig = field(default_factory=lambda: ClientConfig(rejoin_timeout=180.0))
     """The client of the servers. `rejoin_timeout` counts only where the launcher restarts servers."""
 
@@ -93,10 +93,12 @@ class RunConfig:
     """What is learned from."""
     actor: ActorConfig = field(default_factory=ActorConfig)
     """The model that learns."""
-    allocation: str = "embedded:d1+fsdp:d1"
-    """Which backend runs on how many devices: `embedded:d1+fsdp:d2`."""
+    allocation: str = ""
+    """Which backend runs on how many devices, for example `embedded:d1+fsdp:d2`; any that are installed."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """What there is to run on."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    """How processes are started and stopped."""
+    """How processes are started and stopped; `launcher=NAME` is short for `launcher.kind=NAME`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is kept."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
@@ -125,27 +127,6 @@ class RunConfig:
             deterministic=self.deterministic,
         )
 
-    def engine_config(self) -> FSDPEngineConfig:
-        """The train engine's config.
-
-        Raises:
-            ConfigError: `actor.engine` has a key that the engine does not know.
-        """
-        known = set(FSDPEngineConfig.__dataclass_fields__)
-        unknown = sorted(set(self.actor.engine) - known)
-        require(not unknown, "actor.engine", f"keys out of {', '.join(sorted(known))}", ", ".join(unknown))
-        settings = dict(self.actor.engine)
-        if settings.get("lora") is not None:
-            settings["lora"] = _adapter(settings["lora"])
-        return FSDPEngineConfig(**settings)
-
-
-def _adapter(settings: dict[str, Any]) -> LoRAConfig:
-    known = LoRAConfig.__dataclass_fields__
-    unknown = sorted(set(settings) - set(known))
-    require(not unknown, "actor.engine.lora", f"keys out of {', '.join(known)}", ", ".join(unknown))
-    return LoRAConfig(**settings)
-
 
 def require_plain_sampling(rollout: RolloutSettings) -> None:
     """Refuse to train on answers that were drawn from another distribution than that of their log-probs.
@@ -172,6 +153,8 @@ class RefConfig:
 
     path: str = ""
     """Its Hugging Face directory or hub id; empty: `model.path`, the policy before the first step."""
+    engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """Its train engine's own settings; what is not set is as in `actor.engine`."""
 
 
 @dataclass
@@ -182,6 +165,8 @@ class CriticConfig:
     """What its body starts from (Hugging Face directory or hub id); empty: `model.path`. Its value head starts at 0."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """AdamW and its schedule."""
+    engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """Its train engine's own settings; what is not set is as in `actor.engine`."""
     clip: float = 0.2
     """The value loss is clipped at this distance from the value before the update; 0: not at all."""
 
@@ -275,5 +260,3 @@ class SFTConfig(RunConfig):
 
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """Used by the evaluation of answers, where servers are allocated."""
-    allocation: str = "fsdp:d1"
-    """`fsdp:d1`; with servers (`embedded:d1+fsdp:d1`) held-out questions are also answered."""

@@ -4,109 +4,106 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rl_apps import compose
-from rl_apps.config import RunConfig
-from rl_apps.layout import Layout, run_directory
-from rl_contracts.errors import ConfigError, RLError
+from rl_apps.app import App, Run
+from rl_apps.layout import Devices, devices_of, layout_of, run_directory
+from rl_contracts import registry
+from rl_contracts.errors import ConfigError, DataError, ModelError, RLError
 from rl_contracts.scheduler import JobSpec, Worker
 
 
-@dataclass(frozen=True)
-class App:
-    """One command.
+def main(reference: str, argv: list[str] | None = None) -> int:
+    """Run an app.
 
-    The checks run before any process starts, and say in a few lines what would happen. `train` runs in every trainer.
+    Args:
+        reference: where it is: a name in the entry-point group `rl.apps`, or a dotted path `package.module:APP`.
+        argv: arguments; None: those of this process.
+
+    Returns:
+        the exit code: 0, 1 (the run failed), 2 (it could not be started), 130 or 143 (it was stopped).
     """
-
-    name: str
-    """Command; with underscores, its module and its config file."""
-    title: str
-    """One line for `--help`."""
-    schema: type[RunConfig]
-    """Its config."""
-    layout: Callable[[Any], Layout]
-    """`(config) -> layout`, or a ConfigError."""
-    check: Callable[[Any, Layout], list[str]]
-    """`(config, layout) -> lines of arithmetic`; raises what is wrong with data, model or batch."""
-    make_model: Callable[[Any, Callable[[str], None]], Path]
-    """`(config, say) -> model directory`, made on the spot if need be."""
-    servers: Callable[[Any, Layout, Path], list[JobSpec]]
-    """`(config, layout, run directory) -> roles of servers`."""
-    train: Callable[[Any, Layout, Path, list[str]], None]
-    """`(config, layout, run directory, server addresses)`: the work of one trainer process."""
-    columns: dict[str, tuple[str, str]]
-    """What a step's line shows."""
-    closing: Callable[[Any, Path], list[str]]
-    """`(config, run directory) -> lines`: what was learned, and what to try next."""
-
-    @property
-    def stem(self) -> str:
-        """Name of its module and config file."""
-        return self.name.replace("-", "_")
-
-
-def main(app: App, argv: list[str] | None = None) -> int:
-    """Run a command. Returns its exit code: 0, 1 (the run failed), 2 (it could not be started), 130 or 143."""
-    from rl_contracts.errors import DataError, ModelError
-
+    name = reference
+    if "" not in sys.path:
+        sys.path.append("")  # a script's directory stands there; dotted paths may name files of the current one
     try:
-        return _main(app, sys.argv[1:] if argv is None else argv)
+        app: App = registry.load("rl.apps", reference)
+        name = app.name
+        return _main(reference, app, sys.argv[1:] if argv is None else argv)
     except RLError as error:
-        print(f"{app.name}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
     except KeyboardInterrupt:
         return 130
 
 
-def _main(app: App, argv: list[str]) -> int:
+def _main(reference: str, app: App, argv: list[str]) -> int:
     line = compose.parse(argv)
+    config = app.config(line.overrides, line.file)
     if line.show_help:
-        from rl_apps.settings_help import render
+        from rl_apps.help import render
 
-        print(render(f"{app.name}: {app.title}", compose.compose(app.stem, app.schema, line.overrides)))
+        print(render(f"{app.name}: {app.title}", config))
         return 0
-    config = compose.compose(app.stem, app.schema, line.overrides)
     if line.show_config:
         print(compose.to_yaml(config), end="")
         return 0
-    layout = app.layout(config)
-    config.engine_config().check(layout.actor.strategy, config.finetune_spec())
-    arithmetic = app.check(config, layout)
+    layout = layout_of(config.allocation, app.servers)
+    devices = devices_of(layout, config.cluster, config.launcher)
     resumes = config.recover.resume and config.recover.every > 0
     run_dir = run_directory(config.run_dir, config.experiment, config.trial, resumes)
+    run = Run(config, layout, run_dir, devices.kind)
+    arithmetic = check(app, run)
     if line.dry_run:
-        print(_plan(app, config, layout, run_dir, arithmetic))
+        print(_plan(reference, app, run, devices, arithmetic))
         return 0
-    return launch(app, config, layout, run_dir)
+    return launch(reference, app, run, devices)
 
 
-def launch(app: App, config: Any, layout: Layout, run_dir: Path) -> int:
+def check(app: App, run: Run[Any]) -> list[str]:
+    """Everything that can be known before a process starts; the app's own checks last.
+
+    Raises:
+        ConfigError, DataError, ModelError: what cannot work.
+    """
+    from rl_apps.model import check_model
+    from rl_apps.parts import check_servers
+
+    config = run.config
+    check_model(config.model.path)
+    config.actor.engine.check(run.layout.actor.strategy, replace(config.finetune_spec(), device=run.device))
+    check_servers(run)
+    return app.check(run)
+
+
+def launch(reference: str, app: App, run: Run[Any], devices: Devices) -> int:
     """Make the model, start servers and trainers, show progress, and close with what was learned."""
-    from rl_apps.parts import publish_config, weights_directory
+    from rl_apps.model import make_model
+    from rl_apps.parts import publish_config, server_jobs, weights_directory
     from rl_apps.progress import RunProgress
     from rl_launchers import Launcher
     from rl_trainers.recover import drop_lost_steps
 
+    config, run_dir = run.config, run.directory
+    print(devices.sentence, flush=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     drop_lost_steps(run_dir, config.recover)  # before anybody reads them
     # a run that was killed may have left weights there, which the servers would take for this run's
     weights = weights_directory(run_dir, publish_config(config).route)
     shutil.rmtree(weights, ignore_errors=True)
     with RunProgress(run_dir / "metrics.jsonl", config.total_steps, app.columns) as progress:
-        model = app.make_model(config, progress.say)
-        config = replace(config, run_dir=str(run_dir), model=replace(config.model, path=str(model)))
+        model = make_model(config.model, config.data, config.seed, app.form, app.warm_up, progress.say)
+        config = replace(config, model=replace(config.model, path=str(model)))
+        run = replace(run, config=config)
         (run_dir / "config.yaml").write_text(compose.to_yaml(config))
         launcher = Launcher(config.launcher.scheduler(run_dir / "logs"), config.launcher)
         progress.say("starting servers and trainers")
         try:
             code = launcher.run(
-                app.servers(config, layout, run_dir),
-                lambda servers: [trainer_job(app, layout, run_dir, servers)],
+                server_jobs(run, devices),
+                lambda servers: [trainer_job(reference, run, devices, servers)],
                 on_tick=lambda _: progress.tick(),
             )
         finally:  # a trainer that was killed leaves its weights in memory
@@ -115,30 +112,31 @@ def launch(app: App, config: Any, layout: Layout, run_dir: Path) -> int:
     return code
 
 
-def trainer_job(app: App, layout: Layout, run_dir: Path, servers: list[Worker]) -> JobSpec:
-    """The role of the trainer processes: `python -m rl_apps.worker`."""
+def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: list[Worker]) -> JobSpec:
+    """The role of the trainer processes: `python -m rl_apps.worker`, which finds the app as the command did."""
     addresses = ",".join(worker.address for worker in servers)
-    command = (sys.executable, "-m", "rl_apps.worker", app.name, str(run_dir), addresses)
+    actor = run.layout.actor
     return JobSpec(
-        role=layout.actor.name,
-        command=command,
-        count=layout.actor.world_size,
-        cpus=layout.cores_each,
-        gpus=layout.gpus_each,
+        role=actor.name,
+        command=(sys.executable, "-m", "rl_apps.worker", reference, str(run.directory), run.device, addresses),
+        count=actor.world_size,
+        cpus=devices.cores_each,
+        gpus=int(run.device == "cuda"),
         spmd=True,
     )
 
 
-def _plan(app: App, config: Any, layout: Layout, run_dir: Path, arithmetic: list[str]) -> str:
-    roles = [f"{spec.count} x {spec.role}: {' '.join(spec.command)}" for spec in app.servers(config, layout, run_dir)]
-    trainer = trainer_job(app, layout, run_dir, [])
-    roles.append(f"{trainer.count} x {trainer.role}: {' '.join(trainer.command)}")
+def _plan(reference: str, app: App, run: Run[Any], devices: Devices, arithmetic: list[str]) -> str:
+    from rl_apps.parts import server_jobs
+
+    jobs = [*server_jobs(run, devices), trainer_job(reference, run, devices, [])]
     parts = [
-        compose.to_yaml(config).rstrip(),
+        compose.to_yaml(run.config).rstrip(),
         "# A step",
         *(f"#   {text}" for text in arithmetic),
-        f"# Processes ({layout.cores_each} core(s) each)",
-        *(f"#   {text}" for text in roles),
-        f"# Run directory: {run_dir}",
+        f"# Devices: {devices.sentence}",
+        f"# Processes ({devices.cores_each} core(s) each)",
+        *(f"#   {job.count} x {job.role}: {' '.join(job.command)}" for job in jobs),
+        f"# Run directory: {run.directory}",
     ]
     return "\n".join(parts)

@@ -3,70 +3,54 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
-from pathlib import Path
 
 from rl_apps import closing, driver, parts, policy
+from rl_apps.app import App, Run
+from rl_apps.compose import CONF
 from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
-from rl_apps.layout import Layout, check_batch, layout_of
-from rl_apps.model import check_model, make_model
-from rl_apps.progress import GRPO_COLUMNS
-from rl_contracts.scheduler import JobSpec
+from rl_apps.layout import check_batch
 
 
-def layout(config: GRPOConfig) -> Layout:
-    """Servers and trainers."""
-    return layout_of(config.allocation, needs_servers=True)
-
-
-def check(config: GRPOConfig, layout: Layout) -> list[str]:
-    """Everything that can be known before a process starts."""
-    check_model(config.model.path)
+def check(run: Run[GRPOConfig]) -> list[str]:
+    """Everything of this command that can be known before a process starts."""
+    config = run.config
     parts.check_rollout(config.rollout)
     parts.check_publish(config.publish, config.allocation)
-    models = policy.check_algorithm(config)
+    models = policy.check_algorithm(run)
     train_rows = load_rows(config.data, "train", "rl", config.seed)
     if config.evaluation.rows:
         load_rows(config.data, "test", "rl", config.seed)
     step = check_batch(
-        config.data.batch_size, config.rollout.group_size, config.actor.minibatches, layout.actor.strategy.data
+        config.data.batch_size, config.rollout.group_size, config.actor.minibatches, run.layout.actor.strategy.data
     )
     return [step, f"{len(train_rows)} prompts in the data, {config.total_steps} steps", *models]
 
 
-def servers(config: GRPOConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
-    """The servers that generate."""
-    return [parts.server_job(config, config.rollout, layout, run_dir)]
-
-
-def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str]) -> None:
+def train(run: Run[GRPOConfig]) -> None:
     """The work of one trainer process: what happens to a prompt, from the data set to the updated weights."""
     from rl_datasets import PromptLoader
     from rl_trainers import Books, RecoverPoints
     from rl_trainers import train as run_loop
     from rl_trainers.recover import resumed_step
 
+    config, run_dir = run.config, run.directory
     with parts.Closing() as stack:
-        engine = stack.add(parts.make_engine(config, layout))
+        engine = stack.add(parts.make_engine(run))
         rows = load_rows(config.data, "train", "rl", config.seed)
         shards, shard = engine.parallel.dp_size, engine.parallel.dp_rank
         prompts = PromptLoader(rows, seed=config.seed, epochs=config.epochs, num_shards=shards, shard=shard)
         rollout, weights = parts.make_answering(
             stack,
-            config,
-            config.rollout,
+            run,
             engine,
-            layout,
-            run_dir,
-            addresses,
             prompts=prompts,
             minibatches=config.actor.minibatches,
             gap=config.gap,
             first_step=resumed_step(run_dir, config.recover) + 1,
         )
-        actor = policy.make_actor(stack, config, engine, layout)
-        evaluations = [parts.answer_evaluation(config, engine, rollout, run_dir)] if config.evaluation.rows else []
+        actor = policy.make_actor(stack, run, engine)
+        evaluations = [parts.answer_evaluation(run, engine, rollout)] if config.evaluation.rows else []
         books = Books(
             engine,
             run_dir,
@@ -81,20 +65,17 @@ def train(config: GRPOConfig, layout: Layout, run_dir: Path, addresses: list[str
         run_loop(rollout, actor, weights, books, config.total_steps, recover)
 
 
-APP = driver.App(
+APP = App(
     name="gsm8k-grpo",
     title=__doc__,
     schema=GRPOConfig,
-    layout=layout,
-    check=check,
-    make_model=partial(make_model, warm_up=True),
-    servers=servers,
     train=train,
-    columns=GRPO_COLUMNS,
+    check=check,
+    defaults=CONF / "gsm8k_grpo.yaml",
     closing=closing.after_grpo,
 )
 
 
 def main() -> None:
     """Entry point of the command."""
-    sys.exit(driver.main(APP))
+    sys.exit(driver.main("rl_apps.gsm8k_grpo:APP"))

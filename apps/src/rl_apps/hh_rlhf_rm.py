@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from rl_apps import driver, parts, preference
-from rl_apps.layout import Layout
-from rl_apps.preference import PairsConfig
+from rl_apps.app import Run
+from rl_apps.config import RunConfig
 
 
-def train(config: PairsConfig, layout: Layout, run_dir: Path, addresses: list[str]) -> None:
+def train(run: Run[RunConfig]) -> None:
     """The work of one trainer process."""
     from rl_trainers import reward_model_loss
 
     with parts.Closing() as stack:
-        engine = stack.add(parts.make_engine(config, layout, replace(config.finetune_spec(), head="score")))
-        preference.run(config, run_dir, engine, reward_model_loss)
+        engine = stack.add(parts.make_engine(run, spec=replace(run.config.finetune_spec(), head="score")))
+        preference.learn(run, engine, reward_model_loss)
 
 
-APP = preference.app("hh-rlhf-rm", __doc__, PairsConfig, train)
+APP = preference.app("hh-rlhf-rm", __doc__, RunConfig, train)
 
 
 def main() -> None:
     """Entry point of the command."""
-    sys.exit(driver.main(APP))
+    sys.exit(driver.main("rl_apps.hh_rlhf_rm:APP"))

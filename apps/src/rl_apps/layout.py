@@ -1,15 +1,34 @@
-"""What would run where: allocation, batch arithmetic and run directory, checked before any process starts."""
+"""What would run where: allocation, devices, batch arithmetic and run directory, checked before any process starts."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from rl_contracts.allocation import Allocation, Component
+from rl_contracts.config import require, require_choice
 from rl_contracts.errors import ConfigError
-from rl_launchers.resources import visible_gpus
+from rl_contracts.scheduler import Resources
+from rl_launchers import LauncherConfig
+
+
+@dataclass
+class ClusterConfig:
+    """What there is to run on, and what of it is used."""
+
+    device: str = "auto"
+    """Where models run: `cpu`, `cuda`, or `auto`: on GPUs where there are any (too few are refused), else on the
+    CPU."""
+    devices: int = 0
+    """GPUs in all; 0: what the scheduler finds."""
+    cores: int = 0
+    """Cores in all; 0: what the scheduler finds. Processes share them where there are fewer than processes."""
+
+    def __post_init__(self) -> None:
+        require_choice("cluster.device", self.device, ("auto", "cpu", "cuda"))
+        require(self.devices >= 0, "cluster.devices", "0 (what there is) or more", self.devices)
+        require(self.cores >= 0, "cluster.cores", "0 (what there is) or more", self.cores)
 
 
 @dataclass(frozen=True)
@@ -19,24 +38,28 @@ class Layout:
     actor: Component
     rollout: Component | None
 
-    @property
-    def processes(self) -> int:
-        """Processes of the run, the launcher not counted."""
-        return self.actor.world_size + (self.rollout.strategy.data if self.rollout else 0)
 
-    @property
-    def cores_each(self) -> int:
-        """Cores and threads per process, so that together they fill this machine."""
-        return max(1, (os.cpu_count() or 1) // self.processes)
+@dataclass(frozen=True)
+class Devices:
+    """Where the processes of a run compute."""
 
-    @property
-    def gpus_each(self) -> int:
-        """Devices per process: 1 where this machine has one for each, else 0, and everything runs on the CPU."""
-        return int(len(visible_gpus(os.environ)) >= self.processes)
+    kind: str
+    """`cpu` or `cuda`."""
+    cores_each: int
+    """Cores and threads per process, so that together they fill what there is."""
+    sentence: str
+    """What is used of what there is, in words."""
+
+    def gpus(self, per_process: int) -> int:
+        """GPUs of a process that needs so many where it runs on GPUs."""
+        return per_process if self.kind == "cuda" else 0
 
 
-def layout_of(allocation: str, needs_servers: bool) -> Layout:
+def layout_of(allocation: str, servers: str) -> Layout:
     """Parse an allocation and find its parts.
+
+    Args:
+        servers: whether they are `required`, `optional` or `refused`.
 
     Raises:
         ConfigError: no trainer or several, no servers where they are needed, or components that share devices.
@@ -44,16 +67,43 @@ def layout_of(allocation: str, needs_servers: bool) -> Layout:
     parsed = Allocation.parse(allocation)
     if len(parsed.train) != 1:
         raise ConfigError(f"allocation={allocation}: expected one trainer, found {len(parsed.train)}.")
-    if len(parsed.inference) > 1 or (needs_servers and not parsed.inference):
-        found = len(parsed.inference)
-        raise ConfigError(
-            f"allocation={allocation}: expected servers of one kind, found {found}; for example embedded:d1+fsdp:d1."
-        )
+    (actor,), found = parsed.train, len(parsed.inference)
+    if found > 1 or (servers == "required" and not found):
+        raise ConfigError(f"allocation={allocation}: expected servers of one kind, found {found}.")
+    if servers == "refused" and found:
+        raise ConfigError(f"allocation={allocation}: this command asks no servers; use {actor} alone.")
     if any(len(group) > 1 for group in parsed.groups):
         raise ConfigError(
             f"allocation={allocation}: components that share devices (`|`) are not supported here; use `+`."
         )
-    return Layout(parsed.train[0], parsed.inference[0] if parsed.inference else None)
+    return Layout(actor, parsed.inference[0] if found else None)
+
+
+def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig) -> Devices:
+    """Where a run computes. Each rank and each part of a split server has a GPU of its own; cores may be shared.
+
+    Raises:
+        ConfigError: fewer GPUs than the allocation needs, none where they are asked for, or nobody says what there is.
+    """
+    assert launcher.options is not None
+    found = launcher.options.resources() or Resources(gpus=cluster.devices, cores=cluster.cores)
+    gpus, cores = cluster.devices or found.gpus, cluster.cores or found.cores
+    source = f"cluster.cores with launcher.kind={launcher.kind}"
+    require(cores > 0, source, "a number, since this scheduler cannot know it (and cluster.devices for GPUs)", cores)
+    roles = [role for role in (layout.rollout, layout.actor) if role is not None]
+    needed, written = sum(role.world_size for role in roles), "+".join(map(str, roles))
+    processes = layout.actor.world_size + (layout.rollout.strategy.data if layout.rollout else 0)
+    cores_each = max(1, cores // processes)
+    if cluster.device == "cpu" or (cluster.device == "auto" and not gpus):
+        why = "as asked" if cluster.device == "cpu" else "no GPU was found"
+        return Devices("cpu", cores_each, f"CPU ({why}): {processes} processes, {cores_each} of {cores} cores each")
+    if gpus < needed:
+        raise ConfigError(
+            f"allocation={written} with cluster.device={cluster.device}: expected {needed} GPUs, one a rank, found "
+            f"{gpus}; use a smaller allocation, or cluster.device=cpu."
+        )
+    shares = ", ".join(f"{role.name} {role.world_size}" for role in roles)
+    return Devices("cuda", cores_each, f"{needed} of {gpus} GPUs: {shares}")
 
 
 def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rl_apps.data import GENERATED, GENERATED_PAIRS, load_rows
+from rl_apps.data import GENERATED, GENERATED_PAIRS, DataConfig, load_rows
 from rl_contracts.errors import ModelError
-
-if TYPE_CHECKING:
-    from rl_apps.config import RunConfig
 
 EMBEDDED = "embedded"
 
@@ -57,29 +53,32 @@ def check_model(path: str, setting: str = "model.path") -> None:
         )
 
 
-def make_model(config: RunConfig, say: Callable[[str], None], *, warm_up: bool, form: str = "rl") -> Path:
+def make_model(
+    model: ModelConfig, data: DataConfig, seed: int, form: str, warm_up: bool, say: Callable[[str], None]
+) -> Path:
     """The directory (or hub id) of the model, made on the spot and cached if it is `embedded`.
 
     The generated problems come with a model of their own, warmed up or not; for other data it is a tiny random one
     whose tokenizer is trained on the training texts.
 
     Args:
-        form: in which the data is read for its texts: `rl` or `pairs`.
+        form: in which the data is read for its texts, see `load_rows`.
+        say: told what is going on.
     """
-    if config.model.path != EMBEDDED:
-        return Path(config.model.path)
+    if model.path != EMBEDDED:
+        return Path(model.path)
     from rl_apps.embedded.prepare import prepare_embedded, prepare_from_scratch
     from rl_apps.embedded.recipe import EmbeddedRecipe
 
-    if config.data.name in (GENERATED, GENERATED_PAIRS):
+    if data.name in (GENERATED, GENERATED_PAIRS):
         recipe = EmbeddedRecipe() if warm_up else EmbeddedRecipe(warm_up=None)
         say("making the embedded model" + (" and warming it up" if warm_up else ""))
-        return prepare_embedded(config.seed, recipe, _WarmUpProgress(say))
+        return prepare_embedded(seed, recipe, _WarmUpProgress(say))
     say("making a small model from scratch, with a tokenizer trained on the data")
-    rows = load_rows(config.data, "train", form, config.seed)
+    rows = load_rows(data, "train", "pairs" if form == "pairs" else "rl", seed)
     if form == "pairs":
-        return prepare_from_scratch((m["content"] for row in rows for m in row["chosen"]), config.seed)
-    return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), config.seed)
+        return prepare_from_scratch((m["content"] for row in rows for m in row["chosen"]), seed)
+    return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), seed)
 
 
 class _WarmUpProgress:

@@ -11,9 +11,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl_apps.app import Run
 from rl_apps.config import RolloutSettings, RunConfig
 from rl_apps.data import head, load_rows
-from rl_apps.layout import Layout
+from rl_apps.layout import Devices
 from rl_contracts import registry
 from rl_contracts.config import ClientConfig
 from rl_contracts.data import FinetuneSpec, ServeSpec
@@ -25,7 +26,7 @@ from rl_trainers.publish import PublishConfig
 from rl_workflows import RolloutConfig
 
 if TYPE_CHECKING:
-    from rl_contracts.engine import TrainEngine
+    from rl_contracts.engine import TrainEngine, TrainEngineConfig
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.rendering import ChatRenderer
     from rl_contracts.rollout import RolloutRuntime
@@ -56,16 +57,18 @@ class Closing(ExitStack):
         return part
 
 
-def make_engine(config: RunConfig, layout: Layout, spec: FinetuneSpec | None = None) -> TrainEngine:
+def make_engine(
+    run: Run[Any], settings: TrainEngineConfig | None = None, spec: FinetuneSpec | None = None
+) -> TrainEngine:
     """A train engine of this rank, initialised.
 
     Args:
-        spec: of a model beside the one that learns (a reference, a critic); None: that one's.
+        settings, spec: of a model beside the one that learns (a reference, a critic); None: that one's.
     """
-    engine: TrainEngine = registry.load("rl.train_engines", layout.actor.backend)(
-        config.engine_config(), layout.actor.strategy
-    )
-    engine.initialize(spec or config.finetune_spec())
+    settings, spec = settings or run.config.actor.engine, spec or run.config.finetune_spec()
+    made = registry.load("rl.train_engines", run.layout.actor.backend)
+    engine: TrainEngine = made(settings, run.layout.actor.strategy)
+    engine.initialize(replace(spec, device=run.device))
     return engine
 
 
@@ -106,24 +109,36 @@ def check_publish(publish: PublishConfig, allocation: str) -> None:
         )
 
 
-def server_job(config: RunConfig, settings: RolloutSettings, layout: Layout, run_dir: Path) -> JobSpec:
-    """The servers as a role: which model, how many, where they read new weights."""
-    assert layout.rollout is not None
-    engine = registry.load("rl.inference_engines", layout.rollout.backend)
-    spec: JobSpec = engine.server_spec(settings.server, serve_spec(config, layout, run_dir))
-    return replace(spec, role=layout.rollout.name, port=settings.port or None)
+def check_servers(run: Run[Any]) -> None:
+    """Refuse what the servers of a run cannot do.
+
+    Raises:
+        ConfigError: names the settings.
+    """
+    if run.layout.rollout is not None:
+        run.config.rollout.server.check(serve_spec(run))
 
 
-def serve_spec(config: RunConfig, layout: Layout, run_dir: Path) -> ServeSpec:
+def server_jobs(run: Run[Any], devices: Devices) -> list[JobSpec]:
+    """The servers as a role (none where none are allocated): which model, how many, where they read new weights."""
+    servers = run.layout.rollout
+    if servers is None:
+        return []
+    settings = run.config.rollout
+    spec = replace(serve_spec(run), cpus=devices.cores_each, gpus=devices.gpus(servers.strategy.model_size))
+    job: JobSpec = registry.load("rl.inference_engines", servers.backend).server_spec(settings.server, spec)
+    return [replace(job, role=servers.name, port=settings.port or None)]
+
+
+def serve_spec(run: Run[Any]) -> ServeSpec:
     """What the rest of the run says about its servers."""
-    assert layout.rollout is not None
+    assert run.layout.rollout is not None
     return ServeSpec(
-        config.model.path,
-        layout.rollout.strategy,
-        str(weights_directory(run_dir, publish_config(config).route)),
-        cpus=layout.cores_each,
-        gpus=layout.gpus_each,
-        deterministic=config.deterministic,
+        run.config.model.path,
+        run.layout.rollout.strategy,
+        str(weights_directory(run.directory, publish_config(run.config).route)),
+        device=run.device,
+        deterministic=run.config.deterministic,
     )
 
 
@@ -149,12 +164,8 @@ def weights_directory(run_dir: Path, route: str = "shm") -> Path:
 
 def make_answering(
     stack: Closing,
-    config: RunConfig,
-    settings: RolloutSettings,
+    run: Run[Any],
     engine: TrainEngine,
-    layout: Layout,
-    run_dir: Path,
-    addresses: list[str],
     *,
     prompts: Iterable[dict[str, Any]] = (),
     minibatches: int = 1,
@@ -166,13 +177,14 @@ def make_answering(
     from rl_trainers import GapGate, RolloutWriter, WeightPublisher, Weights
     from rl_workflows import DistRollout, tune_garbage_collection
 
-    assert layout.rollout is not None
+    assert run.layout.rollout is not None
+    config, settings, run_dir = run.config, run.config.rollout, run.directory
     loop = LoopThread("rollout")
     stack.callback(loop.close)
-    client: InferenceEngine = registry.load("rl.inference_engines", layout.rollout.backend)(
-        settings.server, serve_spec(config, layout, run_dir), client_config(config, settings)
+    client: InferenceEngine = registry.load("rl.inference_engines", run.layout.rollout.backend)(
+        settings.server, serve_spec(run), client_config(config, settings)
     )
-    client.initialize(addresses, os.environ.get(RUN_KEY_VARIABLE, ""))
+    client.initialize(list(run.servers), os.environ.get(RUN_KEY_VARIABLE, ""))
     stack.callback(lambda: loop.run(client.destroy(), CLOSE_SECONDS))
     reward = AsyncRewardWrapper(settings.reward, settings.reward_workers, settings.reward_timeout)
     stack.callback(lambda: loop.run(reward.aclose(), CLOSE_SECONDS))
@@ -213,12 +225,11 @@ def runtime_config(config: RunConfig, settings: RolloutSettings) -> RolloutConfi
     return RolloutConfig(**{**values, "seed": config.seed + settings.seed})
 
 
-def answer_evaluation(
-    config: RunConfig, engine: TrainEngine, rollout: RolloutRuntime, run_dir: Path
-) -> AnswerEvaluation:
+def answer_evaluation(run: Run[Any], engine: TrainEngine, rollout: RolloutRuntime) -> AnswerEvaluation:
     """The evaluation of answers on held-out rows."""
     from rl_trainers import AnswerEvaluation, RolloutWriter
 
+    config = run.config
     rows = head(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
-    writer = RolloutWriter(run_dir / "rollouts", engine.parallel.rank)
+    writer = RolloutWriter(run.directory / "rollouts", engine.parallel.rank)
     return AnswerEvaluation(rollout, rows, config.evaluation, engine.parallel, writer)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rl_apps.app import Run
 from rl_apps.config import GRPOConfig
-from rl_apps.layout import Layout
 from rl_apps.model import check_model
 from rl_apps.parts import Closing, make_engine
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from rl_trainers import PolicyActor
 
 
-def check_algorithm(config: GRPOConfig) -> list[str]:
+def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
     """Refuse a policy loss that is not installed, and other models that are not there; what else is loaded, in words.
 
     Raises:
@@ -23,28 +24,30 @@ def check_algorithm(config: GRPOConfig) -> list[str]:
     """
     from rl_trainers.objective import load_policy_loss
 
+    config = run.config
     load_policy_loss(config.algorithm)
     lines = []
-    for needed, name, setting, path in (
-        (config.algorithm.needs_reference, "reference policy", "ref.path", config.ref.path),
-        (config.algorithm.needs_critic, "critic", "critic.path", config.critic.path),
+    for needed, name, setting, model, spec in (
+        (config.algorithm.needs_reference, "reference policy", "ref.path", config.ref, config.reference_spec()),
+        (config.algorithm.needs_critic, "critic", "critic.path", config.critic, config.critic_spec()),
     ):
-        if needed and path:
-            check_model(path, setting)
         if needed:
-            lines.append(f"a {name} beside the policy, from {path or config.model.path}")
+            check_model(spec.model_path, setting)
+            model.engine.check(run.layout.actor.strategy, replace(spec, device=run.device))
+            lines.append(f"a {name} beside the policy, from {spec.model_path}")
     return lines
 
 
-def make_actor(stack: Closing, config: GRPOConfig, engine: TrainEngine, layout: Layout) -> PolicyActor:
+def make_actor(stack: Closing, run: Run[GRPOConfig], engine: TrainEngine) -> PolicyActor:
     """The learner of the run: the policy in `engine`, and a reference and a critic where the algorithm has them."""
     from rl_trainers import Critic, PolicyActor
 
+    config = run.config
     algorithm, minibatches = config.algorithm, config.actor.minibatches
     reference = critic = None
     if algorithm.needs_reference:
-        reference = stack.add(make_engine(config, layout, config.reference_spec()))
+        reference = stack.add(make_engine(run, config.ref.engine, config.reference_spec()))
     if algorithm.needs_critic:
-        values = stack.add(make_engine(config, layout, config.critic_spec()))
+        values = stack.add(make_engine(run, config.critic.engine, config.critic_spec()))
         critic = Critic(values, config.critic.clip, minibatches)
     return PolicyActor(engine, algorithm, minibatches, reference, critic)

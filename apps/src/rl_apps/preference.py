@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_apps import parts
-from rl_apps.closing import last_checkpoint, read_metrics
+from rl_apps.app import App, Run
+from rl_apps.closing import after_any, read_metrics
+from rl_apps.compose import CONF
 from rl_apps.config import RunConfig
 from rl_apps.data import head, load_rows
-from rl_apps.driver import App
-from rl_apps.layout import Layout, layout_of
-from rl_apps.model import make_model
 from rl_apps.progress import PREFERENCE_COLUMNS
 from rl_apps.supervised import check_rows
-from rl_contracts.errors import ConfigError
-from rl_contracts.scheduler import JobSpec
 from rl_trainers.preference import PreferenceConfig
 
 if TYPE_CHECKING:
@@ -26,55 +22,26 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class PairsConfig(RunConfig):
-    """Learning from preference pairs: what both commands have."""
-
-    allocation: str = "fsdp:d1"
-    """Trainers only: `fsdp:d1`, `fsdp:d2`."""
-
-
-@dataclass
-class DPOConfig(PairsConfig):
+class DPOConfig(RunConfig):
     """A policy that learns from preference pairs."""
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     """The loss and its constants."""
 
 
-def layout(config: PairsConfig) -> Layout:
-    """Trainers.
-
-    Raises:
-        ConfigError: servers are allocated, which nothing here would ask.
-    """
-    found = layout_of(config.allocation, needs_servers=False)
-    if found.rollout is not None:
-        raise ConfigError(
-            f"allocation={config.allocation}: learning from pairs asks no servers; use {found.actor.backend}:"
-            f"d{found.actor.strategy.data} alone."
-        )
-    return found
+def check(run: Run[Any]) -> list[str]:
+    """Everything of these commands that can be known before a process starts."""
+    return check_rows(run, "pairs")
 
 
-def check(config: PairsConfig, layout: Layout) -> list[str]:
-    """Everything that can be known before a process starts."""
-    return check_rows(config, layout, "pairs")
-
-
-def servers(config: PairsConfig, layout: Layout, run_dir: Path) -> list[JobSpec]:
-    """None."""
-    return []
-
-
-def run(
-    config: PairsConfig, run_dir: Path, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None
-) -> None:
+def learn(run: Run[Any], engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None) -> None:
     """The steps of one trainer process: from the data set's pairs to the updated weights."""
     from rl_datasets import BatchLoader
     from rl_trainers import Books, PreferenceEvaluation, PreferenceLearner, PreferenceSource, RecoverPoints
     from rl_trainers import train as run_loop
     from rl_trainers.preference import add_reference, pairs_to_share, preference_rows
 
+    config = run.config
     renderer = parts.make_renderer(config)
     rows = load_rows(config.data, "train", "pairs", config.seed)
     batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.epochs)
@@ -87,34 +54,34 @@ def run(
         evaluations.append(PreferenceEvaluation(engine, loss, batch))
     books = Books(
         engine,
-        run_dir,
+        run.directory,
         config.checkpoint,
         evaluations=evaluations,
         evaluate_every=config.evaluation.every,
         tokenizer_path=config.model.path,
         renamed={"loss": "loss/train"},
     )
-    recover = RecoverPoints(run_dir, config.recover, {"actor": engine}, {"source": source, "books": books})
+    recover = RecoverPoints(run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
     run_loop(source, PreferenceLearner(engine, loss, reference), None, books, config.total_steps, recover)
 
 
-def app(name: str, title: str, schema: type[PairsConfig], train: Callable[..., None]) -> App:
+def app(name: str, title: str, schema: type[RunConfig], train: Callable[[Run[Any]], None]) -> App:
     """A command that learns from pairs."""
     return App(
         name=name,
         title=title,
         schema=schema,
-        layout=layout,
-        check=check,
-        make_model=partial(make_model, warm_up=True, form="pairs"),
-        servers=servers,
         train=train,
+        check=check,
+        defaults=CONF / f"{name.replace('-', '_')}.yaml",
+        servers="refused",
+        form="pairs",
         columns=PREFERENCE_COLUMNS,
         closing=closing,
     )
 
 
-def closing(config: PairsConfig, run_dir: Path) -> list[str]:
+def closing(config: RunConfig, run_dir: Path) -> list[str]:
     """Held-out figures before and after, and where the files are."""
     records = read_metrics(run_dir)
     lines = [""]
@@ -125,6 +92,4 @@ def closing(config: PairsConfig, run_dir: Path) -> list[str]:
         values = [r[name] for r in records if r.get(name) is not None]
         if len(values) >= 2:
             lines.append(f"{label}: {values[0]:.3f} before, {values[-1]:.3f} after.")
-    checkpoint = last_checkpoint(run_dir)
-    lines += ["", f"Run directory: {run_dir}", f"Model: {checkpoint}" if checkpoint else "No checkpoint was written."]
-    return lines
+    return [*lines, *after_any(config, run_dir)]

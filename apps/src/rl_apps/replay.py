@@ -1,4 +1,4 @@
-"""A process of `rl replay`: `python -m rl_apps.replay <directory with config.yaml> <batch file> <result file>`."""
+"""A process of `rl replay`: `python -m rl_apps.replay <run directory> <device> <batch file> <result file>`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from rl_apps.compose import from_yaml
+from rl_apps.app import Run
+from rl_apps.compose import compose
 from rl_apps.config import GRPOConfig
 from rl_apps.layout import layout_of
 from rl_contracts.logging import configure
@@ -20,13 +21,13 @@ def main(argv: list[str]) -> int:
     from rl_apps.policy import make_actor
     from rl_trainers import replay_batch
 
-    directory, batch, result = Path(argv[0]), Path(argv[1]), Path(argv[2])
+    directory, batch, result = Path(argv[0]), Path(argv[2]), Path(argv[3])
     configure(rank=int(os.environ.get("RANK", "0")), role="replay")
-    config = from_yaml(directory / "config.yaml", GRPOConfig)
-    layout = layout_of(config.allocation, needs_servers=False)
+    config = compose(GRPOConfig, [directory / "config.yaml"])
+    run = Run(config, layout_of(config.allocation, "refused"), directory, argv[1])
     with Closing() as stack:
-        engine = stack.add(make_engine(config, layout))
-        actor = make_actor(stack, config, engine, layout)
+        engine = stack.add(make_engine(run))
+        actor = make_actor(stack, run, engine)
         named = re.search(r"version_(\d+)", batch.name)
         stats = replay_batch(actor, batch, int(named.group(1)) if named else None)
         if engine.parallel.is_main:

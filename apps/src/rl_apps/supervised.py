@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from rl_apps.config import RunConfig
+from typing import Any
+
+from rl_apps.app import Run
 from rl_apps.data import load_rows
-from rl_apps.layout import Layout, check_batch
-from rl_apps.model import check_model
+from rl_apps.layout import check_batch
 from rl_contracts.config import require
 
 
-def check_rows(config: RunConfig, layout: Layout, form: str) -> list[str]:
+def check_rows(run: Run[Any], form: str) -> list[str]:
     """Everything that can be known before a process starts.
 
     Args:
@@ -20,17 +21,17 @@ def check_rows(config: RunConfig, layout: Layout, form: str) -> list[str]:
 
     Raises:
         ConfigError: a setting asks for what these commands do not do, or the batch does not divide.
-        DataError, ModelError: data or model cannot be used.
+        DataError: data cannot be used.
     """
+    config = run.config
     require(
         config.actor.minibatches == 1,
         "actor.minibatches",
         "1: a batch of rows is one optimizer step here; set data.batch_size to the size of a step",
         config.actor.minibatches,
     )
-    check_model(config.model.path)
     rows = load_rows(config.data, "train", form, config.seed)
     load_rows(config.data, "test", form, config.seed)
-    check_batch(config.data.batch_size, 1, 1, layout.actor.strategy.data)
+    check_batch(config.data.batch_size, 1, 1, run.layout.actor.strategy.data)
     what = "pairs" if form == "pairs" else "rows"
     return [f"{config.data.batch_size} of {len(rows)} {what} a step, {config.total_steps} steps"]

@@ -1,16 +1,17 @@
-"""A trainer process: `python -m rl_apps.worker <command> <run directory> <server addresses, comma-separated>`."""
+"""A trainer process: `python -m rl_apps.worker <app> <run directory> <device> <server addresses, comma-separated>`."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
-from rl_apps.compose import from_yaml
-from rl_apps.driver import App
+from rl_apps.app import App, Run
+from rl_apps.compose import compose
+from rl_apps.layout import layout_of
+from rl_contracts import registry
 from rl_contracts.errors import RLError
 from rl_contracts.logging import configure, get_logger
 
@@ -19,14 +20,14 @@ log = get_logger("apps.worker")
 
 def main(argv: list[str]) -> int:
     """Read the run's config and train; the exit code is 1 if the run failed."""
-    name, run_dir, addresses = argv
-    app: App = importlib.import_module(f"rl_apps.{name.replace('-', '_')}").APP
+    reference, directory, device, addresses = argv
     configure(rank=int(os.environ.get("RANK", "0")), role="trainer")
     signal.signal(signal.SIGTERM, _end)
-    directory = Path(run_dir)
-    config = from_yaml(directory / "config.yaml", app.schema)
     try:
-        app.train(config, app.layout(config), directory, [a for a in addresses.split(",") if a])
+        app: App = registry.load("rl.apps", reference)
+        config = compose(app.schema, [Path(directory) / "config.yaml"])
+        layout = layout_of(config.allocation, app.servers)
+        app.train(Run(config, layout, Path(directory), device, tuple(a for a in addresses.split(",") if a)))
     except RLError as error:
         log.exception("%s: %s", type(error).__name__, error)
         return 1

@@ -1,0 +1,243 @@
+"""How a config comes about: parts bring their settings, files and presets lie over each other, hints are near."""
+
+import sys
+
+import pytest
+
+from rl_apps.compose import to_yaml
+from rl_apps.driver import main
+from rl_apps.gsm8k_grpo import APP
+from rl_apps.gsm8k_sft import APP as SFT
+from rl_apps.help import describe
+from rl_contracts.errors import ConfigError
+from rl_engines_fsdp import LoRAConfig
+
+THEIRS = '''
+from dataclasses import dataclass, field
+from rl_contracts.config import require
+from rl_contracts.engine import TrainEngineConfig
+from rl_contracts.inference import ServerConfig
+from rl_contracts.scheduler import JobSpec, Resources, SchedulerConfig
+
+class Engine: pass
+
+@dataclass
+class EngineConfig(TrainEngineConfig):
+    """A train engine."""
+    chunks: int = 3
+    """Pieces in which it thinks."""
+
+class Server:
+    @classmethod
+    def server_spec(cls, config, spec):
+        return JobSpec("servers", ("serve", spec.model_path, str(config.batch), spec.device))
+
+@dataclass
+class ServerConfig(ServerConfig):
+    """Its servers."""
+    batch: int = 7
+    """Answers at once."""
+    def check(self, spec):
+        require(spec.strategy.tensor <= self.batch, "batch", "more", self.batch)
+
+class Machine: pass
+
+@dataclass
+class MachineConfig(SchedulerConfig):
+    """A machine with GPUs."""
+    gpus: int = 4
+    """GPUs that it has."""
+    def resources(self):
+        return Resources(self.gpus, 8)
+class Dark: pass
+@dataclass
+class DarkConfig(SchedulerConfig):
+    """Knows nothing before a job runs."""
+class Odd: pass
+@dataclass
+class OddConfig:
+    """Not derived from anything."""
+'''
+ENTRY_POINTS = """[rl.train_engines]
+theirengine = fixture_theirs:Engine
+odd = fixture_theirs:Odd
+[rl.inference_engines]
+theirserver = fixture_theirs:Server
+[rl.schedulers]
+machine = fixture_theirs:Machine
+dark = fixture_theirs:Dark
+"""
+OURS_OUT = "allocation=theirserver:d1+theirengine:d1"
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """A third party's package with a train engine, a server and schedulers, as an installer would lay it out."""
+    (tmp_path / "fixture_theirs.py").write_text(THEIRS)
+    info = tmp_path / "fixture_theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fixture-theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("fixture_theirs", None)
+
+
+def test_allocation_names_the_part_whose_settings_there_are(theirs):
+    config = APP.config([OURS_OUT, "actor.engine.chunks=5", "rollout.server.batch=9"])
+
+    assert (config.actor.engine.chunks, config.critic.engine.chunks, config.rollout.server.batch) == (5, 5, 9)
+    keys = {key for key, _, _ in describe(config)}
+    assert {"actor.engine.chunks", "ref.engine.chunks", "rollout.server.batch"} <= keys
+    assert not any(key.endswith(("offload", "slots")) for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("actor.engine.chunk=5", "actor.engine.chunks"),
+        ("rollout.server.bach=9", "rollout.server.batch"),
+        ("launcher.options.gpu=1", "launcher.options.gpus"),
+    ],
+)
+def test_their_settings_mistyped_are_refused_with_the_nearest(theirs, override, nearest):
+    with pytest.raises(ConfigError, match=f"unknown setting '{override.split('=')[0]}'. Did you mean '{nearest}'"):
+        APP.config([OURS_OUT, "launcher=machine", override])
+
+
+def test_their_settings_are_in_the_help(theirs, capsys):
+    assert main("gsm8k-grpo", ["--help", OURS_OUT, "launcher=machine"]) == 0
+    text = capsys.readouterr().out
+    assert "actor.engine.chunks=3\n      Pieces in which it thinks." in text
+    assert "launcher.options.gpus=4" in text
+    assert "launcher.kind='machine'" in text
+
+
+def test_settings_that_do_not_come_from_the_contract_are_refused(theirs):
+    with pytest.raises(ConfigError, match="odd: expected settings derived from TrainEngineConfig, found OddConfig"):
+        APP.config(["allocation=embedded:d1+odd:d1"])
+
+
+def test_optional_section_is_made_by_setting_one_of_its_keys():
+    config = APP.config(["actor.engine.lora.rank=4", "actor.engine.lora.target_modules=[q_proj]"])
+    assert config.actor.engine.lora == config.ref.engine.lora == LoRAConfig(rank=4, target_modules=["q_proj"])
+    assert APP.config(["actor.engine.lora={rank: 4}"]).actor.engine.lora == LoRAConfig(rank=4)
+    with pytest.raises(ConfigError, match=r"'actor.engine.lora.rang'. Did you mean 'actor.engine.lora.rank'"):
+        APP.config(["actor.engine.lora.rang=4"])
+
+
+def test_other_models_engines_are_set_as_the_actors_unless_they_say_otherwise():
+    config = APP.config(["actor.engine.max_logits=7", "actor.engine.max_shard_gb=2", "critic.engine.max_logits=9"])
+    assert (config.ref.engine.max_logits, config.critic.engine.max_logits) == (7, 9)
+    assert config.critic.engine.max_shard_gb == 2
+
+
+def test_file_of_ones_own_lies_over_the_defaults_and_below_the_command_line(tmp_path):
+    (tmp_path / "base.yaml").write_text("data:\n  batch_size: 6\nseed: 5\n")
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [base, {algorithm: dapo}]\nseed: 7\nrollout:\n  server: {slots: 3}\nlauncher: local\n")
+
+    config = APP.config(["total_steps=3"], file)
+
+    assert (config.total_steps, config.seed, config.data.batch_size) == (3, 7, 6)
+    assert config.rollout.server.slots == 3
+    assert config.algorithm == APP.config(["algorithm=dapo"]).algorithm
+    assert APP.config(["algorithm=rloo"], file).algorithm == APP.config(["algorithm=rloo"]).algorithm
+
+
+def test_presets_of_ones_own_lie_beside_the_file(tmp_path):
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "mine.yaml").write_text("clip_low: 0.11\n")
+    (tmp_path / "mine.yaml").write_text("algorithm: mine\n")
+    assert APP.config(file=tmp_path / "mine.yaml").algorithm.clip_low == 0.11
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "expected a YAML file with settings: .*No such file"),
+        ("a: [1", "expected a YAML file with settings"),
+        ("- 1\n", "found a list"),
+        ("defaults: [gone]\n", "gone.yaml: expected a YAML file"),
+        ("algorithm: dappo\n", "algorithm=dappo: unknown preset; there are .*dapo"),
+        ("rollout:\n  group_sise: 3\n", "unknown setting 'rollout.group_sise'. Did you mean 'rollout.group_size'"),
+    ],
+)
+def test_file_that_cannot_be_used_is_named(tmp_path, text, message):
+    file = tmp_path / "mine.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        APP.config(file=file)
+
+
+@pytest.mark.parametrize("override", ["allocation=embedded:d1,fsdp:d1", "seed=1,2"])
+def test_several_values_for_a_setting_are_refused(override):
+    with pytest.raises(ConfigError, match="one value; a comma stands between several"):
+        APP.config([override])
+
+
+@pytest.mark.parametrize("app", [APP, SFT], ids=lambda app: app.name)
+def test_config_that_a_run_wrote_gives_the_same_config_again(app, tmp_path):
+    settings = ["seed=7", "actor.engine.lora.rank=4", "ref.engine.max_logits=5"] if app is APP else ["seed=7"]
+    config = app.config([*settings, "data.options.level=2"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+
+    assert app.config(file=tmp_path / "config.yaml") == config
+    assert config.data.options == {"level": 2}
+
+
+def test_config_of_a_run_with_other_parts_loses_the_settings_of_those_that_went(theirs, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(APP.config(["rollout.server.slots=3", "actor.engine.max_logits=5"])))
+
+    config = APP.config([OURS_OUT, "launcher=machine"], tmp_path / "config.yaml")
+    assert (config.rollout.server.batch, config.actor.engine.chunks, config.launcher.options.gpus) == (7, 3, 4)
+    trainer_alone = APP.config(["allocation=fsdp:d2"], tmp_path / "config.yaml")
+    assert trainer_alone.actor.engine.max_logits == 5
+
+
+def _refused(capsys, *arguments):
+    assert main("gsm8k-grpo", list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["allocation=embeded:d1+fsdp:d1"], "nothing is called 'embeded'; did you mean 'embedded'?"),
+        (["allocation=embedded:d1+fsdp:p2"], "pipeline and expert dimensions must be 1"),
+        (["allocation=embedded:d1t2+fsdp:d1"], "splits no model"),
+        (["algorithm=ppo", "critic.engine.offload=true", "cluster.device=cpu"], "offload=True does not go with"),
+        (["cluster.device=cuda"], "expected 2 GPUs, one a rank, found 0"),
+        (["cluster.device=gpu"], "cluster.device: expected one of auto, cpu, cuda"),
+        (["launcher=slurmm"], "rl.schedulers: nothing is called 'slurmm'"),
+    ],
+)
+def test_parts_that_cannot_do_it_are_refused_before_anything_is_made(capsys, monkeypatch, overrides, message, dry_run):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert message in _refused(capsys, *overrides, *dry_run)
+
+
+def test_auto_takes_gpus_where_there_are_any_and_refuses_too_few(theirs, capsys):
+    machine = ("launcher=machine", "--dry-run")
+    assert main("gsm8k-grpo", ["allocation=theirserver:d1t2+fsdp:d2", *machine]) == 0
+    plan = capsys.readouterr().out
+    assert "# Devices: 4 of 4 GPUs: rollout 2, actor 2" in plan
+    assert "1 x rollout: serve embedded 7 cuda" in plan
+
+    assert "expected 4 GPUs, one a rank, found 3" in _refused(
+        capsys, "allocation=theirserver:d1t2+fsdp:d2", "launcher.options.gpus=3", *machine
+    )
+    assert main("gsm8k-grpo", ["allocation=embedded:d2+fsdp:d8", "launcher.options.gpus=0", *machine]) == 0
+    assert "CPU (no GPU was found): 10 processes, 1 of 8 cores each" in capsys.readouterr().out
+    assert main("gsm8k-grpo", ["cluster.device=cpu", *machine]) == 0
+    assert "CPU (as asked): 2 processes, 4 of 8 cores each" in capsys.readouterr().out
+
+
+def test_scheduler_that_cannot_know_what_there_is_is_told(theirs, capsys):
+    assert "cluster.cores with launcher.kind=dark: expected a number" in _refused(capsys, "launcher=dark")
+    assert main("gsm8k-grpo", ["launcher=dark", "cluster.cores=6", "cluster.devices=8", "--dry-run"]) == 0
+    assert "# Devices: 2 of 8 GPUs: rollout 1, actor 1" in capsys.readouterr().out

@@ -1,0 +1,103 @@
+"""Somebody's own app, engine and schema, in a file of the current directory: the driver gives it its whole life."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+
+MY_APP = '''
+"""Counts."""
+import json, os, sys, time
+from dataclasses import dataclass, field
+
+from rl_apps.app import App, Run
+from rl_apps.config import RunConfig
+from rl_contracts.config import require
+from rl_contracts.engine import TrainEngineConfig
+
+class Counter: pass
+
+@dataclass
+class CounterConfig(TrainEngineConfig):
+    """How to count."""
+    by: int = 1
+    """Added in each step."""
+    def check(self, strategy, spec):
+        require(strategy.tensor == 1, "allocation", "my_app:Counter:d1, for counting cannot be split", str(strategy))
+
+@dataclass
+class CountingConfig(RunConfig):
+    """A run that counts."""
+    start: int = 0
+    """Where it starts."""
+    allocation: str = "my_app:Counter:d2"
+    """Its counters."""
+
+def check(run: Run[CountingConfig]):
+    require(run.config.start >= 0, "start", "0 or more", run.config.start)
+    return [f"{run.config.start} and {run.config.actor.engine.by} more in each of {run.config.total_steps} steps"]
+
+def train(run: Run[CountingConfig]):
+    if os.environ["RANK"] != "0":
+        return
+    with open(run.directory / "metrics.jsonl", "a") as file:
+        for step in range(1, run.config.total_steps + 1):
+            value = run.config.start + step * run.config.actor.engine.by
+            file.write(json.dumps({"step": step, "value": value}) + "\\n")
+    print("torch" in sys.modules, run.device, run.servers, os.environ["WORLD_SIZE"])
+
+APP = App("my-app", __doc__, CountingConfig, train, check, servers="refused", columns={"value": ("value", "d")})
+'''
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "my_app.py").write_text(MY_APP)
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
+    return tmp_path
+
+
+def _rl(folder, *arguments):
+    command = [str(BIN / "rl"), "run", "my_app:APP", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_own_app_is_checked_planned_and_refused_as_ours_are(folder):
+    refused = _rl(folder, "start=-1", "model.path=model")
+    assert (refused.returncode, refused.stderr) == (2, "my-app: ConfigError: start: expected 0 or more, found -1.\n")
+    assert "actor.engine.by=1\n      Added in each step." in _rl(folder, "--help").stdout
+    mistyped = _rl(folder, "actor.engine.bye=3")
+    assert "unknown setting 'actor.engine.bye'. Did you mean 'actor.engine.by'?" in mistyped.stderr
+    split = _rl(folder, "allocation=my_app:Counter:t2", "model.path=model")
+    assert "allocation: expected my_app:Counter:d1, for counting cannot be split" in split.stderr
+    plan = _rl(folder, "--dry-run", "model.path=model")
+    assert plan.returncode == 0, plan.stderr
+    assert "#   0 and 1 more in each of 100 steps" in plan.stdout
+    assert f"2 x actor: {sys.executable} -m rl_apps.worker my_app:APP" in plan.stdout
+
+
+def test_own_app_runs_to_its_end_and_its_config_runs_again(folder):
+    first = _rl(folder, "start=10", "actor.engine.by=5", "total_steps=3", "run_dir=one", "model.path=model")
+    again = _rl(folder, "--config", "one/config.yaml", "run_dir=two")
+
+    for done, run in ((first, "one"), (again, "two")):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[0].startswith("CPU (no GPU was found): 2 processes")
+        assert "step 3/3  value 25" in done.stdout
+        assert f"Run directory: {folder / run}" in done.stdout
+        values = [json.loads(line)["value"] for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+        assert values == [15, 20, 25]
+        assert (folder / run / "logs" / "actor-0.log").read_text().strip() == "False cpu () 2"
+
+
+def test_app_that_is_nowhere_is_refused(folder):
+    done = subprocess.run([str(BIN / "rl"), "run", "gsm8k-grop"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "rl.apps: nothing is called 'gsm8k-grop'; did you mean 'gsm8k-grpo'?" in done.stderr

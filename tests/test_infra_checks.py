@@ -102,3 +102,54 @@ def test_count_statements_above_the_ceiling_fails(tmp_path, ceiling, code, compl
     assert done.returncode == code
     assert complaint in done.stderr
     assert done.stdout.splitlines()[-1].split()[:3] == ["total", "2", "3"]
+
+
+# ---- hops
+
+
+def _seen(**changed):
+    """What a run of two packages leaves: four files to the request, six to the token, two borders."""
+    found = {
+        "next_batch": ["rl_a/runtime.py Runtime.next_batch", "rl_a/watch.py wait", "rl_a/watch.py look"],
+        "episode": ["rl_a/groups.py run_group", "rl_b/client.py Client.generate"],
+        "handler": ["rl_b/server.py Server.generate", "rl_b/server.py Server.stream"],
+        "decode": ["rl_b/loop.py Loop.main", "rl_b/client.py seen_twice"],
+        "borders": [
+            "rl_a rl_b rl_b.client code rl_a/publish.py publish -> Client.stage",
+            "rl_a rl_contracts rl_contracts.weights.routes code rl_a/publish.py publish -> open_sender",
+            "rl_a rl_contracts rl_contracts.weights data rl_a/publish.py publish -> Meta",
+            "rl_a rl_contracts rl_contracts.logging code rl_a/publish.py publish -> get_logger",
+        ],
+    }
+    return found | changed
+
+
+def test_count_hops_counts_each_file_and_border_once_without_data_and_kernel(capsys):
+    assert _script("count_hops").report(_seen()) == []
+
+    *_, request, token, borders = capsys.readouterr().out.splitlines()
+    assert [line.split("(")[0].split()[-1] for line in (request, token, borders)] == ["4", "6", "2"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"episode": [f"rl_a/layer{i}.py forward" for i in range(11)]}, "13 files from next_batch to the HTTP request"),
+        ({"decode": [f"rl_b/layer{i}.py step" for i in range(16)]}, "21 files from next_batch to the sampled token"),
+        (
+            {"borders": [f"rl_a rl_{i} rl_{i}.part code rl_a/publish.py publish -> step" for i in range(5)]},
+            "5 borders that a publication crosses",
+        ),
+    ],
+)
+def test_count_hops_above_a_limit_is_named(changed, complaint):
+    assert [line for line in _script("count_hops").report(_seen(**changed)) if complaint in line]
+
+
+@pytest.mark.slow
+def test_count_hops_of_a_real_run_are_within_the_limits():
+    done = subprocess.run([sys.executable, str(CI / "count_hops.py")], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    for file in ("rl_workflows/runtime.py", "rl_inference/client.py", "rl_inference/server/app.py"):
+        assert file in done.stdout

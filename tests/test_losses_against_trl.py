@@ -9,43 +9,46 @@ import torch
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.trajectory import pack
-from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.algorithm_parts import KLConfig
+from rl_trainers.algorithm import AggregationConfig, AlgorithmConfig, CorrectionConfig, KLConfig, LossConfig
 from rl_trainers.functional.aggregation import denominator, token_weights
-from rl_trainers.objective import PolicyLoss
+from rl_trainers.objective import make_policy_loss
 
 ROWS, LENGTH = 6, 12
-KL = {"kl": KLConfig("loss", 0.2, "k3")}
 CASES = {
-    "grpo": ({}, {"aggregation": "sequence_mean_token_mean"}),
-    "bnpo": ({"loss_type": "bnpo"}, {"aggregation": "token_mean"}),
-    "dapo": ({"loss_type": "dapo"}, {"aggregation": "token_mean"}),
-    "dr_grpo": ({"loss_type": "dr_grpo"}, {"aggregation": "constant_length", "constant_length": LENGTH}),
-    "two-sided clip": ({"loss_type": "dapo", "delta": 1.5}, {"dual_clip": 1.5}),
+    "grpo": ({}, {"aggregation": AggregationConfig("sequence_mean_token_mean")}),
+    "bnpo": ({"loss_type": "bnpo"}, {}),
+    "dapo": ({"loss_type": "dapo"}, {}),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, {"aggregation": AggregationConfig("constant_length", LENGTH)}),
+    "two-sided clip": (
+        {"loss_type": "dapo", "delta": 1.5},
+        {"loss": LossConfig(clip_high=0.28, options={"dual_clip": 1.5})},
+    ),
     "gspo": (
         {"level": "sequence", "epsilon_low": 0.02, "epsilon_high": 0.03},
         {
-            "ratio_level": "sequence",
-            "clip_low": 0.02,
-            "clip_high": 0.03,
-            "aggregation": "sequence_mean_token_mean",
+            "ratio": "sequence",
+            "loss": LossConfig(clip_low=0.02, clip_high=0.03),
+            "aggregation": AggregationConfig("sequence_mean_token_mean"),
         },
     ),
     "luspo": (
         {"loss_type": "luspo", "level": "sequence"},
-        {"ratio_level": "sequence", "aggregation": "sequence_mean_token_sum"},
+        {"ratio": "sequence", "aggregation": AggregationConfig("sequence_mean_token_sum")},
     ),
     "cispo": (
         {"loss_type": "cispo", "epsilon_high": 1.2},
-        {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.2},
+        {"loss": LossConfig("cispo", clip_low=1.0, clip_high=0.2)},
     ),
-    "sapo": ({"loss_type": "sapo"}, {"policy_loss": "sapo", "aggregation": "sequence_mean_token_mean"}),
-    "kl": ({"loss_type": "dapo", "beta": 0.2}, KL),
+    "sapo": (
+        {"loss_type": "sapo"},
+        {"loss": LossConfig("sapo"), "aggregation": AggregationConfig("sequence_mean_token_mean")},
+    ),
+    "kl": ({"loss_type": "dapo", "beta": 0.2}, {"kl": KLConfig("loss", 0.2, "k3")}),
     "weighted kl": (
         {"loss_type": "dapo", "beta": 0.2, "unbiased_kl": True},
         {"kl": KLConfig("loss", 0.2, "k3", weighted=True)},
     ),
-    "truncated importance sampling": ({"loss_type": "dapo", "cap": 1.2}, {"correction_cap": 1.2}),
+    "truncated importance sampling": ({"loss_type": "dapo", "cap": 1.2}, {"correction": CorrectionConfig(cap=1.2)}),
     "entropy bonus": ({"loss_type": "dapo", "entropy_coef": 0.3}, {"entropy_coef": 0.3}),
 }
 """What TRL is told, and what we are."""
@@ -124,15 +127,14 @@ def trl_loss(batch, theta, told):
 
 def our_loss(batch, theta, settings):
     """The same through the objective, packed."""
-    config = AlgorithmConfig(**({"correction": "none", "clip_high": 0.28} | settings))
-    if "correction_cap" in settings:
-        config.correction = "truncate"
+    defaults = {"correction": CorrectionConfig("none"), "loss": LossConfig(clip_high=0.28)}
+    config = AlgorithmConfig(**defaults | settings)
     learn = batch["loss_mask"]
     batch["advantages"] = torch.where(learn, batch["per_row"][:, None], 0.0)
-    batch["loss_weights"] = token_weights(learn, config.aggregation, config.constant_length).double()
+    batch["loss_weights"] = token_weights(learn, config.aggregation.kind, config.aggregation.constant_length).double()
     here = theta[batch["attention_mask"]]
-    value, _ = PolicyLoss(config, "recompute")(TokenOutputs(here, entropies(here)), pack(batch))
-    return value / denominator(learn, config.aggregation)
+    value, _ = make_policy_loss(config, minibatches=2)(TokenOutputs(here, entropies(here)), pack(batch))
+    return value / denominator(learn, config.aggregation.kind)
 
 
 @pytest.mark.parametrize("name", CASES)

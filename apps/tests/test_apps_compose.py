@@ -147,9 +147,9 @@ def test_file_of_ones_own_lies_over_the_defaults_and_below_the_command_line(tmp_
 
 def test_presets_of_ones_own_lie_beside_the_file(tmp_path):
     (tmp_path / "algorithm").mkdir()
-    (tmp_path / "algorithm" / "mine.yaml").write_text("clip_low: 0.11\n")
+    (tmp_path / "algorithm" / "mine.yaml").write_text("loss:\n  clip_low: 0.11\n")
     (tmp_path / "mine.yaml").write_text("algorithm: mine\n")
-    assert APP.config(file=tmp_path / "mine.yaml").algorithm.clip_low == 0.11
+    assert APP.config(file=tmp_path / "mine.yaml").algorithm.loss.clip_low == 0.11
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Presets are data that compose; and what an algorithm and the rest of a run cannot do together is refused."""
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,7 @@ from rl_apps import compose
 from rl_apps.driver import main
 from rl_apps.gsm8k_grpo import APP
 from rl_contracts.errors import ConfigError
-from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.objective import load_policy_loss
+from rl_trainers.objective import make_policy_loss
 
 PRESETS = sorted(path.stem for path in (Path(compose.CONF) / "algorithm").glob("*.yaml"))
 
@@ -25,7 +25,7 @@ TEACHER = ("ref.path=/models/teacher",)
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_composes_and_its_loss_loads(name, tmp_path):
     config = _grpo(f"algorithm={name}", "actor.minibatches=2", *TEACHER)
-    load_policy_loss(config.algorithm)
+    make_policy_loss(config.algorithm, 2)
     (tmp_path / "config.yaml").write_text(compose.to_yaml(config))
     assert APP.config(file=tmp_path / "config.yaml") == config
 
@@ -38,33 +38,29 @@ def test_presets_are_different_algorithms():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("grpo", {"baseline": "group_mean_std", "clip_high": 0.28, "correction_cap": 2.0, "proximal": "auto"}),
-        ("dr_grpo", {"baseline": "group_mean", "aggregation": "constant_length", "constant_length": 32}),
-        ("rloo", {"baseline": "leave_one_out", "policy_loss": "importance"}),
-        ("gspo", {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
-        ("cispo", {"policy_loss": "cispo", "clip_low": 1.0}),
-        ("m2po", {"second_moment": 0.04, "correction": "plain"}),
-        ("lite_ppo", {"baseline": "group_mean_batch_std", "aggregation": "token_mean"}),
-        ("icepop", {"correction": "mask", "correction_floor": 0.5, "correction_cap": 5.0}),
+        ("grpo", {"advantage.std": "group", "loss.clip_high": 0.28, "correction.cap": 2.0, "proximal": "auto"}),
+        (
+            "dr_grpo",
+            {"advantage.std": "none", "aggregation.kind": "constant_length", "aggregation.constant_length": 32},
+        ),
+        ("rloo", {"advantage.leave_one_out": True, "loss.kind": "importance"}),
+        ("gspo", {"ratio": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4}),
+        ("cispo", {"loss.kind": "cispo", "loss.clip_low": 1.0}),
+        ("m2po", {"mask.kind": "second_moment", "mask.threshold": 0.04, "correction.kind": "plain"}),
+        ("lite_ppo", {"advantage.std": "batch", "aggregation.kind": "token_mean"}),
+        ("icepop", {"correction.kind": "mask", "correction.floor": 0.5, "correction.cap": 5.0}),
     ],
 )
 def test_preset_has_its_papers_parts(name, expected):
     algorithm = _grpo(f"algorithm={name}").algorithm
-    assert {key: getattr(algorithm, key) for key in expected} == expected
+    assert {key: attrgetter(key)(algorithm) for key in expected} == expected
 
 
 def test_preset_one_part_can_be_set_alone():
-    assert _grpo("algorithm=dapo", "algorithm.clip_high=0.5", "algorithm.reward.overlong_cache=9").algorithm == (
-        _changed("dapo", clip_high=0.5, overlong_cache=9)
-    )
-
-
-def _changed(name, overlong_cache, **settings):
-    algorithm: AlgorithmConfig = _grpo(f"algorithm={name}").algorithm
-    algorithm.reward.overlong_cache = overlong_cache
-    for key, value in settings.items():
-        setattr(algorithm, key, value)
-    return algorithm
+    expected = _grpo("algorithm=dapo").algorithm
+    expected.loss.clip_high, expected.loss.options, expected.reward.overlong_cache = 0.5, {"dual_clip": 3.0}, 9
+    overrides = ("algorithm.loss.clip_high=0.5", "algorithm.loss.options.dual_clip=3.0")
+    assert _grpo("algorithm=dapo", *overrides, "algorithm.reward.overlong_cache=9").algorithm == expected
 
 
 def test_overlong_penalty_follows_the_length_limit():
@@ -74,7 +70,7 @@ def test_overlong_penalty_follows_the_length_limit():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("rollout.group_size=1", "rollout.group_size with algorithm.baseline=group_mean_std: expected at least 2"),
+        ("rollout.group_size=1", "rollout.group_size with algorithm.advantage.kind=outcome .*: expected at least 2"),
         (
             "algorithm.reward.overlong_max=64 algorithm.reward.overlong_cache=8",
             r"overlong_max: expected at most rollout.generation.max_new_tokens \(32\)",
@@ -109,7 +105,7 @@ def _refused(capsys, *arguments):
 
 
 def test_command_policy_loss_that_is_not_installed_is_refused_before_anything_starts(capsys):
-    assert "nothing is called 'clipp'; did you mean 'clip'?" in _refused(capsys, "algorithm.policy_loss=clipp")
+    assert "nothing is called 'clipp'; did you mean 'clip'?" in _refused(capsys, "algorithm.loss.kind=clipp")
 
 
 def test_command_reference_that_is_not_there_is_refused_before_anything_starts(capsys):

@@ -90,8 +90,8 @@ def trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads: in
         "warmup_steps": optimizer.warmup_steps,
         "beta2": optimizer.beta2,
         "weight_decay": optimizer.weight_decay,
-        "clip_low": algorithm.clip_low,
-        "clip_high": algorithm.clip_high,
+        "clip_low": algorithm.loss.clip_low,
+        "clip_high": algorithm.loss.clip_high,
     }
     path = directory / "job.json"
     path.write_text(json.dumps(job, default=str))

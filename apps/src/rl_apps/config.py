@@ -12,7 +12,7 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.inference import ServerConfig
 from rl_launchers import LauncherConfig
-from rl_trainers.algorithm import GROUP_BASELINES, AlgorithmConfig
+from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.books import CheckpointConfig
 from rl_trainers.evaluation import EvaluationConfig
 from rl_trainers.gap.gate import GapConfig
@@ -159,7 +159,7 @@ class RefConfig:
 
 @dataclass
 class CriticConfig:
-    """The model of values; loaded where `algorithm.baseline=gae` asks for it."""
+    """The model of values; loaded where `algorithm.advantage.kind=gae` asks for it."""
 
     path: str = ""
     """What its body starts from (Hugging Face directory or hub id); empty: `model.path`. Its value head starts at 0."""
@@ -221,10 +221,10 @@ class GRPOConfig(RunConfig):
         """Refuse what the algorithm and the rest of the run cannot do together."""
         algorithm, generation = self.algorithm, self.rollout.generation
         require(
-            self.rollout.group_size > 1 or algorithm.baseline not in GROUP_BASELINES,
-            f"rollout.group_size with algorithm.baseline={algorithm.baseline}",
-            "at least 2: an answer alone is its own baseline and has no advantage (or set algorithm.baseline=none or "
-            "gae)",
+            self.rollout.group_size > 1 or not algorithm.advantage.compares_groups,
+            "rollout.group_size with algorithm.advantage.kind=outcome and its mean or std over the group",
+            "at least 2: an answer alone is its own baseline and has no advantage (or set algorithm.advantage.kind="
+            "return or gae)",
             self.rollout.group_size,
         )
         require(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 from rl_apps import closing, driver, parts
 from rl_apps.app import App, Run
@@ -11,6 +12,9 @@ from rl_apps.config import SFTConfig
 from rl_apps.data import head, load_rows
 from rl_apps.progress import SFT_COLUMNS
 from rl_apps.supervised import check_rows
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 def check(run: Run[SFTConfig]) -> list[str]:
@@ -21,7 +25,7 @@ def check(run: Run[SFTConfig]) -> list[str]:
 def train(run: Run[SFTConfig]) -> None:
     """The work of one trainer process."""
     from rl_datasets import BatchLoader
-    from rl_trainers import Books, LossEvaluation, RecoverPoints, SupervisedLearner, SupervisedSource
+    from rl_trainers import Books, DataSource, LossEvaluation, LossLearner, RecoverPoints
     from rl_trainers import train as run_loop
     from rl_trainers.supervised import supervised_rows, whole_to_share
 
@@ -31,10 +35,13 @@ def train(run: Run[SFTConfig]) -> None:
         renderer = parts.make_renderer(config)
         rows = load_rows(config.data, "train", "sft", config.seed)
         batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.epochs)
-        source = SupervisedSource(batches, renderer, config.data.max_length, engine.parallel)
+
+        def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
+            return whole_to_share(supervised_rows(rows, renderer, config.data.max_length), engine.parallel)
+
+        source = DataSource(batches, batch_of)
         held_out = head(load_rows(config.data, "test", "sft", config.seed), config.evaluation.rows)
-        held_out_rows = supervised_rows(held_out, renderer, config.data.max_length)
-        evaluations = [LossEvaluation(engine, whole_to_share(held_out_rows, engine.parallel))] if held_out else []
+        evaluations = [LossEvaluation(engine, batch_of(held_out))] if held_out else []
         weights = None
         if run.servers:
             rollout, weights = parts.make_answering(stack, run, engine)
@@ -49,7 +56,7 @@ def train(run: Run[SFTConfig]) -> None:
             renamed={"loss": "loss/train"},
         )
         recover = RecoverPoints(run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
-        run_loop(source, SupervisedLearner(engine), weights, books, config.total_steps, recover)
+        run_loop(source, LossLearner(engine), weights, books, config.total_steps, recover)
 
 
 APP = App(

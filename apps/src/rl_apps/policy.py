@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
-    """Refuse a policy loss that is not installed, and other models that are not there; what else is loaded, in words.
+    """Refuse parts that are not installed or cannot be composed, and other models that are not there; what else is
+    loaded, in words.
 
     Raises:
-        ConfigError: the policy loss, or its constants.
+        ConfigError: a part of the algorithm, or its constants.
         ModelError: the path of the reference or the critic.
     """
-    from rl_trainers.objective import load_policy_loss
+    from rl_trainers.objective import make_policy_loss
 
     config = run.config
-    load_policy_loss(config.algorithm)
+    make_policy_loss(config.algorithm, config.actor.minibatches)
     lines = []
     for needed, name, setting, model, spec in (
         (config.algorithm.needs_reference, "reference policy", "ref.path", config.ref, config.reference_spec()),

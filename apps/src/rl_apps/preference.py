@@ -18,6 +18,8 @@ from rl_apps.supervised import check_rows
 from rl_trainers.preference import PreferenceConfig
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from rl_contracts.engine import LossFn, TrainEngine
 
 
@@ -37,19 +39,24 @@ def check(run: Run[Any]) -> list[str]:
 def learn(run: Run[Any], engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None) -> None:
     """The steps of one trainer process: from the data set's pairs to the updated weights."""
     from rl_datasets import BatchLoader
-    from rl_trainers import Books, PreferenceEvaluation, PreferenceLearner, PreferenceSource, RecoverPoints
+    from rl_trainers import Books, DataSource, LossLearner, PreferenceEvaluation, RecoverPoints
     from rl_trainers import train as run_loop
-    from rl_trainers.preference import add_reference, pairs_to_share, preference_rows
+    from rl_trainers.preference import pairs, pairs_to_share, preference_rows
+    from rl_trainers.supervised import add_reference
 
     config = run.config
     renderer = parts.make_renderer(config)
     rows = load_rows(config.data, "train", "pairs", config.seed)
     batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.epochs)
-    source = PreferenceSource(batches, renderer, config.data.max_length, engine.parallel)
+
+    def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
+        return pairs_to_share(preference_rows(rows, renderer, config.data.max_length), engine.parallel)
+
+    source = DataSource(batches, batch_of)
     held_out = head(load_rows(config.data, "test", "pairs", config.seed), config.evaluation.rows)
     evaluations = []
     if held_out:
-        batch = pairs_to_share(preference_rows(held_out, renderer, config.data.max_length), engine.parallel)
+        batch = batch_of(held_out)
         add_reference(batch, reference)
         evaluations.append(PreferenceEvaluation(engine, loss, batch))
     books = Books(
@@ -62,7 +69,7 @@ def learn(run: Run[Any], engine: TrainEngine, loss: LossFn, reference: TrainEngi
         renamed={"loss": "loss/train"},
     )
     recover = RecoverPoints(run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
-    run_loop(source, PreferenceLearner(engine, loss, reference), None, books, config.total_steps, recover)
+    run_loop(source, LossLearner(engine, loss, pairs, reference), None, books, config.total_steps, recover)
 
 
 def app(name: str, title: str, schema: type[RunConfig], train: Callable[[Run[Any]], None]) -> App:

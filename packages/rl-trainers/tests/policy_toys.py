@@ -12,7 +12,7 @@ from rl_contracts.testing.batches import make_batch
 from rl_contracts.trajectory import pack, select
 from rl_trainers.functional.aggregation import denominator, token_weights
 from rl_trainers.functional.terms import PolicyTerms
-from rl_trainers.objective import PolicyLoss
+from rl_trainers.objective import make_policy_loss
 
 VERSION = 3
 
@@ -48,19 +48,18 @@ def prepared_batch(config, rows=9, seed=0):
     per_row = torch.randn(rows, 1, generator=generator, dtype=torch.float64)
     batch["advantages"] = torch.where(learn, per_row + 0 * base, 0.0)
     batch["values"], batch["returns"] = noise(1.0), noise(1.0)
-    batch["moment_kept"] = torch.rand(shape, generator=generator) < 0.8
-    weights = token_weights(learn, config.aggregation, config.constant_length).double()
+    batch["moment_dropped"] = torch.rand(shape, generator=generator) >= 0.8
+    batch["staleness"] = (VERSION - batch["versions"]).clamp(min=0)
+    weights = token_weights(learn, config.aggregation.kind, config.aggregation.constant_length).double()
     batch["loss_weights"] = weights * torch.rand(shape, generator=generator, dtype=torch.float64)
     batch["theta"] = base + noise(0.4)
     return batch
 
 
-def objective(batch, config, parts, theta=None, proximal=None):
+def objective(batch, config, parts, theta=None):
     """Loss over the denominator, its gradient [B, T] at the log-probs, and the statistics, summed over parts."""
-    proximal = proximal or config.resolve_proximal(minibatches=2)
-    return total(
-        PolicyLoss(config, proximal, VERSION), batch, parts, denominator(batch["loss_mask"], config.aggregation), theta
-    )
+    loss = make_policy_loss(config, minibatches=2)
+    return total(loss, batch, parts, denominator(batch["loss_mask"], config.aggregation.kind), theta)
 
 
 def total(loss, batch, parts, divisor, theta=None):

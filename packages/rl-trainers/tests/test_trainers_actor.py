@@ -14,9 +14,17 @@ from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.trajectory import load_batch, save_batch, select
 from rl_trainers import Critic, PolicyActor, replay_batch
-from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.algorithm_parts import KLConfig, RewardConfig
+from rl_trainers.algorithm import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+    LossConfig,
+    MaskConfig,
+    RewardConfig,
+)
 from rl_trainers.books import COMPUTED
+from rl_trainers.functional.kl import k3
 from rl_trainers.summary import summarise
 
 
@@ -72,7 +80,7 @@ def test_actor_prepare_episode_of_several_rows_counts_once_in_its_group(engine):
     batch["group_ids"][:] = 0
     batch["episode_ids"] = torch.tensor([0, 0, 0, 1])
     batch["rewards"] = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    PolicyActor(engine, AlgorithmConfig(baseline="group_mean")).prepare(batch)
+    PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig(std="none"))).prepare(batch)
     found = [
         float(a[m].max()) if m.any() else None for a, m in zip(batch["advantages"], batch["loss_mask"], strict=True)
     ]
@@ -125,14 +133,25 @@ def test_replay_batch_saved_and_loaded_gives_the_step_of_the_run(model_path, tmp
     assert figures[0] == figures[1]
 
 
+M2PO = {
+    "loss": LossConfig("importance"),
+    "correction": CorrectionConfig("plain"),
+    "mask": MaskConfig("second_moment", threshold=0.04),
+}
 COMPOSITIONS = {
-    "kl in the reward": {"kl": KLConfig("reward", 0.1, "k1"), "baseline": "leave_one_out"},
-    "reward to go": {"kl": KLConfig("reward", 0.1, "k3"), "baseline": "none", "advantage_norm": "batch"},
-    "second moment": {"policy_loss": "importance", "correction": "plain", "second_moment": 0.04},
-    "overlong": {"reward": RewardConfig(overlong_max=10, overlong_cache=5), "baseline": "group_mean_batch_std"},
-    "gae": {"baseline": "gae", "advantage_norm": "batch"},
-    "interpolate": {"proximal": "interpolate", "ratio_level": "sequence"},
-    "behaviour": {"proximal": "behaviour", "policy_loss": "cispo"},
+    "kl in the reward": {
+        "kl": KLConfig("reward", 0.1, "k1"),
+        "advantage": AdvantageConfig(std="none", leave_one_out=True),
+    },
+    "reward to go": {"kl": KLConfig("reward", 0.1, "k3"), "advantage": AdvantageConfig("return", whiten=True)},
+    "second moment": M2PO,
+    "overlong": {
+        "reward": RewardConfig(overlong_max=10, overlong_cache=5),
+        "advantage": AdvantageConfig(std="batch"),
+    },
+    "gae": {"advantage": AdvantageConfig("gae", whiten=True)},
+    "interpolate": {"proximal": "interpolate", "ratio": "sequence"},
+    "behaviour": {"proximal": "behaviour", "loss": LossConfig("cispo")},
 }
 
 
@@ -201,13 +220,17 @@ def test_actor_reference_logprobs_are_the_reference_models(model_path, other_pat
 
 
 def _k3(d, learn):
-    return float(((-d).exp() - 1 + d)[learn].mean())
+    return float(k3(d)[learn].mean())
 
 
 def test_actor_kl_in_the_loss_pulls_the_policy_to_the_reference(model_path, other_path):
     distances = []
     actor = _full_actor(
-        model_path, other_path, kl=KLConfig("loss", 1.0, "k3"), policy_loss="importance", correction="none"
+        model_path,
+        other_path,
+        kl=KLConfig("loss", 1.0, "k3"),
+        loss=LossConfig("importance"),
+        correction=CorrectionConfig("none"),
     )
     batch = _batch()
     batch["rewards"][:] = 0.0
@@ -219,7 +242,7 @@ def test_actor_kl_in_the_loss_pulls_the_policy_to_the_reference(model_path, othe
 
 
 def test_actor_kl_in_the_reward_lowers_the_advantage_of_tokens_the_reference_would_not_take(model_path, other_path):
-    actor = _full_actor(model_path, other_path, kl=KLConfig("reward", 0.5, "k1"), baseline="none")
+    actor = _full_actor(model_path, other_path, kl=KLConfig("reward", 0.5, "k1"), advantage=AdvantageConfig("return"))
     batch = _batch(rows=4)
     actor.prepare(batch)
     learn = batch["loss_mask"]
@@ -232,9 +255,8 @@ def test_actor_distillation_moves_the_policy_to_its_teacher(model_path, other_pa
     actor = _full_actor(
         model_path,
         other_path,
-        baseline="none",
-        gamma=0.0,
-        policy_loss="importance",
+        advantage=AdvantageConfig("return", gamma=0.0),
+        loss=LossConfig("importance"),
         reward=RewardConfig(scale=0.0),
         kl=KLConfig("reward", 1.0, "k1"),
     )
@@ -254,7 +276,7 @@ def test_actor_overlong_penalty_counts_the_generated_tokens_of_an_episode(engine
     settings = RewardConfig(overlong_max=10, overlong_cache=5)
     batch = _batch(rows=4)
     batch["group_ids"][:] = torch.arange(4)
-    actor = PolicyActor(engine, AlgorithmConfig(baseline="none", reward=settings))
+    actor = PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig("return"), reward=settings))
     actor.prepare(batch)
     length = (batch["versions"] >= 0).sum(-1)
     expected = batch["rewards"] + ((5 - length) / 5).clamp(-1, 0)
@@ -268,7 +290,7 @@ def test_actor_turn_rewards_reach_the_tokens_before_them(engine):
     batch["token_rewards"] = torch.zeros(batch["input_ids"].shape)
     last = int(batch["attention_mask"][0].sum()) - 1
     batch["token_rewards"][0, last] = 3.0
-    PolicyActor(engine, AlgorithmConfig(baseline="none")).prepare(batch)
+    PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig("return"))).prepare(batch)
     assert (batch["advantages"][0][batch["loss_mask"][0]] == 3.0).all()
     assert batch["advantages"][1].abs().max() == 0
 
@@ -286,11 +308,11 @@ def test_summary_staleness_shares_count_trained_tokens():
 
 def test_actor_second_moment_mask_holds_over_each_minibatch(engine):
     threshold = 0.5
-    algorithm = AlgorithmConfig(policy_loss="importance", correction="plain", second_moment=threshold)
+    algorithm = AlgorithmConfig(**M2PO | {"mask": MaskConfig("second_moment", threshold=threshold)})
     batch = _batch(minibatches=2)
     actor = PolicyActor(engine, algorithm, minibatches=2)
     actor.prepare(batch)
-    log_ratio, kept = batch["prox_logprobs"] - batch["logprobs"], batch["moment_kept"]
+    log_ratio, kept = batch["prox_logprobs"] - batch["logprobs"], ~batch["moment_dropped"]
     bound = batch["loss_mask"] & (log_ratio * batch["advantages"] > 0)
     assert kept[~bound].all()
     assert not kept[bound].all()
@@ -304,12 +326,12 @@ def test_actor_second_moment_mask_holds_over_each_minibatch(engine):
 def test_actor_without_the_reference_or_critic_that_it_needs_is_refused(engine):
     with pytest.raises(ConfigError, match=r"algorithm.kl.place=loss needs a reference policy, but there is no `ref`"):
         PolicyActor(engine, AlgorithmConfig(kl=KLConfig("loss", 0.1)))
-    with pytest.raises(ConfigError, match=r"algorithm.baseline=gae needs values, but there is no `critic`"):
-        PolicyActor(engine, AlgorithmConfig(baseline="gae"))
+    with pytest.raises(ConfigError, match=r"algorithm.advantage.kind=gae needs values, but there is no `critic`"):
+        PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig("gae")))
 
 
 def test_critic_learns_the_returns_and_reports_how_well(model_path, other_path):
-    actor = _full_actor(model_path, other_path, baseline="gae")
+    actor = _full_actor(model_path, other_path, advantage=AdvantageConfig("gae"))
     batch = _batch(rows=6)
     found = []
     for _ in range(12):
@@ -331,7 +353,11 @@ def test_critic_on_an_engine_without_values_says_so(engine):
 def test_prepared_entries_are_all_known_to_the_books(model_path, other_path):
     kept = set(_batch().keys())
     added = set()
-    for settings in ({"baseline": "gae"}, {"kl": KLConfig("loss", 0.1), "second_moment": 0.1, "correction": "plain"}):
+    for settings in (
+        {"advantage": AdvantageConfig("gae")},
+        {"kl": KLConfig("loss", 0.1)} | M2PO,
+        {"proximal": "interpolate"},
+    ):
         batch = _batch()
         _full_actor(model_path, other_path, **settings).prepare(batch)
         added |= set(batch.keys()) - kept

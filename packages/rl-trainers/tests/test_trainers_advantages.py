@@ -7,22 +7,34 @@ from policy_toys import on_replicas
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.trajectory import select
-from rl_trainers.advantages import compute_advantages
-from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.algorithm_parts import KLConfig, RewardConfig
+from rl_trainers.algorithm import AdvantageConfig, AlgorithmConfig, KLConfig, RewardConfig
+from rl_trainers.credit import assign_credit
+from rl_trainers.parts import SecondMomentMask
 from rl_trainers.summary import summarise
-from rl_trainers.trust_region import second_moment_mask
 
 SETTINGS = {
-    "group_mean_std": {},
-    "leave_one_out": {"baseline": "leave_one_out", "kl": KLConfig("reward", 0.1, "k1")},
-    "batch std": {"baseline": "group_mean_batch_std"},
-    "batch norm": {"baseline": "group_mean", "advantage_norm": "batch"},
-    "reward to go": {"baseline": "none", "gamma": 0.9, "kl": KLConfig("reward", 0.1, "k2")},
-    "normalised rewards": {"baseline": "none", "reward": RewardConfig(normalise="batch", clip=0.8)},
-    "rewards of groups": {"baseline": "none", "reward": RewardConfig(normalise="group", scale=2.0, bias=1.0)},
-    "gae": {"baseline": "gae", "gae_lambda": 0.9, "advantage_norm": "batch"},
-    "turns": {"baseline": "gae", "gae_unit": "turn", "reward": RewardConfig(overlong_max=12, overlong_cache=8)},
+    "group mean and std": {},
+    "leave one out": {
+        "advantage": AdvantageConfig(std="none", leave_one_out=True),
+        "kl": KLConfig("reward", 0.1, "k1"),
+    },
+    "batch std": {"advantage": AdvantageConfig(std="batch")},
+    "batch mean, group std": {"advantage": AdvantageConfig(mean="batch", std="group")},
+    "whitened": {"advantage": AdvantageConfig(std="none", whiten=True)},
+    "return": {"advantage": AdvantageConfig("return", gamma=0.9), "kl": KLConfig("reward", 0.1, "k2")},
+    "normalised rewards": {
+        "advantage": AdvantageConfig("return"),
+        "reward": RewardConfig(normalise="batch", clip=0.8),
+    },
+    "rewards of groups": {
+        "advantage": AdvantageConfig("return"),
+        "reward": RewardConfig(normalise="group", scale=2.0, bias=1.0),
+    },
+    "gae": {"advantage": AdvantageConfig("gae", lam=0.9, whiten=True)},
+    "turns": {
+        "advantage": AdvantageConfig("gae", unit="turn"),
+        "reward": RewardConfig(overlong_max=12, overlong_cache=8),
+    },
 }
 PLACES = ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [])
 SPLIT = ([9, 0, 5, 2], [1, 8, 3, 4, 7, 6])
@@ -58,7 +70,8 @@ def test_advantages_are_the_same_whatever_replica_has_which_row(name):
     config = AlgorithmConfig(**SETTINGS[name])
 
     def compute(rows, parallel):
-        return compute_advantages(rows, config, parallel)[0]
+        assign_credit(rows, config, parallel)
+        return rows["advantages"]
 
     alone = compute(_batch(), ParallelContext())
     assert alone.abs().sum() > 0
@@ -70,7 +83,8 @@ def test_advantages_are_the_same_whatever_replica_has_which_row(name):
 def test_second_moment_mask_is_the_same_whatever_replica_has_which_row(threshold):
     def compute(rows, parallel):
         rows["advantages"] = torch.where(rows["loss_mask"], (rows["rewards"] - 0.4)[:, None], 0.0)
-        return second_moment_mask(rows, threshold, 2, parallel).int()
+        SecondMomentMask(threshold=threshold).prepare(rows, parallel)
+        return rows["moment_dropped"].int()
 
     alone = compute(_batch(), ParallelContext())
     mask = _batch()["attention_mask"]
@@ -85,11 +99,11 @@ def test_summary_is_the_same_on_every_replica():
     assert alone["staleness/share_2"] == 1.0
 
 
-def test_advantages_kl_in_the_reward_of_a_group_baseline_is_summed_over_the_episode():
+def test_advantages_kl_in_the_reward_of_an_outcome_is_summed_over_the_episode():
     batch = _batch()
-    config = AlgorithmConfig(baseline="leave_one_out", kl=KLConfig("reward", 0.1, "k1"))
-    found = compute_advantages(batch, config, ParallelContext())[0]
-    learn = batch["loss_mask"]
+    advantage = AdvantageConfig(std="none", leave_one_out=True)
+    assign_credit(batch, AlgorithmConfig(advantage=advantage, kl=KLConfig("reward", 0.1, "k1")), ParallelContext())
+    found, learn = batch["advantages"], batch["loss_mask"]
     penalty = -0.1 * torch.where(learn, batch["logprobs"] - batch["ref_logprobs"], 0.0).sum(-1)
     reward = batch["rewards"] + penalty
     for row in (0, 5, 9):
@@ -98,7 +112,29 @@ def test_advantages_kl_in_the_reward_of_a_group_baseline_is_summed_over_the_epis
         torch.testing.assert_close(found[row][learn[row]], expected.expand(int(learn[row].sum())), rtol=1e-4, atol=1e-5)
 
 
+def test_advantages_of_an_answer_that_the_length_limit_ended_are_those_of_one_that_ended_itself():
+    found = []
+    for truncated in (True, False):
+        batch = _batch()
+        batch["truncated"][:] = truncated
+        assign_credit(batch, AlgorithmConfig(advantage=AdvantageConfig("gae", lam=0.9)), ParallelContext())
+        found.append(batch["returns"])
+    assert torch.equal(*found)
+
+
+def test_overlong_penalty_begins_at_a_fifth_of_the_length_unless_told():
+    found = []
+    for cache in (0, 3):
+        batch = _batch()
+        batch["rewards"][:] = 0.0
+        reward = RewardConfig(overlong_max=15, overlong_cache=cache)
+        assign_credit(batch, AlgorithmConfig(advantage=AdvantageConfig("return"), reward=reward), ParallelContext())
+        found.append(batch["advantages"])
+    assert found[0].min() < 0
+    assert torch.equal(*found)
+
+
 def test_advantages_of_an_empty_share_are_empty():
     batch = select(_batch(), [])
-    advantages, returns, *_ = compute_advantages(batch, AlgorithmConfig(baseline="gae"), ParallelContext())
-    assert advantages.shape[0] == returns.shape[0] == 0
+    assign_credit(batch, AlgorithmConfig(advantage=AdvantageConfig("gae")), ParallelContext())
+    assert batch["advantages"].shape[0] == batch["returns"].shape[0] == 0

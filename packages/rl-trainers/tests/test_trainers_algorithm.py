@@ -1,29 +1,37 @@
-"""Settings of an algorithm: what cannot work is refused, with the fields named; losses are found by name."""
+"""Settings of an algorithm: what cannot work is refused, with the fields named; parts are found by name."""
+
+import subprocess
+import sys
 
 import pytest
 
 from rl_contracts.errors import ConfigError
 from rl_contracts.registry import available
-from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.algorithm_parts import KLConfig, RewardConfig
-from rl_trainers.objective import load_policy_loss
+from rl_trainers.algorithm import (
+    AdvantageConfig,
+    AggregationConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+    LossConfig,
+    MaskConfig,
+    RewardConfig,
+)
+from rl_trainers.objective import make_policy_loss
+from rl_trainers.parts import load_part, load_parts
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"baseline": "median"}, "algorithm.baseline: expected one of"),
-        ({"dual_clip": 0.5}, "algorithm.dual_clip: expected 0 .off. or more than 1"),
-        ({"dual_clip": 2.0, "policy_loss": "sapo"}, "dual_clip with algorithm.policy_loss=sapo"),
-        ({"ratio_level": "sequence", "policy_loss": "reinforce"}, "take policy_loss=importance"),
-        ({"correction_floor": 0.5}, "correction_floor with algorithm.correction=truncate"),
-        ({"correction": "mask", "correction_floor": 6.0}, r"below correction_cap \(5\)"),
-        ({"correction": "mask", "correction_cap": 0.0}, r"below correction_cap \(0\)"),
-        ({"correction": "mask", "proximal": "behaviour"}, "the ratio is 1 and nothing is masked"),
-        ({"row_mask": "sequence", "proximal": "behaviour"}, "the ratio is 1 and nothing is masked"),
-        ({"second_moment": 0.04, "proximal": "current"}, "algorithm.proximal with algorithm.second_moment"),
-        ({"row_mask": "geometric", "row_mask_low": 2.0}, "row_mask_low: expected 0 to row_mask_high"),
-        ({"gamma": 1.1}, "algorithm.gamma"),
+        ({"proximal": "median"}, "algorithm.proximal: expected one of auto, recompute, current"),
+        ({"entropy_coef": -1.0}, "algorithm.entropy_coef: expected 0"),
+        (
+            {"ratio": "sequence", "loss": LossConfig("reinforce")},
+            "algorithm.ratio with .*: expected .* take algorithm.loss.kind=importance",
+        ),
+        ({"correction": CorrectionConfig("mask"), "proximal": "behaviour"}, "the ratio is 1 and nothing is masked"),
+        ({"mask": MaskConfig("ratio"), "proximal": "behaviour"}, "the ratio is 1 and nothing is masked"),
     ],
 )
 def test_algorithm_settings_that_cannot_work_are_refused(settings, message):
@@ -39,8 +47,17 @@ def test_algorithm_settings_that_cannot_work_are_refused(settings, message):
         (lambda: KLConfig("loss", 0.1, "k1"), "gradient of k1 alone is zero in the mean"),
         (lambda: KLConfig("reward", 0.1, "k1", weighted=True), "only a KL in the loss can be weighted"),
         (lambda: RewardConfig(overlong_cache=4), "overlong_cache with algorithm.reward.overlong_max=0"),
-        (lambda: RewardConfig(overlong_max=4, overlong_cache=9), "expected 1 to overlong_max"),
-        (lambda: RewardConfig(clip=-1.0), "reward.clip"),
+        (lambda: RewardConfig(overlong_max=4, overlong_cache=9), "expected 0 .a fifth. to overlong_max"),
+        (lambda: RewardConfig(clip=-1.0), "algorithm.reward.clip: expected 0 .off. or more, found -1.0"),
+        (lambda: AdvantageConfig(mean="median"), "algorithm.advantage.mean: expected one of none, group, batch"),
+        (lambda: AdvantageConfig(gamma=1.1), "algorithm.advantage.gamma"),
+        (lambda: AdvantageConfig(mean="none", leave_one_out=True), "leave_one_out with algorithm.advantage.mean=none"),
+        (lambda: LossConfig(clip_low=1.5), "algorithm.loss.clip_low"),
+        (lambda: AggregationConfig("mode"), "algorithm.aggregation.kind: expected one of token_mean"),
+        (lambda: CorrectionConfig(floor=0.5), "correction.floor with algorithm.correction.kind=truncate"),
+        (lambda: CorrectionConfig("mask", floor=6.0), r"below cap \(2\)"),
+        (lambda: CorrectionConfig(cap=0.0), "kind=none leaves the weight out"),
+        (lambda: MaskConfig("ratio", low=2.0), "algorithm.mask.low: expected 0 to algorithm.mask.high"),
     ],
 )
 def test_algorithm_parts_that_cannot_work_are_refused(make, message):
@@ -48,17 +65,48 @@ def test_algorithm_parts_that_cannot_work_are_refused(make, message):
         make()
 
 
-def test_resolve_proximal_second_moment_recomputes_even_with_one_minibatch():
-    config = AlgorithmConfig(policy_loss="importance", correction="plain", second_moment=0.04)
-    assert config.resolve_proximal(1) == "recompute"
+def test_policy_loss_mask_over_the_minibatch_needs_log_probs_from_before_it():
+    config = AlgorithmConfig(loss=LossConfig("importance"), mask=MaskConfig("second_moment"), proximal="current")
+    with pytest.raises(
+        ConfigError, match=r"algorithm.proximal with algorithm.mask.kind=second_moment: expected `recomp"
+    ):
+        make_policy_loss(config, minibatches=1)
+
+
+def test_resolve_proximal_auto_recomputes_with_several_minibatches_or_a_mask_over_the_whole():
     assert AlgorithmConfig().resolve_proximal(1) == "current"
+    assert AlgorithmConfig().resolve_proximal(2) == "recompute"
+    assert AlgorithmConfig().resolve_proximal(1, whole=True) == "recompute"
 
 
-def test_policy_losses_of_this_package_are_installed_and_load():
-    names = available("rl.policy_losses")
-    assert {"clip", "importance", "reinforce", "cispo", "sapo"} <= set(names)
-    for name in ("clip", "importance", "reinforce", "cispo", "sapo"):
-        load_policy_loss(AlgorithmConfig(policy_loss=name))
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (LossConfig, ("clip", "importance", "reinforce", "cispo", "sapo")),
+        (AdvantageConfig, ("outcome", "return", "gae")),
+        (CorrectionConfig, ("truncate", "mask", "plain")),
+        (MaskConfig, ("ratio", "second_moment")),
+    ],
+)
+def test_parts_of_this_package_are_installed_and_load(config, names):
+    assert set(names) <= set(available(config.group))
+    for name in names:
+        load_part(config(name))
+
+
+def test_parts_several_and_none():
+    assert [type(part).__name__ for part in load_parts(MaskConfig("ratio+second_moment"))] == [
+        "partial",
+        "SecondMomentMask",
+    ]
+    assert load_parts(MaskConfig("none")) == []
+    with pytest.raises(ConfigError, match=r"algorithm.loss.kind: expected one name, found 'clip\+sapo'"):
+        load_part(LossConfig("clip+sapo"))
+
+
+def test_settings_alone_do_not_import_torch():
+    code = "import sys, rl_trainers.algorithm; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def flat_loss(terms, *, clip_high, sharpness, slope=1.0):
@@ -66,20 +114,22 @@ def flat_loss(terms, *, clip_high, sharpness, slope=1.0):
     return -terms.ratio * sharpness * slope * clip_high * terms.advantages, {}
 
 
-def test_policy_loss_takes_constants_from_the_settings_and_from_options(monkeypatch):
-    import sys
-
+@pytest.fixture
+def toy(monkeypatch):
+    """A loss by its dotted path."""
     monkeypatch.setitem(sys.modules, "toy_losses", sys.modules[__name__])
-    bound = load_policy_loss(
-        AlgorithmConfig(policy_loss="toy_losses:flat_loss", clip_high=0.3, options={"sharpness": 2.0})
-    )
+    return "toy_losses:flat_loss"
+
+
+def test_part_takes_constants_from_its_settings_and_from_options(toy):
+    bound = load_part(LossConfig(toy, clip_high=0.3, options={"sharpness": 2.0, "slope": None}))
     assert bound.keywords == {"clip_high": 0.3, "sharpness": 2.0}
-    with pytest.raises(ConfigError, match=r"needs the constants \['sharpness'\]; give them as algorithm.options"):
-        load_policy_loss(AlgorithmConfig(policy_loss="toy_losses:flat_loss"))
-    with pytest.raises(ConfigError, match=r"\['sharpnes'\] are no constants of .*sharpness"):
-        load_policy_loss(AlgorithmConfig(policy_loss="toy_losses:flat_loss", options={"sharpnes": 2.0}))
+    with pytest.raises(ConfigError, match=r"needs the constants \['sharpness'\]; give them as algorithm.loss.options"):
+        load_part(LossConfig(toy))
+    with pytest.raises(ConfigError, match=r"\['sharpnes'\] are no constants of .*sharpness.*options.<name>=null"):
+        load_part(LossConfig(toy, options={"sharpness": 2.0, "sharpnes": 2.0}))
 
 
-def test_policy_loss_unknown_name_lists_what_is_installed():
+def test_part_unknown_name_lists_what_is_installed():
     with pytest.raises(ConfigError, match="did you mean 'clip'"):
-        load_policy_loss(AlgorithmConfig(policy_loss="clipp"))
+        load_part(LossConfig("clipp"))

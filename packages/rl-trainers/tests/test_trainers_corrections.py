@@ -10,50 +10,67 @@ from hypothesis import strategies as st
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.trajectory import pack
 from rl_trainers.functional.correction import (
+    LEVELS,
+    OffPolicy,
     effective_sample_sums,
-    level_ratio,
+    interpolated_logprobs,
     masked_weights,
+    plain_weights,
+    ratio_mask,
+    second_moment_cutoff,
     truncated_weights,
+    trust_region_tokens,
 )
-from rl_trainers.functional.kl import kl_estimate, weighted_kl
-from rl_trainers.functional.old_policy import interpolated_logprobs
-from rl_trainers.functional.second_moment import bound_by_trust_region, second_moment_cutoff
+from rl_trainers.functional.kl import k3, kl_estimate, weighted_kl
+
+
+def _tokens(ratios):
+    """A micro-batch of one row whose trained tokens have these ratios."""
+    log_ratio = torch.tensor(ratios).log()
+    batch = make_batch(1, seed=1, lengths=(len(ratios), len(ratios)))
+    return OffPolicy(log_ratio, torch.ones(len(ratios), dtype=torch.bool), pack(batch))
+
+
+def test_plain_weights_are_the_ratios():
+    torch.testing.assert_close(plain_weights(_tokens([0.1, 7.4]), level="token")[0], torch.tensor([0.1, 7.4]))
 
 
 def test_truncated_weights_above_the_cap_are_truncated_and_marked():
-    weights, capped = truncated_weights(torch.tensor([0.1, 1.0, 7.4]), cap=2.0)
+    weights, marks = truncated_weights(_tokens([0.1, 1.0, 7.4]), level="token", cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([0.1, 1.0, 2.0]))
-    assert capped.tolist() == [False, False, True]
+    assert marks["correction/capped"].tolist() == [False, False, True]
+
+
+OUTSIDE = [0.4, 0.5, 1.2, 5.0, 5.1, math.inf, math.nan]
 
 
 def test_masked_weights_outside_the_bounds_are_dropped_and_the_others_keep_their_ratio():
-    weights, dropped = masked_weights(torch.tensor([0.4, 0.5, 1.2, 5.0, 5.1, math.inf, math.nan]), 0.5, 5.0)
+    tokens = _tokens(OUTSIDE)
+    weights, marks = masked_weights(tokens, level="token", floor=0.4999, cap=5.0001)
     torch.testing.assert_close(weights, torch.tensor([0.0, 0.5, 1.2, 5.0, 0.0, 0.0, 0.0]))
-    assert dropped.tolist() == [True, False, False, False, True, True, True]
+    assert marks["correction/masked"].tolist() == [True, False, False, False, True, True, True]
+    assert torch.equal(ratio_mask(tokens, level="token", low=0.4999, high=5.0001), marks["correction/masked"])
 
 
-def test_level_ratio_token_sequence_and_geometric_match_hand_computation():
+def test_ratio_token_sequence_and_geometric_match_hand_computation():
     batch = make_batch(2, seed=1, lengths=(4, 4))
     batch["loss_mask"] = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]).bool()
     packed = pack(batch)
     log_ratio = torch.tensor([0.0, 0.2, 0.4, 0.0, 0.0, 0.0, -0.3, 0.1])
-    found = {level: level_ratio(log_ratio, packed["loss_mask"], packed, level) for level in LEVELS}
-    torch.testing.assert_close(found["token"], log_ratio.exp())
+    tokens = OffPolicy(log_ratio, packed["loss_mask"], packed)
+    torch.testing.assert_close(tokens.ratio("token"), log_ratio.exp())
     rows = torch.tensor([0.6] * 4 + [-0.2] * 4)
-    torch.testing.assert_close(found["sequence"], rows.exp())
-    torch.testing.assert_close(found["geometric"], (rows / 2).exp())
+    torch.testing.assert_close(tokens.ratio("sequence"), rows.exp())
+    torch.testing.assert_close(tokens.ratio("geometric"), (rows / 2).exp())
 
 
-LEVELS = ("token", "sequence", "geometric")
-
-
-def test_level_ratio_row_without_a_trained_token_is_one():
+def test_ratio_row_without_a_trained_token_is_one():
     batch = make_batch(1, seed=1)
     batch["loss_mask"][:] = False
     packed = pack(batch)
-    zeros = torch.zeros(packed.num_tokens)
+    tokens = OffPolicy(torch.zeros(packed.num_tokens), packed["loss_mask"], packed)
     for level in LEVELS:
-        assert (level_ratio(zeros, packed["loss_mask"], packed, level) == 1).all()
+        assert (tokens.ratio(level) == 1).all()
 
 
 def test_effective_sample_sums_of_kish():
@@ -90,9 +107,36 @@ def test_second_moment_cutoff_is_the_largest_that_keeps_the_bound(values, thresh
         assert squares[squares <= more.min()].mean() > threshold * (1 - 1e-9)
 
 
-def test_bound_by_trust_region_is_where_the_policy_went_the_advantages_way():
-    log_ratio, advantages = torch.tensor([0.3, 0.3, -0.3, -0.3, 0.0]), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
-    assert bound_by_trust_region(log_ratio, advantages).tolist() == [True, False, False, True, False]
+def _algorithm_1(squares, threshold):
+    """M2PO's algorithm 1 as it is printed: the tokens of T that stay."""
+    left = list(range(len(squares)))
+    while left and sum(squares[i] for i in left) / len(left) > threshold:
+        left.remove(max(left, key=lambda i: squares[i]))
+    return set(left)
+
+
+@given(st.lists(st.floats(0, 4), min_size=1, max_size=30, unique=True), st.floats(0.001, 2))
+def test_second_moment_cutoff_masks_what_the_papers_algorithm_masks(values, threshold):
+    cutoff = second_moment_cutoff(torch.tensor(values, dtype=torch.float64), threshold)
+    kept = {i for i, value in enumerate(values) if value <= cutoff}
+    expected = _algorithm_1(values, threshold)
+    # where a mean is the threshold to the last bit, either may round the other way
+    means = [sum(sorted(values)[:n]) / n for n in range(1, len(values) + 1)]
+    assert kept == expected or min(abs(mean - threshold) for mean in means) < 1e-12
+
+
+def test_trust_region_tokens_are_those_that_the_policy_moved_the_advantages_way():
+    # (A > 0 and r > 1) or (A < 0 and r < 1), M2PO section 5.2; no others are constrained, however far they are
+    log_ratio, advantages = torch.tensor([0.3, 9.0, -0.3, -0.3, 0.0]), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    assert trust_region_tokens(log_ratio, advantages).tolist() == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("size", [1e-1, 1e-3, 1e-4, 1e-6])
+def test_k3_of_small_differences_is_never_negative_and_has_their_mean(size):
+    d = size * torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    found = k3(d)
+    assert found.min() >= 0
+    torch.testing.assert_close(found.double().mean(), k3(d.double()).mean(), rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +191,8 @@ def test_kl_k3_in_the_loss_alone_has_the_gradient_of_the_other_direction():
 
 
 def test_interpolated_logprobs_goes_with_the_age_of_the_token():
-    here = torch.full((4,), -2.0, requires_grad=True)
-    found = interpolated_logprobs(here, torch.full((4,), -1.0), torch.tensor([5, 4, 2, -1]), version=5)
-    # ages 0, 1, 3: 0, 1/2 and 3/4 of the way
-    torch.testing.assert_close(found[:3], torch.tensor([-1.0, -1.5, -1.75]))
+    here = torch.full((3,), -2.0, requires_grad=True)
+    found = interpolated_logprobs(here, torch.full((3,), -1.0), age=torch.tensor([0, 1, 3]))
+    # 0, 1/2 and 3/4 of the way
+    torch.testing.assert_close(found, torch.tensor([-1.0, -1.5, -1.75]))
     assert not found.requires_grad

@@ -1,84 +1,95 @@
 """Hand-computed cases and properties of advantages, aggregation and the comparison of log-probs."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_trainers.functional.advantages import group_advantages, moments, whitened
+from rl_trainers.credit import over_what
+from rl_trainers.functional.advantages import grouped, moments, normalised, whitened
 from rl_trainers.functional.aggregation import denominator, token_weights
 from rl_trainers.gap.divergence import gap_sums
 
-GROUPED = ("group_mean_std", "group_mean", "group_mean_batch_std", "leave_one_out")
+OF_GROUPS = ({}, {"std": "none"}, {"std": "batch"}, {"std": "none", "leave_one_out": True})
+"""GRPO, Dr. GRPO, LitePPO, RLOO."""
 
 
-def test_group_advantages_mean_std_matches_hand_computation():
+def _advantages(rewards, group_ids, mean="group", std="group", leave_one_out=False):
+    over = over_what(rewards, group_ids)
+    return normalised(rewards, over[mean], over[std], leave_one_out)
+
+
+def test_advantages_group_mean_std_matches_hand_computation():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
-    result = group_advantages(rewards, torch.tensor([7, 7, 7, 7, 3, 3]), "group_mean_std")
+    found = _advantages(rewards, torch.tensor([7, 7, 7, 7, 3, 3]))
     # mean 1/4, sample variance (9/16 + 3/16) / 3 = 1/4
-    torch.testing.assert_close(result.advantages[:4], torch.tensor([1.5, -0.5, -0.5, -0.5]), atol=1e-5, rtol=0)
-    assert result.advantages[4:].tolist() == [0.0, 0.0]
-    assert (result.groups, result.singletons, result.zero_variance) == (2, 0, 1)
+    torch.testing.assert_close(found[:4], torch.tensor([1.5, -0.5, -0.5, -0.5]), atol=1e-5, rtol=0)
+    assert found[4:].tolist() == [0.0, 0.0]
 
 
-def test_group_advantages_mean_of_unequal_groups_matches_hand_computation():
+def test_advantages_mean_of_unequal_groups_matches_hand_computation():
     rewards = torch.tensor([1.0, 0.0, 0.0, 2.0, 4.0])
-    result = group_advantages(rewards, torch.tensor([0, 1, 0, 1, 1]), "group_mean")
-    torch.testing.assert_close(result.advantages, torch.tensor([0.5, -2.0, -0.5, 0.0, 2.0]))
+    found = _advantages(rewards, torch.tensor([0, 1, 0, 1, 1]), std="none")
+    torch.testing.assert_close(found, torch.tensor([0.5, -2.0, -0.5, 0.0, 2.0]))
 
 
-def test_group_advantages_batch_std_divides_by_the_std_of_all_rewards():
+def test_advantages_group_mean_batch_std_divides_by_the_std_of_all_rewards():
     rewards = torch.tensor([3.0, 1.0, 0.0, 0.0])
-    result = group_advantages(rewards, torch.tensor([0, 0, 1, 1]), "group_mean_batch_std")
+    found = _advantages(rewards, torch.tensor([0, 0, 1, 1]), std="batch")
     # all rewards: mean 1, sample variance (4 + 0 + 1 + 1) / 3 = 2
     expected = torch.tensor([1.0, -1.0, 0.0, 0.0]) / math.sqrt(2)
-    torch.testing.assert_close(result.advantages, expected, atol=1e-5, rtol=0)
-    assert result.zero_variance == 1
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("baseline", GROUPED)
-def test_group_advantages_group_of_one_is_zero_and_counted(baseline):
-    result = group_advantages(torch.tensor([5.0]), torch.tensor([0]), baseline)
-    assert result.advantages.tolist() == [0.0]
-    assert result.singletons == 1
+def test_advantages_mean_and_std_are_each_of_the_group_the_batch_or_nothing():
+    rewards, ids = torch.tensor([3.0, 1.0, 0.0, 4.0]), torch.tensor([0, 0, 1, 1])
+    means = {"none": torch.zeros(4), "group": torch.tensor([2.0] * 4), "batch": torch.tensor([2.0] * 4)}
+    # groups: sample variances 2 and 8; all: (1 + 1 + 4 + 4) / 3
+    stds = {"none": torch.ones(4), "group": torch.tensor([2, 2, 8, 8]).sqrt(), "batch": torch.tensor(10 / 3).sqrt()}
+    for mean, std in product(means, stds):
+        expected = (rewards - means[mean]) / stds[std]
+        torch.testing.assert_close(_advantages(rewards, ids, mean, std), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("baseline", GROUPED)
-def test_group_advantages_zero_variance_is_zero_and_counted(baseline):
-    result = group_advantages(torch.full((4,), 0.7), torch.tensor([0, 0, 1, 1]), baseline)
-    assert result.advantages.tolist() == [0.0] * 4
-    assert result.zero_variance == 2
+@pytest.mark.parametrize("over", OF_GROUPS)
+def test_advantages_group_of_one_is_zero(over):
+    assert _advantages(torch.tensor([5.0, 2.0]), torch.tensor([0, 1]), **over).tolist() == [0.0, 0.0]
 
 
-def test_group_advantages_leave_one_out_is_reward_minus_mean_of_others():
+@pytest.mark.parametrize("over", OF_GROUPS)
+def test_advantages_zero_variance_is_zero(over):
+    assert _advantages(torch.full((4,), 0.7), torch.tensor([0, 0, 1, 1]), **over).tolist() == [0.0] * 4
+
+
+def test_grouped_counts_and_marks_groups_without_variance():
+    found = grouped(torch.tensor([5.0, 0.7, 0.7, 1.0, 2.0]), torch.tensor([3, 8, 8, 9, 9]))
+    assert found.size.tolist() == [1.0, 2.0, 2.0]
+    assert found.flat.tolist() == [True, True, False]
+
+
+def test_advantages_leave_one_out_is_reward_minus_mean_of_others():
     rewards = torch.tensor([1.0, 2.0, 6.0])
-    result = group_advantages(rewards, torch.zeros(3, dtype=torch.int64), "leave_one_out")
-    torch.testing.assert_close(result.advantages, torch.tensor([1 - 4.0, 2 - 3.5, 6 - 1.5]))
+    found = _advantages(rewards, torch.zeros(3, dtype=torch.int64), std="none", leave_one_out=True)
+    torch.testing.assert_close(found, torch.tensor([1 - 4.0, 2 - 3.5, 6 - 1.5]))
 
 
-def test_group_advantages_equal_inexact_rewards_are_zero_not_noise():
-    rewards = torch.full((7,), 0.1)
-    result = group_advantages(rewards, torch.zeros(7, dtype=torch.int64), "group_mean_std")
-    assert result.advantages.abs().max() == 0
-
-
-def test_group_advantages_unknown_baseline_raises():
-    with pytest.raises(ValueError, match="unknown baseline"):
-        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.int64), "median")
+def test_advantages_equal_inexact_rewards_are_zero_not_noise():
+    assert _advantages(torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int64)).abs().max() == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(-5, 5, width=32)), min_size=1, max_size=30), st.randoms())
 @settings(deadline=None)
-def test_group_advantages_any_order_of_rows_gives_the_same(rows, random):
+def test_advantages_any_order_of_rows_gives_the_same(rows, random):
     shuffled = rows[:]
     random.shuffle(shuffled)
 
     def by_row(items):
         group = torch.tensor([g for g, _ in items])
         reward = torch.tensor([r for _, r in items], dtype=torch.float32)
-        found = group_advantages(reward, group, "group_mean_std").advantages.tolist()
+        found = _advantages(reward, group).tolist()
         return sorted((g, r, round(a, 3)) for (g, r), a in zip(items, found, strict=True))
 
     for (g, r, a), (h, s, b) in zip(by_row(rows), by_row(shuffled), strict=True):

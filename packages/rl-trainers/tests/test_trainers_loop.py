@@ -14,8 +14,8 @@ from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
 from rl_contracts.trajectory import load_batch
-from rl_trainers import Books, CheckpointConfig, LossEvaluation, PolicyActor, SupervisedLearner, SupervisedSource, train
-from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers import Books, CheckpointConfig, DataSource, LossEvaluation, LossLearner, PolicyActor, train
+from rl_trainers.algorithm import AlgorithmConfig, LossConfig
 from rl_trainers.supervised import supervised_rows, whole_to_share
 
 ROWS = [
@@ -103,7 +103,7 @@ def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(e
         evaluate_every=2,
         counters=rollouts.take,
     )
-    algorithm = AlgorithmConfig(policy_loss=f"{__name__}:recording_loss")
+    algorithm = AlgorithmConfig(loss=LossConfig(f"{__name__}:recording_loss"))
     train(source, PolicyActor(engine, algorithm), None, books, total_steps=2)
 
     before, first, second = _records(tmp_path / "run")
@@ -127,16 +127,19 @@ def test_train_data_that_ends_early_ends_the_run(engine, tmp_path):
 
 def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
     renderer = ChatRenderer(make_tiny_tokenizer())
-    held_out = whole_to_share(supervised_rows(ROWS, renderer, 64), engine.parallel)
+
+    def batch_of(rows):
+        return whole_to_share(supervised_rows(rows, renderer, 64), engine.parallel)
+
     books = Books(
         engine,
         tmp_path / "run",
         CheckpointConfig(),
-        evaluations=[LossEvaluation(engine, held_out)],
+        evaluations=[LossEvaluation(engine, batch_of(ROWS))],
         renamed={"loss": "loss/train"},
     )
-    source = SupervisedSource([ROWS] * 10, renderer, 64, engine.parallel)
-    train(source, SupervisedLearner(engine), None, books, total_steps=10)
+    source = DataSource([ROWS] * 10, batch_of)
+    train(source, LossLearner(engine), None, books, total_steps=10)
     losses = [r["loss/eval"] for r in _records(tmp_path / "run") if "loss/eval" in r]
     assert losses[-1] < 0.8 * losses[0]
     assert _records(tmp_path / "run")[1]["loss/train"] == pytest.approx(losses[0], rel=1e-4)

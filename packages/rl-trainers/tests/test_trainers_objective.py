@@ -5,35 +5,46 @@ import math
 
 import pytest
 import torch
-from policy_toys import VERSION, objective, prepared_batch, total
+from policy_toys import objective, prepared_batch, total
 
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.errors import EngineError
 from rl_contracts.trajectory import pack, select
-from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.algorithm_parts import KLConfig
+from rl_trainers.algorithm import (
+    AggregationConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+    LossConfig,
+    MaskConfig,
+)
 from rl_trainers.critic import ValueLoss
-from rl_trainers.objective import PolicyLoss, effective_share
+from rl_trainers.objective import effective_share, make_policy_loss
 
 SMOOTH = {
     "clip": {},
-    "dual clip": {"dual_clip": 1.5},
-    "importance": {"policy_loss": "importance"},
-    "reinforce": {"policy_loss": "reinforce"},
-    "sapo": {"policy_loss": "sapo"},
-    "sequence mean token mean": {"aggregation": "sequence_mean_token_mean"},
-    "sequence mean token sum": {"aggregation": "sequence_mean_token_sum"},
-    "constant length": {"aggregation": "constant_length", "constant_length": 20},
-    "no correction": {"correction": "none"},
-    "plain": {"correction": "plain"},
-    "truncated rows": {"correction_level": "sequence", "correction_cap": 1.5},
-    "truncated geometric means": {"correction_level": "geometric", "correction_cap": 1.1},
-    "masked tokens": {"correction": "mask", "correction_floor": 0.7, "correction_cap": 1.5},
-    "masked rows": {"correction": "mask", "correction_level": "sequence", "correction_cap": 1.5},
-    "masked geometric means": {"correction": "mask", "correction_level": "geometric", "correction_cap": 1.1},
-    "row mask": {"row_mask": "sequence", "row_mask_low": 0.5, "row_mask_high": 2.0},
-    "geometric row mask": {"row_mask": "geometric", "row_mask_low": 0.9, "row_mask_high": 1.1},
-    "second moment": {"policy_loss": "importance", "correction": "plain", "second_moment": 0.04},
+    "dual clip": {"loss": LossConfig(options={"dual_clip": 1.5})},
+    "importance": {"loss": LossConfig("importance")},
+    "reinforce": {"loss": LossConfig("reinforce")},
+    "sapo": {"loss": LossConfig("sapo")},
+    "sequence mean token mean": {"aggregation": AggregationConfig("sequence_mean_token_mean")},
+    "sequence mean token sum": {"aggregation": AggregationConfig("sequence_mean_token_sum")},
+    "constant length": {"aggregation": AggregationConfig("constant_length", 20)},
+    "no correction": {"correction": CorrectionConfig("none")},
+    "plain": {"correction": CorrectionConfig("plain")},
+    "truncated rows": {"correction": CorrectionConfig(level="sequence", cap=1.5)},
+    "truncated geometric means": {"correction": CorrectionConfig(level="geometric", cap=1.1)},
+    "masked tokens": {"correction": CorrectionConfig("mask", floor=0.7, cap=1.5)},
+    "masked rows": {"correction": CorrectionConfig("mask", level="sequence", cap=1.5)},
+    "masked geometric means": {"correction": CorrectionConfig("mask", level="geometric", cap=1.1)},
+    "row mask": {"mask": MaskConfig("ratio", level="sequence")},
+    "geometric row mask": {"mask": MaskConfig("ratio", low=0.9, high=1.1)},
+    "second moment": {
+        "loss": LossConfig("importance"),
+        "correction": CorrectionConfig("plain"),
+        "mask": MaskConfig("second_moment"),
+    },
+    "two masks": {"mask": MaskConfig("ratio+second_moment", low=0.9, high=1.1)},
     "kl k2": {"kl": KLConfig("loss", 0.3, "k2")},
     "kl k3": {"kl": KLConfig("loss", 0.3, "k3")},
     "weighted kl k1": {"kl": KLConfig("loss", 0.3, "k1", weighted=True)},
@@ -43,9 +54,9 @@ SMOOTH = {
 }
 """Compositions whose gradient is the derivative of their value."""
 SURROGATE = {
-    "gspo": {"ratio_level": "sequence", "clip_low": 0.05, "clip_high": 0.05},
-    "sapo of rows": {"policy_loss": "sapo", "ratio_level": "sequence"},
-    "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.3},
+    "gspo": {"ratio": "sequence", "loss": LossConfig(clip_low=0.05, clip_high=0.05)},
+    "sapo of rows": {"loss": LossConfig("sapo"), "ratio": "sequence"},
+    "cispo": {"loss": LossConfig("cispo", clip_low=1.0, clip_high=0.3)},
     "interpolate": {"proximal": "interpolate"},
 }
 """... and those with a part that is held constant."""
@@ -76,7 +87,7 @@ def test_objective_untrained_entries_may_hold_anything(name):
     anything = (800.0 if config.entropy_coef else math.nan, math.inf, -math.inf, math.nan)
     for value, key in zip(anything, ("theta", "prox_logprobs", "ref_logprobs", "advantages"), strict=True):
         batch[key][untrained] = value
-    batch["moment_kept"][untrained] = False
+    batch["moment_dropped"][untrained] = True
     other, other_gradient, other_stats = objective(batch, config, WHOLE)
     torch.testing.assert_close(other, loss)
     torch.testing.assert_close(other_gradient, gradient)
@@ -87,8 +98,7 @@ def test_objective_untrained_entries_may_hold_anything(name):
 def test_objective_gradient_matches_finite_differences(name):
     config = AlgorithmConfig(**SMOOTH[name])
     batch = prepared_batch(config, rows=4)
-    proximal = config.resolve_proximal(minibatches=2)
-    loss = PolicyLoss(config, proximal, VERSION)
+    loss = make_policy_loss(config, minibatches=2)
 
     def value(theta):
         return loss(*_outputs(batch, theta))[0]
@@ -114,7 +124,7 @@ def _one_row(**settings):
     """The objective of the first row that has trained tokens, with its trained entries as lists."""
     config = AlgorithmConfig(**settings)
     batch = select(prepared_batch(config), [0])
-    loss, stats = PolicyLoss(config, "recompute", VERSION)(*_outputs(batch, batch["theta"]))
+    loss, stats = make_policy_loss(config, minibatches=2)(*_outputs(batch, batch["theta"]))
     learn = batch["loss_mask"]
     names = ("theta", "prox_logprobs", "logprobs", "ref_logprobs", "advantages", "loss_weights")
     return loss.item(), stats, [batch[name][learn].tolist() for name in names]
@@ -122,7 +132,9 @@ def _one_row(**settings):
 
 def test_objective_is_the_weighted_sum_of_its_parts():
     kl = KLConfig("loss", 0.3, "k2")
-    loss, _, columns = _one_row(correction_cap=1.2, kl=kl, entropy_coef=0.2, clip_low=0.2, clip_high=0.28)
+    loss, _, columns = _one_row(
+        correction=CorrectionConfig(cap=1.2), kl=kl, entropy_coef=0.2, loss=LossConfig(clip_low=0.2, clip_high=0.28)
+    )
     expected = 0.0
     for theta, old, behaviour, reference, advantage, weight in zip(*columns, strict=True):
         ratio, correction = math.exp(theta - old), min(math.exp(old - behaviour), 1.2)
@@ -133,7 +145,7 @@ def test_objective_is_the_weighted_sum_of_its_parts():
 
 
 def test_objective_statistics_match_hand_computation():
-    _, stats, (theta, old, behaviour, reference, *_) = _one_row(correction_cap=1.2)
+    _, stats, (theta, old, behaviour, reference, *_) = _one_row(correction=CorrectionConfig(cap=1.2))
     figures = {name: float(a) / float(b) for name, (a, b) in stats.items() if not name.endswith("/max")}
     effective_share(figures)
     count = len(theta)
@@ -149,7 +161,7 @@ def test_objective_statistics_match_hand_computation():
 
 
 def test_objective_row_mask_drops_whole_rows_and_counts_their_tokens():
-    config = AlgorithmConfig(row_mask="geometric", row_mask_low=0.99, row_mask_high=1.01)
+    config = AlgorithmConfig(mask=MaskConfig("ratio", low=0.99, high=1.01))
     batch = prepared_batch(config)
     _, gradient, stats = objective(batch, config, WHOLE)
     learn = batch["loss_mask"]
@@ -167,7 +179,7 @@ def test_objective_entropy_bonus_without_an_entropy_gradient_is_refused():
     outputs, packed = _outputs(batch, batch["theta"].clone().requires_grad_())
     outputs.entropy = outputs.entropy.detach()
     with pytest.raises(EngineError, match="entropy_grad=true"):
-        PolicyLoss(config, "recompute")(outputs, packed)
+        make_policy_loss(config, minibatches=2)(outputs, packed)
 
 
 def test_effective_share_of_a_minibatch_without_weight_is_zero():

@@ -6,11 +6,10 @@ import pytest
 import torch
 from policy_toys import terms_of
 
+from rl_contracts.errors import ConfigError
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.trajectory import pack
-from rl_trainers.functional.cispo import cispo_loss
-from rl_trainers.functional.policy import clip_loss, importance_loss, reinforce_loss
-from rl_trainers.functional.sapo import sapo_loss
+from rl_trainers.functional.policy_losses import cispo_loss, clip_loss, importance_loss, reinforce_loss, sapo_loss
 from rl_trainers.functional.terms import PolicyTerms, policy_terms
 
 
@@ -46,6 +45,22 @@ def test_clip_loss_dual_clip_bounds_the_loss_of_negative_advantages():
     assert (found, gradient) == (pytest.approx(3.0), 0.0)
     assert marks["clip/dual"]
     assert _single(clip_loss, 10.0, 1.0, clip_low=0.2, clip_high=0.2, dual_clip=3.0)[0] == pytest.approx(-1.2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "constants", "message"),
+    [
+        (
+            clip_loss,
+            {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.5},
+            "dual_clip: expected 0 .off. or more than 1",
+        ),
+        (sapo_loss, {"tau_negative": 0.0}, "tau_positive, tau_negative: expected more than 0"),
+    ],
+)
+def test_policy_loss_constant_that_cannot_work_is_refused(loss, constants, message):
+    with pytest.raises(ConfigError, match=message):
+        _single(loss, 1.0, 1.0, **constants)
 
 
 def test_importance_loss_is_the_surrogate_without_a_clip():

@@ -18,18 +18,17 @@ from rl_contracts.errors import ConfigError, DataError, EngineError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.trajectory import UNIT_KEY, PackedBatch, pack, select
-from rl_trainers.functional.preference import bradley_terry_loss, dpo_loss, ipo_loss
+from rl_trainers.functional.other_losses import bradley_terry_loss, dpo_loss, ipo_loss
 from rl_trainers.preference import (
     PolicyPreferenceLoss,
     PreferenceConfig,
     PreferenceEvaluation,
-    PreferenceLearner,
-    add_reference,
     pairs,
     pairs_to_share,
     preference_rows,
     reward_model_loss,
 )
+from rl_trainers.supervised import LossLearner, add_reference
 
 
 def pair_batch(count: int, seed: int = 0) -> Any:
@@ -219,7 +218,7 @@ def test_learner_a_few_steps_prefer_the_chosen_rows(kind: str, tmp_path: Path) -
         each.initialize(FinetuneSpec(path, total_steps=10, optimizer=OptimizerConfig(lr=3e-3)))
     batch = pair_batch(4)
     loss = PolicyPreferenceLoss(PreferenceConfig(loss=kind))
-    learner = PreferenceLearner(engine, loss, reference)
+    learner = LossLearner(engine, loss, pairs, reference)
     learner.prepare(batch)
     evaluate = PreferenceEvaluation(engine, loss, batch)
     before = evaluate(0)

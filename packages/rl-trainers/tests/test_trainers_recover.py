@@ -20,16 +20,17 @@ from rl_contracts.trajectory import save_batch
 from rl_trainers import (
     Books,
     CheckpointConfig,
+    DataSource,
+    LossLearner,
     PolicyActor,
     RecoverConfig,
     RecoverPoints,
     ReplaySource,
-    SupervisedLearner,
-    SupervisedSource,
     train,
 )
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.recover import last_point
+from rl_trainers.supervised import supervised_rows, whole_to_share
 
 STEPS = 6
 
@@ -96,8 +97,11 @@ def run(kind: str, model: str, batches: list[Path], run_dir: Path, stop_at: int 
     source: Any
     learner: Any
     if kind == "sft":
-        source = SupervisedSource(Loader(stop_at), ChatRenderer(make_tiny_tokenizer()), 64, ParallelContext())
-        learner = SupervisedLearner(engine)
+        renderer = ChatRenderer(make_tiny_tokenizer())
+        source = DataSource(
+            Loader(stop_at), lambda rows: whole_to_share(supervised_rows(rows, renderer, 64), ParallelContext())
+        )
+        learner = LossLearner(engine)
     else:
         source, learner = StoppingReplay(batches, ParallelContext()), PolicyActor(engine, AlgorithmConfig())
         source.stop_at = stop_at

@@ -7,15 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_trainers.functional.gae import gae, reverse_discounted_sum
-from rl_trainers.functional.rewards import (
-    normalised,
-    overlong_penalty,
-    shaped,
-    terminal_rewards,
-    to_trained_tokens,
-)
-from rl_trainers.functional.value import clipped_value_loss, explained_variance, variance_sums
+from rl_trainers.functional.advantages import gae, grouped, normalised, reverse_discounted_sum
+from rl_trainers.functional.other_losses import clipped_value_loss, explained_variance, variance_sums
+from rl_trainers.functional.rewards import overlong_penalty, shaped, terminal_rewards, to_trained_tokens
 
 
 def test_overlong_penalty_matches_dapo_equation_13():
@@ -31,13 +25,15 @@ def test_shaped_scales_then_shifts_then_clips():
 
 
 def test_normalised_over_the_batch_and_within_groups_match_hand_computation():
-    rewards, group = torch.tensor([1.0, 3.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    rewards = torch.tensor([1.0, 3.0, 5.0, 5.0])
+    groups, batch = grouped(rewards, torch.tensor([0, 0, 1, 1])), grouped(rewards)
     # mean 3.5, sample variance (6.25 + 0.25 + 2.25 + 2.25) / 3 = 11 / 3
     expected = torch.tensor([-2.5, -0.5, 1.5, 1.5]) / math.sqrt(11 / 3)
-    torch.testing.assert_close(normalised(rewards), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(normalised(rewards, batch, batch), expected, atol=1e-5, rtol=0)
     expected = torch.tensor([-1.0, 1.0, 0.0, 0.0]) / math.sqrt(2)
-    torch.testing.assert_close(normalised(rewards, group), expected, atol=1e-5, rtol=0)
-    assert normalised(torch.tensor([7.0])).tolist() == [0.0]
+    torch.testing.assert_close(normalised(rewards, groups, groups), expected, atol=1e-5, rtol=0)
+    alone = torch.tensor([7.0])
+    assert normalised(alone, grouped(alone), grouped(alone)).tolist() == [0.0]
 
 
 def test_terminal_rewards_lie_on_the_last_trained_token_not_on_a_masked_one():

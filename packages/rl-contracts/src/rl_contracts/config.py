@@ -6,7 +6,9 @@ import ast
 import inspect
 import math
 import textwrap
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar
 
 from rl_contracts.errors import ConfigError
 
@@ -36,6 +38,31 @@ def field_docs(cls: type) -> dict[str, str]:
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 docs[statement.target.id] = " ".join(str(following.value.value).split())
     return docs
+
+
+def bounded(default: Any, expected: str, holds: Callable[[Any], bool]) -> Any:
+    """A field of `Settings` with its default, and what its value must be: in words, and as a condition."""
+    return field(default=default, metadata={"expected": expected, "holds": holds})
+
+
+def choice(default: str, choices: Iterable[str]) -> Any:
+    """A field of `Settings` that is one of a few names."""
+    names = tuple(choices)
+    return bounded(default, "one of " + ", ".join(names), lambda value: value in names)
+
+
+@dataclass
+class Settings:
+    """Base of settings whose fields say themselves what they may be (`bounded`, `choice`)."""
+
+    setting: ClassVar[str]
+    """Where they stand, for messages."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if "holds" in item.metadata:
+                value = getattr(self, item.name)
+                require(item.metadata["holds"](value), f"{self.setting}.{item.name}", item.metadata["expected"], value)
 
 
 @dataclass

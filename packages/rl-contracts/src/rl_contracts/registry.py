@@ -23,6 +23,9 @@ KNOWN_PACKAGES: dict[str, str] = {
     "rl.rewards": "rl-rewards",
     "rl.datasets": "rl-datasets",
     "rl.schedulers": "rl-launchers",
+    "rl.advantages": "rl-trainers",
+    "rl.corrections": "rl-trainers",
+    "rl.masks": "rl-trainers",
     "rl.policy_losses": "rl-trainers",
     "rl.apps": "rl-apps",
 }

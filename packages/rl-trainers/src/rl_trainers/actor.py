@@ -9,14 +9,13 @@ import torch
 from rl_contracts.config import require
 from rl_contracts.engine import TrainEngine
 from rl_contracts.errors import ConfigError, DataError
-from rl_contracts.sharding import MINIBATCH_KEY
-from rl_contracts.trajectory import select, validate
-from rl_trainers.advantages import compute_advantages
+from rl_contracts.trajectory import validate
 from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.critic import RETURNS_KEY, VALUES_KEY, Critic
+from rl_trainers.credit import assign_credit
+from rl_trainers.critic import VALUES_KEY, Critic
 from rl_trainers.functional.aggregation import denominator, token_weights
-from rl_trainers.objective import KEPT_KEY, PolicyLoss, effective_share, load_policy_loss
-from rl_trainers.trust_region import second_moment_mask
+from rl_trainers.objective import effective_share, make_policy_loss
+from rl_trainers.steps import take_steps
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -32,10 +31,10 @@ class PolicyActor:
         algorithm: advantages, loss, aggregation and correction.
         minibatches: optimizer steps per training batch.
         reference: holds the frozen reference policy, where `algorithm.kl` asks for one.
-        critic: estimates values, where `algorithm.baseline` is `gae`; learns with the policy.
+        critic: estimates values, where `algorithm.advantage.kind` is `gae`; learns with the policy.
 
     Raises:
-        ConfigError: the algorithm needs a reference or critic that is not given, or its policy loss is not installed.
+        ConfigError: the algorithm needs a reference or critic that is not given, or a part of it is not installed.
     """
 
     def __init__(
@@ -54,13 +53,12 @@ class PolicyActor:
             )
         if algorithm.needs_critic and critic is None:
             raise ConfigError(
-                "algorithm.baseline=gae needs values, but there is no `critic`; give one, or take a baseline without "
-                "(group_mean_std, leave_one_out, none)."
+                "algorithm.advantage.kind=gae needs values, but there is no `critic`; give one, or take an estimator "
+                "without (outcome, return)."
             )
-        load_policy_loss(algorithm)
+        self.loss = make_policy_loss(algorithm, minibatches)
         self.engine, self.algorithm, self.minibatches = engine, algorithm, minibatches
-        self.reference, self.critic = reference, critic
-        self.proximal = algorithm.resolve_proximal(minibatches)
+        self.reference, self.critic = reference, critic if algorithm.needs_critic else None
 
     @property
     def version(self) -> int:
@@ -68,8 +66,8 @@ class PolicyActor:
         return self.engine.version
 
     def prepare(self, batch: TensorDict) -> dict[str, float | None]:
-        """Add `advantages`, `loss_weights` and, where they are needed, `prox_logprobs`, `ref_logprobs`, `values`,
-        `returns` and `moment_kept`, [B, T] each (collective).
+        """Add `advantages`, `loss_weights` and, where they are needed, `ref_logprobs`, `values`, `returns`, and what
+        the proximal policy and the masks need, [B, T] each (collective).
 
         Returns:
             `groups/singleton` and `groups/zero_variance`, counted over all ranks; `reward/shaped` (mean over episodes);
@@ -79,84 +77,45 @@ class PolicyActor:
             DataError: the batch is not valid, or holds a trained token from a version later than the current one.
         """
         validate(batch)
-        algorithm, parallel = self.algorithm, self.engine.parallel
         if bool((batch["versions"] > self.version)[batch["loss_mask"]].any()):
             raise DataError(
                 f"batch holds tokens of versions later than {self.version}, the trainer's; were servers rolled back?"
             )
-        self._run_other_models(batch)
-        figures = self._add_advantages(batch)
+        if self.algorithm.mask.truncated:
+            batch["loss_mask"] = batch["loss_mask"] & ~batch["truncated"][:, None]
+        if self.algorithm.needs_reference:
+            assert self.reference is not None
+            batch["ref_logprobs"] = self.reference.forward(batch, lambda outputs, _: outputs.logprobs)
+        if self.critic is not None:
+            batch[VALUES_KEY] = self.critic.values(batch)
+        figures = assign_credit(batch, self.algorithm, self.engine.parallel)
+        if self.critic is not None:
+            figures["critic/explained_variance"] = self.critic.explained_variance(batch)
         batch["loss_weights"] = self._weights(batch)
-        if self.proximal == "recompute":
-            batch["prox_logprobs"] = self.engine.forward(batch, lambda outputs, _: outputs.logprobs)
-        elif self.proximal == "behaviour":
-            batch["prox_logprobs"] = batch["logprobs"]
-        if algorithm.second_moment:
-            batch[KEPT_KEY] = second_moment_mask(batch, algorithm.second_moment, self.minibatches, parallel)
+        self.loss.proximal.prepare(batch, self.engine)
+        for mask in self.loss.masks:
+            if hasattr(mask, "prepare"):
+                mask.prepare(batch, self.engine.parallel)
         return figures
 
     def update(self, batch: TensorDict) -> dict[str, float | None]:
         """Learn from a prepared batch; the version advances by one unless every minibatch was skipped (collective).
 
         Returns:
-            the engine's statistics, averaged over the minibatches (`.../max`: the largest); and the critic's, under
-            `critic/`.
+            the engine's statistics over the minibatches (see `take_steps`), and the critic's, under `critic/`.
         """
-        loss = PolicyLoss(self.algorithm, self.proximal, self.version)
-        steps = []
-        for number in range(self.minibatches):
-            rows = select(batch, (batch[MINIBATCH_KEY] == number).nonzero().flatten())
-            steps.append(self.engine.train_batch(rows, loss, self._denominator))
-            effective_share(steps[-1])
-        figures = _combine(steps)
-        if self.critic is not None and self.algorithm.needs_critic:
-            figures |= self.critic.update(batch)
-        if any(step["applied"] for step in steps):
-            self.engine.version += 1
-        return figures
+        figures = take_steps(self.engine, batch, self.loss, self._denominator, self.minibatches)
+        effective_share(figures)
+        return figures if self.critic is None else figures | self.critic.update(batch)
 
     def _denominator(self, minibatch: TensorDict) -> torch.Tensor:
-        return denominator(minibatch["loss_mask"], self.algorithm.aggregation)
-
-    def _run_other_models(self, batch: TensorDict) -> None:
-        if self.algorithm.needs_reference:
-            assert self.reference is not None
-            batch["ref_logprobs"] = self.reference.forward(batch, lambda outputs, _: outputs.logprobs)
-        if self.algorithm.needs_critic:
-            assert self.critic is not None
-            batch[VALUES_KEY] = self.critic.values(batch)
-
-    def _add_advantages(self, batch: TensorDict) -> dict[str, float | None]:
-        advantages, returns, groups, rewards = compute_advantages(batch, self.algorithm, self.engine.parallel)
-        batch["advantages"] = advantages
-        figures: dict[str, float | None] = {
-            "groups/singleton": float(groups.singletons),
-            "groups/zero_variance": float(groups.zero_variance),
-            "reward/shaped": float(rewards.double().mean()) if len(rewards) else None,
-        }
-        if returns is not None:
-            batch[RETURNS_KEY] = returns
-            assert self.critic is not None
-            figures["critic/explained_variance"] = self.critic.explained_variance(batch)
-        return figures
+        return denominator(minibatch["loss_mask"], self.algorithm.aggregation.kind)
 
     def _weights(self, batch: TensorDict) -> torch.Tensor:
         """Weight of each token's loss, by aggregation and staleness, float32 [B, T]."""
-        algorithm, learn = self.algorithm, batch["loss_mask"]
-        weights = token_weights(learn, algorithm.aggregation, algorithm.constant_length)
-        if algorithm.staleness_coef:
+        learn, aggregation = batch["loss_mask"], self.algorithm.aggregation
+        weights = token_weights(learn, aggregation.kind, aggregation.constant_length)
+        if self.algorithm.staleness_coef:
             age = (self.version - batch["versions"]).float()
-            weights = weights * torch.where(learn, torch.exp(-algorithm.staleness_coef * age), 0.0)
+            weights = weights * torch.where(learn, torch.exp(-self.algorithm.staleness_coef * age), 0.0)
         return weights
-
-
-def _combine(steps: list[dict[str, float]]) -> dict[str, float | None]:
-    """Statistics of several optimizer steps as one: means, and the largest of `.../max`; `tokens` add up."""
-    result: dict[str, float | None] = {}
-    for name in steps[0]:
-        values = [step[name] for step in steps]
-        if name.endswith("/max"):
-            result[name] = max(values)
-        else:
-            result[name] = sum(values) / (1 if name == "tokens" else len(values))
-    return result

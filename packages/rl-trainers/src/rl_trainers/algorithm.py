@@ -1,99 +1,282 @@
-"""An algorithm is a composition of parts: reward shaping, advantages, policy loss, aggregation, corrections, KL.
+"""The settings of an algorithm: a composition of parts, each with its own few.
 
-A preset is data: the values of `AlgorithmConfig` that make it. Every part can be set alone; what cannot work together
-is refused, with both fields named.
+A preset is data: the values that make it. What is ours about a part and what somebody else adds to it are found alike:
+see `PartConfig`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
-from rl_contracts.config import require, require_choice
-from rl_trainers.algorithm_parts import KLConfig, RewardConfig
+from rl_contracts.config import Settings, bounded, choice, require
+from rl_trainers.functional.aggregation import AGGREGATIONS
+from rl_trainers.functional.correction import LEVELS
+from rl_trainers.functional.kl import ESTIMATORS
+from rl_trainers.proximal import PROXIMALS
 
-GROUP_BASELINES = ("group_mean_std", "group_mean", "group_mean_batch_std", "leave_one_out")
-BASELINES = (*GROUP_BASELINES, "none", "gae")
-NORMALISATIONS = ("none", "batch")
-AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length")
-PROXIMALS = ("auto", "recompute", "current", "behaviour", "interpolate")
-LEVELS = ("token", "sequence", "geometric")
+OVER = ("none", "group", "batch")
+"""Of what a mean or std is taken: of nothing, of the answers to one prompt, of the whole batch."""
 
 
 @dataclass
-class AlgorithmConfig:
-    """Which parts, and their constants. The defaults: GRPO with token-mean aggregation, decoupled objective."""
+class PartConfig(Settings):
+    """A part that is found by name. What it takes as keyword arguments are the fields of its settings, by their names,
+    and `options`."""
 
+    group: ClassVar[str]
+    """Entry-point group in which the name is looked up."""
+    kind: str = "none"
+    """An installed name, or a dotted path `package.module:attribute`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further constants, by the names of its keyword arguments; null stands for its own default."""
+
+    def constants(self) -> dict[str, Any]:
+        """What the part may take as keyword arguments."""
+        settings = {item.name: getattr(self, item.name) for item in fields(self)} | self.options
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+@dataclass
+class RewardConfig(Settings):
+    """Shaping of an episode's reward, in this order."""
+
+    setting: ClassVar[str] = "algorithm.reward"
+    overlong_max: int = bounded(0, "0 (off) or more tokens", lambda tokens: tokens >= 0)
+    """Generated tokens at which the penalty for long answers reaches -1 (DAPO); 0 switches it off."""
+    overlong_cache: int = 0
+    """Tokens below `overlong_max` at which the penalty begins; 0: a fifth of it."""
+    scale: float = 1.0
+    """Multiplies the reward; 0 leaves only the KL penalty (distillation)."""
+    bias: float = 0.0
+    """Added to the scaled reward."""
+    clip: float = bounded(0.0, "0 (off) or more", lambda clip: clip >= 0)
+    """The result is clipped to [-clip, clip]; 0 switches clipping off."""
+    normalise: str = choice("none", OVER)
+    """(r - mean) / std over each `group`, over the whole `batch`, or `none`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        on = self.overlong_max > 0
+        require(
+            0 <= self.overlong_cache <= self.overlong_max,
+            f"algorithm.reward.overlong_cache with algorithm.reward.overlong_max={self.overlong_max}",
+            "0 (a fifth) to overlong_max tokens" if on else "0 (there is no penalty without overlong_max)",
+            self.overlong_cache,
+        )
+
+
+@dataclass
+class AdvantageConfig(PartConfig):
+    """From rewards to one advantage per trained token."""
+
+    group: ClassVar[str] = "rl.advantages"
+    setting: ClassVar[str] = "algorithm.advantage"
+    kind: str = "outcome"
+    """Estimator: `outcome` (an episode's reward, normalised, for each of its tokens: GRPO and its relatives), `return`
+    (the discounted sum of the rewards that follow a token: REINFORCE), `gae` (PPO; needs a critic), or anybody's."""
+    mean: str = choice("group", OVER)
+    """Subtracted from an `outcome`: the mean over its `group` or the `batch`, or `none`."""
+    std: str = choice("group", OVER)
+    """By what the difference is divided: the std over its `group` (GRPO) or the `batch` (LitePPO), or `none` (Dr.
+    GRPO)."""
+    leave_one_out: bool = False
+    """The mean is that of the *other* answers (RLOO)."""
+    whiten: bool = False
+    """Whatever the estimator: (A - mean) / std over all trained tokens of the batch (REINFORCE++)."""
+    gamma: float = bounded(1.0, "in [0, 1]", lambda gamma: 0 <= gamma <= 1)
+    """Discount per trained token, of `return` and `gae`."""
+    lam: float = bounded(1.0, "in [0, 1]", lambda lam: 0 <= lam <= 1)
+    """Lambda of `gae`."""
+    unit: str = choice("token", ("token", "turn"))
+    """Time step of `gae`: `token`, or `turn` (a run of neighbouring trained tokens)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.mean != "none" or not self.leave_one_out,
+            "algorithm.advantage.leave_one_out with algorithm.advantage.mean=none",
+            "false: there is no mean to leave the answer out of (or take mean=group)",
+            self.leave_one_out,
+        )
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether answers to one prompt are compared, so that one alone has no advantage."""
+        return self.kind == "outcome" and "group" in (self.mean, self.std)
+
+
+@dataclass
+class LossConfig(PartConfig):
+    """The policy loss of a token."""
+
+    group: ClassVar[str] = "rl.policy_losses"
+    setting: ClassVar[str] = "algorithm.loss"
+    kind: str = "clip"
+    """`clip` (PPO, GRPO; GSPO with `ratio=sequence`), `importance` (no clip; M2PO), `cispo`, `sapo`, `reinforce`, or
+    anybody's."""
+    clip_low: float = bounded(0.2, "in (0, 1]", lambda clip: 0 < clip <= 1)
+    """The ratio to the proximal policy is clipped below at 1 - clip_low (`clip`, `cispo`)."""
+    clip_high: float = bounded(0.2, "more than 0", lambda clip: clip > 0)
+    """... and above at 1 + clip_high (DAPO takes 0.28)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further constants of a loss: `dual_clip` of `clip`, `tau_positive` and `tau_negative` of `sapo`, those of your
+    own; null stands for the loss's default."""
+
+
+@dataclass
+class AggregationConfig(Settings):
+    """How the losses of tokens become one number."""
+
+    setting: ClassVar[str] = "algorithm.aggregation"
+    kind: str = choice("token_mean", AGGREGATIONS)
+    """`token_mean`, `sequence_mean_token_mean`, `sequence_mean_token_sum`, or `constant_length` (Dr. GRPO: that,
+    divided by `constant_length`). A sequence is a row."""
+    constant_length: int = bounded(256, "at least 1", lambda tokens: tokens >= 1)
+    """Tokens; read by the kind `constant_length`."""
+
+
+@dataclass
+class CorrectionConfig(PartConfig):
+    """A token's weight for having been sampled by another policy, made of pi_proximal / pi_behaviour."""
+
+    group: ClassVar[str] = "rl.corrections"
+    setting: ClassVar[str] = "algorithm.correction"
+    kind: str = "truncate"
+    """`truncate` (the ratio, at most `cap`; TIS), `mask` (outside [floor, cap] the token is dropped; IcePop), `plain`
+    (the ratio itself), `none`, or anybody's."""
+    level: str = choice("token", LEVELS)
+    """Whose ratio: the `token`'s, its row's (`sequence`: the product) or its row's mean per token (`geometric`)."""
+    cap: float = bounded(2.0, "more than 0 (kind=none leaves the weight out)", lambda cap: cap > 0)
+    """Upper bound of `truncate` and `mask`."""
+    floor: float = 0.0
+    """Lower bound of `mask`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        masks = self.kind == "mask"
+        require(
+            0 <= self.floor < self.cap if masks else self.floor == 0,
+            f"algorithm.correction.floor with algorithm.correction.kind={self.kind}",
+            f"0 or more, below cap ({self.cap:g})" if masks else "0 (only `mask` has a floor)",
+            self.floor,
+        )
+
+
+@dataclass
+class MaskConfig(PartConfig):
+    """Which tokens are left out of the loss."""
+
+    group: ClassVar[str] = "rl.masks"
+    setting: ClassVar[str] = "algorithm.mask"
+    kind: str = "none"
+    """`ratio` (tokens whose pi_proximal / pi_behaviour is outside [low, high]), `second_moment` (M2PO), `none`,
+    anybody's, or several joined by `+`."""
+    level: str = choice("geometric", LEVELS)
+    """Whose ratio `ratio` looks at: `token`, or its row's `sequence` (the product) or `geometric` mean."""
+    low: float = 0.5
+    """Lower bound of `ratio`."""
+    high: float = 2.0
+    """... and upper bound."""
+    threshold: float = bounded(0.04, "more than 0", lambda threshold: threshold > 0)
+    """`second_moment` drops the tokens with the largest squared log-ratio until its mean over the minibatch is at most
+    this."""
+    truncated: bool = False
+    """Learn nothing from answers that the length limit ended (DAPO's overlong filtering): they count in no denominator,
+    but their rewards do in the mean and std of their group."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounds = 0 <= self.low < self.high
+        require(bounds, "algorithm.mask.low", f"0 to algorithm.mask.high ({self.high:g})", self.low)
+
+
+@dataclass
+class KLConfig(Settings):
+    """A penalty on the divergence from a frozen reference policy."""
+
+    setting: ClassVar[str] = "algorithm.kl"
+    place: str = choice("none", ("none", "reward", "loss"))
+    """`reward`: subtracted from the reward of each trained token, between the policy that sampled and the reference;
+    `loss`: added to the loss, between the policy that learns and the reference; `none`: no reference is loaded."""
+    coef: float = 0.0
+    """Its weight, beta."""
+    estimator: str = choice("k3", ESTIMATORS)
+    """`k1`, `k2` or `k3` (Schulman, "Approximating KL divergence"). As a loss without `weighted`, k2 has the unbiased
+    gradient and k3 GRPO's."""
+    weighted: bool = False
+    """In the loss: times the ratio to the proximal policy, which makes the gradients of k1 and k3 unbiased."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.coef > 0 if self.place != "none" else self.coef == 0,
+            f"algorithm.kl.coef with algorithm.kl.place={self.place}",
+            "0 (set kl.place to `reward` or `loss` for a penalty)" if self.place == "none" else "more than 0",
+            self.coef,
+        )
+        require(
+            self.place == "loss" or not self.weighted,
+            f"algorithm.kl.weighted with algorithm.kl.place={self.place}",
+            "false: only a KL in the loss can be weighted",
+            self.weighted,
+        )
+        require(
+            not (self.place == "loss" and self.estimator == "k1") or self.weighted,
+            "algorithm.kl.estimator with algorithm.kl.place=loss",
+            "`k2` or `k3`, or kl.weighted=true: the gradient of k1 alone is zero in the mean and holds nothing back",
+            self.estimator,
+        )
+
+
+@dataclass
+class AlgorithmConfig(Settings):
+    """Which parts. The defaults: GRPO with token-mean aggregation, on the decoupled objective."""
+
+    setting: ClassVar[str] = "algorithm"
     reward: RewardConfig = field(default_factory=RewardConfig)
     """What becomes of rewards before anything is learned from them."""
-    baseline: str = "group_mean_std"
-    """Advantage estimator: `group_mean_std` (GRPO), `group_mean` (Dr. GRPO), `group_mean_batch_std` (LitePPO),
-    `leave_one_out` (RLOO), `none` (REINFORCE) or `gae` (PPO; needs a critic)."""
-    advantage_norm: str = "none"
-    """`batch`: advantages are normalised over all trained tokens of the batch (REINFORCE++); `none`."""
-    gamma: float = 1.0
-    """Discount per trained token; read by the baselines `gae` and `none`."""
-    gae_lambda: float = 1.0
-    """Lambda of `gae`."""
-    gae_unit: str = "token"
-    """Time step of `gae`: `token`, or `turn` (a run of neighbouring trained tokens)."""
-    policy_loss: str = "clip"
-    """Installed policy loss (entry points `rl.policy_losses`), or a dotted path: `clip` (PPO, GRPO; GSPO with
-    `ratio_level=sequence`), `importance` (no clip; M2PO), `cispo`, `sapo`, `reinforce`."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Constants of a policy loss that is not ours, by the names of its keyword arguments."""
-    ratio_level: str = "token"
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """From rewards to advantages."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """The policy loss."""
+    ratio: str = choice("token", ("token", "sequence"))
     """Whose ratio to the proximal policy the loss sees: each `token`'s, or its row's geometric mean (`sequence`,
     GSPO)."""
-    aggregation: str = "token_mean"
-    """`token_mean`, `sequence_mean_token_mean`, `sequence_mean_token_sum` or `constant_length` (divided by
-    `constant_length`)."""
-    constant_length: int = 256
-    """Tokens; read by the `constant_length` aggregation only."""
-    clip_low: float = 0.2
-    """The ratio to the proximal policy is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
-    """... and above at 1 + clip_high (DAPO takes 0.28)."""
-    dual_clip: float = 0.0
-    """Bound c of the dual clip for negative advantages, more than 1; 0 switches it off. `clip` only."""
-    tau_positive: float = 1.0
-    """Sharpness of `sapo`'s gate where the advantage is positive."""
-    tau_negative: float = 1.05
-    """... and where it is not."""
-    proximal: str = "auto"
+    aggregation: AggregationConfig = field(default_factory=AggregationConfig)
+    """From the losses of tokens to one number."""
+    proximal: str = choice("auto", ("auto", *PROXIMALS))
     """Where the proximal ("old") log-probs come from: `recompute` (a forward pass before the update), `current` (the
     policy that learns, without gradient; needs one minibatch a step), `behaviour` (the sampler's; no correction is left
     to do), `interpolate` (between the sampler's and the current ones, by version; A-3PO), or `auto`: `current` with one
-    minibatch and no `second_moment`, else `recompute`."""
-    correction: str = "truncate"
-    """What is made of pi_proximal / pi_behaviour as a token's weight: `truncate` (at `correction_cap`; TIS), `mask`
-    (outside [correction_floor, correction_cap] the token is dropped; IcePop), `plain` (the ratio itself) or `none`."""
-    correction_level: str = "token"
-    """Of what that ratio is: `token`, `sequence` (product over the row) or `geometric` (its mean per token)."""
-    correction_cap: float = 5.0
-    """Upper bound of `truncate` and `mask`; 0 leaves the weight out, as `correction=none` does."""
-    correction_floor: float = 0.0
-    """Lower bound of `mask`."""
-    row_mask: str = "none"
-    """A second mask, of whole rows, by pi_proximal / pi_behaviour: `sequence`, `geometric` or `none`."""
-    row_mask_low: float = 0.5
-    """A row whose ratio is below is dropped."""
-    row_mask_high: float = 2.0
-    """... and above."""
-    second_moment: float = 0.0
-    """Bound of the mean squared log-ratio: tokens with the largest are dropped until it holds over the minibatch (M2PO
-    takes 0.04); 0 switches it off."""
-    staleness_coef: float = 0.0
-    """A token's weight is multiplied by exp(-coef * (current version - its version))."""
+    minibatch and no mask over the whole minibatch (`second_moment`), else `recompute`."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Weights between server and trainer."""
+    mask: MaskConfig = field(default_factory=MaskConfig)
+    """Tokens that are left out."""
     kl: KLConfig = field(default_factory=KLConfig)
     """Keeping the policy near a reference."""
-    entropy_coef: float = 0.0
+    entropy_coef: float = bounded(0.0, "0 (off) or more", lambda coef: coef >= 0)
     """Weight of the entropy bonus, nats; 0 switches it off. The train engine must then give entropy a gradient."""
+    staleness_coef: float = bounded(0.0, "0 (off) or more", lambda coef: coef >= 0)
+    """A token's weight is multiplied by exp(-coef * (current version - its version))."""
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_numbers()
-        self._check_combinations()
+        super().__post_init__()
+        require(
+            self.ratio == "token" or self.loss.kind != "reinforce",
+            "algorithm.ratio with algorithm.loss.kind=reinforce",
+            "`token`: that loss has no ratio; take algorithm.loss.kind=importance",
+            self.ratio,
+        )
+        by_ratio = self.correction.kind == "mask" or {"ratio", "second_moment"} & set(self.mask.kind.split("+"))
+        require(
+            not by_ratio or self.proximal != "behaviour",
+            f"algorithm.proximal with algorithm.correction.kind={self.correction.kind} and "
+            f"algorithm.mask.kind={self.mask.kind}, which mask by pi_proximal / pi_behaviour",
+            "`recompute`, or `auto`: with the sampler's own log-probs the ratio is 1 and nothing is masked",
+            self.proximal,
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -103,79 +286,23 @@ class AlgorithmConfig:
     @property
     def needs_critic(self) -> bool:
         """Whether values are needed."""
-        return self.baseline == "gae"
+        return self.advantage.kind == "gae"
 
-    @property
-    def weighs(self) -> bool:
-        """Whether tokens are weighted by the ratio of the proximal to the behaviour policy."""
-        return self.correction != "none" and self.correction_cap > 0
+    def resolve_proximal(self, minibatches: int, whole: bool = False) -> str:
+        """`recompute`, `current`, `behaviour` or `interpolate`.
 
-    def _check_choices(self) -> None:
-        require_choice("algorithm.baseline", self.baseline, BASELINES)
-        require_choice("algorithm.advantage_norm", self.advantage_norm, NORMALISATIONS)
-        require_choice("algorithm.gae_unit", self.gae_unit, ("token", "turn"))
-        require_choice("algorithm.ratio_level", self.ratio_level, ("token", "sequence"))
-        require_choice("algorithm.aggregation", self.aggregation, AGGREGATIONS)
-        require_choice("algorithm.proximal", self.proximal, PROXIMALS)
-        require_choice("algorithm.correction", self.correction, ("none", "truncate", "mask", "plain"))
-        require_choice("algorithm.correction_level", self.correction_level, LEVELS)
-        require_choice("algorithm.row_mask", self.row_mask, ("none", "sequence", "geometric"))
-
-    def _check_numbers(self) -> None:
-        require(0 <= self.gamma <= 1, "algorithm.gamma", "in [0, 1]", self.gamma)
-        require(0 <= self.gae_lambda <= 1, "algorithm.gae_lambda", "in [0, 1]", self.gae_lambda)
-        require(self.constant_length >= 1, "algorithm.constant_length", "at least 1", self.constant_length)
-        require(0 < self.clip_low <= 1, "algorithm.clip_low", "in (0, 1]", self.clip_low)
-        require(self.clip_high > 0, "algorithm.clip_high", "more than 0", self.clip_high)
-        dual = self.dual_clip == 0 or self.dual_clip > 1
-        require(dual, "algorithm.dual_clip", "0 (off) or more than 1", self.dual_clip)
-        require(self.tau_positive > 0, "algorithm.tau_positive", "more than 0", self.tau_positive)
-        require(self.tau_negative > 0, "algorithm.tau_negative", "more than 0", self.tau_negative)
-        require(self.correction_cap >= 0, "algorithm.correction_cap", "0 (off) or more", self.correction_cap)
-        bounds = 0 <= self.row_mask_low < self.row_mask_high
-        require(bounds, "algorithm.row_mask_low", f"0 to row_mask_high ({self.row_mask_high:g})", self.row_mask_low)
-        require(self.second_moment >= 0, "algorithm.second_moment", "0 (off) or more", self.second_moment)
-        require(self.staleness_coef >= 0, "algorithm.staleness_coef", "0 (off) or more", self.staleness_coef)
-        require(self.entropy_coef >= 0, "algorithm.entropy_coef", "0 (off) or more", self.entropy_coef)
-
-    def _check_combinations(self) -> None:
-        masks = self.correction == "mask"
+        Args:
+            minibatches: optimizer steps per training batch.
+            whole: whether something looks at the old log-probs of a whole minibatch before its loss.
+        """
+        if self.proximal == "auto":
+            return "current" if minibatches == 1 and not whole else "recompute"
         require(
-            (0 <= self.correction_floor < self.correction_cap) if masks else self.correction_floor == 0,
-            f"algorithm.correction_floor with algorithm.correction={self.correction}",
-            f"0 or more, below correction_cap ({self.correction_cap:g})" if masks else "0 (only `mask` has a floor)",
-            self.correction_floor,
-        )
-        require(
-            not self.dual_clip or self.policy_loss == "clip",
-            f"algorithm.dual_clip with algorithm.policy_loss={self.policy_loss}",
-            "0: only policy_loss=clip has a dual clip",
-            self.dual_clip,
-        )
-        require(
-            self.ratio_level == "token" or self.policy_loss != "reinforce",
-            "algorithm.ratio_level with algorithm.policy_loss=reinforce",
-            "`token`: that loss has no ratio; take policy_loss=importance",
-            self.ratio_level,
-        )
-        needs_old = self.second_moment > 0 or self.row_mask != "none" or (masks and self.weighs)
-        require(
-            not needs_old or self.proximal != "behaviour",
-            "algorithm.proximal with a mask by pi_proximal / pi_behaviour (correction=mask, row_mask or second_moment)",
-            "`recompute`, or `auto`: with the sampler's own log-probs the ratio is 1 and nothing is masked",
-            self.proximal,
-        )
-        require(
-            not self.second_moment or self.proximal in ("auto", "recompute"),
-            "algorithm.proximal with algorithm.second_moment",
+            self.proximal == "recompute" or not whole,
+            f"algorithm.proximal with algorithm.mask.kind={self.mask.kind}",
             "`recompute` or `auto`: the mask is made over the whole minibatch before its loss",
             self.proximal,
         )
-
-    def resolve_proximal(self, minibatches: int) -> str:
-        """`recompute`, `current`, `behaviour` or `interpolate`, for a number of minibatches a step."""
-        if self.proximal == "auto":
-            return "current" if minibatches == 1 and not self.second_moment else "recompute"
         require(
             self.proximal != "current" or minibatches == 1,
             "algorithm.proximal",
@@ -184,7 +311,3 @@ class AlgorithmConfig:
             self.proximal,
         )
         return self.proximal
-
-    def constants(self) -> dict[str, Any]:
-        """What a policy loss may name as its keyword arguments: the settings here, and `options`."""
-        return {item.name: getattr(self, item.name) for item in fields(self)} | self.options

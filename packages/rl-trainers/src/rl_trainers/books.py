@@ -29,7 +29,16 @@ log = get_logger("trainers")
 RENAMED = {"loss": "loss/policy"}
 """Names of the engine's and the loss's statistics in `metrics.jsonl`, where they differ."""
 
-COMPUTED = ("advantages", "returns", "values", "loss_weights", "prox_logprobs", "ref_logprobs", "moment_kept")
+COMPUTED = (
+    "advantages",
+    "returns",
+    "values",
+    "loss_weights",
+    "prox_logprobs",
+    "ref_logprobs",
+    "moment_dropped",
+    "staleness",
+)
 """Entries that a learner adds to a batch."""
 
 

@@ -10,44 +10,102 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_trainers.algorithm import GROUP_BASELINES, AlgorithmConfig
-from rl_trainers.functional.advantages import GroupAdvantages, group_advantages, moments, whitened
-from rl_trainers.functional.gae import gae
+from rl_trainers.critic import RETURNS_KEY, VALUES_KEY
+from rl_trainers.functional.advantages import Groups, gae, grouped, moments, normalised, whitened
 from rl_trainers.functional.kl import kl_estimate
-from rl_trainers.functional.rewards import (
-    normalised,
-    overlong_penalty,
-    shaped,
-    terminal_rewards,
-    to_trained_tokens,
-)
+from rl_trainers.functional.rewards import overlong_penalty, shaped, terminal_rewards, to_trained_tokens
+from rl_trainers.parts import load_part
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.parallel import ParallelContext
+    from rl_trainers.algorithm import AlgorithmConfig, RewardConfig
+
+    Advantages = tuple[torch.Tensor, torch.Tensor | None]
+    """Of each token, [B, T]; and returns [B, T], a critic's targets, of estimators that read values."""
 
 
 @dataclass(slots=True)
-class Episodes:
-    """The episodes of a batch over all replicas, in an order that every replica computes alike."""
+class Outcomes:
+    """What an advantage estimator is given: the episodes of the batch over all replicas, in an order that every replica
+    computes alike, and this replica's rows."""
 
-    group: torch.Tensor
-    """int64 [E]."""
-    reward: torch.Tensor
-    """float32 [E]; an episode of several rows has it once."""
-    length: torch.Tensor
+    rewards: torch.Tensor
+    """float32 [E], shaped; an episode of several rows has it once."""
+    groups: torch.Tensor
+    """int64 [E] ids."""
+    lengths: torch.Tensor
     """int64 [E] generated tokens over all of its rows."""
-    penalty: torch.Tensor
+    penalties: torch.Tensor
     """float32 [E] KL penalty over all of its trained tokens, at most 0 in the mean."""
     of_row: torch.Tensor
     """int64 [B] episode of each of this replica's rows."""
+    token_rewards: torch.Tensor
+    """float32 [B, T]: the shaped reward of a row on its last trained token, the workflow's `token_rewards` on the last
+    trained token before them, and the KL penalty where it arises. Each row of an episode has the whole reward."""
+    batch: TensorDict
+    """This replica's rows; with `values`, where there is a critic."""
+
+    def spread(self, advantages: torch.Tensor) -> torch.Tensor:
+        """An advantage per episode, [E], on each of its trained tokens, [B, T]."""
+        return torch.where(self.batch["loss_mask"], advantages[self.of_row][:, None], 0.0)
 
 
-def episodes_of(batch: TensorDict, penalty: torch.Tensor, parallel: ParallelContext) -> Episodes:
-    """Gather the episodes (collective). `penalty`: float32 [B, T], 0 where not trained."""
+def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> Advantages:
+    """`normalised` rewards of episodes, with their KL penalty if there is one, on each of their tokens; rewards per
+    turn are not read."""
+    rewards = outcomes.rewards + outcomes.penalties
+    over = over_what(rewards, outcomes.groups)
+    return outcomes.spread(normalised(rewards, over[mean], over[std], leave_one_out)), None
+
+
+def discounted_return(outcomes: Outcomes, *, gamma: float) -> Advantages:
+    """The discounted sum of a token's own reward and those that follow it (Williams 1992)."""
+    rewards = outcomes.token_rewards
+    return gae(rewards, torch.zeros_like(rewards), outcomes.batch["loss_mask"], gamma, 1.0)[0], None
+
+
+def generalized(outcomes: Outcomes, *, gamma: float, lam: float, unit: str) -> Advantages:
+    """`gae` with the critic's values, of rewards per token."""
+    batch = outcomes.batch
+    return gae(outcomes.token_rewards, batch[VALUES_KEY], batch["loss_mask"], gamma, lam, unit)
+
+
+def over_what(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, Groups | None]:
+    """Statistics of what a mean or std is taken over, by its name."""
+    return {"none": None, "group": grouped(values, group_ids), "batch": grouped(values)}
+
+
+def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> dict[str, float | None]:
+    """Shape the rewards of a batch, and add `advantages` and, where there is a critic, `returns`, [B, T] each, 0 where
+    not trained (collective).
+
+    Returns:
+        `groups/singleton` (groups of one episode) and `groups/zero_variance` (of several with equal rewards), counted
+        over all replicas; `reward/shaped` (mean over episodes).
+    """
+    learn, outcomes = batch["loss_mask"], gather_outcomes(batch, config, parallel)
+    advantages, returns = load_part(config.advantage)(outcomes)
+    if config.advantage.whiten:
+        advantages = whitened(advantages, learn, parallel.sum_over_replicas(moments(advantages, learn)))
+    batch["advantages"] = advantages
+    if returns is not None:
+        batch[RETURNS_KEY] = returns
+    groups, rewards = grouped(outcomes.rewards, outcomes.groups), outcomes.rewards
+    alone = groups.size == 1
+    return {
+        "groups/singleton": float(alone.sum()),
+        "groups/zero_variance": float((groups.flat & ~alone).sum()),
+        "reward/shaped": float(rewards.double().mean()) if len(rewards) else None,
+    }
+
+
+def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> Outcomes:
+    """What the estimator is given (collective)."""
+    learn, penalty = batch["loss_mask"], _kl_penalty(batch, config)
     mine = {name: batch[name] for name in ("group_ids", "episode_ids", "rewards")}
-    mine |= {"length": (batch["versions"] >= 0).sum(-1), "penalty": penalty.sum(-1)}
+    mine |= {"lengths": (batch["versions"] >= 0).sum(-1), "penalties": penalty.sum(-1)}
     parts = parallel.gather_tensors(mine)
     whole = {name: torch.cat([part[name] for part in parts]) for name in mine}
     ids = torch.stack([whole["group_ids"], whole["episode_ids"]], 1)
@@ -59,58 +117,25 @@ def episodes_of(batch: TensorDict, penalty: torch.Tensor, parallel: ParallelCont
 
     begin = sum(len(part["rewards"]) for part in parts[: parallel.dp_rank])
     own = of_row[begin : begin + batch.batch_size[0]]
-    return Episodes(key[:, 0], whole["rewards"][first], added("length"), added("penalty"), own)
+    groups, lengths = key[:, 0], added("lengths")
+    rewards = shape_rewards(whole["rewards"][first], lengths, groups, config.reward)
+    per_token = terminal_rewards(rewards[own], learn) + penalty
+    if "token_rewards" in batch:
+        per_token = per_token + to_trained_tokens(batch["token_rewards"], learn)
+    return Outcomes(rewards, groups, lengths, added("penalties"), own, per_token, batch)
 
 
-def shape_rewards(episodes: Episodes, config: AlgorithmConfig) -> torch.Tensor:
+def shape_rewards(
+    rewards: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor, config: RewardConfig
+) -> torch.Tensor:
     """Overlong penalty, scale, bias, clip and normalisation, in this order; float32 [E]."""
-    settings, rewards = config.reward, episodes.reward
-    if settings.overlong_max:
-        rewards = rewards + overlong_penalty(episodes.length, settings.overlong_max, settings.overlong_cache)
-    rewards = shaped(rewards, settings.scale, settings.bias, settings.clip)
-    if settings.normalise == "none":
-        return rewards
-    group = torch.unique(episodes.group, return_inverse=True)[1] if settings.normalise == "group" else None
-    return normalised(rewards, group)
-
-
-def compute_advantages(
-    batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext
-) -> tuple[torch.Tensor, torch.Tensor | None, GroupAdvantages, torch.Tensor]:
-    """Advantages of a batch (collective).
-
-    Group baselines look at one number per episode: the shaped reward plus the episode's KL penalty, if there is one;
-    each of its trained tokens has its advantage (rewards per turn are for `gae` and `none`). `none` and `gae` look at
-    rewards per token: the shaped reward on the last trained token of each row, the workflow's `token_rewards`, and the
-    KL penalty where it arises; `none` takes the discounted sum of what follows, `gae` the values in `batch["values"]`.
-
-    Returns:
-        advantages [B, T], 0 where not trained; returns [B, T], the critic's targets, with `gae` only; what was odd
-        about the groups; and the shaped rewards [E] of all replicas' episodes.
-    """
-    learn = batch["loss_mask"]
-    penalty = _kl_penalty(batch, config)
-    episodes = episodes_of(batch, penalty, parallel)
-    rewards = shape_rewards(episodes, config)
-    returns = None
-    if config.baseline in GROUP_BASELINES:
-        found = group_advantages(rewards + episodes.penalty, episodes.group, config.baseline)
-        advantages = torch.where(learn, found.advantages[episodes.of_row][:, None], 0.0)
-    else:
-        found = group_advantages(rewards, episodes.group, "none")
-        per_token = terminal_rewards(rewards[episodes.of_row], learn) + penalty
-        if "token_rewards" in batch:
-            per_token = per_token + to_trained_tokens(batch["token_rewards"], learn)
-        if config.baseline == "gae":
-            advantages, returns = gae(
-                per_token, batch["values"], learn, config.gamma, config.gae_lambda, config.gae_unit
-            )
-        else:
-            advantages, _ = gae(per_token, torch.zeros_like(per_token), learn, config.gamma, 1.0)
-    if config.advantage_norm == "batch":
-        total = parallel.sum_over_replicas(moments(advantages, learn))
-        advantages = whitened(advantages, learn, total)
-    return advantages, returns, found, rewards
+    if config.overlong_max:
+        # DAPO's own setting: 4096 of 20480 tokens
+        cache = config.overlong_cache or max(config.overlong_max // 5, 1)
+        rewards = rewards + overlong_penalty(lengths, config.overlong_max, cache)
+    rewards = shaped(rewards, config.scale, config.bias, config.clip)
+    over = over_what(rewards, groups)[config.normalise]
+    return normalised(rewards, over, over)
 
 
 def _kl_penalty(batch: TensorDict, config: AlgorithmConfig) -> torch.Tensor:

@@ -10,9 +10,9 @@ import torch
 from rl_contracts.config import require
 from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError
-from rl_contracts.sharding import MINIBATCH_KEY
-from rl_contracts.trajectory import PackedBatch, select
-from rl_trainers.functional.value import clipped_value_loss, explained_variance, variance_sums
+from rl_contracts.trajectory import PackedBatch
+from rl_trainers.functional.other_losses import clipped_value_loss, explained_variance, variance_sums
+from rl_trainers.steps import take_steps, trained_tokens
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -69,16 +69,10 @@ class Critic:
         """One optimizer step per minibatch, towards `returns`.
 
         Returns:
-            the engine's statistics under `critic/`, averaged over the minibatches.
+            the engine's statistics over the minibatches, under `critic/`.
         """
-        loss = ValueLoss(self.clip)
-        steps = []
-        for number in range(self.minibatches):
-            rows = select(batch, (batch[MINIBATCH_KEY] == number).nonzero().flatten())
-            steps.append(self.engine.train_batch(rows, loss, _trained_tokens))
-        if any(step["applied"] for step in steps):
-            self.engine.version += 1
-        return {f"critic/{name}": sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        found = take_steps(self.engine, batch, ValueLoss(self.clip), trained_tokens, self.minibatches)
+        return {f"critic/{name}": value for name, value in found.items()}
 
 
 def values_of(outputs: TokenOutputs) -> torch.Tensor:
@@ -90,8 +84,3 @@ def values_of(outputs: TokenOutputs) -> torch.Tensor:
     if outputs.values is None:
         raise EngineError("critic: the engine's outputs have no values; make it with a value head (head=value).")
     return outputs.values
-
-
-def _trained_tokens(batch: TensorDict) -> torch.Tensor:
-    mask: torch.Tensor = batch["loss_mask"]
-    return mask.sum().float()

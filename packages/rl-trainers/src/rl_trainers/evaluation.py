@@ -77,7 +77,7 @@ class LossEvaluation:
 
     def __call__(self, step: int) -> dict[str, float | None]:
         """`loss/eval`, in nats per token (collective)."""
-        from rl_trainers.functional.supervised import cross_entropy_loss
+        from rl_trainers.functional.other_losses import cross_entropy_loss
 
         result = self.engine.eval_batch(self.batch, cross_entropy_loss, lambda rows: rows["loss_mask"].sum().float())
         return {"loss/eval": result["loss"]}

@@ -1,172 +1,180 @@
-"""The objective of one packed micro-batch: policy loss, corrections, KL and entropy, as one weighted sum."""
+"""The objective of one packed micro-batch: policy loss, correction, masks, KL and entropy, as one weighted sum."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_contracts import registry
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.trajectory import PackedBatch
-from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.functional.correction import effective_sample_sums, level_ratio, masked_weights, truncated_weights
-from rl_trainers.functional.kl import kl_estimate, weighted_kl
-from rl_trainers.functional.old_policy import interpolated_logprobs
-from rl_trainers.functional.terms import PolicyTerms, TokenLoss, policy_terms
+from rl_trainers.algorithm import AlgorithmConfig, KLConfig
+from rl_trainers.functional.correction import OffPolicy, effective_sample_sums
+from rl_trainers.functional.kl import ESTIMATORS, kl_estimate, weighted_kl
+from rl_trainers.functional.terms import PolicyTerms, policy_terms
+from rl_trainers.parts import load_part, load_parts
+from rl_trainers.proximal import PROXIMALS, Proximal
 
-KEPT_KEY = "moment_kept"
-"""bool [B, T]: tokens that the second-moment mask leaves."""
-GROUP = "rl.policy_losses"
+if TYPE_CHECKING:
+    from rl_trainers.functional.correction import Weights
+    from rl_trainers.functional.terms import TokenLoss
 
 
-def load_policy_loss(config: AlgorithmConfig) -> Callable[[PolicyTerms], TokenLoss]:
-    """The policy loss of an algorithm with its constants bound.
+Regulariser = Callable[[TokenOutputs, PolicyTerms, PackedBatch], torch.Tensor]
+"""A term of the loss beside the policy loss, a property of the policy at a token whoever sampled it: [N] with gradient,
+0 where not trained."""
 
-    A loss takes `PolicyTerms` and keyword arguments, each the name of a setting of `AlgorithmConfig` or of an entry of
-    `algorithm.options`.
+
+def kl_penalty(config: KLConfig, outputs: TokenOutputs, terms: PolicyTerms, packed: PackedBatch) -> torch.Tensor:
+    """coef KL(policy || reference); a `Regulariser`."""
+    reference = torch.where(terms.trained, packed["ref_logprobs"], 0.0)
+    divergence = kl_estimate(terms.logprobs, reference, config.estimator)
+    return config.coef * (weighted_kl(divergence, terms.ratio) if config.weighted else divergence)
+
+
+def entropy_bonus(coef: float, outputs: TokenOutputs, terms: PolicyTerms, packed: PackedBatch) -> torch.Tensor:
+    """-coef H(policy); a `Regulariser`.
 
     Raises:
-        ConfigError: nothing of that name is installed, an option is none of its keyword arguments, or one that it needs
-            is missing.
+        EngineError: the engine's entropy has no gradient.
     """
-    loss = _find(config.policy_loss)
-    known = {n: p for n, p in inspect.signature(loss).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    name, constants = f"algorithm.policy_loss={config.policy_loss}", config.constants()
-    unknown = sorted(set(config.options) - set(known))
-    if unknown:
-        raise ConfigError(f"algorithm.options: {unknown} are no constants of {name}; it takes {sorted(known)}.")
-    missing = sorted(n for n, p in known.items() if p.default is p.empty and n not in constants)
-    if missing:
-        raise ConfigError(f"{name} needs the constants {missing}; give them as algorithm.options.<name>=<value>.")
-    bound: dict[str, Any] = {n: constants[n] for n in known if n in constants}
-    return partial(loss, **bound)
-
-
-@cache
-def _find(name: str) -> Callable[..., TokenLoss]:
-    found: Callable[..., TokenLoss] = registry.load(GROUP, name)
-    return found
+    if outputs.logprobs.requires_grad and not outputs.entropy.requires_grad:
+        raise EngineError(
+            "algorithm.entropy_coef: the engine's entropy carries no gradient, so the bonus would do nothing. "
+            "Make the engine with entropy_grad=true."
+        )
+    return -coef * torch.where(terms.trained, outputs.entropy, 0.0)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """What the engine minimises: see `__call__`. Every factor that is not theta's is detached."""
 
-    config: AlgorithmConfig
-    proximal: str
-    """`recompute` or `behaviour` (both read `prox_logprobs`), `current` or `interpolate`."""
-    version: int = 0
-    """The trainer's at the start of the update; read by `interpolate`."""
-    policy_loss: Callable[[PolicyTerms], TokenLoss] = field(init=False)
-    """What `config.policy_loss` names."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policy_loss", load_policy_loss(self.config))
+    loss: Callable[[PolicyTerms], TokenLoss]
+    """The policy loss of tokens."""
+    proximal: Proximal
+    """Gives the old log-probs."""
+    of_rows: bool = False
+    """The loss sees the ratio of a token's row instead of its own."""
+    correction: Callable[[OffPolicy], Weights] | None = None
+    """Weights of tokens."""
+    masks: tuple[Callable[[OffPolicy], torch.Tensor], ...] = ()
+    """Each says which tokens are dropped."""
+    regularisers: tuple[Regulariser, ...] = ()
+    """KL and entropy."""
 
     def __call__(self, outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
         """`(loss_sum, stats)`, over the trained tokens t of the micro-batch:
 
-        sum of w_t c_t loss_t + w_t (kl.coef KL_t - entropy_coef H_t), where w is the weight of aggregation and
-        staleness (`loss_weights`), c the correction between server and trainer with its masks, loss the policy loss. KL
-        and entropy are not corrected: they are properties of the policy at a token, whoever sampled it.
+        sum of w_t (c_t loss_t + kl.coef KL_t - entropy_coef H_t), where w is the weight of aggregation and staleness
+        (`loss_weights`), c the correction between server and trainer with its masks, loss the policy loss.
 
-        Statistics, means over trained tokens: the loss's marks (`clip/low`, ...), `ratio/mean`, `ratio/max`,
-        `correction/mean`, `correction/capped`, `correction/masked`, `entropy/mean`, `kl/old_k1`, `kl/old_k3`,
+        Statistics, means over trained tokens: the marks of loss and correction (`clip/low`, `correction/capped`, ...),
+        `ratio/mean`, `ratio/max`, `correction/mean`, `correction/masked`, `entropy/mean`, `kl/old_k1`, `kl/old_k3`,
         `kl/beh_...`, `kl/ref_...`, and `weight/mean`, `weight/square` (see `effective_share`).
         """
         trained, weights = packed["loss_mask"], packed["loss_weights"]
-        old = torch.where(trained, self._old(outputs, packed), 0.0)
-        rows = packed if self.config.ratio_level == "sequence" else None
-        terms = policy_terms(outputs.logprobs, old, packed["advantages"], trained, rows)
-        losses, marks = self.policy_loss(terms)
-        correction, stats = self._correction(old, packed)
+        old = torch.where(trained, self.proximal.logprobs(outputs, packed), 0.0)
+        terms = policy_terms(outputs.logprobs, old, packed["advantages"], trained, packed if self.of_rows else None)
+        losses, marks = checked("algorithm.loss", self.loss(terms), trained)
+        off = OffPolicy(torch.where(trained, old - packed["logprobs"], 0.0).detach(), trained, packed)
+        correction, stats = self._correct(off, marks)
         loss = (losses * (weights * correction)).sum()
-        loss = loss + self._regularisers(outputs, terms, packed)
+        for regulariser in self.regularisers:
+            loss = loss + (regulariser(outputs, terms, packed) * weights).sum()
         count = trained.sum().float()
         stats |= {name: ((mark & trained).sum().float(), count) for name, mark in marks.items()}
-        stats |= self._diagnostics(terms, old, correction, packed)
-        entropy = torch.where(trained, outputs.entropy.detach(), 0.0)
-        stats["entropy/mean"] = (entropy.sum(), count)
-        return loss, stats
+        return loss, stats | diagnostics(outputs, terms, old, correction, packed)
 
-    def _old(self, outputs: TokenOutputs, packed: PackedBatch) -> torch.Tensor:
-        if self.proximal == "current":
-            return outputs.logprobs.detach()
-        if self.proximal == "interpolate":
-            return interpolated_logprobs(outputs.logprobs, packed["logprobs"], packed["versions"], self.version)
-        return packed["prox_logprobs"]
+    def _correct(self, off: OffPolicy, marks: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Stats]:
+        """The detached weight of each token, [N], 0 where not trained, and its statistics; adds to the marks."""
+        weight, stats = off.trained.to(off.log_ratio.dtype), Stats()
+        if self.correction is not None:
+            weight, found = checked("algorithm.correction", self.correction(off), off.trained)
+            weight = torch.where(off.trained, weight.detach(), 0.0)
+            stats["correction/mean"] = (weight.sum(), off.trained.sum().float())
+            marks |= found
+        for mask in self.masks:
+            dropped = checked("algorithm.mask", (weight, {"correction/masked": mask(off)}), off.trained)[1]
+            weight = weight.masked_fill(dropped["correction/masked"], 0.0)
+            marks |= {name: mark | marks.get(name, mark) for name, mark in dropped.items()}
+        return weight, stats
 
-    def _correction(self, old: torch.Tensor, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-        """The detached weight of each token, [N], 0 where not trained, and its statistics."""
-        config, trained = self.config, packed["loss_mask"]
-        count = trained.sum().float()
-        log_ratio = torch.where(trained, old - packed["logprobs"], 0.0)
-        weight, stats = trained.to(log_ratio.dtype), Stats()
-        dropped = torch.zeros_like(trained)
-        if config.weighs:
-            weight = level_ratio(log_ratio, trained, packed, config.correction_level)
-            if config.correction == "truncate":
-                weight, capped = truncated_weights(weight, config.correction_cap)
-                stats["correction/capped"] = ((capped & trained).sum().float(), count)
-            elif config.correction == "mask":
-                weight, dropped = masked_weights(weight, config.correction_floor, config.correction_cap)
-            weight = torch.where(trained, weight, 0.0)
-            stats["correction/mean"] = (weight.sum(), count)
-        if config.row_mask != "none":
-            ratio = level_ratio(log_ratio, trained, packed, config.row_mask)
-            dropped = dropped | masked_weights(ratio, config.row_mask_low, config.row_mask_high)[1]
-        if config.second_moment:
-            dropped = dropped | ~packed[KEPT_KEY]
-        if config.second_moment or config.row_mask != "none" or config.correction == "mask":
-            stats["correction/masked"] = ((dropped & trained).sum().float(), count)
-        return torch.where(dropped, 0.0, weight), stats
 
-    def _regularisers(self, outputs: TokenOutputs, terms: PolicyTerms, packed: PackedBatch) -> torch.Tensor:
-        """Sum of w_t (kl.coef KL_t - entropy_coef H_t)."""
-        kl, weights = self.config.kl, packed["loss_weights"]
-        total = weights.new_zeros(())
-        if kl.place == "loss":
-            reference = torch.where(terms.trained, packed["ref_logprobs"], 0.0)
-            divergence = kl_estimate(terms.logprobs, reference, kl.estimator)
-            divergence = weighted_kl(divergence, terms.ratio) if kl.weighted else divergence
-            total = total + kl.coef * (divergence * weights).sum()
-        if self.config.entropy_coef:
-            if outputs.logprobs.requires_grad and not outputs.entropy.requires_grad:
-                raise EngineError(
-                    "algorithm.entropy_coef: the engine's entropy carries no gradient, so the bonus would do nothing. "
-                    "Make the engine with entropy_grad=true."
-                )
-            entropy = torch.where(terms.trained, outputs.entropy, 0.0)
-            total = total - self.config.entropy_coef * (entropy * weights).sum()
-        return total
+def checked(setting: str, found: Any, trained: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What a part gave back, if it is `(values [N], marks)`: a wrong shape would broadcast, and train on nonsense.
 
-    @torch.no_grad()
-    def _diagnostics(
-        self, terms: PolicyTerms, old: torch.Tensor, correction: torch.Tensor, packed: PackedBatch
-    ) -> Stats:
-        trained, count = terms.trained, terms.trained.sum().float()
-        ratio = torch.where(trained, terms.ratio, 0.0)
-        stats: Stats = {
-            "ratio/mean": (ratio.sum(), count),
-            "ratio/max": (ratio.amax() if len(ratio) else count, count),
-        }
-        for name, other in (("kl/old", old), ("kl/beh", packed["logprobs"])):
-            # of KL(other || theta): its samples are (nearly) the other's
-            d = torch.where(trained, other - terms.logprobs, 0.0)
-            stats[f"{name}_k1"] = (d.sum(), count)
-            stats[f"{name}_k3"] = (((-d).exp() - 1 + d).sum(), count)
-        if "ref_logprobs" in packed:
-            d = torch.where(trained, terms.logprobs - packed["ref_logprobs"], 0.0)
-            stats["kl/ref_k1"] = (d.sum(), count)
-            stats["kl/ref_k3"] = (((-d).exp() - 1 + d).sum(), count)
-        weight, square = effective_sample_sums(correction * terms.ratio, trained)
-        return stats | {"weight/mean": (weight, count), "weight/square": (square, count)}
+    Raises:
+        ConfigError: names the setting, what was expected and what was found.
+    """
+    pair = found if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict) else (found, {})
+    shapes = [
+        list(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__ for one in (pair[0], *pair[1].values())
+    ]
+    right = list(trained.shape)
+    if pair is not found or any(shape != right for shape in shapes):
+        raise ConfigError(
+            f"{setting}: expected a pair, one number per token and named marks ({right} each), found "
+            f"{type(found).__name__} with {shapes}. Sums and means are algorithm.aggregation's."
+        )
+    return pair
+
+
+@torch.no_grad()
+def diagnostics(
+    outputs: TokenOutputs, terms: PolicyTerms, old: torch.Tensor, correction: torch.Tensor, packed: PackedBatch
+) -> Stats:
+    """What is reported of every policy loss; see `PolicyLoss.__call__`."""
+    trained, count = terms.trained, terms.trained.sum().float()
+    ratio = torch.where(trained, terms.ratio, 0.0)
+    apart = {
+        # of KL(other || theta): its samples are (nearly) the other's
+        "kl/old": old - terms.logprobs,
+        "kl/beh": packed["logprobs"] - terms.logprobs,
+    }
+    if "ref_logprobs" in packed:
+        apart["kl/ref"] = terms.logprobs - packed["ref_logprobs"]
+    stats: Stats = {
+        "ratio/mean": (ratio.sum(), count),
+        "ratio/max": (ratio.amax() if len(ratio) else count, count),
+        "entropy/mean": (torch.where(trained, outputs.entropy, 0.0).sum(), count),
+    }
+    for name, d in apart.items():
+        d = torch.where(trained, d, 0.0)
+        stats |= {f"{name}_{estimator}": (ESTIMATORS[estimator](d).sum(), count) for estimator in ("k1", "k3")}
+    weight, square = effective_sample_sums(correction * terms.ratio, trained)
+    return stats | {"weight/mean": (weight, count), "weight/square": (square, count)}
+
+
+def make_policy_loss(config: AlgorithmConfig, minibatches: int) -> PolicyLoss:
+    """The parts of an algorithm as one loss.
+
+    Args:
+        minibatches: optimizer steps per training batch.
+
+    Raises:
+        ConfigError: a part is not installed, its constants are not those that it takes, or parts do not go together.
+    """
+    masks = load_parts(config.mask)
+    whole = any(hasattr(mask, "prepare") for mask in masks)
+    corrections = load_parts(config.correction)
+    if len(corrections) > 1:
+        raise ConfigError(f"algorithm.correction.kind: expected one name, found {config.correction.kind!r}.")
+    regularisers = [partial(kl_penalty, config.kl)] if config.kl.place == "loss" else []
+    if config.entropy_coef:
+        regularisers.append(partial(entropy_bonus, config.entropy_coef))
+    return PolicyLoss(
+        load_part(config.loss),
+        PROXIMALS[config.resolve_proximal(minibatches, whole)],
+        config.ratio == "sequence",
+        corrections[0] if corrections else None,
+        tuple(masks),
+        tuple(regularisers),
+    )
 
 
 def effective_share(stats: dict[str, Any]) -> None:

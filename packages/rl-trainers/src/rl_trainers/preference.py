@@ -14,8 +14,8 @@ from rl_contracts.engine import LossFn, Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import DataError, EngineError
 from rl_contracts.sharding import share
 from rl_contracts.trajectory import UNIT_KEY, PackedBatch, Trajectory, stack, validate
-from rl_trainers.functional.preference import bradley_terry_loss, dpo_loss, ipo_loss
-from rl_trainers.supervised import DataSource, Renderer
+from rl_trainers.functional.other_losses import bradley_terry_loss, dpo_loss, ipo_loss
+from rl_trainers.supervised import Renderer
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -108,15 +108,6 @@ def pairs_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> Ten
     return mine
 
 
-class PreferenceSource(DataSource):
-    """Pairs as batches."""
-
-    def __init__(
-        self, batches: Iterable[list[dict[str, Any]]], renderer: Renderer, max_length: int, parallel: ParallelContext
-    ) -> None:
-        super().__init__(batches, lambda rows: pairs_to_share(preference_rows(rows, renderer, max_length), parallel))
-
-
 def reward_model_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
     """`bradley_terry_loss` of the scores at the rows' last tokens."""
     if outputs.values is None:
@@ -144,36 +135,6 @@ def pairs(batch: TensorDict) -> torch.Tensor:
     return (batch["rewards"] > 0).sum().float()
 
 
-class PreferenceLearner:
-    """One optimizer step per batch of pairs.
-
-    Args:
-        engine: what learns: a reward model, or a policy.
-        loss: `reward_model_loss` or a `PolicyPreferenceLoss`.
-        reference: the frozen policy whose log-probs a policy's loss compares with; None for a reward model.
-    """
-
-    def __init__(self, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None) -> None:
-        self.engine, self.loss, self.reference = engine, loss, reference
-
-    @property
-    def version(self) -> int:
-        """Training batches applied."""
-        return self.engine.version
-
-    def prepare(self, batch: TensorDict) -> dict[str, float | None]:
-        """Add the reference's log-probs, where there is one (collective)."""
-        add_reference(batch, self.reference)
-        return {}
-
-    def update(self, batch: TensorDict) -> dict[str, float | None]:
-        """Take the step; the version advances unless it was skipped (collective)."""
-        stats = self.engine.train_batch(batch, self.loss, pairs)
-        if stats["applied"]:
-            self.engine.version += 1
-        return dict(stats)
-
-
 class PreferenceEvaluation:
     """Loss and accuracy on held-out pairs: how often the chosen answer is preferred.
 
@@ -192,9 +153,3 @@ class PreferenceEvaluation:
             "eval/accuracy": found["pair/accuracy"],
             "eval/margin": found["pair/margin"],
         }
-
-
-def add_reference(batch: TensorDict, reference: TrainEngine | None) -> None:
-    """Add `ref_logprobs`, [B, T], at the reference's weights (collective); nothing without one."""
-    if reference is not None:
-        batch["ref_logprobs"] = reference.forward(batch, lambda outputs, _: outputs.logprobs)

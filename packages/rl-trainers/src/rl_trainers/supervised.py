@@ -1,4 +1,4 @@
-"""Supervised learning as a source of batches and a learner for the common loop."""
+"""Learning from the rows of a data set: a source of batches and a learner for the common loop."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rl_contracts.engine import TrainEngine
+from rl_contracts.engine import LossFn, LossWeightFn, TrainEngine
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.sharding import share
 from rl_contracts.trajectory import Trajectory, empty, stack, validate
-from rl_trainers.functional.supervised import cross_entropy_loss
+from rl_trainers.functional.other_losses import cross_entropy_loss
 from rl_trainers.recover import Stateful
+from rl_trainers.steps import take_steps, trained_tokens
 
 if TYPE_CHECKING:
-    import torch
     from tensordict import TensorDict
 
     from rl_contracts.parallel import ParallelContext
@@ -102,15 +102,6 @@ class DataSource:
         return self._loader
 
 
-class SupervisedSource(DataSource):
-    """Conversations as batches."""
-
-    def __init__(
-        self, batches: Iterable[list[dict[str, Any]]], renderer: Renderer, max_length: int, parallel: ParallelContext
-    ) -> None:
-        super().__init__(batches, lambda rows: whole_to_share(supervised_rows(rows, renderer, max_length), parallel))
-
-
 def whole_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
     """This replica's token-balanced part of rows that every replica has, [B / dp_size]; validated."""
     batch = share(stack(rows), parallel) if rows else empty()
@@ -118,11 +109,24 @@ def whole_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> Ten
     return batch
 
 
-class SupervisedLearner:
-    """One optimizer step of token-weighted cross entropy per batch."""
+class LossLearner:
+    """One optimizer step per batch, of any loss that needs nothing but the rows: cross entropy, preference pairs.
 
-    def __init__(self, engine: TrainEngine) -> None:
-        self.engine = engine
+    Args:
+        engine: what learns: a language model, or a reward model.
+        loss: what is minimised.
+        weigh: a batch's share of what the loss is divided by: `trained_tokens`, or pairs.
+        reference: a frozen policy whose log-probs the loss compares with.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        loss: LossFn = cross_entropy_loss,
+        weigh: LossWeightFn = trained_tokens,
+        reference: TrainEngine | None = None,
+    ) -> None:
+        self.engine, self.loss, self.weigh, self.reference = engine, loss, weigh, reference
 
     @property
     def version(self) -> int:
@@ -130,17 +134,16 @@ class SupervisedLearner:
         return self.engine.version
 
     def prepare(self, batch: TensorDict) -> dict[str, float | None]:
-        """Nothing to compute beforehand."""
+        """Add the reference's log-probs, where there is one (collective)."""
+        add_reference(batch, self.reference)
         return {}
 
     def update(self, batch: TensorDict) -> dict[str, float | None]:
         """Take the step; the version advances unless it was skipped (collective)."""
-        stats = self.engine.train_batch(batch, cross_entropy_loss, _trained_tokens)
-        if stats["applied"]:
-            self.engine.version += 1
-        return dict(stats)
+        return take_steps(self.engine, batch, self.loss, self.weigh)
 
 
-def _trained_tokens(batch: TensorDict) -> torch.Tensor:
-    mask: torch.Tensor = batch["loss_mask"]
-    return mask.sum().float()
+def add_reference(batch: TensorDict, reference: TrainEngine | None) -> None:
+    """Add `ref_logprobs`, [B, T], at the reference's weights (collective); nothing without one."""
+    if reference is not None:
+        batch["ref_logprobs"] = reference.forward(batch, lambda outputs, _: outputs.logprobs)

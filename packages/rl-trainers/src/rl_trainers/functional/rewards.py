@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-EPS = 1e-6
-
 
 def overlong_penalty(lengths: torch.Tensor, maximum: int, cache: int) -> torch.Tensor:
     """Soft punishment of long answers (DAPO, arXiv 2503.14476, eq. 13): 0 up to maximum - cache tokens, then linear to
@@ -26,25 +24,6 @@ def shaped(rewards: torch.Tensor, scale: float, bias: float, clip: float) -> tor
     """clamp(scale * r + bias, -clip, clip), float32 [E]; clip 0 switches clipping off."""
     result = rewards * scale + bias
     return result.clamp(-clip, clip) if clip else result
-
-
-def normalised(rewards: torch.Tensor, group: torch.Tensor | None = None) -> torch.Tensor:
-    """(r - mean) / (std + 1e-6) with the sample std (ddof 1), over all rewards or within groups; 0 where all are equal
-    or there is one.
-
-    Args:
-        rewards: float32 [E].
-        group: int64 [E], 0 to G - 1; None: all rewards are one group.
-    """
-    group = torch.zeros(len(rewards), dtype=torch.int64) if group is None else group
-    number = int(group.max()) + 1 if len(group) else 0
-    size = torch.zeros(number).index_add(0, group, torch.ones_like(rewards))
-    mean = torch.zeros(number).index_add(0, group, rewards) / size
-    deviation = rewards - mean[group]
-    std = (torch.zeros(number).index_add(0, group, deviation.square()) / (size - 1).clamp(min=1)).sqrt()
-    # equal rewards whose mean is not exact in float32 leave a deviation of a few ulp, which the std would blow up
-    flat = std <= EPS * mean.abs().clamp(min=1)
-    return torch.where(flat[group], 0.0, deviation / (std + EPS)[group])
 
 
 def terminal_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,15 @@ contributes, and named shares to report (bool [N]). Weights, aggregation, correc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from rl_contracts.trajectory import PackedBatch
+    from rl_contracts.trajectory import PackedBatch
 
-TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""Losses, float [N] with gradient; and marks, bool [N], whose shares of the trained tokens are reported."""
+    TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+    """Losses, float [N] with gradient; and marks, bool [N], whose shares of the trained tokens are reported."""
 
 
 @dataclass(slots=True)
@@ -52,12 +54,13 @@ def policy_terms(
         trained: bool [N].
         packed: whose rows share a ratio; None: each token has its own.
     """
-    logprobs = torch.where(trained, logprobs, 0.0)
-    difference = logprobs - torch.where(trained, old_logprobs.detach(), 0.0)
+    untrained = ~trained
+    logprobs = logprobs.masked_fill(untrained, 0.0)
+    difference = logprobs - old_logprobs.detach().masked_fill(untrained, 0.0)
     if packed is not None:
         mean = row_means(difference.detach(), trained, packed)[packed.row_of_token]
-        difference = torch.where(trained, mean, 0.0) + logprobs - logprobs.detach()
-    return PolicyTerms(logprobs, difference.exp(), torch.where(trained, advantages, 0.0), trained)
+        difference = mean.masked_fill(untrained, 0.0) + logprobs - logprobs.detach()
+    return PolicyTerms(logprobs, difference.exp(), advantages.masked_fill(untrained, 0.0), trained)
 
 
 def row_means(values: torch.Tensor, trained: torch.Tensor, packed: PackedBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The loop thread and supervised tasks: results, errors and deaths reach their owner."""
+"""The loop thread: results, errors and deaths reach whoever waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from rl_contracts.aio import LoopThread, TaskEndedError, supervise
+from rl_contracts.aio import LoopThread
 from rl_contracts.errors import InferenceError, RLError, StalledError
 
 
@@ -172,81 +172,31 @@ def test_loop_that_dies_tells_waiting_and_later_callers() -> None:
     thread.close(timeout=5)
 
 
-async def test_supervise_task_that_fails_is_named_and_ends_the_others() -> None:
-    ended: list[str] = []
+def test_run_while_something_blocks_the_loop_names_the_place() -> None:
+    released = threading.Event()
 
-    async def consumer() -> None:
-        try:
-            await _forever()
-        finally:
-            ended.append("consumer")
+    async def blocks() -> None:
+        released.wait(30)
 
-    with pytest.raises(TaskEndedError, match="'producer' failed: InferenceError: gone") as caught:
-        await supervise(("consumer", consumer()), ("producer", _raise(InferenceError("gone"))))
-
-    assert ended == ["consumer"]
-    assert caught.value.task == "producer"
-    assert caught.value.boundary == "inference"
-    assert isinstance(caught.value.__cause__, InferenceError)
+    with LoopThread("l") as thread:
+        thread.submit(blocks())
+        with pytest.raises(StalledError, match=r"'l' is blocked for more than 0\.1 s[\s\S]*in blocks"):
+            thread.run(_forever(), blocked=0.1)
+        released.set()
 
 
-async def test_supervise_task_that_returns_is_an_error() -> None:
-    with pytest.raises(TaskEndedError, match="'producer' returned"):
-        await supervise(("consumer", _forever()), ("producer", asyncio.sleep(0)))
+def test_run_of_a_loop_that_turns_waits_beyond_what_may_block() -> None:
+    with LoopThread("l") as thread:
+        thread.run(asyncio.sleep(1.3), blocked=0.5)
+        with pytest.raises(StalledError, match=r"sleep did not finish within 0\.1 s"):
+            thread.run(asyncio.sleep(60), timeout=0.1, blocked=0.5)
 
 
-async def test_supervise_task_that_was_cancelled_is_an_error() -> None:
-    async def cancels_itself() -> None:
-        asyncio.current_task().cancel()  # type: ignore[union-attr]
-        await _forever()
-
-    with pytest.raises(TaskEndedError, match="'producer' was cancelled"):
-        await supervise(("producer", cancels_itself()), ("consumer", _forever()))
-
-
-async def test_supervise_second_error_during_cleanup_becomes_a_note() -> None:
-    async def clumsy() -> None:
-        try:
-            await _forever()
-        finally:
-            raise ValueError("while cleaning up")
-
-    with pytest.raises(TaskEndedError, match="'a' failed") as caught:
-        await supervise(("b", clumsy()), ("a", _raise(RLError("first"))))
-
-    assert caught.value.__notes__ == ["task 'b' failed as well: ValueError('while cleaning up')"]
-
-
-async def test_supervise_task_that_does_not_end_is_named_and_left() -> None:
-    release = asyncio.Event()
-
-    async def stubborn() -> None:
-        while not release.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await release.wait()
-
-    with pytest.raises(TaskEndedError) as caught:
-        await supervise(("b", stubborn()), ("a", _raise(RLError("first"))), grace=0.05)
-    release.set()
-
-    assert "task 'b' did not end within 0.05 s" in caught.value.__notes__[0]
-
-
-async def test_supervise_cancelled_ends_all_and_stays_a_cancellation() -> None:
-    ended: list[str] = []
-    started = asyncio.Event()
-
-    async def task() -> None:
-        started.set()
-        try:
-            await _forever()
-        finally:
-            ended.append("task")
-
-    supervisor = asyncio.create_task(supervise(("task", task())))
-    await started.wait()
-    supervisor.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await supervisor
-
-    assert ended == ["task"]
+def test_waiting_run_when_the_loop_dies_gets_what_killed_it() -> None:
+    thread = LoopThread("l")
+    timer = threading.Timer(0.2, lambda: thread.submit(_raise(SystemExit(3))))
+    timer.start()
+    with pytest.raises(RLError, match=r"died of SystemExit\(3\)") as caught:
+        thread.run(_forever(), timeout=30)
+    assert isinstance(caught.value.__cause__, SystemExit)
+    thread.close(timeout=5)

@@ -1,33 +1,27 @@
-"""An asyncio loop in a thread, for code that is not asynchronous; and tasks that must not end.
-
-Both keep one promise: what dies in the background is seen by whoever started it.
-"""
+"""An asyncio loop in a thread, for code that is not asynchronous. What dies in it is seen by whoever waits for it."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from rl_contracts.errors import RLError, StalledError, boundary_of
+from rl_contracts.errors import RLError, StalledError
 from rl_contracts.logging import get_logger
 
 T = TypeVar("T")
 logger = get_logger("aio")
 
 
-class TaskEndedError(RLError):
-    """A task that should run as long as its owner ended. Its `boundary` is that of the error that ended it."""
-
-    def __init__(self, message: str, task: str, cause: BaseException | None) -> None:
-        super().__init__(message)
-        self.task = task
-        if cause is not None:
-            self.boundary = boundary_of(cause)
+BEAT_SECONDS = 1.0
+"""How often a loop is asked whether it still turns, where a caller wants to know."""
 
 
 class LoopThread:
@@ -48,16 +42,6 @@ class LoopThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop, for `call_soon_threadsafe` and the like."""
-        return self._loop
-
-    @property
-    def death(self) -> BaseException | None:
-        """What ended the loop, if it was not closed: `SystemExit` or `KeyboardInterrupt` of a task."""
-        return self._death
-
     def submit(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine in the loop, from any thread. Its error or result is in the future.
 
@@ -70,34 +54,54 @@ class LoopThread:
         coro.close()
         raise self._closed_error()
 
-    def run(self, coro: Coroutine[Any, Any, T], timeout: float) -> T:
+    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None, blocked: float | None = None) -> T:
         """Run a coroutine in the loop and wait for its result; its error is raised here with its traceback.
 
         Args:
             coro: what to run.
-            timeout: seconds after which it is cancelled.
+            timeout: seconds after which it is cancelled; None where it has deadlines of its own.
+            blocked: seconds for which the loop may be blocked meanwhile; None: nobody asks.
 
         Raises:
-            StalledError: it did not finish in time.
-            RLError: called from the loop's own thread, which could only deadlock; or the loop is closed.
+            StalledError: it did not finish in time; or something on the loop does not await, and the place is named.
+            RLError: called from the loop's own thread, which could only deadlock; or the loop is closed or died.
         """
         what = getattr(coro, "__qualname__", repr(coro))
         if threading.current_thread() is self._thread:
             coro.close()
             raise RLError(f"loop {self.name!r}: run({what}) was called from the loop's own thread; await it instead")
         future = self.submit(coro)
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            return future.result(timeout)
+            while True:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise StalledError(f"loop {self.name!r}: {what} did not finish within {timeout:g} s")
+                try:
+                    return future.result(left if blocked is None else min(left or BEAT_SECONDS, BEAT_SECONDS))
+                except TimeoutError:
+                    if future.done():
+                        raise  # the coroutine's own, not ours
+                if blocked is not None:
+                    self._beat(blocked)
         except CancelledError as error:
             if self._closing:
-                raise self._closed_error() from error
+                closed = self._closed_error()
+                raise closed from closed.__cause__ or error
             raise
-        except TimeoutError as error:
-            if future.done():
-                raise  # the coroutine's own, not ours
-            raise StalledError(f"loop {self.name!r}: {what} did not finish within {timeout:g} s") from error
         finally:
             future.cancel()
+
+    def _beat(self, seconds: float) -> None:
+        beat = self.submit(asyncio.sleep(0))
+        try:
+            beat.result(seconds)
+        except TimeoutError as error:
+            raise StalledError(
+                f"the event loop {self.name!r} is blocked for more than {seconds:g} s: something on it computes or "
+                f"waits without await, such as a plain reward function (wrap it in AsyncRewardWrapper). It is here:\n"
+                f"{stack_of_thread(self.name)}"
+            ) from error
 
     def close(self, timeout: float = 10.0) -> None:
         """Cancel what is left, let it clean up, end the thread. A second call does nothing.
@@ -165,34 +169,13 @@ class LoopThread:
         return error
 
 
-async def supervise(*tasks: tuple[str, Coroutine[Any, Any, Any]], grace: float = 10.0) -> NoReturn:
-    """Run tasks that should never end, until the first of them does; that is an error, also a clean return.
-
-    The others are then cancelled. So the death of a producer can never become its consumer's silent wait. Cancel
-    the call itself to end all of them; they are waited for in that case too.
-
-    Args:
-        tasks: (name, coroutine) of each.
-        grace: seconds that cancelled tasks have to clean up; those that take longer are named and left behind.
-
-    Raises:
-        TaskEndedError: names the task that ended and has its error as the cause. Further errors are notes.
-    """
-    running = [asyncio.create_task(coro, name=name) for name, coro in tasks]
-    try:
-        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        await _cancel(running, grace)
-        raise
-    first = next(task for task in running if task in done)
-    stuck = await _cancel(running, grace)
-    error = _ended(first)
-    for task in running:
-        if task in stuck:
-            error.add_note(f"task {task.get_name()!r} did not end within {grace:g} s of its cancellation")
-        elif task is not first and not task.cancelled() and task.exception() is not None:
-            error.add_note(f"task {task.get_name()!r} failed as well: {task.exception()!r}")
-    raise error from error.__cause__
+def stack_of_thread(name: str) -> str:
+    """Where the thread of that name is."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.name == name and thread.ident in frames:
+            return "".join(traceback.format_stack(frames[thread.ident]))
+    return "(no such thread)"
 
 
 async def _end_all_tasks() -> None:
@@ -202,26 +185,6 @@ async def _end_all_tasks() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _ended(task: asyncio.Task[Any]) -> TaskEndedError:
-    name = task.get_name()
-    if task.cancelled():
-        return TaskEndedError(f"task {name!r} was cancelled while its owner still runs", name, None)
-    cause = task.exception()
-    if cause is None:
-        return TaskEndedError(f"task {name!r} returned, but it should run until it is cancelled", name, None)
-    error = TaskEndedError(f"task {name!r} failed: {type(cause).__name__}: {cause}", name, cause)
-    error.__cause__ = cause
-    return error
-
-
-async def _cancel(tasks: list[asyncio.Task[Any]], grace: float) -> set[asyncio.Task[Any]]:
-    """Cancel what still runs and wait for it; what did not end in time is returned."""
-    for task in tasks:
-        task.cancel()
-    _, stuck = await asyncio.wait(tasks, timeout=grace)
-    return stuck
 
 
 def _describe(task: asyncio.Task[Any]) -> str:

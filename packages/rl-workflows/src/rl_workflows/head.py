@@ -75,17 +75,20 @@ class RolloutHead:
         self._count_age(0, groups=0)
         self._should_accept, self._on_stuck_trainer = should_accept, on_stuck_trainer
         self._started = self._paused = self._pump_is_due = False
-        self._error: BaseException | None = None
-        self._changed: asyncio.Future[None] | None = None
+        self._error: RLError | None = None
+        self._changed = asyncio.Event()
         self._asking: asyncio.Task[dict[str, float]] | None = None
         self._last_servers: dict[str, float] = {}
         self._context = copy_context()  # one for all callbacks
 
     def fail(self, error: BaseException) -> None:
         """Something in the background died: whoever waits, now or later, gets the error."""
-        if self._error is None:
+        if self._error is None and isinstance(error, RLError):
             self._error = error
-        self._notify()
+        elif self._error is None:
+            self._error = RLError(f"the rollout runtime failed: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
+        self._changed.set()
 
     @property
     def closed(self) -> bool:
@@ -111,14 +114,17 @@ class RolloutHead:
         Raises:
             RLError: something in the background failed, with its cause; or nothing moved for too long.
         """
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        while True:
-            self._raise_error()
-            if self.manager.ready(self.closed):
-                self.watch.end_wait()
-                return min(self.manager.accepted, self.manager.batch_size)
-            if not await self._wait_for_change(deadline):
-                return None
+        try:
+            async with asyncio.timeout(timeout):
+                while self._error is None and not self.manager.ready(self.closed):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        if self._error is not None:
+            raise self._error
+        self.watch.end_wait()
+        return min(self.manager.accepted, self.manager.batch_size)
 
     async def take(self) -> list[FinishedGroup]:
         """The groups of the batch that `fill` found ready, oldest first."""
@@ -207,7 +213,7 @@ class RolloutHead:
             for _ in range(min(self.manager.capacity, ADMISSIONS_PER_TURN)):
                 prompt = self.source.take()
                 if prompt is None:
-                    self._notify()
+                    self._changed.set()
                     return
                 prompt_id_of(prompt)  # refused before it has a place
                 ticket = self.manager.admit()
@@ -235,12 +241,7 @@ class RolloutHead:
             del self.running[group.ticket.group_id]
             self._book(group)
         except asyncio.CancelledError:
-            self.fail(
-                RLError(
-                    "the task of a group was cancelled, but not by the runtime. Does a workflow cancel all "
-                    "tasks of the loop?"
-                )
-            )
+            self.fail(RLError("the task of a group was cancelled, but not by the runtime; by a workflow?"))
         except Exception as error:  # noqa: BLE001 - next_batch raises it
             self.fail(error)
 
@@ -272,8 +273,8 @@ class RolloutHead:
             self.accepted[group.ticket.group_id] = group
             self._count("accepted")
             self.budget.accepted()
-        if self._changed is not None and self.manager.ready(self.closed):
-            self._notify()
+        if self.watch.waited_for and self.manager.ready(self.closed):
+            self._changed.set()
         self._pump_soon()
 
     def _count(self, ending: str, groups: int = 1) -> None:
@@ -287,28 +288,3 @@ class RolloutHead:
         self.fail(error)
         if self._on_stuck_trainer is not None:
             self._on_stuck_trainer(error)
-
-    def _notify(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-    async def _wait_for_change(self, deadline: float | None) -> bool:
-        """Until `_notify`; False if the deadline, in seconds of the loop, came first."""
-        loop = asyncio.get_running_loop()
-        self._changed = loop.create_future()
-        try:
-            if deadline is None:
-                await self._changed
-                return True
-            done, _ = await asyncio.wait({self._changed}, timeout=max(deadline - loop.time(), 0))
-            return bool(done)
-        finally:
-            self._changed = None
-
-    def _raise_error(self) -> None:
-        error = self._error
-        if error is None:
-            return
-        if isinstance(error, RLError):
-            raise error
-        raise RLError(f"the rollout runtime failed: {type(error).__name__}: {error}") from error

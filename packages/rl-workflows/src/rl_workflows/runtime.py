@@ -24,7 +24,6 @@ from rl_workflows.config import RolloutConfig, groups_per_replica
 from rl_workflows.groups import FinishedGroup, ShouldAccept, dynamic_sampling
 from rl_workflows.head import RolloutHead
 from rl_workflows.staleness import StalenessManager
-from rl_workflows.watch import wait_while_alive
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -243,7 +242,7 @@ class DistRollout(RolloutRuntime):
         """Run something on the loop. What waits for episodes is ended by the watch there; here only the loop is
         watched."""
         with self.head.watch.visit():
-            return wait_while_alive(self.loop, coroutine, self.config.stall_timeout, timeout)
+            return self.loop.run(coroutine, timeout, blocked=self.config.stall_timeout)
 
 
 def _all_of(*filters: ShouldAccept | None) -> ShouldAccept | None:

@@ -1,25 +1,22 @@
-"""Ending a wait in which nothing moves, with the name of what is stuck; and waits that have a deadline."""
+"""Ending a wait in which nothing moves, with the name of what is stuck."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.aio import stack_of_thread
 from rl_contracts.errors import RLError, StalledError
 from rl_contracts.logging import get_logger
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from rl_contracts.aio import LoopThread
     from rl_contracts.clock import Clock
     from rl_workflows.episode import Episodes
 
@@ -33,9 +30,6 @@ CHECKS = 8
 
 STACKS_SHOWN = 8
 """Further tasks whose stacks are logged when nothing moves."""
-
-BEAT_SECONDS = 1.0
-"""How often the loop is asked whether it still turns."""
 
 AWAITED = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
 """Where coroutines, generators and asynchronous generators keep their frame, and what they wait for."""
@@ -66,14 +60,16 @@ class Watch:
         self._episodes, self._describe, self._clock = episodes, describe, episodes.clock
         self._stall_timeout, self._trainer_timeout = stall_timeout, trainer_timeout
         self._on_stall, self._on_stuck_trainer = on_stall, on_stuck_trainer or on_stall
-        self._waits, self._visits, self._thread = False, 0, ""
+        self.waited_for = False
+        """Whether somebody waits for episodes."""
+        self._visits, self._thread = 0, ""
         self._trainer_left = self._clock.now()
         self._served_tokens: float | None = None
         self._task: asyncio.Task[None] | None = None
 
     def begin_wait(self) -> None:
         """Somebody waits for episodes from now on."""
-        self._waits = True
+        self.waited_for = True
         self._served_tokens = None
         self._episodes.touch()
         if self._task is None:
@@ -82,7 +78,7 @@ class Watch:
 
     def end_wait(self) -> None:
         """Nobody waits any more."""
-        self._waits = False
+        self.waited_for = False
         self._trainer_left = self._clock.now()
 
     @contextmanager
@@ -115,7 +111,7 @@ class Watch:
         while True:
             await self._sleep(min(self._stall_timeout, self._trainer_timeout) / CHECKS)
             away = self._clock.now() - self._trainer_left
-            if self._waits:
+            if self.waited_for:
                 idle = self._clock.now() - self._episodes.last_moved
                 if idle < self._stall_timeout / CHECKS:
                     continue
@@ -193,53 +189,6 @@ async def within[T](clock: Clock, seconds: float, coroutine: Coroutine[Any, Any,
             running.cancel()
 
 
-def wait_while_alive[T](
-    loop: LoopThread, coroutine: Coroutine[Any, Any, T], limit: float, timeout: float | None = None
-) -> T:
-    """The coroutine's result, from another thread, as long as the loop turns.
-
-    Args:
-        loop: where it runs.
-        coroutine: what to wait for.
-        limit: seconds for which the loop may be blocked.
-        timeout: seconds for all of it; None where the coroutine has deadlines of its own.
-
-    Raises:
-        StalledError: the loop is blocked: something on it does not await. Names the place. Or the time is over.
-        RLError: the loop was closed.
-    """
-    what = getattr(coroutine, "__qualname__", "a coroutine")
-    future = loop.submit(coroutine)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    try:
-        while True:
-            try:
-                return future.result(BEAT_SECONDS)
-            except TimeoutError:
-                if future.done():
-                    raise
-            _beat(loop, limit)
-            if deadline is not None and time.monotonic() > deadline:
-                raise StalledError(f"loop {loop.name!r}: {what} did not finish within {timeout:g} s")
-    except CancelledError as error:
-        if loop.death is not None:
-            raise RLError(f"loop {loop.name!r} died of {loop.death!r} while {what} was awaited") from loop.death
-        raise RLError(f"loop {loop.name!r} was closed while {what} was awaited") from error
-    finally:
-        future.cancel()
-
-
-def _beat(loop: LoopThread, limit: float) -> None:
-    try:
-        loop.run(asyncio.sleep(0), limit)
-    except StalledError as error:
-        raise StalledError(
-            f"the event loop {loop.name!r} is blocked for more than {limit:g} s: something on it computes or waits "
-            f"without await, for example a plain reward function (wrap it in AsyncRewardWrapper). It is here:\n"
-            f"{stack_of_thread(loop.name)}"
-        ) from error
-
-
 def stack_of_task(task: asyncio.Task[Any]) -> str:
     """The task's name and its whole chain of awaits, outermost first (asyncio itself shows only the outermost)."""
     summary = traceback.StackSummary()
@@ -256,12 +205,3 @@ def _step_into(awaited: Any) -> tuple[FrameType | None, Any]:
         if hasattr(awaited, frame):
             return getattr(awaited, frame), getattr(awaited, inner)
     return None, None
-
-
-def stack_of_thread(name: str) -> str:
-    """Where the thread of that name is."""
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        if thread.name == name and thread.ident in frames:
-            return "".join(traceback.format_stack(frames[thread.ident]))
-    return "(no such thread)"

@@ -207,19 +207,3 @@ class ServeSpec:
     deterministic: bool = False
     """Every answer is the same, to the last bit, whatever else is served, and its log-probs are those of a trainer that
     runs it alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInfo:
-    """Where a training run stands."""
-
-    step: int
-    """Training steps done."""
-    total_steps: int
-    """Training steps of the whole run."""
-    epoch: int = 0
-    """Passes over the data begun before this one."""
-    version: int = 0
-    """Training batches applied, which is the version of the weights."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """JSON values that a component wants to keep with it."""

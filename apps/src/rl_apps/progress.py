@@ -122,4 +122,7 @@ def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total
     if seconds:
         shares = [f"{s.removeprefix('rollout_')} {record.get(f'time/{s}', 0) / seconds:.0%}" for s in STAGES]
         parts.append(f"{seconds:.2f} s ({', '.join(shares)})")
+    if record.get("applied", 1) < 1:
+        why = "loss or gradients not finite" if "grad_norm" in record else "nothing to learn from"
+        parts.append(f"NOT APPLIED: {1 - record['applied']:.0%} ({why})")
     return "  ".join(parts)

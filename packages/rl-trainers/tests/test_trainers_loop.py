@@ -1,12 +1,13 @@
 """The one loop, reinforcement and supervised, with its books."""
 
 import json
+import math
 
 import pytest
 
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import DataError
+from rl_contracts.errors import DataError, EngineError
 from rl_contracts.metrics import Figures, record
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.sharding import share
@@ -123,6 +124,19 @@ def test_train_data_that_ends_early_ends_the_run(engine, tmp_path):
     books = Books(engine, tmp_path / "run", CheckpointConfig())
     train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), None, books, total_steps=9)
     assert [r["step"] for r in _records(tmp_path / "run")] == [1, 2]
+
+
+def nan_loss(terms):
+    """A policy loss that is never a number."""
+    return terms.ratio * math.nan, {}
+
+
+def test_train_run_that_applied_nothing_fails_after_its_last_step(engine, tmp_path):
+    actor = PolicyActor(engine, AlgorithmConfig(loss=LossConfig(f"{__name__}:nan_loss")))
+    books = Books(engine, tmp_path / "run", CheckpointConfig())
+    with pytest.raises(EngineError, match="none of 2 steps was applied"):
+        train(_Batches(engine, 2), actor, None, books, total_steps=2)
+    assert [r["applied"] for r in _records(tmp_path / "run")] == [0.0, 0.0]
 
 
 def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.errors import ConfigError
 from rl_contracts.packing import balance, cut
 
 if TYPE_CHECKING:
@@ -48,8 +47,7 @@ def _units(batch: TensorDict, order: torch.Tensor) -> torch.Tensor:
 def share(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) -> TensorDict:
     """This replica's rows of a batch that every replica holds whole, with the entry `minibatch`.
 
-    Raises:
-        ConfigError: there are fewer rows (or units of rows) than minibatches.
+    With fewer rows (or units of rows) than minibatches, as at the end of the data, some minibatches have none.
     """
     import torch
 
@@ -58,10 +56,6 @@ def share(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) ->
     order = global_order(batch)
     unit = _units(batch, order)
     total = int(unit.max()) + 1 if len(unit) else 0
-    if total < minibatches:
-        raise ConfigError(
-            f"a batch of {total} rows cannot be cut into {minibatches} minibatches; lower actor.minibatches."
-        )
     tokens = torch.zeros(total, dtype=torch.int64).index_add(0, unit, lengths(batch)[order])
     minibatch = torch.full((total,), -1)  # of this replica's units
     for number, part in enumerate(cut(total, minibatches)):

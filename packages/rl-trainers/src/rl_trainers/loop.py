@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from rl_contracts.errors import EngineError
+
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
@@ -67,7 +69,7 @@ def train(
     """Run the steps that are left until `total_steps`, or to the end of the data (collective).
 
     Raises:
-        RLError: whatever stops the run, with its cause.
+        RLError: whatever stops the run, with its cause; also where none of its steps was applied.
     """
     if recover is not None:
         recover.resume()
@@ -97,3 +99,9 @@ def train(
         if recover is not None:
             recover.after_step(step)
     books.finish()
+    if books.step and not learner.version:
+        raise EngineError(
+            f"none of {books.step} steps was applied: the weights are those of the start. Either loss or gradients "
+            "were never finite (the log says so; `rl replay` runs a saved batch again), or there was nothing to learn "
+            "from (`minibatches/empty` in metrics.jsonl)."
+        )

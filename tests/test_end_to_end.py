@@ -115,6 +115,7 @@ def test_grpo_finished_run_leaves_no_process_and_no_shared_memory(finished_run):
     assert not weights_directory(finished_run[0]).exists()
 
 
+@pytest.mark.slow
 def test_replay_two_trainer_processes_give_the_loss_and_gradient_of_one(finished_run):
     results = []
     for allocation in ("fsdp:d1", "fsdp:d2"):
@@ -127,6 +128,7 @@ def test_replay_two_trainer_processes_give_the_loss_and_gradient_of_one(finished
     assert two["entropy/mean"] == pytest.approx(one["entropy/mean"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_grpo_two_trainer_processes_run(model, tmp_path):
     done = _run(
         "gsm8k-grpo",
@@ -141,6 +143,7 @@ def test_grpo_two_trainer_processes_run(model, tmp_path):
     assert [r["rows"] for r in _records(tmp_path / "run") if "rows" in r] == [16, 16]
 
 
+@pytest.mark.slow
 def test_sft_then_grpo_on_a_data_set_of_gsm8ks_form_lowers_the_loss(questions, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = ("data.name=gsm8k", f"data.path={questions}")
@@ -175,6 +178,7 @@ def _steps(run_dir):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+@pytest.mark.slow
 def test_grpo_server_that_dies_ends_the_run_with_its_name_and_log(endless_run):
     process, run_dir = endless_run
     server = _server_of(run_dir)
@@ -249,6 +253,7 @@ def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_pat
     assert not weights_directory(run_dir).exists()
 
 
+@pytest.mark.slow
 def test_grpo_interrupted_by_ctrl_c_leaves_no_process_and_no_port(endless_run):
     process, run_dir = endless_run
     server = _server_of(run_dir)

@@ -5,7 +5,5 @@ cd "$(dirname "$0")/../.."
 
 uv run --no-sync ruff format --check .
 uv run --no-sync ruff check .
-for source in packages/*/src apps/src; do
-  uv run --no-sync mypy "$source"
-done
+uv run --no-sync mypy packages/*/src apps/src
 uv run --no-sync lint-imports

@@ -5,8 +5,7 @@
 #   infra/ci/test_package.sh rl-rewards
 #   PYTHON=3.13 infra/ci/test_package.sh rl-launchers --all -k signals
 #
-# Runs the quick tests. Further arguments go to pytest. The environment, .venv-alone, is reused from package to package; uv removes what
-# the next one does not need. Your own .venv is left as it is.
+# Runs the quick tests. Further arguments go to pytest. The environment is .venv-alone; your own .venv is left as it is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -24,9 +23,15 @@ if [ ! -f "$folder/pyproject.toml" ]; then
     exit 2
 fi
 
-export UV_PROJECT_ENVIRONMENT=${ALONE_ENVIRONMENT:-.venv-alone}
+environment=${ALONE_ENVIRONMENT:-.venv-alone}
+if [ -d .venv ] && [ -z "${PYTHON:-}" ]; then
+    # Begin with links to what is installed and compiled already; uv takes away what this package does not ask for.
+    rm -rf "$environment"
+    cp -al .venv "$environment"
+fi
+export UV_PROJECT_ENVIRONMENT=$environment
 unset VIRTUAL_ENV
-uv sync --quiet --locked --package "$package" ${PYTHON:+--python "$PYTHON"}
+uv sync --quiet --locked --package "$package" --reinstall-package "$package" ${PYTHON:+--python "$PYTHON"}
 
 module=${package//-/_}
 uv run --no-sync python -c "import $module"

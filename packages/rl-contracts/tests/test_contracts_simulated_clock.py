@@ -133,6 +133,7 @@ def test_uvloop_is_refused_with_a_reason() -> None:
         uvloop.run(SimulatedClock().sleep(1.0))
 
 
+@pytest.mark.slow
 def test_hundred_thousand_sleepers_are_cheap() -> None:
     clock, started = SimulatedClock(), time.monotonic()
 

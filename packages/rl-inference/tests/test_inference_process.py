@@ -78,6 +78,7 @@ def test_load_context_longer_than_the_model_knows_is_refused(model_path: Path) -
         load_model(EmbeddedEngineConfig(context_length=1000), ServeSpec(str(model_path), device="cpu"))
 
 
+@pytest.mark.slow
 def test_load_leaves_imports_and_model_out_of_later_garbage_collections(model_path: Path) -> None:
     command = [sys.executable, "-c", LOADED, "--model", str(model_path), "--port", "0", "--device", "cpu"]
     output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

@@ -131,7 +131,7 @@ def faults(models: Path, layout: ParallelStrategy) -> dict:
         seen["no sum"] = error_of(lambda: make_engine(str(models / "Llama"), strategy=layout))
         tensor_parallel.sum_over = sum_over
         engine = make_engine(str(models / "Qwen3"), strategy=layout)
-        gradients = engine._tensor_gradients
+        gradients = engine._maker.tensor_gradients
         gradients._alike |= {f"norm {index}": p for index, p in enumerate(gradients._partial)}
         gradients._partial.clear()
         seen["a norm that the plan forgot"] = error_of(

@@ -10,7 +10,7 @@ from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine, make_mod
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.testing.processes import run_ranks
-from rl_engines_fsdp.checkpoint import async_state as async_checkpoint
+from rl_engines_fsdp.checkpoint import state
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +21,13 @@ def model_path(tmp_path_factory):
 @pytest.fixture
 def held_back(monkeypatch):
     """Writing waits until this event is set; copies are made before."""
-    release, honest = threading.Event(), async_checkpoint.NewDirectory.commit
+    release, honest = threading.Event(), state.NewDirectory.commit
 
     def commit(self, error):
         assert release.wait(30)
         honest(self, error)
 
-    monkeypatch.setattr(async_checkpoint.NewDirectory, "commit", commit)
+    monkeypatch.setattr(state.NewDirectory, "commit", commit)
     yield release
     release.set()
 
@@ -78,7 +78,7 @@ def test_save_async_that_fails_says_so_when_waited_for_and_leaves_nothing(model_
         future.set_exception(OSError("no space left on device"))
         return future
 
-    monkeypatch.setattr(async_checkpoint, "async_save", failing)
+    monkeypatch.setattr(state, "async_save", failing)
     engine.save_async(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
 
     with pytest.raises(EngineError, match="no space left"):

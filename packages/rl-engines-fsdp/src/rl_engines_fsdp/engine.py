@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,21 +14,20 @@ from torch import Tensor
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
-from rl_contracts.errors import ConfigError, EngineError, RLError
+from rl_contracts.errors import ConfigError, EngineError, ModelError, RLError
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_fsdp import micro_batches
-from rl_engines_fsdp.checkpoint import state as state_checkpoint
-from rl_engines_fsdp.checkpoint.checkpoints import Checkpoints
+from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
+from rl_engines_fsdp.checkpoint.hugging_face import save_hugging_face
+from rl_engines_fsdp.checkpoint.state import COUNTERS, AsyncWriter, load_state, save_state, state_of
 from rl_engines_fsdp.config import FSDPEngineConfig, check_heads
-from rl_engines_fsdp.determinism import make_deterministic
 from rl_engines_fsdp.model import loading
 from rl_engines_fsdp.model.attention import Segments
-from rl_engines_fsdp.model.model_maker import ModelMaker
-from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.model.maker import ModelMaker
+from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
 from rl_engines_fsdp.ranks import sharding
 from rl_engines_fsdp.ranks.process_group import Membership, RankInfo, join, pick_device, read_environment
-from rl_engines_fsdp.ranks.tensor_gradients import TensorGradients
 from rl_engines_fsdp.step_sums import StepSums
 from rl_engines_fsdp.usage import UsageMeter
 
@@ -51,7 +51,6 @@ class FSDPEngine(TrainEngine):
     _layout: ParallelStrategy
     _spec: FinetuneSpec
     _maker: ModelMaker
-    _checkpoints: Checkpoints
 
     def __init__(self, config: FSDPEngineConfig, strategy: ParallelStrategy | None = None) -> None:
         self.config = config
@@ -59,7 +58,7 @@ class FSDPEngine(TrainEngine):
         self.version = 0
         self._membership: Membership | None = None
         self._optimizer: torch.optim.AdamW | None = None
-        self._tensor_gradients: TensorGradients | None = None
+        self._writer: AsyncWriter | None = None
         self._undo: Callable[[], None] | None = None
         self._steps = 0
         self._skipped = 0
@@ -75,7 +74,7 @@ class FSDPEngine(TrainEngine):
         self._layout = self.strategy or ParallelStrategy(info.world_size)
         self.config.check(self._layout, spec)
         if spec.deterministic:
-            self._undo = make_deterministic()
+            self._undo = _make_deterministic()
         config = loading.read_config(spec.model_path, spec.head)
         text = config.get_text_config()  # knows sizes by names that `config.json` may not have
         check_heads({n: getattr(text, n, None) for n in ("num_attention_heads", "num_key_value_heads")}, self._layout)
@@ -87,33 +86,14 @@ class FSDPEngine(TrainEngine):
         self._membership = join(info, self._device, self.config.timeout_seconds, sharded, replica_size=size)
         self.parallel = self._membership.parallel
         torch.manual_seed(spec.seed)
+        self._maker = ModelMaker(self.config, spec, self._layout, self._device, self.parallel, sharded)
         try:
-            self._make_model(config, sharded)
+            self._model = self._maker.make(config)
         except RLError:
             self.destroy()
             raise
-
-    def _make_model(self, hf_config: Any, sharded: bool) -> None:
-        self._maker = ModelMaker(self.config, self._spec, self._layout, self._device, self.parallel, sharded)
-        made = self._maker.make(hf_config)
-        self._model, self._tensor_gradients = made.model, made.tensor_gradients
-        if self._spec.optimizer is not None:
-            self._optimizer = make_optimizer(self._model.own_parameters(), self._spec.optimizer)
-        self._checkpoints = Checkpoints(
-            self._model,
-            self._optimizer,
-            self.config,
-            self._served_dtype,
-            made.described,
-            self._spec.model_path,
-            self._device,
-            self.parallel,
-        )
-
-    @property
-    def _served_dtype(self) -> str:
-        """Name of the torch dtype in which weights leave the engine."""
-        return self.config.serve_dtype or self._spec.dtype
+        if spec.optimizer is not None:
+            self._optimizer = make_optimizer(self._model.own_parameters(), spec.optimizer)
 
     def _check_ranks(self, info: RankInfo) -> None:
         if self.strategy is not None and self.strategy.world_size != info.world_size:
@@ -129,18 +109,19 @@ class FSDPEngine(TrainEngine):
             self._undo = None
         if self._membership is None:
             return
-        checkpoints = self.__dict__.pop("_checkpoints", None)  # absent where initialize failed
         try:
-            if checkpoints is not None:
-                checkpoints.close()
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
         finally:
             self._free()
             self._membership.leave()
             self._membership = None
 
     def _free(self) -> None:
-        self._optimizer = self._tensor_gradients = None
-        self.__dict__.pop("_model", None)
+        self._optimizer = None
+        self.__dict__.pop("_model", None)  # absent where initialize failed
+        self.__dict__.pop("_maker", None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -161,8 +142,8 @@ class FSDPEngine(TrainEngine):
             last = index == len(bins) - 1
             sharding.sync_gradients(self._model, last or self.config.sync_every_micro_batch, last)
             self._backward(packed, loss_fn, factor, sums)
-        if self._tensor_gradients is not None:
-            self._tensor_gradients.finish(self.parallel)
+        if self._maker.tensor_gradients is not None:
+            self._maker.tensor_gradients.finish(self.parallel)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         sums.put("grad_norm", squared_norm(gradients, self.parallel.world_size).to(self._device))
         result = sums.reduce(self.parallel)
@@ -292,7 +273,15 @@ class FSDPEngine(TrainEngine):
 
     def save(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.save`. Of kind `hf` adapters are merged into the weights, kind `adapter` has them alone."""
-        self._checkpoints.save(meta, self._counters())
+        dtype, parallel, lora = self._served_dtype, self.parallel, self.config.lora
+        savers: dict[str, Callable[[], None]] = {
+            "hf": lambda: save_hugging_face(self._model, meta, dtype, self.config.max_shard_gb, parallel),
+            "state": lambda: save_state(self._state(), meta.path, parallel),
+        }
+        if lora is not None:
+            base = self._spec.model_path
+            savers["adapter"] = lambda: save_adapter(self._model, lora, base, meta.path, dtype, parallel)
+        _of_kind(savers, meta)()
 
     def save_async(self, meta: SaveLoadMeta) -> None:
         """Copy the state and return; it is written while training goes on (collective). Kind `state` only.
@@ -303,7 +292,11 @@ class FSDPEngine(TrainEngine):
         Raises:
             ModelError, EngineError: another kind, or the directory cannot be made.
         """
-        self._checkpoints.save_async(meta, self._counters())
+        if meta.kind != "state":
+            raise ModelError(f"{meta.path}: expected kind state, found {meta.kind!r}; others are saved by `save`.")
+        if self._writer is None:
+            self._writer = AsyncWriter(self.parallel)
+        self._writer.begin(self._state(), meta.path)
 
     def wait_for_save(self) -> None:
         """Return when what `save_async` began lies complete.
@@ -311,16 +304,32 @@ class FSDPEngine(TrainEngine):
         Raises:
             EngineError: it could not be written, on any rank.
         """
-        self._checkpoints.wait()
+        if self._writer is not None:
+            self._writer.wait()
 
     def load(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced, and adapters start anew."""
-        counters = self._checkpoints.load(meta, lambda path: self._maker.read(path, like=self._model))
-        if counters is not None:
-            self.version, self._steps, self._skipped = (counters[name] for name in state_checkpoint.COUNTERS)
+        model, parallel, lora = self._model, self.parallel, self.config.lora
+        loaders: dict[str, Callable[[], None]] = {
+            "hf": lambda: sharding.copy_parameters(model, self._maker.read(meta.path, like=model), self._device),
+            "state": lambda: self._load_state(meta.path),
+        }
+        if lora is not None:
+            loaders["adapter"] = lambda: load_adapter(model, lora, meta.path, self._device, parallel)
+        _of_kind(loaders, meta)()
 
-    def _counters(self) -> dict[str, int]:
-        return {"version": self.version, "steps": self._steps, "skipped": self._skipped}
+    def _load_state(self, path: str) -> None:
+        counters = load_state(self._model, self._optimizer, path, self.parallel)
+        self.version, self._steps, self._skipped = (counters[name] for name in COUNTERS)
+
+    def _state(self) -> dict[str, Any]:
+        counters = dict(zip(COUNTERS, (self.version, self._steps, self._skipped), strict=True))
+        return state_of(self._model, self._optimizer, counters, self.parallel)
+
+    @property
+    def _served_dtype(self) -> str:
+        """Name of the torch dtype in which weights leave the engine."""
+        return self.config.serve_dtype or self._spec.dtype
 
     def offload(self) -> None:
         """See `TrainEngine.offload`."""
@@ -339,6 +348,34 @@ class FSDPEngine(TrainEngine):
             for moments in self._optimizer.state.values():
                 for name, value in moments.items():
                     moments[name] = value.to(device)
+
+
+def _of_kind[T](known: dict[str, T], meta: SaveLoadMeta) -> T:
+    if meta.kind not in known:
+        raise ModelError(
+            f"{meta.path}: expected a kind of {' or '.join(known)}, found {meta.kind!r}; adapter needs lora set."
+        )
+    return known[meta.kind]
+
+
+def _make_deterministic() -> Callable[[], None]:
+    """Let torch use one thread and algorithms of a fixed order only, in this whole process.
+
+    A sum that several threads make depends on how many there are; with one, machines of another size agree too.
+
+    Returns:
+        a function that undoes it.
+    """
+    threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it where there is a GPU
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+
+    def undo() -> None:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(before)
+
+    return undo
 
 
 def _anchor(outputs: TokenOutputs) -> Tensor:

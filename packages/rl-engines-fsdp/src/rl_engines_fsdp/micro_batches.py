@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,6 @@ from rl_contracts.errors import DataError, EngineError
 from rl_contracts.packing import expand, pack_first_fit
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.trajectory import PackedBatch, lengths, pack, select, units
-from rl_engines_fsdp.model.split_checks import check_same_rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -53,3 +53,24 @@ def packed(batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int]
     whole = list(range(batch.batch_size[0]))
     for rows in bins:
         yield rows, pack(batch if rows == whole else select(batch, rows))
+
+
+def check_same_rows(batch: TensorDict, parallel: ParallelContext) -> None:
+    """See that all ranks of a replica were given the same rows (collective).
+
+    Raises:
+        EngineError: they were not, on every rank.
+    """
+    if parallel.dp_size == parallel.world_size:
+        return
+    tokens = batch["input_ids"][batch["attention_mask"]]
+    everyone = parallel.gather_json([len(batch), zlib.crc32(tokens.numpy().tobytes())])
+    size = parallel.world_size // parallel.dp_size
+    for first in range(0, parallel.world_size, size):
+        other = next((r for r in range(first, first + size) if everyone[r] != everyone[first]), None)
+        if other is not None:
+            raise EngineError(
+                f"batch: ranks {first} to {first + size - 1} hold one replica and need the same rows, but rank {first} "
+                f"has {everyone[first][0]} rows and rank {other} has {everyone[other][0]}, or others. Choose rows by "
+                "parallel.dp_rank, not by rank."
+            )

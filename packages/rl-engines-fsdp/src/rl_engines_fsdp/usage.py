@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.model.packed import PackedModel
 
 GIB = 2**30
 PEAK_TFLOPS: dict[str, dict[str, float]] = {

@@ -14,7 +14,7 @@ from rl_contracts.parallel import ParallelContext
 from rl_engines_fsdp.checkpoint.new_directory import NewDirectory
 from rl_engines_fsdp.config import LoRAConfig
 from rl_engines_fsdp.model import lora
-from rl_engines_fsdp.model.packed_model import PackedModel
+from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.ranks.sharding import copy_tensors, whole
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -32,7 +32,7 @@ def trained_parameters(model: PackedModel) -> list[tuple[str, nn.Parameter]]:
 
 
 def save_adapter(
-    model: PackedModel, config: LoRAConfig, head: str, base: str, path: str, dtype: str, parallel: ParallelContext
+    model: PackedModel, config: LoRAConfig, base: str, path: str, dtype: str, parallel: ParallelContext
 ) -> None:
     """Write a new directory (collective); rank 0 writes.
 
@@ -52,9 +52,9 @@ def save_adapter(
     error: Exception | None = None
     if parallel.is_main:
         try:
-            settings = lora.peft_config(config, base, head)
+            settings = lora.peft_config(config, base, model.head)
             settings.target_modules = {name.removeprefix("model.").removesuffix(".weight") for name in model.adapters()}
-            settings.modules_to_save = None if head == "lm" else [lora.HEAD]
+            settings.modules_to_save = None if model.head == "lm" else [lora.HEAD]
             settings.inference_mode = True
             settings.save_pretrained(target.scratch)
             save_file(found, target.scratch / WEIGHTS, metadata={"format": "pt"})

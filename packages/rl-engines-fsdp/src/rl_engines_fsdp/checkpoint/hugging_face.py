@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from rl_contracts.logging import get_logger
 from rl_contracts.parallel import ParallelContext
 from rl_engines_fsdp.checkpoint.new_directory import NewDirectory
 from rl_engines_fsdp.model.loading import empty_model, quiet
-from rl_engines_fsdp.model.packed_model import PackedModel
-from rl_engines_fsdp.model.scalar_head import pad_token_id
+from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.ranks.sharding import full_parameters
 
 log = get_logger("engines.fsdp")
@@ -34,25 +32,8 @@ TOKENIZER_PATTERNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a model directory says of its model besides the weights."""
-
-    config: Any
-    """transformers' model configuration."""
-    generation: Any
-    """transformers' generation configuration, or None."""
-    head: str = "lm"
-    """One of `rl_contracts.data.HEADS`."""
-
-
 def save_hugging_face(
-    model: PackedModel,
-    described: Description,
-    meta: SaveLoadMeta,
-    dtype: str,
-    max_shard_gb: float,
-    parallel: ParallelContext,
+    model: PackedModel, meta: SaveLoadMeta, dtype: str, max_shard_gb: float, parallel: ParallelContext
 ) -> None:
     """Write a directory that transformers loads (collective); rank 0 writes.
 
@@ -68,12 +49,13 @@ def save_hugging_face(
     error: Exception | None = None
     if parallel.is_main:
         try:
-            shell = _empty_shell(described, dtype, meta.tokenizer_path)
+            shell = _empty_shell(model, dtype, meta.tokenizer_path)
             with quiet():
                 shell.save_pretrained(target.scratch, state_dict=whole, max_shard_size=int(max_shard_gb * 1e9))
-            if described.generation is not None:
+            generation: Any = model.model.generation_config
+            if generation is not None:
                 # as it was: `save_pretrained` would refuse settings that some published models have
-                described.generation.to_json_file(target.scratch / "generation_config.json")
+                generation.to_json_file(target.scratch / "generation_config.json")
             if meta.tokenizer_path is not None:
                 _copy_tokenizer(Path(meta.tokenizer_path), target.scratch)
         except (OSError, RuntimeError, ValueError, ModelError) as failure:
@@ -81,22 +63,44 @@ def save_hugging_face(
     target.commit(error)
 
 
-def _empty_shell(described: Description, dtype: str, tokenizer_path: str | None) -> Any:
+def _empty_shell(model: PackedModel, dtype: str, tokenizer_path: str | None) -> Any:
     """A model without memory that writes the weights that it is given."""
-    config = copy.deepcopy(described.config)
-    if described.head != "lm":
-        _set_pad_token(config, described.generation, tokenizer_path)
-    return empty_model(config, described.head).to(getattr(torch, dtype))
+    inner: Any = model.model
+    config = copy.deepcopy(inner.config)
+    if model.head != "lm":
+        _set_pad_token(config, inner.generation_config, tokenizer_path)
+    return empty_model(config, model.head).to(getattr(torch, dtype))
 
 
 def _set_pad_token(config: Any, generation: Any, tokenizer_path: str | None) -> None:
-    pad = pad_token_id(config, generation, tokenizer_path)
+    pad = _pad_token_id(config, generation, tokenizer_path)
     if pad is None:
         log.warning(
             "saving a scalar head: the model has no pad token id, so transformers will score one row at a time only. "
             "Save it with a tokenizer that has a pad token (tokenizer_path)."
         )
     config.get_text_config().pad_token_id = pad
+
+
+def _pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> int | None:
+    """The id with which rows will be padded, which transformers' classifiers take to find a row's last token.
+
+    The tokenizer that is saved with the model decides; without one the model's own settings do.
+
+    Raises:
+        ModelError: the tokenizer cannot be read.
+    """
+    if tokenizer_path is not None:
+        from transformers import AutoTokenizer
+
+        try:
+            found: int | None = AutoTokenizer.from_pretrained(tokenizer_path).pad_token_id
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"tokenizer {tokenizer_path}: expected one with a pad token: {error}") from error
+        if found is not None:
+            return found
+    settings = (config.get_text_config(), generation)
+    return next((i for i in (getattr(s, "pad_token_id", None) for s in settings) if i is not None), None)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

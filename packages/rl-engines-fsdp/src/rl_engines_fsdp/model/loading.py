@@ -11,9 +11,14 @@ import torch
 from torch import nn
 
 from rl_contracts.errors import ModelError
-from rl_engines_fsdp.model import attention, heads
+from rl_contracts.logging import get_logger
+from rl_engines_fsdp.model import attention
+
+log = get_logger("engines.fsdp")
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+SCALAR_HEAD = "score.weight"
+"""What transformers calls the head of its sequence classifiers."""
 
 
 def check_directory(path: str) -> None:
@@ -53,7 +58,7 @@ def read_config(path: str, head: str = "lm") -> Any:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
-    heads.fit_config(path, config, head)
+    _fit_config(path, config, head)
     return config
 
 
@@ -73,13 +78,13 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
     config = read_config(path, head)
     try:
         with quiet():
-            loaded: Any = heads.factory(head).from_pretrained(
+            loaded: Any = _factory(head).from_pretrained(
                 path, config=config, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {path}: its weights cannot be loaded: {error}") from error
     model, report = loaded
-    missing = heads.without_settled(path, model, sorted(report["missing_keys"]), head, new_head)
+    missing = _without_settled(path, model, sorted(report["missing_keys"]), head, new_head)
     if missing:
         raise ModelError(
             f"model {path}: {len(missing)} parameters have no weights there, {missing[:3]} first; they would start at "
@@ -92,8 +97,15 @@ def empty_model(config: Any, head: str = "lm") -> nn.Module:
     """The same model on the meta device: shapes and modules without memory."""
     attention.register()
     with torch.device("meta"):
-        model = heads.factory(head).from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+        model = _factory(head).from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
     return without_dropout(model)
+
+
+def _factory(head: str) -> Any:
+    """The class of transformers that makes models with this head."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
 
 
 def check_same_parameters(path: str, found: nn.Module, expected: nn.Module) -> None:
@@ -138,3 +150,46 @@ def without_dropout(model: nn.Module) -> nn.Module:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
+
+
+def _fit_config(path: str, config: Any, head: str) -> None:
+    """See that what a directory holds has the head, or one that may be replaced, and set the number of labels.
+
+    Raises:
+        ModelError: a language model is asked for and the directory holds a classifier; or a scalar head, and the
+            directory holds a classifier of several labels.
+    """
+    classifier = _is_classifier(config)
+    if head == "lm" and classifier:
+        raise ModelError(
+            f"model {path}: expected a causal language model, found a {config.architectures[0]}, which has a scalar "
+            "head instead of a vocabulary. Set head=value or head=score, or give the language model's directory."
+        )
+    if head != "lm":
+        if classifier and config.num_labels != 1:
+            raise ModelError(
+                f"model {path}: expected a classifier of 1 label for head={head}, found {config.num_labels} labels."
+            )
+        config.num_labels = 1
+
+
+def _without_settled(path: str, model: nn.Module, missing: list[str], head: str, may_be_new: bool) -> list[str]:
+    """Give a freshly loaded model a new head where its directory, a language model's, has none.
+
+    Args:
+        missing: parameters without weights in the directory.
+        may_be_new: whether a new head is what the caller wants; where a trained model is loaded it is not.
+
+    Returns:
+        the parameters that are still without weights.
+    """
+    if head == "lm" or missing != [SCALAR_HEAD] or not may_be_new:
+        return missing
+    nn.init.zeros_(model.get_parameter(SCALAR_HEAD))
+    log.info("model %s has no scalar head; it starts at zero.", path)
+    return []
+
+
+def _is_classifier(config: Any) -> bool:
+    """Whether a configuration comes from the directory of a sequence classifier."""
+    return bool(config.architectures) and str(config.architectures[0]).endswith("ForSequenceClassification")

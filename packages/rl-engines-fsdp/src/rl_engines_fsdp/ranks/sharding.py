@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rl_engines_fsdp.model.packed_model import PackedModel
-from rl_engines_fsdp.ranks.mesh import Meshes
+from rl_engines_fsdp.model.packed import PackedModel
+from rl_engines_fsdp.ranks.layout import Meshes
 
 
 def shard(model: PackedModel, meshes: Meshes, dtype: str, reshard_after_forward: bool, offload: bool = False) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,29 +13,13 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import RLError
 from rl_contracts.linear import speed_up
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.checkpoint.hugging_face import Description
-from rl_engines_fsdp.compiling import compile_layers
 from rl_engines_fsdp.config import FSDPEngineConfig
 from rl_engines_fsdp.model import loading, lora
-from rl_engines_fsdp.model.causal_lm import PackedCausalLM
-from rl_engines_fsdp.model.packed_model import PackedModel
-from rl_engines_fsdp.model.scalar_head import PackedScalarModel
-from rl_engines_fsdp.model.split_checks import verify_split
-from rl_engines_fsdp.model.verification import verify
+from rl_engines_fsdp.model.checks import verify, verify_split
+from rl_engines_fsdp.model.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from rl_engines_fsdp.ranks import sharding
-from rl_engines_fsdp.ranks.mesh import make_meshes
-from rl_engines_fsdp.ranks.tensor_gradients import TensorGradients
-from rl_engines_fsdp.ranks.tensor_parallel import split_matrices
-
-
-@dataclass
-class MadeModel:
-    """A model, and what goes with it."""
-
-    model: PackedModel
-    described: Description
-    tensor_gradients: TensorGradients | None
-    """Sums gradients over tensor ranks; None where the model is whole."""
+from rl_engines_fsdp.ranks.layout import make_meshes
+from rl_engines_fsdp.ranks.tensor_parallel import TensorGradients, split_matrices
 
 
 class ModelMaker:
@@ -45,6 +28,9 @@ class ModelMaker:
     Args:
         sharded: whether the model is put under `fully_shard`.
     """
+
+    tensor_gradients: TensorGradients | None = None
+    """Sums gradients of the model that `make` made over tensor ranks; None where it is whole."""
 
     def __init__(
         self,
@@ -58,7 +44,7 @@ class ModelMaker:
         self.config, self.spec, self.layout = config, spec, layout
         self.device, self.parallel, self.sharded = device, parallel, sharded
 
-    def make(self, hf_config: Any) -> MadeModel:
+    def make(self, hf_config: Any) -> PackedModel:
         """The model that the spec names, ready to train.
 
         Args:
@@ -68,17 +54,13 @@ class ModelMaker:
             ModelError: it cannot be read, or not be trained here.
         """
         source = self.read(self.spec.model_path)
-        generation: Any = None if source is None else getattr(source.model, "generation_config", None)
-        described = Description(hf_config, generation, self.spec.head)
-        if self.sharded:
-            model, tensor_gradients = self._split(source, hf_config)
-        else:
-            model, tensor_gradients = self._whole(source), None
+        model = self._split(source, hf_config) if self.sharded else self._whole(source)
+        inner: Any = model.model
+        if source is not None:  # what the directory says, for those who save it again
+            inner.generation_config = getattr(source.model, "generation_config", None)
         if self.config.gradient_checkpointing:
-            inner: Any = model.model
             inner.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-        return MadeModel(model, described, tensor_gradients)
+        return model.train()
 
     def read(self, path: str, like: PackedModel | None = None) -> PackedModel | None:
         """The whole model on rank 0, checked, and of the same parameters as `like`; None elsewhere.
@@ -107,7 +89,7 @@ class ModelMaker:
         if not spec.deterministic:  # a server that makes the same bits multiplies with torch's choice
             speed_up(model)
         if spec.head != "lm":
-            return PackedScalarModel(model, of_previous=spec.head == "value")
+            return PackedScalarModel(model, spec.head)
         suits = 1 << 19 if self.device.type == "cpu" else 1 << 26
         max_logits = sys.maxsize if spec.deterministic else config.max_logits or suits
         return PackedCausalLM(model, max_logits, spec.entropy_grad)
@@ -115,19 +97,30 @@ class ModelMaker:
     def _whole(self, source: PackedModel | None) -> PackedModel:
         assert source is not None
         if self.config.compile:
-            compile_layers(source)
+            _compile_layers(source)
         return source.to(self.device)
 
-    def _split(self, source: PackedModel | None, hf_config: Any) -> tuple[PackedModel, TensorGradients]:
+    def _split(self, source: PackedModel | None, hf_config: Any) -> PackedModel:
         config = self.config
         meshes = make_meshes(self.device.type, self.layout)
         model = self._wrap(loading.empty_model(copy.deepcopy(hf_config), self.spec.head))
         partial = [] if meshes.tensor is None else split_matrices(model.model, meshes.tensor)
         model.split = meshes.split
         if config.compile:
-            compile_layers(model)
+            _compile_layers(model)
         sharding.shard(model, meshes, self.spec.dtype, config.reshard_after_forward, config.offload)
         sharding.fill(model, source, self.device, config.offload)
         if self.layout.model_size > 1 and config.verify_model:
             verify_split(model, source, self.device, self.spec.dtype, self.parallel)
-        return model, TensorGradients(model, meshes, set(partial))
+        self.tensor_gradients = TensorGradients(model, meshes, set(partial))
+        return model
+
+
+def _compile_layers(model: PackedModel) -> None:
+    """Compile each layer's forward, in place, before the model is sharded.
+
+    Layers of one kind share their code. Attention stays as it is (`packed_attention` is left out of graphs): it loops
+    over sequences whose lengths differ in every micro-batch. Sharding's hooks run outside.
+    """
+    for layer in sharding.decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]

@@ -1,4 +1,6 @@
-"""How the tokens of a packed row lie over the ranks of a replica.
+"""A data x context x tensor layout of ranks: its device meshes, and how the tokens of a packed row lie over a replica.
+
+Ranks are numbered with tensor fastest, then context, then data, so that the ranks that talk most lie on one host.
 
 Context ranks hold consecutive parts of the row through the whole decoder. Tensor ranks hold the same tokens there, but
 only a part of each matrix; the vocabulary projection, which is not split over them, is shared out by tokens: each
@@ -19,7 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rl_contracts.allocation import ParallelStrategy
 from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.ranks.collectives import gather, take_part
 
@@ -88,6 +92,46 @@ class TokenSplit:
     @property
     def _ranks(self) -> int:
         return dist.get_world_size(self.replica)
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """One layout of all ranks."""
+
+    whole: DeviceMesh
+    """All ranks in one dimension: over them lie the parameters outside the decoder layers."""
+    layers: DeviceMesh
+    """Data and context ranks in one dimension: over them lie the parameters of the decoder layers."""
+    tensor: DeviceMesh | None
+    """Ranks over which the matrices of the decoder layers are split first; None with one."""
+    split: TokenSplit
+    """The groups over which tokens are split."""
+
+
+def make_meshes(device: str, strategy: ParallelStrategy) -> Meshes:
+    """Make the process groups of a layout (collective over all ranks).
+
+    Args:
+        device: its type, `cpu` or `cuda`.
+        strategy: sizes; data * context * tensor ranks must be there.
+    """
+    data, context, tensor = strategy.data, strategy.context, strategy.tensor
+    whole = init_device_mesh(device, (strategy.world_size,), mesh_dim_names=("all",))
+    if context * tensor == 1:
+        return Meshes(whole, whole, None, TokenSplit())
+    grid = init_device_mesh(device, (data, context, tensor), mesh_dim_names=("data", "context", "tensor"))
+    contexts: Any = grid.get_group("context") if context > 1 else None
+    if tensor == 1:
+        return Meshes(whole, whole, None, TokenSplit(context=contexts, replica=contexts))
+    # FSDP wants its mesh and that of the tensor ranks cut from one
+    matrices = init_device_mesh(device, (data * context, tensor), mesh_dim_names=("shard", "tensor"))
+    tensors: Any = matrices.get_group("tensor")
+    replicas: Any = tensors
+    if context > 1:
+        replicas = init_device_mesh(device, (data, context * tensor), mesh_dim_names=("data", "replica")).get_group(
+            "replica"
+        )
+    return Meshes(whole, matrices["shard"], matrices["tensor"], TokenSplit(contexts, tensors, replicas))
 
 
 def _part(tokens: int, group: Any) -> slice:

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def chosen_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, sharpness: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def chosen_logprobs(logits: torch.Tensor, targets: torch.Tensor, sharpness: torch.Tensor) -> torch.Tensor:
     """Log-prob of each row's target under softmax(sharpness * logits).
 
     Args:
@@ -23,7 +21,22 @@ def chosen_logprobs(
         sharpness: float32 [M], reciprocals of the temperatures.
 
     Returns:
-        the log-probs, and the logsumexp that they were normalised by; float32 [M] each.
+        float32 [M].
     """
-    norm = logits.mul_(sharpness[:, None]).logsumexp(-1)
-    return logits.gather(1, targets[:, None])[:, 0] - norm, norm
+    norm, _, _ = log_normalizer(logits.mul_(sharpness[:, None]))
+    return logits.gather(1, targets[:, None])[:, 0] - norm
+
+
+def log_normalizer(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logsumexp of each row, and what it was made from.
+
+    Args:
+        logits: float32 [M, V].
+
+    Returns:
+        the logsumexps [M], sums [M, 1] and weights [M, V], a new tensor: weights / sums is the softmax.
+    """
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    return total.log().add_(top)[:, 0], total, weights

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rl_contracts.errors import ModelError
 from rl_engines_fsdp.model import lora
 from rl_engines_fsdp.model.attention import Segments
-from rl_engines_fsdp.model.token_logprobs import HeadOptions, LogitTransform, token_logprobs
+from rl_engines_fsdp.model.logprobs import HeadOptions, LogitTransform, token_logprobs
 from rl_engines_fsdp.ranks.layout import TokenSplit
 
 PREFIX = "model."

@@ -168,5 +168,5 @@ class SlotModel:
         logits, targets = self.run(ids, span), ids[1:]
         sharpness = torch.full((length - 1,), temperature or 1.0, device=self.device).reciprocal()
         parts = [slice(start, start + _SCORED_AT_ONCE) for start in range(0, length - 1, _SCORED_AT_ONCE)]
-        chosen = [chosen_logprobs(logits[part].float(), targets[part], sharpness[part])[0] for part in parts]
+        chosen = [chosen_logprobs(logits[part].float(), targets[part], sharpness[part]) for part in parts]
         return [0.0, *torch.cat(chosen).tolist()]

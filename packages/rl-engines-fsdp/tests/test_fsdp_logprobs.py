@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_engines_fsdp.model import token_logprobs as module
-from rl_engines_fsdp.model.token_logprobs import HeadOptions, LogitTransform, token_logprobs
+from rl_contracts.token_logprobs import chosen_logprobs
+from rl_engines_fsdp.model import logprobs as module
+from rl_engines_fsdp.model.logprobs import HeadOptions, LogitTransform, token_logprobs
 
 
 def reference(hidden, weight, bias, targets, temperature, transform):
@@ -87,3 +88,13 @@ def test_token_logprobs_never_hold_more_logits_than_allowed(entropy_grad, monkey
         (logprobs.sum() + (entropy.sum() if entropy_grad else 0)).backward()
 
     assert largest.entries <= 2000
+
+
+def test_token_logprobs_of_whole_rows_have_the_bits_of_the_expression_that_servers_use():
+    torch.manual_seed(0)
+    hidden, weight, targets, temperature = torch.randn(7, 16), torch.randn(40, 16), torch.arange(7), torch.rand(7) + 0.5
+
+    found, _ = token_logprobs(hidden, weight, None, targets, temperature, HeadOptions(LogitTransform(), 10**9, False))
+
+    logits = torch.nn.functional.linear(hidden, weight)
+    assert torch.equal(found, chosen_logprobs(logits, targets, temperature.reciprocal()))

@@ -52,7 +52,7 @@ def start(models: Path, family: str, strategy: ParallelStrategy | None = None, *
 
 def train_with_sgd(engine: FSDPEngine, steps: int, empty_replica: int | None = None) -> tuple[list, dict, dict]:
     """Results of each step, the gradients of the first, and the weights after the last."""
-    loss = loss_fn if engine.config.head == "lm" else value_loss_fn
+    loss = loss_fn if engine._model.head == "lm" else value_loss_fn
     found, results, first = record_gradients(engine), [], {}
     for seed in range(steps):
         batch = share(make_batch(seed=seed), engine, empty_replica)

@@ -6,8 +6,10 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 
 from rl_contracts.aio import LoopThread
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt
+from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, WeightUpdateError
 from rl_contracts.weights import WeightSender, broadcast, open_sender, verify_receipt
 from rl_inference import EmbeddedEngine
@@ -143,14 +145,14 @@ def test_broadcast_changed_on_the_way_names_route_version_and_parameter_and_noth
 ) -> None:
     trainer, _ = start(1)
     new = parameters(new_model_path)
-    put = broadcast._Transfer._put
+    put = broadcast._Group.put
 
-    def corrupt(self: Any, name: str, piece: torch.Tensor, *then: Any) -> None:
+    def corrupt(self: Any, piece: torch.Tensor, landings: Any) -> Any:
         piece = piece.clone()
         piece.view(torch.uint8)[-1] ^= 1  # the end of the last parameter in the bucket
-        put(self, name, piece, *then)
+        return put(self, piece, landings)
 
-    monkeypatch.setattr(broadcast._Transfer, "_put", corrupt)
+    monkeypatch.setattr(broadcast._Group, "put", corrupt)
     mine = trainer.send(1, new, specs_of(new))
     (receipt,) = trainer.receipts.result(DEADLINE)
 
@@ -160,6 +162,31 @@ def test_broadcast_changed_on_the_way_names_route_version_and_parameter_and_noth
     monkeypatch.undo()
     trainer.publish(2, new)
     assert trainer.answer().versions == [2] * 5
+
+
+@pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
+def test_version_that_two_ranks_send_is_received_and_served_whole(start: Any, new_model_path: Path, route: str) -> None:
+    trainer, _ = start(2, route)
+    new = parameters(new_model_path)
+    senders = [trainer.sender, open_sender(route, trainer.sender.location, rank=1)]
+    halves = [new[::2], new[1::2]]
+    for version in (1, 2):
+        metas = [sender.begin(version, specs_of(half)) for sender, half in zip(senders, halves, strict=True)]
+        meta = WeightUpdateMeta(route, version, tuple(part for each in metas for part in each.parts))
+        staging = trainer.loop.submit(trainer.engine.stage_weights(meta)) if trainer.sender.meets else None
+        with ThreadPoolExecutor(2) as pool:
+            sent = list(pool.map(lambda pair: pair[0].send(iter(pair[1])), zip(senders, halves, strict=True)))
+        staging = staging or trainer.loop.submit(trainer.engine.stage_weights(meta))
+
+        for receipt in staging.result(DEADLINE):
+            verify_receipt(WeightReceipt("trainer", version, sent[0] | sent[1]), receipt, route)
+        trainer.loop.run(trainer.engine.commit_weights(version), DEADLINE)
+
+    answer = trainer.answer(20)
+    expected = reference_logprobs(reference_model(new_model_path), PROMPT, answer.output_ids)
+    assert answer.versions == [2] * 20
+    assert answer.logprobs == pytest.approx(expected, abs=1e-5)
+    senders[1].close()
 
 
 def test_broadcast_of_what_the_model_is_not_is_refused_by_name_before_anything_moves(
@@ -207,7 +234,9 @@ def test_broadcast_server_lost_in_the_middle_is_evicted_and_the_others_get_it_ag
         trainer.receipts.result(DEADLINE)
 
     assert trainer.answer().versions == [1] * 5  # the other one, which does not serve a half
+    begin = time.monotonic()
     trainer.publish(2, new)
+    assert time.monotonic() - begin < STEP  # nobody still waits in the group of before
     assert trainer.answer().versions == [2] * 5
     assert trainer.loop.run(trainer.engine.stats(), DEADLINE)["servers"] == 1
 

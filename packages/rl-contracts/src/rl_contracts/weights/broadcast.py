@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.checksum import checksum, copy_with_checksum
+from rl_contracts.weights.checksum import checksum
 from rl_contracts.weights.layout import ALIGNMENT, checked, dtype_of, size_of
 from rl_contracts.weights.rendezvous import Address, Rendezvous, connect, delete, first_line, host, own_address
 
@@ -170,7 +170,10 @@ class BroadcastReceiver:
 
 
 class _Group:
-    """A process group of a sender and all receivers.
+    """A process group of a sender and all receivers: broadcasts in order, a few ahead of the one that is waited for.
+
+    Nobody else holds the group or what it has under way, because members that wait in it learn that this one left when
+    the last reference is gone.
 
     Args:
         store: where its members find each other.
@@ -179,10 +182,13 @@ class _Group:
     """
 
     def __init__(self, store: Any, address: Address, name: str, backend: str, host: str) -> None:
-        from torch.distributed import PrefixStore
+        from torch.distributed import BroadcastOptions, PrefixStore
 
         self.name, self.rank, self.world, self.backend = name, address.rank, address.world, backend
         self._wait = timedelta(seconds=address.timeout)
+        self._options = BroadcastOptions()
+        self._options.rootRank = self._options.rootTensor = 0
+        self._running: deque[tuple[Any, torch.Tensor, list[_Landing]]] = deque()
         make = _make_nccl if backend == "nccl" else _make_gloo
         self._group = make(PrefixStore(f"group-{name}", store), self.rank, self.world, self._wait, host)
 
@@ -200,9 +206,9 @@ class _Group:
         import torch
 
         on = device if self.backend == "nccl" else "cpu"
-        transfer = _Transfer(self._group, self._wait, on)
+        transfer = _Transfer(self, on, sends=True)
         for spec, tensor in checked(specs, tensors):
-            transfer.send(spec.name, tensor.detach().reshape(-1), dtype_of(spec), size_of(spec))
+            transfer.add(spec, tensor.detach().reshape(-1))
         sums = transfer.finish()
         if on != "cpu":
             torch.cuda.synchronize(on)
@@ -218,133 +224,115 @@ class _Group:
             WeightUpdateError: the trainer or another receiver was lost.
         """
         on = "cpu" if self.backend == "gloo" or not targets else str(targets[0].device)
-        transfer = _Transfer(self._group, self._wait, on)
+        transfer = _Transfer(self, on, sends=False)
         for spec, target in zip(specs, targets, strict=True):
-            transfer.receive(spec.name, target.view(-1), size_of(spec))
+            transfer.add(spec, target.view(-1))
         return transfer.finish()
+
+    def put(self, piece: torch.Tensor, landings: list[_Landing]) -> list[_Landing]:
+        """Start one broadcast; what has come with an earlier one, if that had to be waited for."""
+        import torch
+
+        try:
+            work = self._group.broadcast([piece.view(torch.uint8)], self._options)
+        except RuntimeError as error:
+            raise _broken(landings, error) from error
+        self._running.append((work, piece, landings))
+        return self.wait() if len(self._running) > _AHEAD else []
+
+    def wait(self) -> list[_Landing]:
+        """What has come with the oldest broadcast; nothing: all have been waited for."""
+        if not self._running:
+            return []
+        landings = self._running[0][2]
+        try:
+            self._running[0][0].wait(self._wait)
+        except RuntimeError as error:
+            raise _broken(landings, error) from error
+        self._running.popleft()
+        return landings
 
     def close(self) -> None:
         """Leave the group; members that still wait in it get an error."""
-        group, self._group = self._group, None
-        if group is not None and self.backend == "nccl":
-            group.abort()
+        if self._group is not None and self.backend == "nccl":
+            self._group.abort()
+        self._group = None
+        self._running.clear()
 
 
 class _Transfer:
-    """One version on its way: broadcasts in order, a few of them ahead of the one that is waited for.
+    """One version on its way through a group. Both ends cut the same parameters in the same way.
 
-    Both ends cut the same parameters in the same way. A sender sums what it puts on the way, a receiver what has come.
+    Args:
+        on: device between which the group carries.
+        sends: whether this end does.
     """
 
-    def __init__(self, group: Any, wait: timedelta, on: str) -> None:
-        from torch.distributed import BroadcastOptions
-
-        self._group, self._wait, self._on = group, wait, on
-        self._options = BroadcastOptions()
-        self._options.rootRank = self._options.rootTensor = 0
-        self._running: deque[tuple[str, Any, torch.Tensor, list[_Landing]]] = deque()
+    def __init__(self, group: _Group, on: str, sends: bool) -> None:
+        self._group, self._on, self._sends = group, on, sends
         self._sums: dict[str, int] = {}
-        self._used = 0
         self._new_bucket()
 
-    def send(self, name: str, flat: torch.Tensor, dtype: torch.dtype, size: int) -> None:
-        """Send a parameter of `size` bytes in a dtype."""
-        if size < LARGE:
-            self._add(name, copy_with_checksum(self._take(size).view(dtype), flat))
-            return
-        for span, offset in _pieces(flat.numel(), dtype.itemsize):
-            piece = flat[span].to(self._on, dtype)
-            self._put(name, piece, [])
-            self._add(name, checksum(piece, offset))
-
-    def receive(self, name: str, flat: torch.Tensor, size: int) -> None:
-        """Receive a parameter of `size` bytes."""
+    def add(self, spec: ParamSpec, flat: torch.Tensor) -> None:
+        """The next parameter: what is sent, or memory of its dtype to be filled."""
         import torch
 
-        if size < LARGE:
-            part = self._take(size).view(flat.dtype)
-            self._landings.append((name, flat, part, 0))
-            return
-        for span, offset in _pieces(flat.numel(), flat.itemsize):
-            target = flat[span]
-            piece = target if target.device == torch.device(self._on) else torch.empty_like(target, device=self._on)
-            self._put(name, piece, [(name, target, piece, offset)])
+        dtype, size = dtype_of(spec), size_of(spec)
+        self._sums[spec.name] = 0
+        if size < LARGE and self._used + size > PIECE:
+            self._put_bucket()
+        for start in range(0, flat.numel(), PIECE // dtype.itemsize):
+            part = flat[start : start + PIECE // dtype.itemsize]
+            if size < LARGE:
+                piece = self._bucket[self._used :][:size].view(dtype)
+                self._used += -(-size // ALIGNMENT) * ALIGNMENT
+                if self._sends:
+                    piece.copy_(part)
+            elif self._sends:
+                piece = part.to(self._on, dtype)
+            else:
+                piece = part if part.device == torch.device(self._on) else torch.empty_like(part, device=self._on)
+            landing = (spec.name, piece if self._sends else part, piece, start * dtype.itemsize)
+            if size < LARGE:
+                self._landings.append(landing)
+            else:
+                self._land(self._group.put(piece, [landing]))
 
     def finish(self) -> dict[str, int]:
         """Wait for all; the checksums by name."""
-        self._pass_bucket()
-        while self._running:
-            self._finish_one()
+        self._put_bucket()
+        while landings := self._group.wait():
+            self._land(landings)
         return {name: total % 2**64 for name, total in self._sums.items()}
-
-    def _take(self, size: int) -> torch.Tensor:
-        """The bucket's next `size` bytes."""
-        if self._used + size > PIECE:
-            self._pass_bucket()
-        start, self._used = self._used, self._used + -(-size // ALIGNMENT) * ALIGNMENT
-        return self._bucket[start : start + size]
-
-    def _pass_bucket(self) -> None:
-        self._put("of a bucket", self._bucket[: self._used], self._landings)
-        self._new_bucket()
 
     def _new_bucket(self) -> None:
         import torch
 
-        self._bucket = torch.empty(PIECE, dtype=torch.uint8, device=self._on)
-        self._used = 0
+        self._bucket, self._used = torch.empty(PIECE, dtype=torch.uint8, device=self._on), 0
         self._landings: list[_Landing] = []
 
-    def _put(self, name: str, piece: torch.Tensor, landings: list[_Landing]) -> None:
-        """Start one broadcast; `name` is for errors."""
-        import torch
-
-        if piece.numel():
-            try:
-                work = self._group.broadcast([piece.view(torch.uint8)], self._options)
-            except RuntimeError as error:
-                raise _broken(name, error) from error
-            self._running.append((name, work, piece, landings))
-            if len(self._running) > _AHEAD:
-                self._finish_one()
-        else:
-            self._land(landings)
-
-    def _finish_one(self) -> None:
-        name, work, _, landings = self._running.popleft()
-        try:
-            work.wait(self._wait)
-        except RuntimeError as error:
-            raise _broken(name, error) from error
-        self._land(landings)
+    def _put_bucket(self) -> None:
+        if self._landings:
+            self._land(self._group.put(self._bucket[: self._used], self._landings))
+            self._new_bucket()
 
     def _land(self, landings: list[_Landing]) -> None:
         for name, target, piece, offset in landings:
             if piece is not target:
                 target.copy_(piece)
-            self._add(name, checksum(target, offset))
-
-    def _add(self, name: str, part: int) -> None:
-        self._sums[name] = self._sums.get(name, 0) + part
+            self._sums[name] += checksum(target, offset)
 
 
 _Landing = tuple[str, "torch.Tensor", "torch.Tensor", int]
-"""Of what has come: name, target, the piece (the target itself, or memory to copy from), and the byte of the parameter
-at which it begins."""
+"""Of what a broadcast carries: the parameter, the tensor that is to hold it and is summed, where it lies while it is on
+its way (the same tensor, or memory to copy from), and the byte of the parameter at which it begins."""
 
 
-def _broken(name: str, error: RuntimeError) -> WeightUpdateError:
+def _broken(landings: list[_Landing], error: RuntimeError) -> WeightUpdateError:
     return WeightUpdateError(
-        f"the broadcast broke at parameter {name!r}: {first_line(error)} (a member of the group died, or did not move "
-        "for the time that a step may take)"
+        f"the broadcast broke at parameter {landings[0][0]!r}: {first_line(error)} (a member of the group died, or did "
+        "not move for the time that a step may take)"
     )
-
-
-def _pieces(count: int, itemsize: int) -> Iterator[tuple[slice, int]]:
-    """Elements of each piece, and the byte at which it begins."""
-    step = PIECE // itemsize
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count)), start * itemsize
 
 
 def _make_gloo(store: Any, rank: int, world: int, wait: timedelta, host: str) -> Any:

@@ -10,18 +10,15 @@ multiple of 2^64, which the shift prevents where words differ in high bits only:
 halves of two words, one sign bit apart, could change places unseen. A shard that begins at word `offset` adds its own
 part; sums compose by (wrap-around) addition.
 
-On a CPU a compiled loop sums while it copies. Where that is missing, and on other devices, i = r K + c says that the
-row sums and the column sums of the u_i laid out as a matrix of K columns are enough: two reductions and no
-multiplication per word.
+On a CPU a compiled loop sums while it copies. On other devices i = r K + c says that the row sums and the column sums
+of the u_i laid out as a matrix of K columns are enough: two reductions and no multiplication per word.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_contracts.data import WeightReceipt
 from rl_contracts.errors import WeightUpdateError
@@ -59,8 +56,10 @@ def checksum(tensor: torch.Tensor, offset_bytes: int = 0) -> int:
     words, first = _words(tensor.detach()), offset_bytes // 8
     if words.device.type != "cpu":
         return _device_sum(words, first)
+    from rl_contracts.weights import kernel
+
     host = words.numpy()
-    return _in_shares(len(host), lambda start, stop: _host_sum(host[start:stop], first + start))
+    return _in_shares(len(host), lambda start, stop: kernel.sum_words(host[start:stop], first + start))
 
 
 def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
@@ -73,6 +72,8 @@ def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
         source: of the same shape; any dtype, device and strides.
     """
     import torch
+
+    from rl_contracts.weights import kernel
 
     source = source.detach()
     plain = target.is_contiguous() and source.is_contiguous() and target.device == source.device == torch.device("cpu")
@@ -90,16 +91,13 @@ def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
         for first in range(start, stop, _CHUNK_WORDS):
             piece = slice(first * per_word, min(first + _CHUNK_WORDS, stop) * per_word)
             words = flat[piece].view(torch.int64).numpy()
-            if same and (kernel := _kernel()) is not None:
+            if same:
                 total += kernel.copy_words(words, given[piece].view(torch.int64).numpy(), first)
                 continue
-            if same:
-                words[:] = given[piece].view(torch.int64).numpy()
-            else:
-                for at in range(piece.start, piece.stop, _UNTHREADED):
-                    end = min(at + _UNTHREADED, piece.stop)
-                    flat[at:end].copy_(given[at:end])
-            total += _host_sum(words, first)
+            for at in range(piece.start, piece.stop, _UNTHREADED):
+                end = min(at + _UNTHREADED, piece.stop)
+                flat[at:end].copy_(given[at:end])
+            total += kernel.sum_words(words, first)
         return total
 
     total = _in_shares(whole // 8, copy)
@@ -110,47 +108,14 @@ def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
 def _in_shares(words: int, work: Callable[[int, int], int]) -> int:
     """The wrap-around sum of `work(start, stop)` over all words, by two threads where there is much to do.
 
-    The work is numpy's, which runs on the thread that calls it: it never waits at a barrier for threads that a model
-    beside it keeps busy, as torch's operations would."""
+    The work runs on the thread that calls it: it never waits at a barrier for threads that a model beside it keeps
+    busy, as torch's operations would."""
     half = words // 2 // _CHUNK_WORDS * _CHUNK_WORDS
     if half < _SHARED_WORDS:
         return work(0, words) % 2**64
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(work, half, words)
         return (work(0, half) + other.result()) % 2**64
-
-
-def _host_sum(words: Any, first: int) -> int:
-    """The sum of int64 words, [n], the first of which has index `first`; not reduced."""
-    if (kernel := _kernel()) is not None:
-        return int(kernel.sum_words(words, first))
-    count = len(words)
-    whole = count - count % _COLUMNS
-    total: int = _CONSTANT * ((first + count) ** 2 - first**2)
-    for start in range(0, whole, _CHUNK_WORDS):
-        total += _block(words[start : min(start + _CHUNK_WORDS, whole)].reshape(-1, _COLUMNS), first + start)
-    return total + _block(words[whole:].reshape(1, -1), first + whole)
-
-
-@functools.cache
-def _kernel() -> ModuleType | None:
-    """The compiled loops; None without numba, then numpy takes some passes more."""
-    try:
-        from rl_contracts.weights import kernel
-    except ImportError:
-        return None
-    return kernel
-
-
-def _block(words: Any, first: int) -> int:
-    import numpy as np
-
-    rows, columns = words.shape
-    words = words ^ (words.view(np.uint64) >> np.uint64(_SHIFT)).view(np.int64)
-    by_row = np.add.reduce(words, 1) * ((np.arange(rows) * columns + first) * 2 + 1)
-    by_column = np.add.reduce(words, 0) * (np.arange(columns) * 2)
-    # added as Python's integers: numpy warns where the sum of two of its own wraps around, as it should here
-    return int(by_row.sum()) + int(by_column.sum())
 
 
 def _device_sum(words: torch.Tensor, first: int) -> int:

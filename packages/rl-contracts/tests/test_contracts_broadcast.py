@@ -1,0 +1,216 @@
+"""The route `broadcast` between threads of one process: several senders, several receivers, and whoever leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+
+from rl_contracts.data import ParamSpec, WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.weights import WeightReceiver, checksum, open_sender, seated
+
+SOON = 15.0
+"""Seconds within which everybody must have heard of a failure; a step may take 60."""
+SHAPES = {"large": (700, 600), "small": (33,), "scalar": (), "nothing": (0, 4), "wide": (3, 800_000)}
+"""From nothing to more than is sent at once."""
+
+
+def tensors(version: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(version)
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
+
+
+def specs(dtype: str = "float32") -> tuple[ParamSpec, ...]:
+    return tuple(ParamSpec(name, shape, dtype) for name, shape in SHAPES.items())
+
+
+class Meeting:
+    """Senders and receivers of one trainer, each in a thread of its own."""
+
+    def __init__(self, senders: int = 1, receivers: int = 2) -> None:
+        first: Any = open_sender("broadcast", "tcp://127.0.0.1:0?timeout=60")
+        self.senders = [first] + [open_sender("broadcast", first.location, rank) for rank in range(1, senders)]
+        self.receivers = [WeightReceiver() for _ in range(receivers)]
+        self.pool = ThreadPoolExecutor(senders + receivers)
+
+    def begin(self, version: int, parts: list[tuple[ParamSpec, ...]]) -> WeightUpdateMeta:
+        metas = [sender.begin(version, own) for sender, own in zip(self.senders, parts, strict=True)]
+        return WeightUpdateMeta("broadcast", version, tuple(part for meta in metas for part in meta.parts))
+
+    def receive(self, meta: WeightUpdateMeta, index: int) -> Future[tuple[dict[str, torch.Tensor], dict[str, int]]]:
+        def work() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+            targets = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in meta.params}
+            told = seated(meta, index + 1, len(self.receivers) + 1)
+            return targets, self.receivers[index].receive(told, targets)
+
+        return self.pool.submit(work)
+
+    def receive_all(self, meta: WeightUpdateMeta) -> list[Future[Any]]:
+        return [self.receive(meta, index) for index in range(len(self.receivers))]
+
+    def close(self) -> None:
+        for end in (*self.receivers, *reversed(self.senders)):
+            end.close()
+            end.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def meeting(request: pytest.FixtureRequest) -> Iterator[Meeting]:
+    made = Meeting(**getattr(request, "param", {}))
+    yield made
+    made.close()
+
+
+def failures(futures: list[Future[Any]]) -> list[str]:
+    """What each says that failed, soon."""
+    deadline = time.monotonic() + SOON
+    found = []
+    for future in futures:
+        with pytest.raises(WeightUpdateError) as caught:
+            future.result(deadline - time.monotonic())
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_broadcast_fills_the_tensors_of_all_receivers_with_the_checksums_of_the_sender(
+    meeting: Meeting, dtype: str
+) -> None:
+    for version in (1, 2):
+        meta = meeting.begin(version, [specs(dtype)])
+        received = meeting.receive_all(meta)
+
+        sums = meeting.senders[0].send(iter(tensors(version)))
+
+        for future in received:
+            targets, found = future.result(SOON)
+            assert found == sums == {name: checksum(tensor) for name, tensor in targets.items()}
+            for name, tensor in tensors(version):
+                assert torch.equal(targets[name], tensor.to(getattr(torch, dtype))), name
+
+
+def test_broadcast_uses_its_group_again_and_keeps_no_keys_of_past_updates(meeting: Meeting) -> None:
+    sender, keys, groups = meeting.senders[0], [], []
+    for version in range(12):
+        meta = meeting.begin(version, [specs()])
+        received = meeting.receive_all(meta)
+        sender.send(iter(tensors(version)))
+        for future in received:
+            future.result(SOON)
+        keys.append(sender._store.num_keys())
+        groups.append(sender._group)
+
+    assert len({id(group) for group in groups}) == 1
+    assert keys[-1] == keys[2]
+
+
+def test_broadcast_to_other_receivers_than_before_forms_a_new_group_and_deletes_the_keys_of_the_old(
+    meeting: Meeting,
+) -> None:
+    sender, keys, whole = meeting.senders[0], [], meeting.receivers
+    for version in range(1, 9):
+        meeting.receivers = whole if version % 2 else whole[:1]
+        meta = meeting.begin(version, [specs()])
+        received = meeting.receive_all(meta)
+        sums = sender.send(iter(tensors(version)))
+
+        assert all(future.result(SOON)[1] == sums for future in received)
+        keys.append(sender._store.num_keys())
+    meeting.receivers = whole
+    assert keys[-2:] == keys[2:4]
+
+
+@pytest.mark.parametrize("meeting", [{"senders": 2, "receivers": 2}], indirect=True)
+def test_broadcast_from_two_senders_that_need_each_other_arrives_as_one_version(meeting: Meeting) -> None:
+    """As a gather does, in which both ranks take part while each sends what is its own."""
+    halves = [specs()[::2], specs()[1::2]]
+    steps = Barrier(2)
+
+    def stream(rank: int, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(tensors(version)):
+            steps.wait(SOON)
+            if index % 2 == rank:
+                yield pair
+
+    for version in (1, 2):
+        meta = meeting.begin(version, halves)
+        received = meeting.receive_all(meta)
+        sending = [
+            meeting.pool.submit(sender.send, stream(rank, version)) for rank, sender in enumerate(meeting.senders)
+        ]
+        sums = {name: value for future in sending for name, value in future.result(SOON).items()}
+
+        for future in received:
+            targets, found = future.result(SOON)
+            assert found == sums
+            assert all(torch.equal(targets[name], tensor) for name, tensor in tensors(version))
+
+
+@pytest.mark.parametrize("meeting", [{"senders": 2, "receivers": 2}], indirect=True)
+def test_broadcast_refused_by_one_receiver_ends_for_all_with_its_reason(meeting: Meeting) -> None:
+    meta = meeting.begin(1, [specs()[::2], specs()[1::2]])
+    waiting = [
+        meeting.pool.submit(sender.send, iter(tensors(1)[rank::2])) for rank, sender in enumerate(meeting.senders)
+    ]
+    waiting.append(meeting.receive(meta, 0))
+
+    meeting.receivers[1].refuse(seated(meta, 2, 3), "the model has no parameter 'x'")
+
+    assert all("receiver 2 refuses: the model has no parameter 'x'" in text for text in failures(waiting))
+
+
+def test_broadcast_cancelled_before_anybody_came_ends_with_the_first_reason(meeting: Meeting) -> None:
+    meta = meeting.begin(1, [specs()])
+    sending = meeting.pool.submit(meeting.senders[0].send, iter(tensors(1)))
+
+    meeting.senders[0].cancel("no server could be reached")
+    meeting.senders[0].cancel("and another reason")
+
+    assert "no server could be reached" in failures([sending])[0]
+    assert "no server could be reached" in failures([meeting.receive(meta, 0)])[0]
+
+
+def test_broadcast_whose_sender_fails_in_the_middle_ends_for_the_receivers_at_once(meeting: Meeting) -> None:
+    """Also while the error is being handled: it must not keep the group open."""
+
+    def ends() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors(1)[:2]
+        raise OSError("the gather failed")
+
+    meta = meeting.begin(1, [specs()])
+    received = meeting.receive_all(meta)
+    error: BaseException | None = None
+    try:
+        meeting.senders[0].send(ends())
+    except OSError as raised:
+        error = raised  # kept, as an owner does who asks the others first
+
+    assert all("broke at parameter" in text for text in failures(received))
+    assert str(error) == "the gather failed"
+    meta = meeting.begin(2, [specs()])
+    received = meeting.receive_all(meta)
+    sums = meeting.senders[0].send(iter(tensors(2)))
+    assert all(future.result(SOON)[1] == sums for future in received)
+
+
+def test_broadcast_location_of_something_else_is_refused() -> None:
+    for location in ("http://127.0.0.1:1", "tcp://", "tcp://127.0.0.1:x", "tcp://127.0.0.1:1?rank=a", "/dev/shm"):
+        with pytest.raises(WeightUpdateError, match="expected a location tcp://host:port"):
+            open_sender("broadcast", location)
+
+
+def test_broadcast_without_a_rank_or_a_trainer_is_refused(meeting: Meeting) -> None:
+    meta = meeting.begin(1, [()])
+    with pytest.raises(WeightUpdateError, match="gives this server no rank"):
+        meeting.receivers[0].receive(meta, {})
+    nobody = replace(meta, parts=(replace(meta.parts[0], location="tcp://127.0.0.1:9/1-1/0?timeout=1"),))
+    with pytest.raises(WeightUpdateError, match=r"no trainer listens at 127\.0\.0\.1:9"):
+        meeting.receivers[0].receive(seated(nobody, 1, 2), {})

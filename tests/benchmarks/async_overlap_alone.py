@@ -74,14 +74,17 @@ def generate(rollout: RolloutRuntime, steps: int, warmup: int) -> float:
     return (time.perf_counter() - begin) / (steps - warmup)
 
 
-def train(config: GRPOConfig, engine: Any, weights: Any, recorded: Path, run_dir: Path, warmup: int) -> float:
+def train(
+    config: GRPOConfig, engine: Any, publisher: Any, gap: Any, recorded: Path, run_dir: Path, warmup: int
+) -> float:
     """Seconds per step on the batches that were recorded."""
     from rl_trainers import Books, PolicyActor
     from rl_trainers import train as run_loop
 
     actor = PolicyActor(engine, config.algorithm, config.actor.minibatches)
     source = SavedBatches(recorded / "batches", config.actor.minibatches, engine.parallel)
-    run_loop(source, actor, weights, Books(engine, run_dir, config.checkpoint), config.total_steps)
+    books = Books(engine, run_dir, config.checkpoint)
+    run_loop(source, actor, books, config.total_steps, publisher=publisher, gap=gap)
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     seconds = [record["time/step"] for record in records if record["step"] > warmup]
     return sum(seconds) / len(seconds)
@@ -101,7 +104,7 @@ def main(mode: str, recorded: Path, warmup: int) -> float:
         run = replace(run, servers=(stack.enter_context(server(run, devices)),))
         engine = stack.add(parts.make_engine(run))
         prompts = PromptLoader(load_rows(config.data, "train", "rl", config.seed), seed=config.seed)
-        rollout, weights = parts.make_answering(
+        rollout, publisher, gap = parts.make_answering(
             stack,
             run,
             engine,
@@ -109,8 +112,8 @@ def main(mode: str, recorded: Path, warmup: int) -> float:
             gap=config.gap,
         )
         if mode == "training":
-            return train(config, engine, weights, recorded, run.directory, warmup)
-        weights.publisher.publish(0)
+            return train(config, engine, publisher, gap, recorded, run.directory, warmup)
+        publisher.publish(0)
         return generate(rollout, config.total_steps, warmup)
 
 

@@ -40,7 +40,7 @@ def train(run: Run[GRPOConfig]) -> None:
         rows = load_rows(config.data, "train", "rl", config.seed)
         shards, shard = engine.parallel.dp_size, engine.parallel.dp_rank
         prompts = PromptLoader(rows, seed=config.seed, epochs=config.epochs, num_shards=shards, shard=shard)
-        rollout, weights = parts.make_answering(
+        rollout, publisher, gap = parts.make_answering(
             stack,
             run,
             engine,
@@ -62,7 +62,7 @@ def train(run: Run[GRPOConfig]) -> None:
         )
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
         recover = RecoverPoints(run_dir, config.recover, engines, {"rollout": rollout, "books": books})
-        run_loop(rollout, actor, weights, books, config.total_steps, recover)
+        run_loop(rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)
 
 
 APP = App(

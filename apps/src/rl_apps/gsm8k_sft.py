@@ -42,9 +42,9 @@ def train(run: Run[SFTConfig]) -> None:
         source = DataSource(batches, batch_of)
         held_out = head(load_rows(config.data, "test", "sft", config.seed), config.evaluation.rows)
         evaluations = [LossEvaluation(engine, batch_of(held_out))] if held_out else []
-        weights = None
+        publisher = gap = None
         if run.servers:
-            rollout, weights = parts.make_answering(stack, run, engine)
+            rollout, publisher, gap = parts.make_answering(stack, run, engine)
             evaluations.append(parts.answer_evaluation(run, engine, rollout))
         books = Books(
             engine,
@@ -56,7 +56,8 @@ def train(run: Run[SFTConfig]) -> None:
             renamed={"loss": "loss/train"},
         )
         recover = RecoverPoints(run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
-        run_loop(source, LossLearner(engine), weights, books, config.total_steps, recover)
+        learner = LossLearner(engine)
+        run_loop(source, learner, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)
 
 
 APP = App(

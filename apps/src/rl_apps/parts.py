@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.rendering import ChatRenderer
     from rl_contracts.rollout import RolloutRuntime
-    from rl_trainers import AnswerEvaluation, Weights
+    from rl_trainers import AnswerEvaluation, GapGate, WeightPublisher
 
 
 CLOSE_SECONDS = 10.0
@@ -171,10 +171,10 @@ def make_answering(
     minibatches: int = 1,
     gap: GapConfig | None = None,
     first_step: int = 1,
-) -> tuple[RolloutRuntime, Weights]:
+) -> tuple[RolloutRuntime, WeightPublisher, GapGate]:
     """The client of the servers, the rollout runtime on top of it, and the way of new weights to the servers."""
     from rl_contracts.aio import LoopThread
-    from rl_trainers import GapGate, RolloutWriter, WeightPublisher, Weights
+    from rl_trainers import GapGate, RolloutWriter, WeightPublisher
     from rl_workflows import DistRollout, tune_garbage_collection
 
     assert run.layout.rollout is not None
@@ -216,7 +216,7 @@ def make_answering(
     publisher = stack.add(WeightPublisher(engine, client, loop, publishing, directory))
     exact = config.actor.dtype == client.served_dtype == "float32"
     gate = GapGate(engine, client, loop.run, gap or GapConfig(), low_precision=not exact)
-    return rollout, Weights(publisher, gate)
+    return rollout, publisher, gate
 
 
 def runtime_config(config: RunConfig, settings: RolloutSettings) -> RolloutConfig:

@@ -69,7 +69,7 @@ def learn(run: Run[Any], engine: TrainEngine, loss: LossFn, reference: TrainEngi
         renamed={"loss": "loss/train"},
     )
     recover = RecoverPoints(run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
-    run_loop(source, LossLearner(engine, loss, pairs, reference), None, books, config.total_steps, recover)
+    run_loop(source, LossLearner(engine, loss, pairs, reference), books, config.total_steps, recover=recover)
 
 
 def app(name: str, title: str, schema: type[RunConfig], train: Callable[[Run[Any]], None]) -> App:

@@ -59,7 +59,7 @@ class _Batches:
 def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine, tmp_path):
     source = _Batches(engine, 5)
     books = Books(engine, tmp_path / "run", CheckpointConfig(every=2, save_batches=True))
-    train(source, PolicyActor(engine, AlgorithmConfig()), None, books, total_steps=3)
+    train(source, PolicyActor(engine, AlgorithmConfig()), books, total_steps=3)
     records = _records(tmp_path / "run")
     assert [r["step"] for r in records] == [1, 2, 3]
     assert source.ended == [1, 2, 3]
@@ -105,7 +105,7 @@ def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(e
         counters=rollouts.take,
     )
     algorithm = AlgorithmConfig(loss=LossConfig(f"{__name__}:recording_loss"))
-    train(source, PolicyActor(engine, algorithm), None, books, total_steps=2)
+    train(source, PolicyActor(engine, algorithm), books, total_steps=2)
 
     before, first, second = _records(tmp_path / "run")
     for line, batch in ((first, batches[0]), (second, batches[1])):
@@ -122,7 +122,7 @@ def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(e
 
 def test_train_data_that_ends_early_ends_the_run(engine, tmp_path):
     books = Books(engine, tmp_path / "run", CheckpointConfig())
-    train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), None, books, total_steps=9)
+    train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
     assert [r["step"] for r in _records(tmp_path / "run")] == [1, 2]
 
 
@@ -153,7 +153,7 @@ def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
         renamed={"loss": "loss/train"},
     )
     source = DataSource([ROWS] * 10, batch_of)
-    train(source, LossLearner(engine), None, books, total_steps=10)
+    train(source, LossLearner(engine), books, total_steps=10)
     losses = [r["loss/eval"] for r in _records(tmp_path / "run") if "loss/eval" in r]
     assert losses[-1] < 0.8 * losses[0]
     assert _records(tmp_path / "run")[1]["loss/train"] == pytest.approx(losses[0], rel=1e-4)

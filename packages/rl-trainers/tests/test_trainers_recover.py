@@ -108,7 +108,7 @@ def run(kind: str, model: str, batches: list[Path], run_dir: Path, stop_at: int 
     books = Books(engine, run_dir, CheckpointConfig(every=3))
     recover = RecoverPoints(run_dir, RecoverConfig(every), {"actor": engine}, {"source": source, "books": books})
     try:
-        train(source, learner, None, books, STEPS, recover)
+        train(source, learner, books, STEPS, recover=recover)
         return {name: value.clone() for name, value in engine.model.state_dict().items()}
     finally:
         engine.destroy()

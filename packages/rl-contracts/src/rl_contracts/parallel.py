@@ -168,16 +168,23 @@ def _exchange(mine: bytes, group: ProcessGroup) -> list[bytes]:
     import torch
     import torch.distributed as dist
 
-    world = dist.get_world_size(group)
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = torch.tensor([len(mine)], dtype=torch.int64)
-    sizes = [torch.zeros_like(size) for _ in range(world)]
-    dist.all_gather(sizes, size, group=group)
-    longest = int(torch.stack(sizes).max())
+    found = [torch.zeros_like(size) for _ in range(world)]
+    dist.all_gather(found, size, group=group)
+    sizes = [int(n) for n in found]
+    longest = max(sizes)
     if longest == 0:
         return [b""] * world
-    buffer = torch.zeros(longest, dtype=torch.uint8)
-    if mine:
-        buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    buffers = [torch.zeros_like(buffer) for _ in range(world)]
-    dist.all_gather(buffers, buffer, group=group)
-    return [b[: int(n)].numpy().tobytes() for b, n in zip(buffers, sizes, strict=True)]
+    spread = 2 * sum(sizes) > longest * world
+    # where a few ranks have nearly all, the others' parts would be padded to that length on every rank
+    parts = [torch.zeros(longest if spread else n, dtype=torch.uint8) for n in sizes]
+    own = parts[rank].clone()
+    own[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else own[:0]
+    if spread:
+        dist.all_gather(parts, own, group=group)
+    else:
+        parts[rank] = own
+        for source in (source for source, n in enumerate(sizes) if n):
+            dist.broadcast(parts[source], group=group, group_src=source)
+    return [part[:n].numpy().tobytes() for part, n in zip(parts, sizes, strict=True)]

@@ -32,7 +32,6 @@ _HOMES = {
     "ReplaySource": "replay",
     "RolloutWriter": "rollouts",
     "WeightPublisher": "publish",
-    "Weights": "loop",
     "replay_batch": "replay",
     "reward_model_loss": "preference",
     "train": "loop",

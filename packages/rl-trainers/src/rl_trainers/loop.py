@@ -1,13 +1,11 @@
 """The training loop: one page for synchronous and asynchronous reinforcement learning, and for supervised learning.
 
 What differs lies in the parts: a rollout runtime with `max_staleness=0` makes it synchronous; a data set as the source
-and no
-publisher makes it supervised.
+and no publisher makes it supervised.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rl_contracts.errors import EngineError
@@ -50,32 +48,30 @@ class Learner(Protocol):
         ...
 
 
-@dataclass
-class Weights:
-    """How new weights reach the servers, and how it is checked that they did."""
-
-    publisher: WeightPublisher
-    gap: GapGate
-
-
 def train(
     source: BatchSource,
     learner: Learner,
-    weights: Weights | None,
     books: Books,
     total_steps: int,
+    *,
+    publisher: WeightPublisher | None = None,
+    gap: GapGate | None = None,
     recover: RecoverPoints | None = None,
 ) -> None:
     """Run the steps that are left until `total_steps`, or to the end of the data (collective).
+
+    Args:
+        publisher: how new weights reach the servers; None: there are none.
+        gap: the check that they compute what the trainer computes; only with a publisher.
 
     Raises:
         RLError: whatever stops the run, with its cause; also where none of its steps was applied.
     """
     if recover is not None:
         recover.resume()
-    if weights is not None:
+    if publisher is not None:
         # from here on the servers hold what the trainer holds, verified, before the first answer counts
-        weights.publisher.publish(learner.version)
+        publisher.publish(learner.version)
     books.begin(learner.version)
     for step in range(books.step + 1, total_steps + 1):
         with books.time("rollout_wait"):
@@ -86,13 +82,14 @@ def train(
         before = learner.version
         with books.time("train"):
             stats = learner.prepare(batch)  # proximal log-probs, advantages
-            if weights is not None:
-                stats |= weights.gap.before_update(batch)  # what the servers recorded, and what the trainer says
+            if gap is not None:
+                stats |= gap.before_update(batch)  # what the servers recorded, and what the trainer says
             stats |= learner.update(batch)  # minibatches of packed micro-batches
         with books.time("publish"):
-            if weights is not None and learner.version > before:
-                stats |= weights.publisher.publish(learner.version)  # returns at the commit; servers run on
-                stats |= weights.gap.after_commit(weights.publisher.receipt)
+            if publisher is not None and learner.version > before:
+                stats |= publisher.publish(learner.version)  # returns at the commit; servers run on
+                if gap is not None:
+                    stats |= gap.after_commit(publisher.receipt)
         books.count()
         source.end_step(learner.version)
         books.close(step, batch, stats, before, learner.version)

@@ -135,7 +135,7 @@ def test_train_run_that_applied_nothing_fails_after_its_last_step(engine, tmp_pa
     actor = PolicyActor(engine, AlgorithmConfig(loss=LossConfig(f"{__name__}:nan_loss")))
     books = Books(engine, tmp_path / "run", CheckpointConfig())
     with pytest.raises(EngineError, match="none of 2 steps was applied"):
-        train(_Batches(engine, 2), actor, None, books, total_steps=2)
+        train(_Batches(engine, 2), actor, books, total_steps=2)
     assert [r["applied"] for r in _records(tmp_path / "run")] == [0.0, 0.0]
 
 

@@ -18,6 +18,7 @@ from rl_trainers.evaluation import EvaluationConfig
 from rl_trainers.gap.gate import GapConfig
 from rl_trainers.publish import PublishConfig
 from rl_trainers.recover import RecoverConfig
+from rl_trainers.rollouts import RolloutsConfig
 from rl_workflows import RolloutConfig
 
 
@@ -101,6 +102,8 @@ class RunConfig:
     """How processes are started and stopped; `launcher=NAME` is short for `launcher.kind=NAME`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is kept."""
+    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
+    """What is kept of the answers."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     """When the run saves what it needs to go on after it was stopped: the same command with the same `run_dir`."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -32,7 +32,6 @@ def train(run: Run[GRPOConfig]) -> None:
     from rl_datasets import PromptLoader
     from rl_trainers import Books, RecoverPoints
     from rl_trainers import train as run_loop
-    from rl_trainers.recover import resumed_step
 
     config, run_dir = run.config, run.directory
     with parts.Closing() as stack:
@@ -47,10 +46,9 @@ def train(run: Run[GRPOConfig]) -> None:
             prompts=prompts,
             minibatches=config.actor.minibatches,
             gap=config.gap,
-            first_step=resumed_step(run_dir, config.recover) + 1,
         )
         actor = policy.make_actor(stack, run, engine)
-        evaluations = [parts.answer_evaluation(run, engine, rollout)] if config.evaluation.rows else []
+        evaluations = [parts.answer_evaluation(stack, run, engine, rollout)] if config.evaluation.rows else []
         books = Books(
             engine,
             run_dir,

@@ -45,7 +45,7 @@ def train(run: Run[SFTConfig]) -> None:
         publisher = gap = None
         if run.servers:
             rollout, publisher, gap = parts.make_answering(stack, run, engine)
-            evaluations.append(parts.answer_evaluation(run, engine, rollout))
+            evaluations.append(parts.answer_evaluation(stack, run, engine, rollout))
         books = Books(
             engine,
             run.directory,

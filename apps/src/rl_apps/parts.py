@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -170,7 +169,6 @@ def make_answering(
     prompts: Iterable[dict[str, Any]] = (),
     minibatches: int = 1,
     gap: GapConfig | None = None,
-    first_step: int = 1,
 ) -> tuple[RolloutRuntime, WeightPublisher, GapGate]:
     """The client of the servers, the rollout runtime on top of it, and the way of new weights to the servers."""
     from rl_contracts.aio import LoopThread
@@ -192,8 +190,7 @@ def make_answering(
     workflow = registry.load("rl.workflows", settings.workflow)(
         tokenizer, settings.generation, reward, config.data.max_length
     )
-    writer = RolloutWriter(run_dir / "rollouts", engine.parallel.rank)
-    names = (f"step_{step}" for step in itertools.count(first_step))
+    writer = stack.add(RolloutWriter(run_dir / "rollouts", engine.parallel.rank, config.rollouts))
     rollout = DistRollout(
         client,
         workflow,
@@ -202,7 +199,7 @@ def make_answering(
         config=runtime_config(config, settings),
         parallel=engine.parallel,
         minibatches=minibatches,
-        on_batch=lambda rows: writer.write(next(names), rows) and None,
+        on_answers=writer.training,
         loop=loop,
         version=engine.version,
         on_stuck_trainer=lambda error: os._exit(
@@ -225,11 +222,11 @@ def runtime_config(config: RunConfig, settings: RolloutSettings) -> RolloutConfi
     return RolloutConfig(**{**values, "seed": config.seed + settings.seed})
 
 
-def answer_evaluation(run: Run[Any], engine: TrainEngine, rollout: RolloutRuntime) -> AnswerEvaluation:
+def answer_evaluation(stack: Closing, run: Run[Any], engine: TrainEngine, rollout: RolloutRuntime) -> AnswerEvaluation:
     """The evaluation of answers on held-out rows."""
     from rl_trainers import AnswerEvaluation, RolloutWriter
 
     config = run.config
     rows = head(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
-    writer = RolloutWriter(run.directory / "rollouts", engine.parallel.rank)
+    writer = stack.add(RolloutWriter(run.directory / "rollouts", engine.parallel.rank, config.rollouts))
     return AnswerEvaluation(rollout, rows, config.evaluation, engine.parallel, writer)

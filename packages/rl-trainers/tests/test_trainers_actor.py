@@ -299,7 +299,7 @@ def test_summary_staleness_shares_count_trained_tokens():
     batch = _batch()
     generated = batch["versions"] >= 0
     batch["versions"] = torch.where(generated, torch.arange(len(batch))[:, None] % 3 * 3, -1).int()
-    figures = summarise(batch, 6, ParallelContext())
+    figures = summarise(batch, 6).results()
     age = 6 - batch["versions"][batch["loss_mask"]]
     for name, chosen in (("0", age == 0), ("3", age == 3), ("4_and_more", age == 6)):
         assert figures[f"staleness/share_{name}"] == pytest.approx(float(chosen.float().mean()))

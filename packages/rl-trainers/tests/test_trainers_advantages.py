@@ -93,8 +93,10 @@ def test_second_moment_mask_is_the_same_whatever_replica_has_which_row(threshold
 
 
 def test_summary_is_the_same_on_every_replica():
-    alone = summarise(_batch(), 2, ParallelContext())
-    found = on_replicas(2, lambda replica: summarise(_padded(_batch(), SPLIT[replica.rank]), 2, replica))
+    alone = summarise(_batch(), 2).results()
+    found = on_replicas(
+        2, lambda replica: summarise(_padded(_batch(), SPLIT[replica.rank]), 2).over_replicas(replica).results()
+    )
     assert found[0] == found[1] == pytest.approx(alone)
     assert alone["staleness/share_2"] == 1.0
 

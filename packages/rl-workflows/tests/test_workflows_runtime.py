@@ -109,16 +109,53 @@ def test_next_batch_deterministic_when_on_policy_whatever_the_speed(engine):
             assert torch.equal(fast[key], slow[key]), key
 
 
-def test_on_batch_gets_the_trajectories_of_every_batch(engine):
+def test_on_answers_gets_every_batch_with_its_step_and_what_is_not_trained_on_with_the_reason(engine):
+    class Picky(Echo):
+        async def arun_episode(self, engine, data):
+            if data["prompt_id"] == 5:
+                raise ValueError("planted")
+            return await super().arun_episode(engine, data)
+
     seen = []
     rollout = DistRollout(
-        engine, Echo(), _rows(8), batch_size=4, config=RolloutConfig(group_size=2), on_batch=seen.append
+        engine,
+        Picky(),
+        _rows(12),
+        batch_size=4,
+        config=RolloutConfig(group_size=2, failure_budget=1.0),
+        should_accept=lambda rows: rows[0].prompt_id != 2,
+        on_answers=lambda step, rows, reason: seen.append((step, [row.prompt_id for row in rows], reason)),
     )
     try:
         prompts = _to_the_end(rollout)
+        figures = rollout.stats().results()
     finally:
         rollout.destroy()
-    assert [sorted({row.prompt_id for row in rows}) for rows in seen] == prompts
+    trained = [(step, sorted(set(rows))) for step, rows, reason in seen if reason is None]
+    assert trained == list(enumerate(prompts, start=1))
+    assert [(step, rows) for step, rows, reason in seen if reason is not None] == [(1, [2, 2])]
+    assert len(prompts) == 3
+    assert sum(map(len, prompts)) == 10
+    assert 0 < figures["finished/length_mean"] <= 8
+    assert 0 <= figures["finished/truncated_share"] <= 1
+
+
+def test_figures_of_finished_groups_also_speak_of_those_that_are_not_trained_on(engine):
+    class Graded(Echo):
+        async def arun_episode(self, engine, data):
+            rows = await super().arun_episode(engine, data)
+            rows[0].reward = float(data["prompt_id"] % 2 == 0 or engine._context.sample)
+            return rows
+
+    rollout = DistRollout(
+        engine, Graded(), _rows(8), batch_size=4, config=RolloutConfig(group_size=2, dynamic_sampling=True)
+    )
+    try:
+        batch = rollout.next_batch()
+        assert batch["rewards"].mean() == 0.5, "of the groups with different rewards alone"
+        assert rollout.stats().results()["finished/reward_mean"] == 0.75
+    finally:
+        rollout.destroy()
 
 
 def test_evaluate_answers_in_order_and_leaves_training_counters_alone(engine):

@@ -134,11 +134,12 @@ class Books:
         self, step: int, batch: TensorDict, stats: dict[str, float | None], version_before: int, version: int
     ) -> None:
         """After a step: its record, and what is due with it."""
-        from rl_trainers.summary import summarise
+        from rl_trainers.summary import reward_std, summarise
 
         self.step = step
-        record: dict[str, float | None] = {"step": step, "version": version}
-        record |= summarise(batch, version_before, self.engine.parallel)
+        of_batch = summarise(batch, version_before).over_replicas(self.engine.parallel).results()
+        record: dict[str, float | None] = {"step": step, "version": version, **of_batch}
+        record["reward/std"] = reward_std(record["reward/mean"], record.pop("reward/square"), record["rows"])
         record |= {self.renamed.get(name, name): value for name, value in stats.items()}
         if self.config.save_batches:
             self._save_batch(batch, version_before)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import GenerationConfig, require
+from rl_contracts.metrics import Figures
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -53,20 +54,18 @@ class AnswerEvaluation:
         self.rollout, self.rows, self.config, self.parallel, self.writer = rollout, rows, config, parallel, writer
 
     def __call__(self, step: int) -> dict[str, float | None]:
-        """`eval/accuracy`, `eval/reward` and `eval/length` (collective)."""
+        """`eval/accuracy`, `eval/reward` and `eval/length` (collective); None without an answer."""
         import torch
 
         answers = self.rollout.evaluate(self.rows, self.config.generation, self.config.n)
         if self.writer is not None:
             self.writer.write(f"eval_step_{step}", answers)
-        figures = torch.tensor(
-            [(1.0, float(a.reward >= 1), a.reward, float((a.versions >= 0).sum())) for a in answers] or [(0.0,) * 4],
-            dtype=torch.float64,
-        )
-        count, right, reward, length = self.parallel.sum_over_replicas(figures.sum(0)).tolist()
-        if not count:
-            return {"eval/accuracy": None, "eval/reward": None, "eval/length": None}
-        return {"eval/accuracy": right / count, "eval/reward": reward / count, "eval/length": length / count}
+        rewards = torch.tensor([answer.reward for answer in answers])
+        figures = Figures()
+        figures.add("eval/accuracy", rewards >= 1)
+        figures.add("eval/reward", rewards)
+        figures.add("eval/length", torch.tensor([int((answer.versions >= 0).sum()) for answer in answers]))
+        return figures.over_replicas(self.parallel).results()
 
 
 class LossEvaluation:

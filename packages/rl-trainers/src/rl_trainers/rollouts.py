@@ -1,40 +1,138 @@
-"""Every trajectory on disk, readable: what the model was asked, what it wrote, and what it was worth."""
+"""Every trajectory on disk, readable: what the model was asked, what it wrote, and what became of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rl_contracts.config import require
+from rl_contracts.errors import DataError
+from rl_contracts.logging import get_logger
 
 if TYPE_CHECKING:
     from rl_contracts.trajectory import Trajectory
 
+log = get_logger("trainers")
+
+WAITING_TOKENS = 50_000_000
+"""Tokens that may wait to be written, about 1 GB; where the disk is slower than that, what comes is left out."""
+
+CLOSE_SECONDS = 30.0
+"""Time that the writer has to finish at the end."""
+
+
+@dataclass
+class RolloutsConfig:
+    """What is kept of the answers, under `rollouts/`."""
+
+    every: int = 1
+    """Steps between those whose answers are written; 0: of no training step. Evaluations are always written."""
+    tokens: bool = True
+    """With the id, log-prob and version of each generated token, which are most of the bytes."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "rollouts.every", "0 (never) or more steps", self.every)
+
 
 class RolloutWriter:
-    """Writes JSON lines into a directory, one file per step and rank."""
+    """Writes JSON lines into a directory, one file per step and rank, in a thread of its own.
 
-    def __init__(self, directory: str | Path, rank: int = 0) -> None:
-        self.directory = Path(directory)
+    Args:
+        directory: made if it does not exist.
+        rank: part of the file names.
+        config: what is written.
+    """
+
+    def __init__(self, directory: str | Path, rank: int = 0, config: RolloutsConfig | None = None) -> None:
+        self.directory, self.rank, self.config = Path(directory), rank, config or RolloutsConfig()
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.rank = rank
+        self.left_out = 0
+        """Trajectories that were not written because the disk was too slow."""
+        self._waiting: deque[tuple[Path, Sequence[Trajectory], str | None]] = deque()
+        self._waiting_tokens = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._error: BaseException | None = None
 
-    def write(self, name: str, trajectories: Iterable[Trajectory]) -> Path:
-        """Append trajectories to `<name>-<rank>.jsonl`, one object each, and return its path."""
-        path = self.directory / f"{name}-{self.rank}.jsonl"
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(as_json(row), ensure_ascii=False) + "\n" for row in trajectories)
-        return path
+    def training(self, step: int, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
+        """As `write`, of a training step, if it is one of `config.every`."""
+        if self.config.every and step % self.config.every == 0:
+            self.write(f"step_{step}", trajectories, rejected)
+
+    def write(self, name: str, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
+        """Append trajectories to `<name>-<rank>.jsonl`, one object each, soon. Returns at once, on any thread.
+
+        Args:
+            name: first part of the file's name.
+            trajectories: not changed from now on.
+            rejected: why they are not trained on.
+
+        Raises:
+            DataError: something could not be written before.
+        """
+        if self._error is not None:
+            raise DataError(
+                f"rollouts cannot be written to {self.directory}: {self._error!r}. Make room, or set rollouts.every=0."
+            ) from self._error
+        tokens = sum(map(len, trajectories))
+        with self._changed:
+            if self._waiting_tokens and self._waiting_tokens + tokens > WAITING_TOKENS:
+                self.left_out += len(trajectories)
+                log.warning("rollouts: the disk is too slow; %d answers are not written so far", self.left_out)
+                return
+            self._waiting.append((self.directory / f"{name}-{self.rank}.jsonl", trajectories, rejected))
+            self._waiting_tokens += tokens
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="rollout-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def destroy(self) -> None:
+        """Write what waits, and end. Safe to call twice."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                log.warning("rollouts: not all answers are written after %g s; the rest is lost", CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                path, trajectories, rejected = self._waiting[0]
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    for row in trajectories:
+                        file.write(json.dumps(as_json(row, rejected, self.config.tokens), ensure_ascii=False) + "\n")
+            except Exception as error:  # noqa: BLE001 - the next call of write raises it
+                self._error = error
+                return
+            with self._changed:
+                self._waiting.popleft()
+                self._waiting_tokens -= sum(map(len, trajectories))
 
 
-def as_json(row: Trajectory) -> dict[str, Any]:
-    """A trajectory as a JSON object: its `info`, its ids and outcome, and per generated token id, log-prob and
-    version."""
+def as_json(row: Trajectory, rejected: str | None = None, tokens: bool = True) -> dict[str, Any]:
+    """A trajectory as a JSON object: its `info`, its ids and outcome, why it was rejected (null: it was not), and, with
+    `tokens`, per generated token its id, log-prob and version."""
+    import numpy as np
+
     generated = row.versions >= 0
     versions = row.versions[generated]
-    return {
+    found = {
         **row.info,
         "reward": row.reward,
+        "rejected": rejected,
         "truncated": row.truncated,
         "prompt_id": row.prompt_id,
         "group_id": row.group_id,
@@ -42,7 +140,9 @@ def as_json(row: Trajectory) -> dict[str, Any]:
         "temperature": row.temperature,
         "version_first": int(versions.min()) if len(versions) else None,
         "version_last": int(versions.max()) if len(versions) else None,
-        "token_ids": row.input_ids[generated].tolist(),
-        "logprobs": [round(x, 5) for x in row.logprobs[generated].tolist()],
-        "versions": versions.tolist(),
     }
+    if tokens:
+        found["token_ids"] = row.input_ids[generated].tolist()
+        found["logprobs"] = np.round(row.logprobs[generated].astype(np.float64), 5).tolist()
+        found["versions"] = versions.tolist()
+    return found

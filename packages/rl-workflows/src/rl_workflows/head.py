@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from rl_workflows.watch import STATS_TIMEOUT, Watch, within
 if TYPE_CHECKING:
     from rl_contracts.clock import Clock
     from rl_contracts.inference import InferenceEngine
+    from rl_contracts.trajectory import Trajectory
     from rl_contracts.workflow import RolloutWorkflow
     from rl_workflows.config import RolloutConfig
 
@@ -28,6 +29,11 @@ log = get_logger("workflows")
 
 ADMISSIONS_PER_TURN = 64
 """Groups that start in one turn of the loop, so that answers are taken in between."""
+
+
+OnAnswers = Callable[[int, Sequence["Trajectory"], str | None], None]
+"""`(step, trajectories, why they are not trained on)`. Of the batch that leaves for a step the reason is None; of a
+group that is rejected or fails, the step is that of the next batch. Called on the event loop, so it must be quick."""
 
 
 class RolloutHead:
@@ -41,6 +47,7 @@ class RolloutHead:
         config: settings of the runtime.
         clock: all time.
         should_accept: filter of complete groups.
+        on_answers: told of each batch, and of groups that are not trained on; see `OnAnswers`.
         on_stuck_trainer: told, beside whoever waits next, when the trainer does not come back.
     """
 
@@ -53,6 +60,7 @@ class RolloutHead:
         config: RolloutConfig,
         clock: Clock,
         should_accept: ShouldAccept | None = None,
+        on_answers: OnAnswers | None = None,
         on_stuck_trainer: Callable[[StalledError], None] | None = None,
     ) -> None:
         self.engine, self.manager, self.clock, self.config = engine, manager, clock, config
@@ -73,7 +81,7 @@ class RolloutHead:
         for ending in ("accepted", "rejected", "failed"):
             self._count(ending, 0)
         self._count_age(0, groups=0)
-        self._should_accept, self._on_stuck_trainer = should_accept, on_stuck_trainer
+        self._should_accept, self._on_answers, self._on_stuck_trainer = should_accept, on_answers, on_stuck_trainer
         self._started = self._paused = self._pump_is_due = False
         self._error: RLError | None = None
         self._changed = asyncio.Event()
@@ -131,7 +139,9 @@ class RolloutHead:
         tickets = self.manager.take_batch(self.closed)
         for ticket in tickets:
             self._count_age(self.manager.version - ticket.start)
-        return [self.accepted.pop(ticket.group_id) for ticket in tickets]
+        groups = [self.accepted.pop(ticket.group_id) for ticket in tickets]
+        self._report(self.manager.steps, [row for group in groups for row in group.trajectories])
+        return groups
 
     async def end_step(self, version: int) -> None:
         """Free the places of the batch and admit more."""
@@ -253,20 +263,24 @@ class RolloutHead:
         """
         self.episodes.touch()
         self.figures.merge(group.figures)
+        self._describe(group.trajectories)
         for failure in group.failures:
             self.figures.add(f"episodes/failed/{boundary_of(failure)}", 1, kind="sum")
             self.budget.episode_failed(failure)
         group.failures.clear()  # which hold the frames of their episodes
         if group.error is not None:
+            boundary = boundary_of(group.error)
             self.manager.fail(group.ticket)
             self._count("failed")
-            self._count(f"failed/{boundary_of(group.error)}")
-            log.warning("group %d failed (%s): %s", group.ticket.group_id, boundary_of(group.error), group.error)
+            self._count(f"failed/{boundary}")
+            log.warning("group %d failed (%s): %s", group.ticket.group_id, boundary, group.error)
+            self._report(self.manager.steps + 1, group.trajectories, f"failed ({boundary}): {group.error}")
             self.budget.failed(group.error)
         elif group.rejected is not None:
             self.manager.reject(group.ticket)
             self._count("rejected")
             self._count(f"rejected/{group.rejected}")
+            self._report(self.manager.steps + 1, group.trajectories, group.rejected)
             self.budget.rejected()
         else:
             self.manager.accept(group.ticket)
@@ -277,8 +291,23 @@ class RolloutHead:
             self._changed.set()
         self._pump_soon()
 
+    def _report(self, step: int, trajectories: Sequence[Trajectory], reason: str | None = None) -> None:
+        if self._on_answers is not None and trajectories:
+            self._on_answers(step, trajectories, reason)
+
     def _count(self, ending: str, groups: int = 1) -> None:
         self.figures.add(f"groups/{ending}", groups, kind="sum")
+
+    def _describe(self, answers: Sequence[Trajectory]) -> None:
+        """Figures of every finished group's answers, whether they are trained on or not."""
+        import numpy as np
+
+        weight = len(answers)
+        if weight:
+            length = sum(np.count_nonzero(answer.versions >= 0) for answer in answers)
+            self.figures.add("finished/reward_mean", sum(answer.reward for answer in answers) / weight, weight)
+            self.figures.add("finished/length_mean", length / weight, weight)
+            self.figures.add("finished/truncated_share", sum(a.truncated for a in answers) / weight, weight)
 
     def _count_age(self, versions: int, groups: int = 1) -> None:
         self.figures.add("groups/staleness_mean", versions, groups)

@@ -22,7 +22,7 @@ from rl_contracts.parallel import ParallelContext
 from rl_contracts.rollout import RolloutRuntime
 from rl_workflows.config import RolloutConfig, groups_per_replica
 from rl_workflows.groups import FinishedGroup, ShouldAccept, dynamic_sampling
-from rl_workflows.head import RolloutHead
+from rl_workflows.head import OnAnswers, RolloutHead
 from rl_workflows.staleness import StalenessManager
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class DistRollout(RolloutRuntime):
         parallel: this rank among the trainer's.
         minibatches: optimizer steps per batch; the batch's entry `minibatch` says which row belongs to which.
         should_accept: filter of complete groups, besides `config.dynamic_sampling`.
-        on_batch: called with the trajectories of this head's groups in each batch, for example to write them to disk.
+        on_answers: told of this head's answers, for example to write them to disk; see `rl_workflows.head.OnAnswers`.
         clock: all time; the real one unless a simulated one is given.
         loop: the thread in which the engine's coroutines run, where others use the engine too. None: one of its own;
             `destroy` then closes the engine as well.
@@ -83,7 +83,7 @@ class DistRollout(RolloutRuntime):
         parallel: ParallelContext | None = None,
         minibatches: int = 1,
         should_accept: ShouldAccept | None = None,
-        on_batch: Callable[[list[Trajectory]], None] | None = None,
+        on_answers: OnAnswers | None = None,
         clock: Clock | None = None,
         loop: LoopThread | None = None,
         version: int = 0,
@@ -93,7 +93,7 @@ class DistRollout(RolloutRuntime):
         self.parallel = parallel or ParallelContext()
         rows = batch_size * self.config.needed
         require(1 <= minibatches <= rows, "actor.minibatches", f"1 to {rows}, the rows of a batch", minibatches)
-        self.batch_size, self.minibatches, self.on_batch = batch_size, minibatches, on_batch
+        self.batch_size, self.minibatches = batch_size, minibatches
         replicas = self.parallel.dp_size
         concurrent = self.config.max_concurrent
         manager = StalenessManager(
@@ -114,6 +114,7 @@ class DistRollout(RolloutRuntime):
             self.config,
             clock or SystemClock(),
             _all_of(should_accept, dynamic_sampling if self.config.dynamic_sampling else None),
+            on_answers,
             on_stuck_trainer,
         )
         self._wait_seconds = 0.0
@@ -133,7 +134,6 @@ class DistRollout(RolloutRuntime):
                 groups = self._call(self.head.take()) if self.parallel.is_dp_head else []
                 batch = assemble(groups, self.head.manager.version)
                 self._refuse_unexchangeable(batch)
-                self._report(groups)
             # only the last batch of a finite data set is smaller
             minibatches = self.minibatches if total == self.batch_size else min(self.minibatches, total)
             return redistribute(batch, self.parallel, minibatches)
@@ -190,8 +190,9 @@ class DistRollout(RolloutRuntime):
         """This head's counters since the last call: `groups/accepted`, `groups/rejected` (and per reason),
         `groups/failed` (and per boundary), `episodes/failed/<boundary>`, `groups/outstanding` (now),
         `groups/staleness_mean` and `groups/staleness_max` (versions from a group's start to its batch),
-        `groups/wait_seconds`, `tokens/generated`; what episodes recorded; and, from the first head, the servers' own as
-        `server/<name>`.
+        `groups/wait_seconds`, `tokens/generated`; of all answers in finished groups, trained on or not,
+        `finished/reward_mean`, `finished/length_mean` and `finished/truncated_share`; what episodes recorded; and, from
+        the first head, the servers' own as `server/<name>`.
         """
         if not self.parallel.is_dp_head:
             return Figures()
@@ -230,10 +231,6 @@ class DistRollout(RolloutRuntime):
     def _refuse_unexchangeable(self, batch: TensorDict) -> None:
         if self.parallel.world_size > 1 and "multi_modal" in batch:
             raise DataError("rows with multi_modal entries cannot be exchanged between ranks; use one trainer process.")
-
-    def _report(self, groups: list[FinishedGroup]) -> None:
-        if self.on_batch is not None and groups:
-            self.on_batch([row for group in groups for row in group.trajectories])
 
     def _call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._wait(coroutine, CALL_SECONDS)

@@ -85,7 +85,8 @@ class StalenessManager:
         )
         self.batch_size, self.max_staleness = batch_size, max_staleness
         self.max_concurrent = max_concurrent
-        self.version = version
+        self.version, self.steps = version, 0
+        """Committed version, and batches that have left."""
         self._next_id, self._id_stride = first_id, id_stride
         self._running: dict[int, Ticket] = {}
         self._running_by_start: Counter[int] = Counter()
@@ -194,6 +195,7 @@ class StalenessManager:
                 f"{self.version}, more than max_staleness={self.max_staleness} later. This is a bug in admission."
             )
         self._in_step, self._step_is_open = len(taken), True
+        self.steps += 1
         return taken
 
     def end_step(self, version: int) -> None:
@@ -229,6 +231,7 @@ class StalenessManager:
             raise RLError("state_dict: a batch is being trained on; save between end_step and next_batch.")
         return {
             "version": self.version,
+            "steps": self.steps,
             "next_id": self._next_id,
             "accepted": [list(t) for t in sorted(self._accepted)],
         }
@@ -244,7 +247,7 @@ class StalenessManager:
         """
         if self.outstanding or self._step_is_open:
             raise RLError("load_state_dict: groups were admitted already; load before the first next_batch.")
-        self.version = int(state["version"])
+        self.version, self.steps = int(state["version"]), int(state["steps"])
         self._next_id = int(state["next_id"])
         refused: list[Ticket] = []
         for ticket in sorted(Ticket(int(start), int(group_id)) for start, group_id in state["accepted"]):

@@ -1,0 +1,128 @@
+"""The writer of answers: what it writes, where, and what happens when the disk does not keep up."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.metrics import Figures
+from rl_contracts.parallel import ParallelContext
+from rl_contracts.trajectory import Trajectory
+from rl_trainers import AnswerEvaluation, EvaluationConfig, RolloutWriter
+from rl_trainers import rollouts as module
+from rl_trainers.rollouts import RolloutsConfig
+from rl_trainers.summary import reward_std
+
+
+def _answer(tokens=4, **values):
+    versions = np.arange(tokens, dtype=np.int32) - 1
+    logprobs = np.linspace(-1, 0, tokens, dtype=np.float32)
+    return Trajectory(np.arange(tokens), versions >= 0, logprobs, versions, info={"completion": "é"}, **values)
+
+
+def _lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_training_steps_that_are_due_are_written_with_what_became_of_each_answer(tmp_path):
+    writer = RolloutWriter(tmp_path, rank=3, config=RolloutsConfig(every=2))
+    for step in (1, 2, 3, 4):
+        writer.training(step, [_answer(reward=0.5, prompt_id=step)])
+        writer.training(step, [_answer(reward=1.0)], "filter")
+    writer.write("eval_step_3", [_answer()])
+    writer.destroy()
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "eval_step_3-3.jsonl",
+        "step_2-3.jsonl",
+        "step_4-3.jsonl",
+    ]
+    trained, rejected = _lines(tmp_path / "step_2-3.jsonl")
+    assert (trained["rejected"], rejected["rejected"]) == (None, "filter")
+    assert (trained["completion"], trained["reward"], trained["prompt_id"]) == ("é", 0.5, 2)
+    assert (trained["version_first"], trained["version_last"]) == (0, 2)
+    assert trained["token_ids"] == [1, 2, 3]
+    assert trained["logprobs"] == [-0.66667, -0.33333, 0.0]
+    assert trained["versions"] == [0, 1, 2]
+
+
+def test_tokens_switched_off_leave_the_text_and_the_outcome(tmp_path):
+    writer = RolloutWriter(tmp_path, config=RolloutsConfig(tokens=False))
+    writer.training(1, [_answer(reward=1.0)])
+    writer.destroy()
+    writer.destroy()
+
+    [line] = _lines(tmp_path / "step_1-0.jsonl")
+    assert not {"token_ids", "logprobs", "versions"} & line.keys()
+    assert (line["completion"], line["reward"], line["version_last"]) == ("é", 1.0, 2)
+
+
+def test_writing_happens_beside_the_caller_and_never_waits_for_the_disk(tmp_path, monkeypatch, caplog):
+    released, started, writers = threading.Event(), threading.Event(), []
+    as_json = module.as_json
+
+    def slow(*given):
+        writers.append(threading.current_thread().name)
+        started.set()
+        assert released.wait(60)
+        return as_json(*given)
+
+    monkeypatch.setattr(module, "as_json", slow)
+    monkeypatch.setattr(module, "WAITING_TOKENS", 12)
+    writer = RolloutWriter(tmp_path)
+    writer.training(1, [_answer(tokens=40)])  # one more than may wait is written where nothing else waits
+    assert started.wait(60)
+    for step in (2, 3):
+        writer.training(step, [_answer(), _answer()])
+    assert writer.left_out == 4
+    assert "the disk is too slow; 4 answers are not written" in caplog.text
+    released.set()
+    writer.destroy()
+    assert set(writers) == {"rollout-writer"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1-0.jsonl"]
+
+
+def test_answers_that_cannot_be_written_end_the_run_with_the_reason(tmp_path):
+    writer = RolloutWriter(tmp_path / "rollouts")
+    (tmp_path / "rollouts" / "step_1-0.jsonl").mkdir()
+    writer.training(1, [_answer()])
+    writer._thread.join(60)
+    with pytest.raises(DataError, match=r"cannot be written to .*rollouts: IsADirectoryError.*rollouts\.every=0"):
+        writer.training(2, [_answer()])
+    writer.destroy()
+
+
+def test_every_that_is_no_number_of_steps_is_refused():
+    with pytest.raises(ConfigError, match=r"rollouts.every"):
+        RolloutsConfig(every=-1)
+
+
+def test_answer_evaluation_gives_shares_and_means_and_none_without_answers(tmp_path):
+    class Rollout:
+        def evaluate(self, rows, generation, n):
+            return [_answer(reward=row["reward"]) for row in rows]
+
+    def figures(rewards):
+        rows = [{"reward": reward} for reward in rewards]
+        return AnswerEvaluation(Rollout(), rows, EvaluationConfig(), ParallelContext())(7)
+
+    assert figures([1.0, 0.0, 0.5, 2.0]) == {"eval/accuracy": 0.5, "eval/reward": 0.875, "eval/length": 3.0}
+    assert figures([]) == {"eval/accuracy": None, "eval/reward": None, "eval/length": None}
+    assert GenerationConfig(temperature=0.0) == EvaluationConfig().generation
+
+
+def test_reward_std_is_the_sample_deviation_whatever_the_split():
+    rewards = np.random.default_rng(0).normal(2.0, 3.0, 100)
+    parts = [Figures() for _ in range(3)]
+    for number, reward in enumerate(rewards):
+        parts[number % 3].add("mean", reward)
+        parts[number % 3].add("square", reward**2)
+        parts[number % 3].add("rows", 1, kind="sum")
+    for part in parts[1:]:
+        parts[0].merge(part)
+    found = parts[0].results()
+    assert reward_std(found["mean"], found["square"], found["rows"]) == pytest.approx(rewards.std(ddof=1))
+    assert reward_std(1.0, 1.0, 1.0) is None

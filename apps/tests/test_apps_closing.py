@@ -11,4 +11,4 @@ def test_after_sft_accuracy_of_zero_at_first_is_told_without_a_percentage(tmp_pa
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     lines = after_sft(SFTConfig(), tmp_path)
     assert "Held-out loss: 4.0000 at first, 3.0000 at last (-25%)." in lines
-    assert "Accuracy: 0.0000 at first, 0.5000 at last." in lines
+    assert "Held-out accuracy: 0.0000 at first, 0.5000 at last." in lines

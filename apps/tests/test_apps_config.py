@@ -4,11 +4,13 @@ import json
 
 import pytest
 
-from rl_apps import gsm8k_grpo, gsm8k_sft, parts
+from rl_apps import gsm8k_grpo, gsm8k_sft
+from rl_apps.app import Run
+from rl_apps.checks import check_batch, check_model
 from rl_apps.driver import main
 from rl_apps.help import describe
-from rl_apps.layout import check_batch, run_directory
-from rl_apps.model import check_model
+from rl_apps.layout import layout_of, run_directory
+from rl_apps.parts import Parts
 from rl_contracts.errors import ConfigError, ModelError
 
 
@@ -56,6 +58,7 @@ def test_compose_dotted_override_reaches_its_component():
         ("publish.timeout=100", "publish.timeout: expected more than rollout.client.rejoin_timeout"),
         ("algorithm.proximal=current actor.minibatches=2", "moves within the step"),
         ("publish.route=carrier-pigeon", "one of shm, disk"),
+        ("rollout.interrupt=abort", "rollout.interrupt: expected one of keep, recompute, wait"),
         ("publish.host=10.0.0.7", "publish.host: expected 127.0.0.1 where publish.route=shm"),
         ("launcher.kind=kubernetes", "Installed: local"),
         ("deterministic=true", "deterministic=true with rollout.max_staleness: expected 0 .*, found 1"),
@@ -66,10 +69,10 @@ def test_compose_setting_that_cannot_work_is_refused_with_what_to_do(override, m
         _grpo(*override.split(" "))
 
 
-def test_publish_ipc_between_devices_is_refused_with_both_fields():
-    config = _grpo("publish.route=ipc")
-    with pytest.raises(ConfigError, match=r"publish.route=ipc .*allocation=embedded:d1\+fsdp:d1"):
-        parts.check_publish(config.publish, config.allocation)
+def test_publish_ipc_between_devices_is_refused_with_both_fields(capsys):
+    code, _, err = _run(capsys, "publish.route=ipc")
+    assert code == 2
+    assert "publish.route with allocation=embedded:d1+fsdp:d1: expected shm on one host" in err
 
 
 def test_compose_biased_sampling_is_taken_where_it_is_allowed():
@@ -166,10 +169,12 @@ def test_check_batch_says_the_arithmetic():
     assert "16 prompts x 8 answers = 128 rows a step" in check_batch(16, 8, 2, 2)
 
 
-def test_client_waits_for_returning_servers_only_where_somebody_restarts_them():
+def test_client_waits_for_returning_servers_only_where_somebody_restarts_them(tmp_path):
     def rejoin_timeout(*overrides):
         config = _grpo(*overrides)
-        return parts.client_config(config, config.rollout).rejoin_timeout
+        run = Run(config, layout_of(config.allocation, "required"), tmp_path, "cpu", ("http://127.0.0.1:1",))
+        with Parts(run) as parts:
+            return parts.client().config.rejoin_timeout
 
     assert rejoin_timeout() == 180
     assert rejoin_timeout("rollout.client.rejoin_timeout=7") == 7

@@ -12,19 +12,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_apps import parts
 from rl_apps.app import Run
 from rl_apps.compose import compose
 from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
 from rl_apps.layout import Devices, devices_of, layout_of
+from rl_apps.parts import Parts, server_jobs
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 from rl_launchers.local import LocalScheduler
 
@@ -56,7 +56,7 @@ class SavedBatches:
 @contextmanager
 def server(run: Run[GRPOConfig], devices: Devices) -> Iterator[str]:
     """One idle server; its address."""
-    (spec,) = parts.server_jobs(run, devices)
+    (spec,) = server_jobs(run, devices)
     spec = replace(spec, env={**spec.env, RUN_KEY_VARIABLE: os.environ[RUN_KEY_VARIABLE]})
     with LocalScheduler(run.directory) as scheduler:
         scheduler.create_workers(spec)
@@ -98,19 +98,15 @@ def main(mode: str, recorded: Path, warmup: int) -> float:
     layout = layout_of(config.allocation, "required")
     devices = devices_of(layout, config.cluster, config.launcher)
     torch.set_num_threads(devices.cores_each)  # as the launcher has it
-    with tempfile.TemporaryDirectory() as temporary, parts.Closing() as stack:
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         run = Run(config, layout, Path(temporary), devices.kind)
         os.environ[RUN_KEY_VARIABLE] = "benchmark"
         run = replace(run, servers=(stack.enter_context(server(run, devices)),))
-        engine = stack.add(parts.make_engine(run))
+        parts = stack.enter_context(Parts(run))
+        engine, client = parts.engine(), parts.client()
         prompts = PromptLoader(load_rows(config.data, "train", "rl", config.seed), seed=config.seed)
-        rollout, publisher, gap = parts.make_answering(
-            stack,
-            run,
-            engine,
-            prompts=prompts,
-            gap=config.gap,
-        )
+        rollout = parts.runtime(client, parts.workflow(parts.reward()), engine, prompts)
+        publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
         if mode == "training":
             return train(config, engine, publisher, gap, recorded, run.directory, warmup)
         publisher.publish(0)

@@ -7,8 +7,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from rl_apps.config import GRPOConfig, RunConfig, SFTConfig
+from rl_apps.config import GRPOConfig, RunConfig
 from rl_apps.data import GENERATED, head, load_rows
+
+FIGURES = {"loss/train": "Training loss", "loss/eval": "Held-out loss", "eval/accuracy": "Held-out accuracy"}
+"""What is told of a run: name in metrics.jsonl, and in words."""
 
 
 def after_grpo(config: GRPOConfig, run_dir: Path) -> list[str]:
@@ -28,31 +31,31 @@ def after_grpo(config: GRPOConfig, run_dir: Path) -> list[str]:
         lines.append(f"Answers were up to {max(stale):.0f} version(s) old when they were learned from.")
     return [
         *lines,
-        *after_any(config, run_dir),
+        *files(run_dir),
         "Try next: uv run --package rl-apps gsm8k-grpo seed=2 rollout.max_staleness=0   (the same, on-policy)",
     ]
 
 
-def after_sft(config: SFTConfig, run_dir: Path) -> list[str]:
-    """Loss before and after, then files and the next command."""
-    records = read_metrics(run_dir)
-    lines = [""]
-    for name, label in (("loss/train", "Training loss"), ("loss/eval", "Held-out loss"), ("eval/accuracy", "Accuracy")):
+def after_sft(config: RunConfig, run_dir: Path) -> list[str]:
+    """What any run says, and the next command."""
+    data = f"data.name={config.data.name}" + (f" data.path={config.data.path}" if config.data.path else "")
+    model = f"model.path={last_checkpoint(run_dir)}"
+    return [*after_any(config, run_dir), f"Try next: uv run --package rl-apps gsm8k-grpo {data} {model}"]
+
+
+def after_any(config: RunConfig, run_dir: Path) -> list[str]:
+    """Losses and accuracy before and after, and where the files are."""
+    records, lines = read_metrics(run_dir), [""]
+    for name, label in FIGURES.items():
         values = [r[name] for r in records if r.get(name) is not None]
         if len(values) >= 2:
             change = f" ({values[-1] / values[0] - 1:+.0%})" if name.startswith("loss/") else ""
             lines.append(f"{label}: {values[0]:.4f} at first, {values[-1]:.4f} at last{change}.")
-    checkpoint = last_checkpoint(run_dir)
-    data = f"data.name={config.data.name}" + (f" data.path={config.data.path}" if config.data.path else "")
-    return [
-        *lines,
-        *after_any(config, run_dir),
-        f"Try next: uv run --package rl-apps gsm8k-grpo {data} model.path={checkpoint}",
-    ]
+    return [*lines, *files(run_dir)]
 
 
-def after_any(config: RunConfig, run_dir: Path) -> list[str]:
-    """Where the files are."""
+def files(run_dir: Path) -> list[str]:
+    """Where they are."""
     checkpoint = last_checkpoint(run_dir)
     return [
         "",

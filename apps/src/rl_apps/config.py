@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from rl_apps.data import DataConfig
 from rl_apps.layout import ClusterConfig
 from rl_apps.model import ModelConfig
-from rl_contracts.config import ClientConfig, GenerationConfig, MicroBatchConfig, OptimizerConfig, require
+from rl_contracts.config import (
+    ClientConfig,
+    GenerationConfig,
+    MicroBatchConfig,
+    OptimizerConfig,
+    require,
+    require_choice,
+)
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.inference import ServerConfig
@@ -54,7 +61,8 @@ class RolloutSettings(RolloutConfig):
     reward_timeout: float = 30.0
     """Seconds for one reward; then its process is killed and the episode is recorded as a reward error."""
     interrupt: str = "keep"
-    """What happens to unfinished answers at an update of the weights: `keep`, `recompute` or `wait`."""
+    """What happens to unfinished answers at an update of the weights: `keep` (go on with their KV cache), `recompute`
+    (go on, KV cache rebuilt) or `wait` (finish first)."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """How answers are sampled."""
     allow_biased_sampling: bool = False
@@ -66,6 +74,10 @@ class RolloutSettings(RolloutConfig):
     """The servers' own settings, of the type that the engine brings which `allocation` names."""
     client: ClientConfig = field(default_factory=lambda: ClientConfig(rejoin_timeout=180.0))
     """The client of the servers. `rejoin_timeout` counts only where the launcher restarts servers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("rollout.interrupt", self.interrupt, ("keep", "recompute", "wait"))
 
 
 @dataclass
@@ -178,21 +190,37 @@ class CriticConfig:
 
 
 @dataclass
-class GRPOConfig(RunConfig):
-    """Reinforcement learning from verifiable rewards."""
+class ServedConfig(RunConfig):
+    """A run that has inference servers, or may have some."""
 
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """How prompts become groups of answers."""
+    publish: PublishConfig = field(default_factory=PublishConfig)
+    """How new weights reach the servers."""
+    gap: GapConfig = field(default_factory=GapConfig)
+    """When servers and trainer are said to disagree."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.launcher.max_restarts == 0 or self.publish.timeout > self.rollout.client.rejoin_timeout,
+            "publish.timeout",
+            "more than rollout.client.rejoin_timeout, since a publication may wait for a server to come back "
+            f"({self.rollout.client.rejoin_timeout:g} s)",
+            self.publish.timeout,
+        )
+
+
+@dataclass
+class GRPOConfig(ServedConfig):
+    """Reinforcement learning from verifiable rewards."""
+
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """What is learned from a batch; `algorithm=<preset>` takes one whole."""
     ref: RefConfig = field(default_factory=RefConfig)
     """The reference policy."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The model of values."""
-    publish: PublishConfig = field(default_factory=PublishConfig)
-    """How new weights reach the servers."""
-    gap: GapConfig = field(default_factory=GapConfig)
-    """When servers and trainer are said to disagree."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,13 +234,6 @@ class GRPOConfig(RunConfig):
             self.rollout.max_staleness,
         )
         require_plain_sampling(self.rollout)
-        require(
-            self.launcher.max_restarts == 0 or self.publish.timeout > self.rollout.client.rejoin_timeout,
-            "publish.timeout",
-            "more than rollout.client.rejoin_timeout, since a publication may wait for a server to come back "
-            f"({self.rollout.client.rejoin_timeout:g} s)",
-            self.publish.timeout,
-        )
         require(
             self.rollout.generation.temperature > 0,
             "rollout.generation.temperature",
@@ -258,8 +279,5 @@ class GRPOConfig(RunConfig):
 
 
 @dataclass
-class SFTConfig(RunConfig):
-    """Supervised learning from conversations."""
-
-    rollout: RolloutSettings = field(default_factory=RolloutSettings)
-    """Used by the evaluation of answers, where servers are allocated."""
+class SFTConfig(ServedConfig):
+    """Supervised learning from conversations; servers, where they are allocated, answer held-out questions."""

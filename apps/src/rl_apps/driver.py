@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_apps import compose
 from rl_apps.app import App, Run
+from rl_apps.checks import check_run
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError, ModelError, RLError
@@ -55,33 +56,18 @@ def _main(reference: str, app: App, argv: list[str]) -> int:
     resumes = config.recover.resume and config.recover.every > 0
     run_dir = run_directory(config.run_dir, config.experiment, config.trial, resumes)
     run = Run(config, layout, run_dir, devices.kind)
-    arithmetic = check(app, run)
+    check_run(run)
+    arithmetic = app.check(run)
     if line.dry_run:
         print(_plan(reference, app, run, devices, arithmetic))
         return 0
     return launch(reference, app, run, devices)
 
 
-def check(app: App, run: Run[Any]) -> list[str]:
-    """Everything that can be known before a process starts; the app's own checks last.
-
-    Raises:
-        ConfigError, DataError, ModelError: what cannot work.
-    """
-    from rl_apps.model import check_model
-    from rl_apps.parts import check_servers
-
-    config = run.config
-    check_model(config.model.path)
-    config.actor.engine.check(run.layout.actor.strategy, replace(config.finetune_spec(), device=run.device))
-    check_servers(run)
-    return app.check(run)
-
-
 def launch(reference: str, app: App, run: Run[Any], devices: Devices) -> int:
     """Make the model, start servers and trainers, show progress, and close with what was learned."""
     from rl_apps.model import make_model
-    from rl_apps.parts import publish_config, server_jobs, weights_directory
+    from rl_apps.parts import server_jobs, weights_directory
     from rl_apps.progress import RunProgress
     from rl_launchers import Launcher
     from rl_trainers.recover import drop_lost_steps
@@ -91,7 +77,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     drop_lost_steps(run_dir, config.recover)  # before anybody reads them
     # a run that was killed may have left weights there, which the servers would take for this run's
-    weights = weights_directory(run_dir, publish_config(config).route)
+    weights = weights_directory(run_dir, config.publish.route if run.layout.rollout else "")
     shutil.rmtree(weights, ignore_errors=True)
     with RunProgress(run_dir / "metrics.jsonl", config.total_steps, app.columns) as progress:
         model = make_model(config.model, config.data, config.seed, app.form, app.warm_up, progress.say)

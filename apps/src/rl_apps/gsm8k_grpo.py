@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from rl_apps import closing, driver, parts, policy
+from rl_apps import closing, driver
 from rl_apps.app import App, Run
+from rl_apps.checks import check_algorithm, check_batch, check_rollout
 from rl_apps.compose import CONF
 from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
-from rl_apps.layout import check_batch
+from rl_apps.parts import Parts
 
 
 def check(run: Run[GRPOConfig]) -> list[str]:
     """Everything of this command that can be known before a process starts."""
     config = run.config
-    parts.check_rollout(config.rollout)
-    parts.check_publish(config.publish, config.allocation)
-    models = policy.check_algorithm(run)
+    check_rollout(run)
+    models = check_algorithm(run)
     train_rows = load_rows(config.data, "train", "rl", config.seed)
     if config.evaluation.rows:
         load_rows(config.data, "test", "rl", config.seed)
@@ -30,36 +30,28 @@ def check(run: Run[GRPOConfig]) -> list[str]:
 def train(run: Run[GRPOConfig]) -> None:
     """The work of one trainer process: what happens to a prompt, from the data set to the updated weights."""
     from rl_datasets import PromptLoader
-    from rl_trainers import Books, RecoverPoints
+    from rl_trainers import RecoverPoints
     from rl_trainers import train as run_loop
 
-    config, run_dir = run.config, run.directory
-    with parts.Closing() as stack:
-        engine = stack.add(parts.make_engine(run))
+    config = run.config
+    with Parts(run) as parts:
+        engine = parts.engine()  # the policy, and this process's place among the trainer's ranks
+        ranks = engine.parallel
         rows = load_rows(config.data, "train", "rl", config.seed)
-        shards, shard = engine.parallel.dp_size, engine.parallel.dp_rank
-        prompts = PromptLoader(rows, seed=config.seed, epochs=config.epochs, num_shards=shards, shard=shard)
-        rollout, publisher, gap = parts.make_answering(
-            stack,
-            run,
-            engine,
-            prompts=prompts,
-            minibatches=config.actor.minibatches,
-            gap=config.gap,
+        prompts = PromptLoader(
+            rows, seed=config.seed, epochs=config.epochs, num_shards=ranks.dp_size, shard=ranks.dp_rank
         )
-        actor = policy.make_actor(stack, run, engine)
-        evaluations = [parts.answer_evaluation(stack, run, engine, rollout)] if config.evaluation.rows else []
-        books = Books(
-            engine,
-            run_dir,
-            config.checkpoint,
-            evaluations=evaluations,
-            evaluate_every=config.evaluation.every,
-            counters=rollout.stats,
-            tokenizer_path=config.model.path,
-        )
+        client = parts.client()
+        reward = parts.reward()
+        workflow = parts.workflow(reward)
+        rollout = parts.runtime(client, workflow, engine, prompts)
+        actor = parts.actor(engine)
+        publisher = parts.publisher(engine, client)
+        gap = parts.gate(engine, client)
+        evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
+        books = parts.books(engine, evaluations, counters=rollout.stats)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
-        recover = RecoverPoints(run_dir, config.recover, engines, {"rollout": rollout, "books": books})
+        recover = RecoverPoints(run.directory, config.recover, engines, {"rollout": rollout, "books": books})
         run_loop(rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)
 
 

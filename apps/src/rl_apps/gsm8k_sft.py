@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rl_apps import closing, driver, parts
+from rl_apps import closing, driver
 from rl_apps.app import App, Run
+from rl_apps.checks import check_rows
 from rl_apps.compose import CONF
 from rl_apps.config import SFTConfig
 from rl_apps.data import head, load_rows
+from rl_apps.parts import Parts
 from rl_apps.progress import SFT_COLUMNS
-from rl_apps.supervised import check_rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -23,16 +24,16 @@ def check(run: Run[SFTConfig]) -> list[str]:
 
 
 def train(run: Run[SFTConfig]) -> None:
-    """The work of one trainer process."""
+    """The work of one trainer process: from the data set's conversations to the updated weights."""
     from rl_datasets import BatchLoader
-    from rl_trainers import Books, DataSource, LossEvaluation, LossLearner, RecoverPoints
+    from rl_trainers import DataSource, LossEvaluation, LossLearner, RecoverPoints
     from rl_trainers import train as run_loop
+    from rl_trainers.evaluation import Evaluation
     from rl_trainers.supervised import supervised_rows, whole_to_share
 
     config = run.config
-    with parts.Closing() as stack:
-        engine = stack.add(parts.make_engine(run))
-        renderer = parts.make_renderer(config)
+    with Parts(run) as parts:
+        engine, renderer = parts.engine(), parts.renderer()
         rows = load_rows(config.data, "train", "sft", config.seed)
         batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.epochs)
 
@@ -41,20 +42,14 @@ def train(run: Run[SFTConfig]) -> None:
 
         source = DataSource(batches, batch_of)
         held_out = head(load_rows(config.data, "test", "sft", config.seed), config.evaluation.rows)
-        evaluations = [LossEvaluation(engine, batch_of(held_out))] if held_out else []
+        evaluations: list[Evaluation] = [LossEvaluation(engine, batch_of(held_out))] if held_out else []
         publisher = gap = None
         if run.servers:
-            rollout, publisher, gap = parts.make_answering(stack, run, engine)
-            evaluations.append(parts.answer_evaluation(stack, run, engine, rollout))
-        books = Books(
-            engine,
-            run.directory,
-            config.checkpoint,
-            evaluations=evaluations,
-            evaluate_every=config.evaluation.every,
-            tokenizer_path=config.model.path,
-            renamed={"loss": "loss/train"},
-        )
+            client = parts.client()
+            rollout = parts.runtime(client, parts.workflow(parts.reward()), engine)
+            publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
+            evaluations.append(parts.answer_evaluation(engine, rollout))
+        books = parts.books(engine, evaluations, renamed={"loss": "loss/train"})
         recover = RecoverPoints(run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
         learner = LossLearner(engine)
         run_loop(source, learner, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)

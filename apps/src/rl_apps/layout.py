@@ -106,34 +106,6 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig)
     return Devices("cuda", cores_each, f"{needed} of {gpus} GPUs: {shares}")
 
 
-def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:
-    """The arithmetic of a step, in one sentence.
-
-    Raises:
-        ConfigError: the prompts do not divide over the replicas, or the rows over the minibatches.
-    """
-    rows = prompts * group_size
-    if prompts % replicas:
-        raise ConfigError(
-            f"data.batch_size={prompts} does not divide over {replicas} data-parallel replicas "
-            f"({prompts} / {replicas} = {prompts / replicas:g}); use {_near(prompts, replicas)}."
-        )
-    if rows % minibatches:
-        raise ConfigError(
-            f"data.batch_size={prompts} x rollout.group_size={group_size} = {rows} rows do not divide into "
-            f"actor.minibatches={minibatches} ({rows / minibatches:g} each)."
-        )
-    return (
-        f"{prompts} prompts x {group_size} answers = {rows} rows a step, {minibatches} minibatch(es) of "
-        f"{rows // minibatches}, {prompts // replicas} prompts a step from each of {replicas} replica(s)"
-    )
-
-
-def _near(prompts: int, replicas: int) -> str:
-    below = prompts // replicas * replicas
-    return f"{below} or {below + replicas}" if below else str(replicas)
-
-
 def run_directory(run_dir: str, experiment: str, trial: str, resumes: bool = False) -> Path:
     """Where a run keeps its files: `run_dir`, or `runs/<experiment>/<trial>`; an empty trial is the time of day.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_apps.data import GENERATED, GENERATED_PAIRS, DataConfig, load_rows
-from rl_contracts.errors import ModelError
 
 EMBEDDED = "embedded"
 
@@ -18,39 +17,6 @@ class ModelConfig:
 
     path: str = EMBEDDED
     """Hugging Face directory or hub id, or `embedded`: a tiny model made on the spot and cached."""
-
-
-def check_model(path: str, setting: str = "model.path") -> None:
-    """Refuse a local directory that is no model before any process starts; hub ids are looked up when they are loaded.
-
-    Args:
-        setting: what the path is the value of.
-
-    Raises:
-        ModelError: the directory has no `config.json`, no weights or no tokenizer.
-    """
-    directory = Path(path)
-    if path == EMBEDDED or not (directory.exists() or path.startswith(("/", ".", "~"))):
-        return
-    if not directory.is_dir():
-        raise ModelError(
-            f"{setting}={path}: expected a model directory, a hub id or `embedded`; there is no such directory."
-        )
-    present = sorted(p.name for p in directory.iterdir())
-    listing = ", ".join(present[:8]) or "nothing"
-    if "config.json" not in present:
-        raise ModelError(
-            f"{setting}={path}: expected a Hugging Face model directory; it has no config.json but {listing}."
-        )
-    if not any(name.endswith(".safetensors") for name in present):
-        raise ModelError(
-            f"{setting}={path}: expected weights (model.safetensors), found {listing}. "
-            "Download the model whole, or name a checkpoint of a run (checkpoints/step_<n>)."
-        )
-    if not any(name.startswith("tokenizer") for name in present):
-        raise ModelError(
-            f"{setting}={path}: expected a tokenizer (tokenizer.json) beside the weights, found {listing}."
-        )
 
 
 def make_model(

@@ -1,36 +1,33 @@
-"""The parts of a trainer process, made from the config: engine, client, runtime, publishing."""
+"""The parts of a trainer process, each made from the config of its run. What becomes of them is up to the program."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_apps.app import Run
-from rl_apps.config import RolloutSettings, RunConfig
 from rl_apps.data import head, load_rows
 from rl_apps.layout import Devices
 from rl_contracts import registry
-from rl_contracts.config import ClientConfig
 from rl_contracts.data import FinetuneSpec, ServeSpec
-from rl_contracts.errors import ConfigError
-from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
-from rl_trainers.gap.gate import GapConfig
-from rl_trainers.publish import PublishConfig
-from rl_workflows import RolloutConfig
 
 if TYPE_CHECKING:
+    from rl_contracts.aio import LoopThread
     from rl_contracts.engine import TrainEngine, TrainEngineConfig
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.rendering import ChatRenderer
+    from rl_contracts.reward_worker import AsyncRewardWrapper
     from rl_contracts.rollout import RolloutRuntime
-    from rl_trainers import AnswerEvaluation, GapGate, WeightPublisher
-
+    from rl_contracts.workflow import RolloutWorkflow
+    from rl_trainers import AnswerEvaluation, Books, GapGate, PolicyActor, RolloutWriter, WeightPublisher
+    from rl_trainers.evaluation import Evaluation
 
 CLOSE_SECONDS = 10.0
 """Time for a part to close when a run ends."""
@@ -47,75 +44,164 @@ class Destroyable(Protocol):
         ...
 
 
-class Closing(ExitStack):
-    """Takes parts down in reverse order, whatever happens."""
+class Parts(ExitStack):
+    """Makes the parts of a trainer process, and takes them down in reverse order, whatever happens.
+
+    Example:
+        with Parts(run) as parts:
+            engine = parts.engine()
+    """
+
+    def __init__(self, run: Run[Any]) -> None:
+        super().__init__()
+        self.run, self.config = run, run.config
 
     def add[D: Destroyable](self, part: D) -> D:
         """Register a part and return it."""
         self.callback(part.destroy)
         return part
 
+    def engine(self, settings: TrainEngineConfig | None = None, spec: FinetuneSpec | None = None) -> TrainEngine:
+        """A train engine of this rank, initialised.
 
-def make_engine(
-    run: Run[Any], settings: TrainEngineConfig | None = None, spec: FinetuneSpec | None = None
-) -> TrainEngine:
-    """A train engine of this rank, initialised.
+        Args:
+            settings, spec: of a model beside the one that learns (a reference, a critic); None: that one's.
+        """
+        made = registry.load("rl.train_engines", self.run.layout.actor.backend)
+        engine: TrainEngine = made(settings or self.config.actor.engine, self.run.layout.actor.strategy)
+        self.add(engine).initialize(replace(spec or self.config.finetune_spec(), device=self.run.device))
+        return engine
 
-    Args:
-        settings, spec: of a model beside the one that learns (a reference, a critic); None: that one's.
-    """
-    settings, spec = settings or run.config.actor.engine, spec or run.config.finetune_spec()
-    made = registry.load("rl.train_engines", run.layout.actor.backend)
-    engine: TrainEngine = made(settings, run.layout.actor.strategy)
-    engine.initialize(replace(spec, device=run.device))
-    return engine
+    @cached_property
+    def loop(self) -> LoopThread:
+        """The event loop on which client, rewards and runtime live."""
+        from rl_contracts.aio import LoopThread
 
+        return self.enter_context(LoopThread("rollout"))
 
-def make_renderer(config: RunConfig) -> ChatRenderer:
-    """The chat template of the run's model."""
-    from rl_contracts.rendering import ChatRenderer
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer of the run's model."""
+        from transformers import AutoTokenizer
 
-    return ChatRenderer(make_tokenizer(config.model.path))
+        return AutoTokenizer.from_pretrained(self.config.model.path)
 
+    def renderer(self) -> ChatRenderer:
+        """The chat template of the run's model."""
+        from rl_contracts.rendering import ChatRenderer
 
-def make_tokenizer(path: str) -> Any:
-    """The Hugging Face tokenizer of a model directory or hub id."""
-    from transformers import AutoTokenizer
+        return ChatRenderer(self.tokenizer)
 
-    return AutoTokenizer.from_pretrained(path)
+    def client(self) -> InferenceEngine:
+        """The client of the servers. It waits for servers to come back only where somebody restarts them."""
+        assert self.run.layout.rollout is not None
+        made = registry.load("rl.inference_engines", self.run.layout.rollout.backend)
+        settings, loop = self.config.rollout.client, self.loop
+        if not self.config.launcher.max_restarts:
+            settings = replace(settings, rejoin_timeout=0.0)
+        client: InferenceEngine = made(self.config.rollout.server, serve_spec(self.run), settings)
+        client.initialize(list(self.run.servers), os.environ.get(RUN_KEY_VARIABLE, ""))
+        self.callback(lambda: loop.run(client.destroy(), CLOSE_SECONDS))
+        return client
 
+    def reward(self) -> AsyncRewardWrapper:
+        """The reward function, in worker processes of its own."""
+        from rl_contracts.reward_worker import AsyncRewardWrapper
 
-def check_rollout(settings: RolloutSettings) -> None:
-    """Refuse unknown workflows and rewards.
+        settings, loop = self.config.rollout, self.loop
+        reward = AsyncRewardWrapper(settings.reward, settings.reward_workers, settings.reward_timeout)
+        self.callback(lambda: loop.run(reward.aclose(), CLOSE_SECONDS))
+        return reward
 
-    Raises:
-        ConfigError: names the setting.
-    """
-    registry.load("rl.workflows", settings.workflow)
-    registry.load("rl.rewards", settings.reward)
+    def workflow(self, reward: AsyncRewardWrapper) -> RolloutWorkflow:
+        """What happens in an episode."""
+        settings = self.config.rollout
+        made = registry.load("rl.workflows", settings.workflow)
+        workflow: RolloutWorkflow = made(self.tokenizer, settings.generation, reward, self.config.data.max_length)
+        return workflow
 
+    def writer(self, engine: TrainEngine) -> RolloutWriter:
+        """What keeps answers in the run directory."""
+        from rl_trainers import RolloutWriter
 
-def check_publish(publish: PublishConfig, allocation: str) -> None:
-    """Refuse a route that this allocation cannot have.
+        return self.add(RolloutWriter(self.run.directory / "rollouts", engine.parallel.rank, self.config.rollouts))
 
-    Raises:
-        ConfigError: names both settings.
-    """
-    if publish.route == "ipc" and "|" not in allocation:
-        raise ConfigError(
-            f"publish.route=ipc needs trainer and server on one CUDA device, but allocation={allocation} gives each "
-            "devices of its own. Use publish.route=shm on one host, or publish.route=broadcast."
+    def runtime(
+        self,
+        client: InferenceEngine,
+        workflow: RolloutWorkflow,
+        engine: TrainEngine,
+        prompts: Iterable[dict[str, Any]] = (),
+    ) -> RolloutRuntime:
+        """What turns prompts into batches: of this rank's share of the data, none for evaluation alone."""
+        from rl_workflows import DistRollout, RolloutConfig, tune_garbage_collection
+
+        settings = {item.name: getattr(self.config.rollout, item.name) for item in fields(RolloutConfig)}
+        settings["seed"] += self.config.seed
+        rollout = DistRollout(
+            client,
+            workflow,
+            prompts,
+            batch_size=self.config.data.batch_size,
+            config=RolloutConfig(**settings),
+            parallel=engine.parallel,
+            minibatches=self.config.actor.minibatches,
+            on_answers=self.writer(engine).training,
+            loop=self.loop,
+            version=engine.version,
+            # the log has the error; nothing else ends the thread that is stuck
+            on_stuck_trainer=lambda error: os._exit(STUCK_EXIT_CODE),
         )
+        tune_garbage_collection()
+        return self.add(rollout)
 
+    def actor(self, engine: TrainEngine) -> PolicyActor:
+        """The learner: the policy in `engine`, and a reference and a critic where the algorithm has them."""
+        from rl_trainers import Critic, PolicyActor
 
-def check_servers(run: Run[Any]) -> None:
-    """Refuse what the servers of a run cannot do.
+        config, reference, critic = self.config, None, None
+        if config.algorithm.needs_reference:
+            reference = self.engine(config.ref.engine, config.reference_spec())
+        if config.algorithm.needs_critic:
+            values = self.engine(config.critic.engine, config.critic_spec())
+            critic = Critic(values, config.critic.clip, config.actor.minibatches)
+        return PolicyActor(engine, config.algorithm, config.actor.minibatches, reference, critic)
 
-    Raises:
-        ConfigError: names the settings.
-    """
-    if run.layout.rollout is not None:
-        run.config.rollout.server.check(serve_spec(run))
+    def publisher(self, engine: TrainEngine, client: InferenceEngine) -> WeightPublisher:
+        """The way of new weights to the servers."""
+        from rl_trainers import WeightPublisher
+
+        settings = self.config.publish
+        directory = str(weights_directory(self.run.directory, settings.route))
+        return self.add(WeightPublisher(engine, client, self.loop, settings, directory, self.config.rollout.interrupt))
+
+    def gate(self, engine: TrainEngine, client: InferenceEngine) -> GapGate:
+        """What notices when servers and trainer disagree."""
+        from rl_trainers import GapGate
+
+        exact = self.config.actor.dtype == client.served_dtype == "float32"
+        return GapGate(engine, client, self.loop.run, self.config.gap, low_precision=not exact)
+
+    def answer_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> AnswerEvaluation:
+        """The evaluation of answers on held-out rows."""
+        from rl_trainers import AnswerEvaluation
+
+        rows = head(load_rows(self.config.data, "test", "rl", self.config.seed), self.config.evaluation.rows)
+        return AnswerEvaluation(rollout, rows, self.config.evaluation, engine.parallel, self.writer(engine))
+
+    def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> Books:
+        """Metrics, evaluations and checkpoints; `more` goes to `rl_trainers.Books`."""
+        from rl_trainers import Books
+
+        return Books(
+            engine,
+            self.run.directory,
+            self.config.checkpoint,
+            evaluations=evaluations,
+            evaluate_every=self.config.evaluation.every,
+            tokenizer_path=self.config.model.path,
+            **more,
+        )
 
 
 def server_jobs(run: Run[Any], devices: Devices) -> list[JobSpec]:
@@ -135,98 +221,16 @@ def serve_spec(run: Run[Any]) -> ServeSpec:
     return ServeSpec(
         run.config.model.path,
         run.layout.rollout.strategy,
-        str(weights_directory(run.directory, publish_config(run.config).route)),
+        str(weights_directory(run.directory, run.config.publish.route)),
         device=run.device,
         deterministic=run.config.deterministic,
     )
 
 
-def client_config(config: RunConfig, settings: RolloutSettings) -> ClientConfig:
-    """The client's settings; nobody waits for servers that nobody restarts."""
-    return settings.client if config.launcher.max_restarts else replace(settings.client, rejoin_timeout=0.0)
-
-
-def publish_config(config: RunConfig) -> PublishConfig:
-    """How new weights reach the servers; the default where a command has no such setting."""
-    found: PublishConfig = getattr(config, "publish", PublishConfig())
-    return found
-
-
-def weights_directory(run_dir: Path, route: str = "shm") -> Path:
-    """Where new weights and the record of the last commit lie: of route `shm` in the memory file system, where there is
-    one, named after the run directory; else in the run directory."""
+def weights_directory(directory: Path, route: str = "shm") -> Path:
+    """Where a run's new weights and the record of the last commit lie: of route `shm` in the memory file system, where
+    there is one, named after the run directory; else in the run directory."""
     memory = Path("/dev/shm")
     if route != "shm" or not memory.is_dir():
-        return run_dir / "weights"
-    return memory / f"rl-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
-
-
-def make_answering(
-    stack: Closing,
-    run: Run[Any],
-    engine: TrainEngine,
-    *,
-    prompts: Iterable[dict[str, Any]] = (),
-    minibatches: int = 1,
-    gap: GapConfig | None = None,
-) -> tuple[RolloutRuntime, WeightPublisher, GapGate]:
-    """The client of the servers, the rollout runtime on top of it, and the way of new weights to the servers."""
-    from rl_contracts.aio import LoopThread
-    from rl_trainers import GapGate, RolloutWriter, WeightPublisher
-    from rl_workflows import DistRollout, tune_garbage_collection
-
-    assert run.layout.rollout is not None
-    config, settings, run_dir = run.config, run.config.rollout, run.directory
-    loop = LoopThread("rollout")
-    stack.callback(loop.close)
-    client: InferenceEngine = registry.load("rl.inference_engines", run.layout.rollout.backend)(
-        settings.server, serve_spec(run), client_config(config, settings)
-    )
-    client.initialize(list(run.servers), os.environ.get(RUN_KEY_VARIABLE, ""))
-    stack.callback(lambda: loop.run(client.destroy(), CLOSE_SECONDS))
-    reward = AsyncRewardWrapper(settings.reward, settings.reward_workers, settings.reward_timeout)
-    stack.callback(lambda: loop.run(reward.aclose(), CLOSE_SECONDS))
-    tokenizer = make_tokenizer(config.model.path)
-    workflow = registry.load("rl.workflows", settings.workflow)(
-        tokenizer, settings.generation, reward, config.data.max_length
-    )
-    writer = stack.add(RolloutWriter(run_dir / "rollouts", engine.parallel.rank, config.rollouts))
-    rollout = DistRollout(
-        client,
-        workflow,
-        prompts,
-        batch_size=config.data.batch_size,
-        config=runtime_config(config, settings),
-        parallel=engine.parallel,
-        minibatches=minibatches,
-        on_answers=writer.training,
-        loop=loop,
-        version=engine.version,
-        on_stuck_trainer=lambda error: os._exit(
-            STUCK_EXIT_CODE
-        ),  # the log has the error; nothing else ends this thread
-    )
-    stack.callback(rollout.destroy)
-    tune_garbage_collection()
-    publishing = replace(publish_config(config), interrupt=settings.interrupt)
-    directory = str(weights_directory(run_dir, publishing.route))
-    publisher = stack.add(WeightPublisher(engine, client, loop, publishing, directory))
-    exact = config.actor.dtype == client.served_dtype == "float32"
-    gate = GapGate(engine, client, loop.run, gap or GapConfig(), low_precision=not exact)
-    return rollout, publisher, gate
-
-
-def runtime_config(config: RunConfig, settings: RolloutSettings) -> RolloutConfig:
-    """The runtime's part of the rollout settings, seeded by the run's seed."""
-    values = {item.name: getattr(settings, item.name) for item in fields(RolloutConfig)}
-    return RolloutConfig(**{**values, "seed": config.seed + settings.seed})
-
-
-def answer_evaluation(stack: Closing, run: Run[Any], engine: TrainEngine, rollout: RolloutRuntime) -> AnswerEvaluation:
-    """The evaluation of answers on held-out rows."""
-    from rl_trainers import AnswerEvaluation, RolloutWriter
-
-    config = run.config
-    rows = head(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
-    writer = stack.add(RolloutWriter(run.directory / "rollouts", engine.parallel.rank, config.rollouts))
-    return AnswerEvaluation(rollout, rows, config.evaluation, engine.parallel, writer)
+        return directory / "weights"
+    return memory / f"rl-{hashlib.sha256(str(directory).encode()).hexdigest()[:16]}"

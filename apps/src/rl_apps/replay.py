@@ -17,17 +17,16 @@ from rl_contracts.logging import configure
 
 def main(argv: list[str]) -> int:
     """Take one training step on a saved batch and write its statistics."""
-    from rl_apps.parts import Closing, make_engine
-    from rl_apps.policy import make_actor
+    from rl_apps.parts import Parts
     from rl_trainers import replay_batch
 
     directory, batch, result = Path(argv[0]), Path(argv[2]), Path(argv[3])
     configure(rank=int(os.environ.get("RANK", "0")), role="replay")
     config = compose(GRPOConfig, [directory / "config.yaml"])
     run = Run(config, layout_of(config.allocation, "refused"), directory, argv[1])
-    with Closing() as stack:
-        engine = stack.add(make_engine(run))
-        actor = make_actor(stack, run, engine)
+    with Parts(run) as parts:
+        engine = parts.engine()
+        actor = parts.actor(engine)
         named = re.search(r"version_(\d+)", batch.name)
         stats = replay_batch(actor, batch, int(named.group(1)) if named else None)
         if engine.parallel.is_main:

@@ -68,7 +68,7 @@ def test_publish_server_that_fails_to_commit_raises(parts):
 def test_publish_wait_gives_running_answers_a_time_of_their_own(parts, drain, committed):
     _, server, loop, publisher = parts
     server.config.seconds_per_token = 0.1
-    publisher.config = PublishConfig(interrupt="wait", timeout=2.0, drain_timeout=drain)
+    publisher.config, publisher.interrupt = PublishConfig(timeout=2.0, drain_timeout=drain), "wait"
     answer = loop.submit(server.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=45, ignore_eos=True))))
 
     with contextlib.nullcontext() if committed else pytest.raises(StalledError, match="commit_weights"):

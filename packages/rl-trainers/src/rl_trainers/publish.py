@@ -57,14 +57,11 @@ class PublishConfig:
     `ipc` (trainer and server on one GPU)."""
     host: str = LOOPBACK
     """Of `broadcast`: address on which rank 0 listens; servers on other hosts need one that they can reach."""
-    interrupt: str = "keep"
-    """Unfinished answers at an update: `keep` (go on with their KV cache), `recompute` (go on, KV cache rebuilt) or
-    `wait` (finish first)."""
     timeout: float = 300.0
     """Seconds for staging, and again for the commit, on all servers."""
     drain_timeout: float = 3600.0
-    """With `interrupt=wait`: seconds on top of `timeout` in which unfinished answers must have ended. A server that
-    makes no tokens is lost much earlier."""
+    """With `rollout.interrupt=wait`: seconds on top of `timeout` in which unfinished answers must have ended. A server
+    that makes no tokens is lost much earlier."""
 
     def __post_init__(self) -> None:
         require_choice("publish.route", self.route, ROUTES)
@@ -74,7 +71,6 @@ class PublishConfig:
             f"{LOOPBACK} where publish.route={self.route}, which does not listen",
             self.host,
         )
-        require_choice("publish.interrupt", self.interrupt, ("keep", "recompute", "wait"))
         require(self.timeout > 0, "publish.timeout", "more than 0 seconds", self.timeout)
         require(self.drain_timeout > 0, "publish.drain_timeout", "more than 0 seconds", self.drain_timeout)
 
@@ -88,16 +84,23 @@ class WeightPublisher:
         loop: on which that client runs.
         config: route and deadlines.
         directory: where `shm` and `disk` keep their files, and where the record of what was committed lies.
+        interrupt: what happens to unfinished answers, see `InferenceEngine.commit_weights`.
 
     Raises:
         WeightUpdateError, EngineError: the route cannot work here; on every rank.
     """
 
     def __init__(
-        self, engine: TrainEngine, inference: InferenceEngine, loop: LoopThread, config: PublishConfig, directory: str
+        self,
+        engine: TrainEngine,
+        inference: InferenceEngine,
+        loop: LoopThread,
+        config: PublishConfig,
+        directory: str,
+        interrupt: str = "keep",
     ) -> None:
         self.engine, self.inference, self.loop, self.config = engine, inference, loop, config
-        self.directory = directory
+        self.directory, self.interrupt = directory, interrupt
         self.receipt: WeightReceipt | None = None
         """The trainer's own, of the last version that was sent; complete on rank 0."""
         self._specs = engine.param_specs()
@@ -211,8 +214,8 @@ class WeightPublisher:
         for receipt in staging.result():
             verify_receipt(mine, receipt, meta.route)
         staged = time.perf_counter() - sent
-        limit = self.config.timeout + (self.config.drain_timeout if self.config.interrupt == "wait" else 0.0)
-        paused = self.loop.run(self.inference.commit_weights(meta.version, self.config.interrupt), limit)
+        limit = self.config.timeout + (self.config.drain_timeout if self.interrupt == "wait" else 0.0)
+        paused = self.loop.run(self.inference.commit_weights(meta.version, self.interrupt), limit)
         write_committed(self.directory, meta, mine)  # before the next version is written over the last but one
         return {"time/stage": staged, "time/paused": paused}
 

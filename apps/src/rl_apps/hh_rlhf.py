@@ -1,0 +1,113 @@
+"""`hh-rlhf-rm` and `hh-rlhf-dpo`: pairs in, a model that tells chosen from rejected out."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rl_apps import driver
+from rl_apps.app import App, Run
+from rl_apps.checks import check_rows
+from rl_apps.compose import CONF
+from rl_apps.config import RunConfig
+from rl_apps.data import head, load_rows
+from rl_apps.parts import Parts
+from rl_apps.progress import PREFERENCE_COLUMNS
+from rl_trainers.preference import PreferenceConfig
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rl_contracts.engine import LossFn, TrainEngine
+
+
+@dataclass
+class DPOConfig(RunConfig):
+    """A policy that learns from preference pairs."""
+
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """The loss and its constants."""
+
+
+def check(run: Run[Any]) -> list[str]:
+    """Everything of these commands that can be known before a process starts."""
+    return check_rows(run, "pairs")
+
+
+def train_reward_model(run: Run[RunConfig]) -> None:
+    """The work of one trainer process: a reward model (Bradley-Terry)."""
+    from rl_trainers import reward_model_loss
+
+    with Parts(run) as parts:
+        engine = parts.engine(spec=replace(run.config.finetune_spec(), head="score"))
+        learn(parts, engine, reward_model_loss)
+
+
+def train_policy(run: Run[DPOConfig]) -> None:
+    """The work of one trainer process: a policy, beside a frozen copy of itself (DPO or IPO)."""
+    from rl_trainers import PolicyPreferenceLoss
+
+    with Parts(run) as parts:
+        engine = parts.engine()
+        reference = parts.engine(spec=replace(run.config.finetune_spec(), optimizer=None))
+        learn(parts, engine, PolicyPreferenceLoss(run.config.preference), reference)
+
+
+def learn(parts: Parts, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None) -> None:
+    """The steps: from the data set's pairs to the updated weights."""
+    from rl_datasets import BatchLoader
+    from rl_trainers import DataSource, LossLearner, PreferenceEvaluation, RecoverPoints
+    from rl_trainers import train as run_loop
+    from rl_trainers.preference import pairs, pairs_to_share, preference_rows
+    from rl_trainers.supervised import add_reference
+
+    config, renderer = parts.config, parts.renderer()
+    rows = load_rows(config.data, "train", "pairs", config.seed)
+    batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.epochs)
+
+    def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
+        return pairs_to_share(preference_rows(rows, renderer, config.data.max_length), engine.parallel)
+
+    source = DataSource(batches, batch_of)
+    held_out = head(load_rows(config.data, "test", "pairs", config.seed), config.evaluation.rows)
+    evaluations = []
+    if held_out:
+        batch = batch_of(held_out)
+        add_reference(batch, reference)
+        evaluations.append(PreferenceEvaluation(engine, loss, batch))
+    books = parts.books(engine, evaluations, renamed={"loss": "loss/train"})
+    recover = RecoverPoints(parts.run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
+    run_loop(source, LossLearner(engine, loss, pairs, reference), books, config.total_steps, recover=recover)
+
+
+REWARD_MODEL = App(
+    name="hh-rlhf-rm",
+    title="a reward model from preference pairs (Bradley-Terry).",
+    schema=RunConfig,
+    train=train_reward_model,
+    check=check,
+    defaults=CONF / "hh_rlhf_rm.yaml",
+    servers="refused",
+    form="pairs",
+    columns=PREFERENCE_COLUMNS,
+)
+
+DPO = replace(
+    REWARD_MODEL,
+    name="hh-rlhf-dpo",
+    title="a policy from preference pairs, by DPO or IPO.",
+    schema=DPOConfig,
+    train=train_policy,
+    defaults=CONF / "hh_rlhf_dpo.yaml",
+)
+
+
+def main_reward_model() -> None:
+    """Entry point of `hh-rlhf-rm`."""
+    sys.exit(driver.main("rl_apps.hh_rlhf:REWARD_MODEL"))
+
+
+def main_dpo() -> None:
+    """Entry point of `hh-rlhf-dpo`."""
+    sys.exit(driver.main("rl_apps.hh_rlhf:DPO"))

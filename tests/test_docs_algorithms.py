@@ -12,6 +12,7 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
 from rl_contracts.parallel import ParallelContext
+from rl_contracts.registry import load_part
 from rl_contracts.sharding import share
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.trajectory import pack
@@ -19,7 +20,6 @@ from rl_trainers import PolicyActor
 from rl_trainers.credit import assign_credit
 from rl_trainers.functional.correction import OffPolicy
 from rl_trainers.functional.terms import policy_terms
-from rl_trainers.parts import load_part
 
 ROOT = Path(__file__).parents[1]
 DOCS = (ROOT / "docs" / "algorithms.md").read_text()

@@ -109,7 +109,9 @@ class Ours:
         from rl_contracts.data import FinetuneSpec
         from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
-        optimizer = OptimizerConfig(LR, WEIGHT_DECAY, *BETAS, eps=EPS, max_grad_norm=MAX_NORM)
+        optimizer = OptimizerConfig(
+            lr=LR, weight_decay=WEIGHT_DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, max_grad_norm=MAX_NORM
+        )
         micro_batch = MicroBatchConfig(work.max_tokens)
         self.spec = FinetuneSpec(work.model, 100, optimizer=optimizer, micro_batch=micro_batch, device="cpu")
         self.work, self.engine = work, FSDPEngine(FSDPEngineConfig())

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rl_contracts.errors import ConfigError
-from rl_contracts.registry import available
+from rl_contracts.registry import available, load_part, load_parts
 from rl_trainers.algorithm import (
     AdvantageConfig,
     AggregationConfig,
@@ -18,7 +18,6 @@ from rl_trainers.algorithm import (
     RewardConfig,
 )
 from rl_trainers.objective import make_policy_loss
-from rl_trainers.parts import load_part, load_parts
 
 
 @pytest.mark.parametrize(

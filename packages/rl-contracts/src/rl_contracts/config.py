@@ -55,37 +55,57 @@ def choice(default: str, choices: Iterable[str]) -> Any:
 class Settings:
     """Base of settings whose fields say themselves what they may be (`bounded`, `choice`)."""
 
-    setting: ClassVar[str]
+    setting: ClassVar[str] = ""
     """Where they stand, for messages."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
             if "holds" in item.metadata:
                 value = getattr(self, item.name)
-                require(item.metadata["holds"](value), f"{self.setting}.{item.name}", item.metadata["expected"], value)
+                name = f"{self.setting}.{item.name}".removeprefix(".")
+                require(item.metadata["holds"](value), name, item.metadata["expected"], value)
 
 
 @dataclass
-class GenerationConfig:
+class PartConfig(Settings):
+    """Settings of a part that is found by name (`rl_contracts.registry.load_parts`). What it takes as keyword arguments
+    are their fields, by name, and `options`."""
+
+    group: ClassVar[str]
+    """Entry-point group in which the name is looked up."""
+    kind: str = "none"
+    """An installed name, or a dotted path `package.module:attribute`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further constants, by the names of its keyword arguments; null stands for its own default."""
+
+    def constants(self) -> dict[str, Any]:
+        """What the part may take as keyword arguments."""
+        settings = {item.name: getattr(self, item.name) for item in fields(self)} | self.options
+        return {name: value for name, value in settings.items() if value is not None}
+
+
+@dataclass
+class GenerationConfig(Settings):
     """How answers are sampled."""
 
-    max_new_tokens: int = 256
+    setting: ClassVar[str] = "generation"
+    max_new_tokens: int = bounded(256, "at least 1", lambda tokens: tokens >= 1)
     """Tokens generated at most, at least 1."""
     min_new_tokens: int = 0
     """Tokens before an end token may be sampled."""
-    temperature: float = 1.0
+    temperature: float = bounded(1.0, "0 (greedy) or more", lambda temperature: temperature >= 0)
     """Divides the logits; 0 is greedy decoding."""
-    top_p: float = 1.0
+    top_p: float = bounded(1.0, "in (0, 1]", lambda mass: 0 < mass <= 1)
     """Smallest set of tokens with this probability mass; 1 switches it off."""
-    top_k: int = 0
+    top_k: int = bounded(0, "0 (off) or more", lambda number: number >= 0)
     """The k likeliest tokens; 0 switches it off."""
-    min_p: float = 0.0
+    min_p: float = bounded(0.0, "in [0, 1)", lambda share: 0 <= share < 1)
     """Tokens with at least this share of the likeliest one's probability; 0 switches it off."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = bounded(0.0, "in [-2, 2]", lambda penalty: -2 <= penalty <= 2)
     """Subtracted from the logits of every token that the answer already has; -2 to 2, 0 switches it off."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = bounded(0.0, "in [-2, 2]", lambda penalty: -2 <= penalty <= 2)
     """The same, times how often the answer has it; -2 to 2, 0 switches it off."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = bounded(1.0, "more than 0 (1 is off) and finite", lambda factor: 0 < factor < math.inf)
     """Divides the positive logits, and multiplies the negative ones, of every token that prompt or answer already have;
     more than 0, 1 switches it off."""
     stop: list[str] = field(default_factory=list)
@@ -96,24 +116,12 @@ class GenerationConfig:
     """Go on after an end token, to `max_new_tokens`."""
 
     def __post_init__(self) -> None:
-        require(self.max_new_tokens >= 1, "generation.max_new_tokens", "at least 1", self.max_new_tokens)
+        super().__post_init__()
         require(
             0 <= self.min_new_tokens <= self.max_new_tokens,
             "generation.min_new_tokens",
             f"between 0 and max_new_tokens ({self.max_new_tokens})",
             self.min_new_tokens,
-        )
-        require(self.temperature >= 0, "generation.temperature", "0 (greedy) or more", self.temperature)
-        require(0 < self.top_p <= 1, "generation.top_p", "in (0, 1]", self.top_p)
-        require(self.top_k >= 0, "generation.top_k", "0 (off) or more", self.top_k)
-        require(0 <= self.min_p < 1, "generation.min_p", "in [0, 1)", self.min_p)
-        require(-2 <= self.presence_penalty <= 2, "generation.presence_penalty", "in [-2, 2]", self.presence_penalty)
-        require(-2 <= self.frequency_penalty <= 2, "generation.frequency_penalty", "in [-2, 2]", self.frequency_penalty)
-        require(
-            0 < self.repetition_penalty < math.inf,
-            "generation.repetition_penalty",
-            "more than 0 (1 is off) and finite",
-            self.repetition_penalty,
         )
 
     @property
@@ -133,77 +141,62 @@ class GenerationConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """AdamW and its learning-rate schedule."""
 
-    lr: float = 1e-6
+    setting: ClassVar[str] = "optimizer"
+    lr: float = bounded(1e-6, "0 or more", lambda rate: rate >= 0)
     """Peak learning rate."""
-    weight_decay: float = 0.01
+    weight_decay: float = bounded(0.01, "0 or more", lambda decay: decay >= 0)
     """Decoupled weight decay; not applied to biases and norms."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    eps: float = 1e-8
-    """Added to the denominator."""
-    schedule: str = "constant"
+    beta1: float = bounded(0.9, "in [0, 1)", lambda beta: 0 <= beta < 1)
+    """Decay of AdamW's first moment."""
+    beta2: float = bounded(0.95, "in [0, 1)", lambda beta: 0 <= beta < 1)
+    """Decay of its second moment."""
+    eps: float = bounded(1e-8, "more than 0", lambda eps: eps > 0)
+    """Added to its denominator."""
+    schedule: str = choice("constant", ("constant", "linear", "cosine"))
     """After the warm-up: `constant`, `linear` or `cosine` down to `min_lr_ratio * lr` at the last step."""
-    warmup_steps: int = 0
+    warmup_steps: int = bounded(0, "0 or more", lambda steps: steps >= 0)
     """Optimizer steps over which the rate rises linearly from 0; the first step already uses lr / warmup_steps."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = bounded(0.0, "in [0, 1]", lambda ratio: 0 <= ratio <= 1)
     """Rate at the last step over the peak rate."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = bounded(1.0, "0 (off) or more", lambda norm: norm >= 0)
     """Global norm to which gradients are clipped; 0 switches clipping off."""
-    max_skipped_steps: int = 8
+    max_skipped_steps: int = bounded(8, "0 or more", lambda steps: steps >= 0)
     """Consecutive steps with non-finite gradients that may be skipped before the run stops."""
 
-    def __post_init__(self) -> None:
-        require(self.lr >= 0, "optimizer.lr", "0 or more", self.lr)
-        require(self.weight_decay >= 0, "optimizer.weight_decay", "0 or more", self.weight_decay)
-        require(self.eps > 0, "optimizer.eps", "more than 0", self.eps)
-        require_choice("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
-        require(self.warmup_steps >= 0, "optimizer.warmup_steps", "0 or more", self.warmup_steps)
-        require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", "in [0, 1]", self.min_lr_ratio)
-        require(self.max_grad_norm >= 0, "optimizer.max_grad_norm", "0 (off) or more", self.max_grad_norm)
-        require(
-            0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
-            "optimizer.beta1/beta2",
-            "in [0, 1)",
-            (self.beta1, self.beta2),
-        )
-        require(self.max_skipped_steps >= 0, "optimizer.max_skipped_steps", "0 or more", self.max_skipped_steps)
-
 
 @dataclass
-class MicroBatchConfig:
+class MicroBatchConfig(Settings):
     """How a minibatch is cut so that it fits into memory. It never changes the gradient."""
 
-    max_tokens: int = 16384
+    setting: ClassVar[str] = "micro_batch"
+    max_tokens: int = bounded(16384, "at least 1", lambda tokens: tokens >= 1)
     """Tokens in one packed micro-batch at most; a single longer row is refused."""
-
-    def __post_init__(self) -> None:
-        require(self.max_tokens >= 1, "micro_batch.max_tokens", "at least 1", self.max_tokens)
 
 
 @dataclass
-class ClientConfig:
+class ClientConfig(Settings):
     """How a client treats inference servers of any kind: deadlines, retries, probes, routing."""
 
-    max_concurrent: int = 1024
+    setting: ClassVar[str] = "client"
+    max_concurrent: int = bounded(1024, "at least 1", lambda number: number >= 1)
     """Requests that the client has open at the same time, over all servers."""
-    progress_timeout: float = 60.0
+    # servers show that they are alive every half second
+    progress_timeout: float = bounded(60.0, "1 s or more", lambda seconds: seconds >= 1)
     """Seconds without a byte (generation) or an answer (control) after which a server counts as lost, and after which a
     request that no server moves on fails."""
-    update_timeout: float = 300.0
+    update_timeout: float = bounded(300.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds within which a server must have staged a version."""
-    connect_timeout: float = 5.0
+    connect_timeout: float = bounded(5.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds for a connection to a server."""
-    retry_seconds: float = 0.2
+    retry_seconds: float = bounded(0.2, "seconds above 0", lambda seconds: seconds > 0)
     """First pause before a request tries again; doubles up to 5 s."""
-    probe_interval: float = 2.0
+    probe_interval: float = bounded(2.0, "0 (never) or more", lambda seconds: seconds >= 0)
     """Seconds between two questions to each server whether it is well; then also one that was evicted may come back.
     0: never asked, and evicted for good."""
-    probe_timeout: float = 5.0
+    probe_timeout: float = bounded(5.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds for such an answer."""
     rejoin_timeout: float = 0.0
     """Seconds for which requests and updates wait when all servers are lost, until one is back. 0: nobody restarts
@@ -212,14 +205,7 @@ class ClientConfig:
     """A group follows its first member's server unless that has so many more open requests than the least busy one."""
 
     def __post_init__(self) -> None:
-        require(self.max_concurrent >= 1, "client.max_concurrent", "at least 1", self.max_concurrent)
-        # servers show that they are alive every half second
-        require(self.progress_timeout >= 1, "client.progress_timeout", "1 s or more", self.progress_timeout)
-        require(self.update_timeout > 0, "client.update_timeout", "seconds above 0", self.update_timeout)
-        require(self.connect_timeout > 0, "client.connect_timeout", "seconds above 0", self.connect_timeout)
-        require(self.retry_seconds > 0, "client.retry_seconds", "seconds above 0", self.retry_seconds)
-        require(self.probe_interval >= 0, "client.probe_interval", "0 (never) or more", self.probe_interval)
-        require(self.probe_timeout > 0, "client.probe_timeout", "seconds above 0", self.probe_timeout)
+        super().__post_init__()
         require(
             self.rejoin_timeout == 0 or (self.rejoin_timeout > 0 and self.probe_interval > 0),
             "client.rejoin_timeout",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rl_contracts.config import Settings
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ OutputFn = Callable[[TokenOutputs, "PackedBatch"], "torch.Tensor"]
 
 
 @dataclass
-class TrainEngineConfig:
+class TrainEngineConfig(Settings):
     """Settings that an engine has beside what follows from the run (`FinetuneSpec`); base of each engine's own.
 
     An engine that is called `theirs:TheirEngine` brings `theirs:TheirEngineConfig`, beside it and importable without

@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from rl_contracts.config import ClientConfig
+from rl_contracts.config import ClientConfig, Settings
 from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
 from rl_contracts.scheduler import JobSpec
 
 
 @dataclass
-class ServerConfig:
+class ServerConfig(Settings):
     """Base of the settings of one kind of inference server: what can be chosen about it and does not follow from the
     run. An engine `XxxEngine` brings a subclass `XxxEngineConfig` beside it."""
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import sys
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rl_contracts.config import PartConfig
 
 KNOWN_PACKAGES: dict[str, str] = {
     "rl.train_engines": "rl-engines-fsdp",
@@ -64,6 +69,50 @@ def settings(group: str, name: str) -> type:
             f"{group}: {name!r} brings its settings as {target!r}: expected a dataclass, found {found!r}."
         )
     return found
+
+
+def load_parts(config: PartConfig) -> list[Any]:
+    """What the settings of a part name, with its constants; nothing for `none`, several for names joined by `+`.
+
+    A part is a function whose constants are keyword-only arguments, or a class that takes them so and whose objects are
+    called like the function.
+
+    Raises:
+        ConfigError: nothing of that name is installed, an option is none of its keyword arguments, or one that it needs
+            is missing.
+    """
+    constants, parts, known = config.constants(), [], set[str]()
+    for kind in config.kind.split("+") if config.kind != "none" else ():
+        found = load(config.group, kind)
+        takes = {n: p for n, p in inspect.signature(found).parameters.items() if p.kind is p.KEYWORD_ONLY}
+        missing = sorted(n for n, p in takes.items() if p.default is p.empty and n not in constants)
+        if missing:
+            raise ConfigError(
+                f"{config.setting}.kind={kind} needs the constants {missing}; give them as "
+                f"{config.setting}.options.<name>=<value>."
+            )
+        bound = {n: constants[n] for n in takes if n in constants}
+        parts.append(found(**bound) if inspect.isclass(found) else partial(found, **bound))
+        known |= set(takes)
+    odd = sorted(name for name, value in config.options.items() if value is not None and name not in known)
+    if odd:
+        raise ConfigError(
+            f"{config.setting}.options: {odd} are no constants of {config.setting}.kind={config.kind}; it takes "
+            f"{sorted(known)}. Leave them out with {config.setting}.options.<name>=null."
+        )
+    return parts
+
+
+def load_part(config: PartConfig) -> Any:
+    """The one part that settings name.
+
+    Raises:
+        ConfigError: they name none or several, or as `load_parts`.
+    """
+    parts = load_parts(config)
+    if len(parts) != 1:
+        raise ConfigError(f"{config.setting}.kind: expected one name, found {config.kind!r}.")
+    return parts[0]
 
 
 def unknown(name: str, *groups: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from rl_contracts.config import Settings
 from rl_contracts.errors import LaunchError
 
 RUN_KEY_VARIABLE = "RL_RUN_KEY"
@@ -100,7 +101,7 @@ class Resources:
 
 
 @dataclass
-class SchedulerConfig:
+class SchedulerConfig(Settings):
     """The settings of a scheduler: each brings a subclass beside its class, called like it with `Config` behind."""
 
     def resources(self) -> Resources | None:

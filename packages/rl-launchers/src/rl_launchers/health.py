@@ -8,8 +8,9 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar
 
-from rl_contracts.config import require
+from rl_contracts.config import Settings, bounded
 from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
 from rl_launchers.report import describe_exit
@@ -46,25 +47,20 @@ def probe(host: str, port: int, path: str, timeout: float = 1.0) -> str | None:
 
 
 @dataclass
-class RestartConfig:
+class RestartConfig(Settings):
     """When servers count as lost, and how often they are started anew."""
 
-    max_restarts: int = 3
+    setting: ClassVar[str] = "launcher"
+    max_restarts: int = bounded(3, "0 (never) or more", lambda times: times >= 0)
     """Times that a server which died or hangs is started anew, within `restart_window`; one more, and the run ends. 0:
     its first death ends the run. Trainers are never restarted alone."""
-    restart_window: float = 600.0
+    restart_window: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds after which a restart no longer counts."""
-    health_timeout: float = 90.0
+    health_timeout: float = bounded(90.0, "0 (no checks) or more", lambda seconds: seconds >= 0)
     """Seconds without a good answer from a server's readiness path after which it is killed and started anew; 0: only
     its death counts."""
-    health_interval: float = 2.0
+    health_interval: float = bounded(2.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds between two such questions."""
-
-    def __post_init__(self) -> None:
-        require(self.max_restarts >= 0, "launcher.max_restarts", "0 (never) or more", self.max_restarts)
-        require(self.restart_window > 0, "launcher.restart_window", "more than 0 seconds", self.restart_window)
-        require(self.health_timeout >= 0, "launcher.health_timeout", "0 (no checks) or more", self.health_timeout)
-        require(self.health_interval > 0, "launcher.health_interval", "more than 0 seconds", self.health_interval)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_contracts import registry
-from rl_contracts.config import require
+from rl_contracts.config import bounded, require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
@@ -35,21 +35,17 @@ class LauncherConfig(RestartConfig):
     """Scheduler: a name in the entry-point group `rl.schedulers`, or a dotted path `package.module:Class`."""
     options: SchedulerConfig | None = None
     """The scheduler's own settings, of the type that it brings; None: its defaults."""
-    grace_seconds: float = 30.0
+    grace_seconds: float = bounded(30.0, "0 or more", lambda seconds: seconds >= 0)
     """Seconds that trainers have after a request to stop, to write a recover point; then they are killed."""
-    stop_seconds: float = 3.0
+    stop_seconds: float = bounded(3.0, "0 or more", lambda seconds: seconds >= 0)
     """Seconds that everybody has to end by itself when a run is over, or has failed."""
-    log_lines: int = 30
+    log_lines: int = bounded(30, "at least 1", lambda lines: lines >= 1)
     """Last lines of a log shown in an error."""
-    tick_seconds: float = 0.2
+    tick_seconds: float = bounded(0.2, "in (0, 2]", lambda seconds: 0 < seconds <= 2)
     """Seconds between two looks at the processes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.grace_seconds >= 0, "launcher.grace_seconds", "0 or more", self.grace_seconds)
-        require(self.stop_seconds >= 0, "launcher.stop_seconds", "0 or more", self.stop_seconds)
-        require(self.log_lines >= 1, "launcher.log_lines", "at least 1", self.log_lines)
-        require(0 < self.tick_seconds <= 2, "launcher.tick_seconds", "in (0, 2]", self.tick_seconds)
         own = registry.settings("rl.schedulers", self.kind)
         if self.options is None:
             self.options = own()

@@ -1,15 +1,15 @@
 """The settings of an algorithm: a composition of parts, each with its own few.
 
 A preset is data: the values that make it. What is ours about a part and what somebody else adds to it are found alike:
-see `PartConfig`.
+see `rl_contracts.config.PartConfig`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rl_contracts.config import Settings, bounded, choice, require
+from rl_contracts.config import PartConfig, Settings, bounded, choice, require
 from rl_trainers.functional.aggregation import AGGREGATIONS
 from rl_trainers.functional.correction import LEVELS
 from rl_trainers.functional.kl import ESTIMATORS
@@ -17,24 +17,6 @@ from rl_trainers.proximal import PROXIMALS
 
 OVER = ("none", "group", "batch")
 """Of what a mean or std is taken: of nothing, of the answers to one prompt, of the whole batch."""
-
-
-@dataclass
-class PartConfig(Settings):
-    """A part that is found by name. What it takes as keyword arguments are the fields of its settings, by their names,
-    and `options`."""
-
-    group: ClassVar[str]
-    """Entry-point group in which the name is looked up."""
-    kind: str = "none"
-    """An installed name, or a dotted path `package.module:attribute`."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further constants, by the names of its keyword arguments; null stands for its own default."""
-
-    def constants(self) -> dict[str, Any]:
-        """What the part may take as keyword arguments."""
-        settings = {item.name: getattr(self, item.name) for item in fields(self)} | self.options
-        return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_contracts.registry import load_part
 from rl_trainers.critic import RETURNS_KEY, VALUES_KEY
 from rl_trainers.functional.advantages import Groups, gae, grouped, moments, normalised, whitened
 from rl_trainers.functional.kl import kl_estimate
 from rl_trainers.functional.rewards import overlong_penalty, shaped, terminal_rewards, to_trained_tokens
-from rl_trainers.parts import load_part
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

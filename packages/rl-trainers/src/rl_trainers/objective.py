@@ -11,12 +11,12 @@ import torch
 
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.registry import load_part, load_parts
 from rl_contracts.trajectory import PackedBatch
 from rl_trainers.algorithm import AlgorithmConfig, KLConfig
 from rl_trainers.functional.correction import OffPolicy, effective_sample_sums
 from rl_trainers.functional.kl import ESTIMATORS, kl_estimate, weighted_kl
 from rl_trainers.functional.terms import PolicyTerms, policy_terms
-from rl_trainers.parts import load_part, load_parts
 from rl_trainers.proximal import PROXIMALS, Proximal
 
 if TYPE_CHECKING:

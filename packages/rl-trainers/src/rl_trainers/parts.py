@@ -14,15 +14,11 @@ Marks are bool [N] by name; their shares of the trained tokens are reported.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from rl_contracts import registry
-from rl_contracts.errors import ConfigError
 from rl_contracts.sharding import MINIBATCH_KEY
 from rl_trainers.functional.correction import OffPolicy, second_moment_cutoff, trust_region_tokens
 from rl_trainers.proximal import PROXIMAL_KEY
@@ -31,51 +27,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.parallel import ParallelContext
-    from rl_trainers.algorithm import PartConfig
 
 DROPPED_KEY = "moment_dropped"
 """bool [B, T]: tokens that the second-moment mask drops."""
-
-
-def load_parts(config: PartConfig) -> list[Any]:
-    """What the settings of a part name, with its constants; nothing for `none`, several for names joined by `+`.
-
-    Raises:
-        ConfigError: nothing of that name is installed, an option is none of its keyword arguments, or one that it needs
-            is missing.
-    """
-    constants, parts, known = config.constants(), [], set[str]()
-    for kind in config.kind.split("+") if config.kind != "none" else ():
-        found = registry.load(config.group, kind)
-        takes = {n: p for n, p in inspect.signature(found).parameters.items() if p.kind is p.KEYWORD_ONLY}
-        missing = sorted(n for n, p in takes.items() if p.default is p.empty and n not in constants)
-        if missing:
-            raise ConfigError(
-                f"{config.setting}.kind={kind} needs the constants {missing}; give them as "
-                f"{config.setting}.options.<name>=<value>."
-            )
-        bound = {n: constants[n] for n in takes if n in constants}
-        parts.append(found(**bound) if inspect.isclass(found) else partial(found, **bound))
-        known |= set(takes)
-    unknown = sorted(name for name, value in config.options.items() if value is not None and name not in known)
-    if unknown:
-        raise ConfigError(
-            f"{config.setting}.options: {unknown} are no constants of {config.setting}.kind={config.kind}; it takes "
-            f"{sorted(known)}. Leave them out with {config.setting}.options.<name>=null."
-        )
-    return parts
-
-
-def load_part(config: PartConfig) -> Any:
-    """The one part that settings name.
-
-    Raises:
-        ConfigError: they name none or several, or as `load_parts`.
-    """
-    parts = load_parts(config)
-    if len(parts) != 1:
-        raise ConfigError(f"{config.setting}.kind: expected one name, found {config.kind!r}.")
-    return parts[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
-from rl_contracts.config import require, require_choice
+from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.engine import LossFn, Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import DataError, EngineError
 from rl_contracts.sharding import share
@@ -22,24 +22,21 @@ if TYPE_CHECKING:
 
     from rl_contracts.parallel import ParallelContext
 
-LOSSES = ("dpo", "ipo")
-
 
 @dataclass
-class PreferenceConfig:
+class PreferenceConfig(Settings):
     """How a policy learns from pairs."""
 
-    loss: str = "dpo"
+    setting: ClassVar[str] = "preference"
+    loss: str = choice("dpo", ("dpo", "ipo"))
     """`dpo` (arXiv 2305.18290) or `ipo` (arXiv 2310.12036)."""
-    beta: float = 0.1
+    beta: float = bounded(0.1, "more than 0", lambda beta: beta > 0)
     """Strength of the pull to the reference policy (IPO: tau)."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = bounded(0.0, "in [0, 0.5)", lambda share: 0 <= share < 0.5)
     """Share of pairs that are taken to be labelled the wrong way round (conservative DPO); 0: none."""
 
     def __post_init__(self) -> None:
-        require_choice("preference.loss", self.loss, LOSSES)
-        require(self.beta > 0, "preference.beta", "more than 0", self.beta)
-        require(0 <= self.label_smoothing < 0.5, "preference.label_smoothing", "in [0, 0.5)", self.label_smoothing)
+        super().__post_init__()
         require(
             self.loss == "dpo" or not self.label_smoothing,
             "preference.label_smoothing",

@@ -14,9 +14,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from rl_contracts.config import require
+from rl_contracts.config import Settings, bounded
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.logging import get_logger
@@ -32,16 +32,14 @@ _TENSOR = "$tensor"
 
 
 @dataclass
-class RecoverConfig:
+class RecoverConfig(Settings):
     """When a run saves what it needs to go on after it was stopped."""
 
-    every: int = 0
+    setting: ClassVar[str] = "recover"
+    every: int = bounded(0, "0 (none) or more steps", lambda steps: steps >= 0)
     """Steps between recover points; 0: none."""
     resume: bool = True
     """Go on from the last recover point of the run directory, where there is one."""
-
-    def __post_init__(self) -> None:
-        require(self.every >= 0, "recover.every", "0 (none) or more steps", self.every)
 
 
 @runtime_checkable

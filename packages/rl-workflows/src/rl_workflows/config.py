@@ -3,52 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from rl_contracts.config import require
+from rl_contracts.config import Settings, bounded, require
 from rl_contracts.errors import ConfigError
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(Settings):
     """How prompts become groups, and how far generation may run ahead of training."""
 
-    max_staleness: int = 1
+    setting: ClassVar[str] = "rollout"
+    max_staleness: int = bounded(1, "0 (on-policy) or more", lambda versions: versions >= 0)
     """Versions that may pass between a group's start and the step that trains on it; 0 is exactly on-policy."""
-    max_concurrent: int | None = None
+    max_concurrent: int | None = bounded(
+        None, "at least 1 group, or null for no further limit", lambda groups: groups is None or groups >= 1
+    )
     """Groups that run at the same time over all heads. None: as many as `max_staleness` admits, which is
     (max_staleness + 1) * batch size."""
-    group_size: int = 8
+    group_size: int = bounded(8, "at least 1", lambda episodes: episodes >= 1)
     """Episodes per prompt."""
     min_group: int | None = None
     """Episodes that must succeed for the group to go on without the others. None: all of them."""
     dynamic_sampling: bool = False
     """Reject groups whose rewards are all equal; other prompts take their place."""
-    failure_budget: float = 0.1
+    failure_budget: float = bounded(0.1, "a share in [0, 1]", lambda share: 0 <= share <= 1)
     """Share of groups that may fail before the run stops with the first failure's trace."""
-    failure_min_groups: int = 16
+    failure_min_groups: int = bounded(16, "at least 1", lambda groups: groups >= 1)
     """Groups that must have finished before `failure_budget` is looked at."""
-    max_rejected_in_row: int = 1000
+    max_rejected_in_row: int = bounded(1000, "at least 1", lambda groups: groups >= 1)
     """Groups rejected without one accepted in between, after which the run stops."""
-    eval_concurrent: int = 256
+    eval_concurrent: int = bounded(256, "at least 1", lambda episodes: episodes >= 1)
     """Evaluation episodes that run at the same time on each head, beside the training ones."""
-    stall_timeout: float = 600.0
+    stall_timeout: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds without any progress (nothing generated, accepted, rejected or failed) after which a wait ends with an
     error that names the stuck stage."""
-    trainer_timeout: float = 3600.0
+    trainer_timeout: float = bounded(3600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds after which a trainer that is in no call of the runtime counts as stuck: longer than any training step,
     with what is saved after it. The run then ends with an error that says where the trainer is."""
     seed: int = 0
     """Sampling seeds derive from it, the prompt, the epoch and the sample."""
 
     def __post_init__(self) -> None:
-        require(self.max_staleness >= 0, "rollout.max_staleness", "0 (on-policy) or more", self.max_staleness)
-        require(
-            self.max_concurrent is None or self.max_concurrent >= 1,
-            "rollout.max_concurrent",
-            "at least 1 group, or null for no further limit",
-            self.max_concurrent,
-        )
-        require(self.group_size >= 1, "rollout.group_size", "at least 1", self.group_size)
+        super().__post_init__()
         require(
             self.min_group is None or 1 <= self.min_group <= self.group_size,
             "rollout.min_group",
@@ -61,12 +58,6 @@ class RolloutConfig:
             "a group_size of at least 2, because the only reward of a group of one is always equal to itself",
             self.group_size,
         )
-        require(0 <= self.failure_budget <= 1, "rollout.failure_budget", "a share in [0, 1]", self.failure_budget)
-        require(self.failure_min_groups >= 1, "rollout.failure_min_groups", "at least 1", self.failure_min_groups)
-        require(self.max_rejected_in_row >= 1, "rollout.max_rejected_in_row", "at least 1", self.max_rejected_in_row)
-        require(self.eval_concurrent >= 1, "rollout.eval_concurrent", "at least 1", self.eval_concurrent)
-        require(self.stall_timeout > 0, "rollout.stall_timeout", "more than 0 seconds", self.stall_timeout)
-        require(self.trainer_timeout > 0, "rollout.trainer_timeout", "more than 0 seconds", self.trainer_timeout)
 
     @property
     def needed(self) -> int:

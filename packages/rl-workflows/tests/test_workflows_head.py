@@ -186,7 +186,7 @@ def test_filter_that_raises_fails_the_group(clock, make_head):
     head = make_head(should_accept=broken, failure_min_groups=3)
 
     async def main():
-        with pytest.raises(RLError, match="3 of 3 groups failed \\(internal 3\\)") as caught:
+        with pytest.raises(RLError, match=r"3 of the last 3 groups failed \(internal 3\)") as caught:
             await _batch(head)
         assert "in the filter" in str(caught.value)
         await head.close()
@@ -235,6 +235,84 @@ def test_failure_budget_not_exceeded_goes_on(clock, make_head):
         await head.close()
 
     clock.run(main())
+
+
+def _failing_from(prompt):
+    """Prompts from this one on fail."""
+
+    def judge(data, token):
+        if data["prompt_id"] >= prompt:
+            raise RewardError(f"planted at {data['prompt_id']}")
+        return 1.0
+
+    return judge
+
+
+async def _steps_until_the_end(head):
+    while True:
+        await _batch(head)
+        await head.end_step(0)
+
+
+@pytest.mark.parametrize("good", [40, 4000])
+def test_failure_budget_stops_as_soon_late_in_a_run_as_early(clock, make_head, good, caplog):
+    limits = {"failure_budget": 0.5, "failure_window": 24, "failure_min_groups": 8, "max_failed_in_row": 1000}
+    head = make_head(judge=_failing_from(good), max_staleness=0, group_size=1, **limits)
+
+    async def main():
+        with pytest.raises(RLError, match=r"13 of the last 24 groups failed \(reward 13\)") as caught:
+            await _steps_until_the_end(head)
+        await head.close()
+        return str(caught.value)
+
+    assert f"planted at {good}" in clock.run(main()), "the first failure of those that count"
+    assert f"prompt {good} (group {good}) failed (reward): planted" in caplog.text
+
+
+def test_failures_in_a_row_stop_the_run_whatever_the_budget(clock, make_head):
+    head = make_head(judge=_failing_from(100), group_size=1, failure_budget=1.0, max_failed_in_row=7)
+
+    async def main():
+        with pytest.raises(
+            RLError, match=r"7 groups in a row failed \(reward 7\), more than rollout.max_failed_in_row=7"
+        ):
+            await _steps_until_the_end(head)
+        await head.close()
+
+    clock.run(main())
+
+
+def test_failure_budget_is_the_same_after_resuming(clock, make_head):
+    limits = {"failure_budget": 0.5, "failure_window": 24, "failure_min_groups": 8, "max_failed_in_row": 100}
+
+    def judge(data, token):
+        if data["prompt_id"] % 4 == 3 or data["prompt_id"] >= 30:
+            raise RewardError(f"planted at {data['prompt_id']}")
+        return 1.0
+
+    def make():
+        rows = iter([{"prompt_id": i} for i in range(1000)])
+        return make_head(judge=judge, rows=rows, max_staleness=0, group_size=1, batch_size=1, **limits)
+
+    async def run(resumes):
+        head = make()
+        for _ in range(22):  # to prompt 28, with seven failures on the way
+            await _batch(head)
+            await head.end_step(0)
+        if resumes:
+            state = await head.state_dict()
+            await head.close()
+            tensors = state.pop("tensors")
+            head = make()
+            await head.load_state_dict(json.loads(json.dumps(state)) | {"tensors": tensors})
+        with pytest.raises(RLError) as caught:
+            await _steps_until_the_end(head)
+        await head.close()
+        return str(caught.value)
+
+    unbroken = clock.run(run(resumes=False))
+    assert unbroken.startswith("13 of the last 24 groups failed")
+    assert clock.run(run(resumes=True)) == unbroken
 
 
 def test_data_iterator_that_dies_ends_the_wait_with_its_cause(clock, make_head):

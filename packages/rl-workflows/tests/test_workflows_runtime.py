@@ -250,7 +250,7 @@ def test_evaluate_early_failures_count_although_later_episodes_succeed(engine):
     config = RolloutConfig(group_size=1, failure_budget=0.1, failure_min_groups=10, eval_concurrent=1)
     rollout = DistRollout(engine, Echo(), _rows(), batch_size=1, config=config)
     try:
-        with pytest.raises(RLError, match="3 of 20 groups failed"):
+        with pytest.raises(RLError, match="3 of the last 20 groups failed"):
             rollout.evaluate([{"prompt_id": i} for i in range(20)], GenerationConfig(max_new_tokens=2))
     finally:
         rollout.destroy()

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import traceback
-from collections import Counter
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import RLError, boundary_of
 
+if TYPE_CHECKING:
+    from rl_workflows.config import RolloutConfig
+
 
 class FailureBudget:
-    """Counts finished and failed groups by boundary and keeps the first failure's trace.
+    """Remembers what became of the last groups, so that it notices late in a run what it notices early.
 
     Args:
-        share: failed over finished groups that is tolerated.
-        min_groups: finished groups before the share is looked at; fewer say little.
-        max_rejected_in_row: groups rejected without one accepted in between, after which the run stops.
+        config: how many of how many may fail, and how many in a row may fail or be rejected.
+        total: groups that there will be at all; the share is then taken over all of them.
     """
 
-    def __init__(self, share: float, min_groups: int, max_rejected_in_row: int) -> None:
-        self._share, self._min_groups, self._max_rejected = share, min_groups, max_rejected_in_row
-        self._finished = 0
-        self._failed: Counter[str] = Counter()
-        self._rejected_in_row = 0
-        self._first: BaseException | None = None
-        self._first_trace = ""
+    def __init__(self, config: RolloutConfig, total: int | None = None) -> None:
+        self._config = config
+        self._enough = config.failure_min_groups if total is None else min(config.failure_min_groups, total)
+        # of a group that failed its boundary and trace, else nothing
+        self._recent: deque[tuple[str, str] | None] = deque(maxlen=config.failure_window if total is None else total)
+        self._failed_in_row = self._rejected_in_row = 0
 
     def accepted(self) -> None:
         """A group was accepted."""
-        self._finished += 1
-        self._rejected_in_row = 0
+        self._recent.append(None)
+        self._failed_in_row = self._rejected_in_row = 0
 
     def rejected(self) -> None:
         """A group was rejected.
@@ -36,43 +38,53 @@ class FailureBudget:
         Raises:
             RLError: too many in a row; training would wait for ever.
         """
-        self._finished += 1
+        self._recent.append(None)
+        self._failed_in_row = 0
         self._rejected_in_row += 1
-        if self._rejected_in_row >= self._max_rejected:
+        if self._rejected_in_row >= self._config.max_rejected_in_row:
             raise RLError(
                 f"{self._rejected_in_row} groups in a row were rejected. Nothing is left to learn from these prompts "
                 "with this filter: all answers of a group may be right (or wrong), or should_accept is too strict. "
                 "Switch rollout.dynamic_sampling off, change the data, or raise rollout.max_rejected_in_row."
             )
 
-    def episode_failed(self, error: BaseException) -> None:
-        """Remember the first failure of all."""
-        if self._first is None:
-            self._first, self._first_trace = error, "".join(traceback.format_exception(error))
-
     def failed(self, error: BaseException) -> None:
         """A group failed.
 
         Raises:
-            RLError: the share of failed groups exceeds the budget; its message holds the first trace.
+            RLError: too many did, of the last ones or in a row; its message holds the first trace of them.
         """
-        self.episode_failed(error)
-        self._finished += 1
-        self._failed[boundary_of(error)] += 1
-        if self._finished >= self._min_groups:
-            self.check()
+        self._recent.append((boundary_of(error), "".join(traceback.format_exception(error))))
+        self._failed_in_row += 1
+        if self._failed_in_row >= self._config.max_failed_in_row:
+            failed = [entry for entry in self._recent if entry][-self._failed_in_row :]
+            self._stop(f"{self._failed_in_row} groups in a row", failed, "max_failed_in_row", error)
+        if len(self._recent) >= self._enough:
+            self.check(error)
 
-    def check(self) -> None:
+    def check(self, last: BaseException | None = None) -> None:
         """Compare the share of failed groups with the budget, however few have finished.
 
         Raises:
             RLError: it is exceeded; the message holds the first trace.
         """
-        total = self._failed.total()
-        if total <= self._share * self._finished:
-            return
-        by_boundary = ", ".join(f"{name} {count}" for name, count in self._failed.most_common())
+        failed = [entry for entry in self._recent if entry]
+        if len(failed) > self._config.failure_budget * len(self._recent):
+            self._stop(f"{len(failed)} of the last {len(self._recent)} groups", failed, "failure_budget", last)
+
+    def _stop(self, how_many: str, failed: list[tuple[str, str]], limit: str, last: BaseException | None) -> None:
+        by_boundary = ", ".join(f"{name} {count}" for name, count in Counter(name for name, _ in failed).most_common())
         raise RLError(
-            f"{total} of {self._finished} groups failed ({by_boundary}), more than rollout.failure_budget="
-            f"{self._share:g} allows. The first failure was:\n{self._first_trace}"
-        ) from self._first
+            f"{how_many} failed ({by_boundary}), more than rollout.{limit}={getattr(self._config, limit):g} allows. "
+            f"The first failure was:\n{failed[0][1]}"
+        ) from last
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        rows = {"failed_in_row": self._failed_in_row, "rejected_in_row": self._rejected_in_row}
+        return {"recent": list(self._recent), **rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self._recent.extend(entry and (str(entry[0]), str(entry[1])) for entry in state["recent"])
+        self._failed_in_row, self._rejected_in_row = int(state["failed_in_row"]), int(state["rejected_in_row"])

@@ -28,9 +28,13 @@ class RolloutConfig(Settings):
     dynamic_sampling: bool = False
     """Reject groups whose rewards are all equal; other prompts take their place."""
     failure_budget: float = bounded(0.1, "a share in [0, 1]", lambda share: 0 <= share <= 1)
-    """Share of groups that may fail before the run stops with the first failure's trace."""
+    """Share of the last `failure_window` groups that may fail before the run stops with the first failure's trace."""
+    failure_window: int = 1000
+    """Finished groups of each head that `failure_budget` speaks of."""
     failure_min_groups: int = bounded(16, "at least 1", lambda groups: groups >= 1)
     """Groups that must have finished before `failure_budget` is looked at."""
+    max_failed_in_row: int = bounded(100, "at least 1", lambda groups: groups >= 1)
+    """Groups that fail one after the other, after which the run stops, whatever the budget."""
     max_rejected_in_row: int = bounded(1000, "at least 1", lambda groups: groups >= 1)
     """Groups rejected without one accepted in between, after which the run stops."""
     eval_concurrent: int = bounded(256, "at least 1", lambda episodes: episodes >= 1)
@@ -57,6 +61,12 @@ class RolloutConfig(Settings):
             "rollout.dynamic_sampling",
             "a group_size of at least 2, because the only reward of a group of one is always equal to itself",
             self.group_size,
+        )
+        require(
+            self.failure_window >= self.failure_min_groups,
+            "rollout.failure_window",
+            f"at least failure_min_groups ({self.failure_min_groups})",
+            self.failure_window,
         )
 
     @property

@@ -66,7 +66,7 @@ class RolloutHead:
         self.engine, self.manager, self.clock, self.config = engine, manager, clock, config
         self.source = PromptSource(prompts)
         self.episodes = Episodes(workflow, engine, clock, config.seed)
-        self.budget = FailureBudget(config.failure_budget, config.failure_min_groups, config.max_rejected_in_row)
+        self.budget = FailureBudget(config)
         self.watch = Watch(
             self.episodes,
             manager.describe,
@@ -184,6 +184,7 @@ class RolloutHead:
         return {
             "manager": manager,
             "source": self.source.state_dict(),
+            "budget": self.budget.state_dict(),
             "in_flight": [prompt for prompt, _ in self.running.values()],
             **groups_to_state(groups),
         }
@@ -198,6 +199,7 @@ class RolloutHead:
         groups = groups_from_state(state)
         self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
         self.source.load_state_dict(state["source"])
+        self.budget.load_state_dict(state["budget"])
         again = [group.prompt for group in groups if group.ticket.group_id in refused]
         self.source.requeue_first([*again, *state["in_flight"]])
 
@@ -266,14 +268,14 @@ class RolloutHead:
         self._describe(group.trajectories)
         for failure in group.failures:
             self.figures.add(f"episodes/failed/{boundary_of(failure)}", 1, kind="sum")
-            self.budget.episode_failed(failure)
         group.failures.clear()  # which hold the frames of their episodes
         if group.error is not None:
             boundary = boundary_of(group.error)
             self.manager.fail(group.ticket)
             self._count("failed")
             self._count(f"failed/{boundary}")
-            log.warning("group %d failed (%s): %s", group.ticket.group_id, boundary, group.error)
+            prompt, group_id = group.prompt["prompt_id"], group.ticket.group_id
+            log.warning("prompt %d (group %d) failed (%s): %s", prompt, group_id, boundary, group.error)
             self._report(self.manager.steps + 1, group.trajectories, f"failed ({boundary}): {group.error}")
             self.budget.failed(group.error)
         elif group.rejected is not None:

@@ -45,8 +45,7 @@ async def answer_held_out(
     """
     if not rows:
         return []
-    enough = min(config.failure_min_groups, len(rows) * n)
-    budget = FailureBudget(config.failure_budget, enough, config.max_rejected_in_row)
+    budget = FailureBudget(config, total=len(rows) * n)
     finished: dict[int, FinishedGroup] = {}
     left = iter(enumerate(rows, first))
     stalled: list[BaseException] = []

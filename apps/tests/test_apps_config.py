@@ -10,7 +10,7 @@ from rl_apps.checks import check_batch, check_model
 from rl_apps.driver import main
 from rl_apps.help import describe
 from rl_apps.layout import layout_of, run_directory
-from rl_apps.parts import Parts
+from rl_apps.parts import Parts, weights_directory
 from rl_contracts.errors import ConfigError, ModelError
 
 
@@ -179,3 +179,9 @@ def test_client_waits_for_returning_servers_only_where_somebody_restarts_them(tm
     assert rejoin_timeout() == 180
     assert rejoin_timeout("rollout.client.rejoin_timeout=7") == 7
     assert rejoin_timeout("launcher.max_restarts=0") == 0
+
+
+def test_weights_lie_in_memory_for_shm_alone_and_otherwise_in_the_run_directory(tmp_path):
+    assert weights_directory(tmp_path, "disk") == tmp_path / "weights"
+    assert weights_directory(tmp_path, "broadcast") == tmp_path / "weights"
+    assert weights_directory(tmp_path, "shm") not in (tmp_path / "weights", weights_directory(tmp_path / "b"))

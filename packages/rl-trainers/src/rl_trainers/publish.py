@@ -128,8 +128,8 @@ class WeightPublisher:
                 break
             logger.warning("version %d is sent again: %s", version, error)
         parallel.agree(error, doing)
-        everything = [sums, *parallel.gather_json({} if parallel.is_main else sums)]
-        self.receipt = WeightReceipt("trainer", version, {n: value for part in everything for n, value in part.items()})
+        parts = [sums, *parallel.gather_json({} if parallel.is_main else sums)]
+        self.receipt = WeightReceipt("trainer", version, {name: s for part in parts for name, s in part.items()})
         times = {"time/stage": 0.0, "time/paused": 0.0}
         with parallel.agreeing(doing):
             if parallel.is_main:
@@ -223,16 +223,17 @@ class WeightPublisher:
 def _outcome(error: Exception | None, staging: Future[list[WeightReceipt]] | None) -> Exception | None:
     """What broke a transfer, seen from both sides; waits for the servers where they stage beside it.
 
-    Lost servers count first, because the others can be sent the version again; then whatever went wrong first.
+    Lost servers count first, because the others can be sent the version again.
     """
     if staging is None:
         return error
-    servers_first = staging.done()
     try:
         staging.result(None if error is None else FAREWELL_SECONDS)
-    except Exception as other:  # noqa: BLE001 - returned
-        if error is None or servers_first or isinstance(other, ReceiversLostError):
-            other.add_note(f"the trainer's side: {error}")
-            return other
-        error.add_note(f"the servers' side: {other}")
+    except Exception as servers:  # noqa: BLE001 - returned, or noted on what is
+        if error is None:
+            return servers
+        if isinstance(servers, ReceiversLostError):
+            servers.__cause__ = error
+            return servers
+        error.add_note(f"the servers' side: {servers!r}")
     return error

@@ -140,8 +140,8 @@ class BroadcastReceiver:
 
     def refuse(self, part: WeightPart, reason: str) -> None:
         """Say that this server cannot take part, and why."""
-        address = Address.parse(part.location)
         with contextlib.suppress(WeightUpdateError, RuntimeError):  # then nobody is there to be told
+            address = Address.parse(part.location)
             Rendezvous(self._connected(address), address).call_off(f"receiver {address.rank} refuses: {reason}")
 
     def close(self) -> None:

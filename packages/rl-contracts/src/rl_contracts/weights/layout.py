@@ -45,10 +45,9 @@ def offsets(specs: Iterable[ParamSpec], alignment: int = ALIGNMENT) -> tuple[dic
     return places, end
 
 
-def views(memory: torch.Tensor, specs: Iterable[ParamSpec], alignment: int = ALIGNMENT) -> dict[str, torch.Tensor]:
+def views(memory: torch.Tensor, specs: tuple[ParamSpec, ...]) -> dict[str, torch.Tensor]:
     """Each parameter's place in a piece of memory, uint8 [bytes of the whole]."""
-    specs = tuple(specs)
-    places, _ = offsets(specs, alignment)
+    places, _ = offsets(specs)
     return {
         spec.name: memory[places[spec.name] :][: size_of(spec)].view(dtype_of(spec)).view(spec.shape) for spec in specs
     }

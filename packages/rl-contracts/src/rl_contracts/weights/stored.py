@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.layout import dtype_of, fill, offsets, size_of, views
+from rl_contracts.weights.checksum import checksum
+from rl_contracts.weights.layout import checked, dtype_of, fill, offsets, size_of, views
 
 if TYPE_CHECKING:
     import torch
@@ -50,14 +51,18 @@ class StoredSender:
 
     def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
         self._final, self._specs = self._slot(version), specs
-        self._places = self._map(version) if self._route == "shm" else self._create()
+        if self._route == "shm":
+            self._places = self._map(version)
+        else:
+            self._scratch = self._make_scratch()
         return WeightUpdateMeta(self._route, version, (WeightPart(str(self._final), specs),))
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-        sums = fill(self._places, self._specs, tensors)
-        if self._route == "disk":
-            shutil.rmtree(self._final, ignore_errors=True)
-            self._scratch.rename(self._final)
+        if self._route == "shm":
+            return fill(self._places, self._specs, tensors)
+        sums = _write_safetensors(self._scratch / FILE, self._specs, tensors)
+        shutil.rmtree(self._final, ignore_errors=True)
+        self._scratch.rename(self._final)
         return sums
 
     def cancel(self, reason: str) -> None:
@@ -80,17 +85,15 @@ class StoredSender:
             self._mappings.get(other, size)  # needed soon: where space is missing, that is said now
         return views(self._mappings.get(self._final, size), self._specs)
 
-    def _create(self) -> dict[str, torch.Tensor]:
-        """A safetensors file beside the one that it will replace."""
-        self._scratch = self._final.with_name(f".{self._final.name}.{os.getpid()}")
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        self._scratch.mkdir(parents=True)
-        # widest first, as safetensors does: it allows no gaps, and so each begins at a multiple of its item's size
-        ordered = sorted(self._specs, key=lambda spec: -dtype_of(spec).itemsize)
-        header = _header(ordered)
-        memory = self._mappings.get(self._scratch / FILE, len(header) + offsets(ordered, 1)[1])
-        memory[: len(header)].numpy()[:] = memoryview(header)
-        return views(memory[len(header) :], ordered, 1)
+    def _make_scratch(self) -> Path:
+        """A directory beside the one that it will replace, with the space for its file."""
+        scratch = self._final.with_name(f".{self._final.name}.{os.getpid()}")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        with (scratch / FILE).open("wb") as file:
+            header, _, size = _header(self._specs)
+            _reserve(file.fileno(), scratch / FILE, len(header) + size)
+        return scratch
 
 
 def open_weights(meta: WeightUpdateMeta, mappings: Mappings | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -200,20 +203,43 @@ def _read_disk(part: WeightPart) -> Iterator[tuple[str, torch.Tensor]]:
         raise WeightUpdateError(f"{path}: the weights cannot be read: {error}") from error
 
 
-def _header(specs: list[ParamSpec]) -> bytes:
-    """How a safetensors file of these begins; a multiple of 64 bytes."""
+def _write_safetensors(
+    path: Path, specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, int]:
+    """Write one tensor at a time into a file that is there; the checksums of what was written.
+
+    Not through a mapping: other hosts see what is written when the file is closed.
+    """
+    import torch
+
+    header, places, _ = _header(specs)
+    sums: dict[str, int] = {}
+    with path.open("r+b") as file:
+        file.write(header)
+        for spec, tensor in checked(specs, tensors):
+            value = tensor.detach().to("cpu", dtype_of(spec)).contiguous()
+            file.seek(len(header) + places[spec.name])
+            file.write(value.view(-1).view(torch.uint8).numpy())
+            sums[spec.name] = checksum(value)
+    return sums
+
+
+def _header(specs: Iterable[ParamSpec]) -> tuple[bytes, dict[str, int], int]:
+    """How a safetensors file of these begins, where each is behind that, and how much that is."""
     from safetensors.torch import _TYPES
 
     names = {dtype: name for name, dtype in _TYPES.items()}
-    places, _ = offsets(specs, 1)
+    # widest first, as safetensors does: it allows no gaps, and so each begins at a multiple of its item's size
+    ordered = sorted(specs, key=lambda spec: -dtype_of(spec).itemsize)
+    places, size = offsets(ordered, 1)
     entries = {
         spec.name: {
             "dtype": names[dtype_of(spec)],
             "shape": spec.shape,
             "data_offsets": [places[spec.name], places[spec.name] + size_of(spec)],
         }
-        for spec in specs
+        for spec in ordered
     }
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    text += b" " * (-(len(text) + 8) % 64)
-    return len(text).to_bytes(8, "little") + text
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places, size

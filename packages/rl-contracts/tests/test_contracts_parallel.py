@@ -57,6 +57,12 @@ for name, failing in (("one", [1]), ("both", [0, 1])):
         context.agree(own, "saving")
     except EngineError as error:
         found[name] = [str(error), error.__cause__ is own]
+try:
+    with context.agreeing("opening"):
+        if rank == 1:
+            raise OSError("no such file")
+except EngineError as error:
+    found["agreeing"] = [str(error), repr(error.__cause__)]
 context.barrier()
 found["main"] = context.is_main
 print(json.dumps(found))
@@ -133,6 +139,11 @@ def test_agree_failure_on_one_rank_raises_on_all_and_names_it(ranks: Any) -> Non
         assert found["main"] is (rank == 0)
 
 
+def test_agreeing_error_in_the_block_of_one_rank_is_raised_on_all_with_its_cause(ranks: Any) -> None:
+    message = "opening failed on 1 of 2 ranks. rank 1: OSError: no such file"
+    assert [found["agreeing"] for found in ranks] == [[message, "None"], [message, "OSError('no such file')"]]
+
+
 def test_one_rank_needs_no_process_group() -> None:
     context, tensors = ParallelContext(), {"x": torch.ones(2)}
 
@@ -147,3 +158,5 @@ def test_one_rank_needs_no_process_group() -> None:
     context.agree(None, "nothing")
     with pytest.raises(EngineError, match="mine"):
         context.agree(EngineError("mine"), "saving")
+    with pytest.raises(OSError, match="no such file"), context.agreeing("opening"):
+        raise OSError("no such file")

@@ -106,16 +106,6 @@ class ParallelContext:
         mine = json.dumps(value).encode() if self.is_main else b""
         return json.loads(_gather_bytes(mine, self.host_group)[0])
 
-    @contextmanager
-    def agreed(self, doing: str) -> Iterator[None]:
-        """Do something that may fail on one rank only: `agree` after the block on what it raised, if anything."""
-        error: BaseException | None = None
-        try:
-            yield
-        except Exception as caught:  # noqa: BLE001 - handed to every rank by agree, which raises it
-            error = caught
-        self.agree(error, doing)
-
     def agree(self, error: BaseException | None, doing: str) -> None:
         """Meet after something that may fail on one rank only, so that no other waits in a collective for it.
 

@@ -130,7 +130,7 @@ class DistRollout(RolloutRuntime):
             self._wait_seconds += self.head.clock.now() - begin
             if not total:
                 raise StopIteration
-            with self.parallel.agreed("assembling the batch"):
+            with self.parallel.agreeing("assembling the batch"):
                 groups = self._call(self.head.take()) if self.parallel.is_dp_head else []
                 batch = assemble(groups, self.head.manager.version)
                 self._refuse_unexchangeable(batch)
@@ -147,7 +147,7 @@ class DistRollout(RolloutRuntime):
 
         part = cut(len(data), self.parallel.dp_size)[self.parallel.dp_rank]
         groups: list[FinishedGroup] = []
-        with self.parallel.agreed("evaluating"):
+        with self.parallel.agreeing("evaluating"):
             if self.parallel.is_dp_head:
                 episodes = replace(self.head.episodes, label="eval", generation=generation, running={}, tokens=0)
                 version, rows = self.head.manager.version, data[part.start : part.stop]
@@ -218,7 +218,7 @@ class DistRollout(RolloutRuntime):
         begun = False
         while True:
             groups: int | None = 0
-            with self.parallel.agreed("collecting rollouts"):
+            with self.parallel.agreeing("collecting rollouts"):
                 if self.parallel.is_dp_head:
                     if not begun:
                         self._call(self.head.begin_wait())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fsdp_toys import EPS, loss_fn, loss_weight_fn, make_batch, make_engine, make_model, weights_of
+from fsdp_toys import EPS, logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, make_model, weights_of
 
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
@@ -118,3 +118,24 @@ def test_loss_that_is_not_finite_with_finite_gradients_skips_the_step(value, mod
 
     assert result["applied"] == 0.0
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
+
+
+# ---- what a forward without gradient leaves behind
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_state_saved_after_a_forward_holds_the_moments_and_weights_of_every_layer(reshard, model_path, tmp_path):
+    settings = {"dtype": "bfloat16", "reshard_after_forward": reshard, "optimizer": SETTINGS}
+    engine, batch, state = make_engine(model_path, **settings), make_batch(), SaveLoadMeta(str(tmp_path / "s"), "state")
+    engine.train_batch(batch, loss_fn, loss_weight_fn)
+    engine.forward(batch, logprobs_of)
+    engine.save(state)
+
+    other = make_engine(model_path, **settings)
+    other.load(state)
+
+    found, expected = everything(other), everything(engine)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    assert all(found[name].any() for name in found if name.endswith("exp_avg_sq"))
+    results = [each.train_batch(make_batch(seed=1), loss_fn, loss_weight_fn) for each in (engine, other)]
+    assert results[0] == results[1]

@@ -311,7 +311,7 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced, and adapters start anew."""
         model, parallel, lora = self._model, self.parallel, self.config.lora
         loaders: dict[str, Callable[[], None]] = {
-            "hf": lambda: sharding.copy_parameters(model, self._maker.read(meta.path, like=model), self._device),
+            "hf": lambda: sharding.copy_weights(model, self._maker.read(meta.path, like=model), self._device),
             "state": lambda: self._load_state(meta.path),
         }
         if lora is not None:

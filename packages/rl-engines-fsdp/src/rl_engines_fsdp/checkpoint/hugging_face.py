@@ -46,6 +46,7 @@ def save_hugging_face(
     for name, value in full_parameters(model):
         if parallel.is_main:
             whole[name] = value.to("cpu", getattr(torch, dtype))
+    whole |= {name: value.cpu() for name, value in model.kept_buffers()}
     error: Exception | None = None
     if parallel.is_main:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch import nn
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
 from rl_engines_fsdp.model import attention
+
+if TYPE_CHECKING:
+    from rl_engines_fsdp.model.packed import PackedModel
 
 log = get_logger("engines.fsdp")
 
@@ -108,18 +111,21 @@ def _factory(head: str) -> Any:
     return transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
 
 
-def check_same_parameters(path: str, found: nn.Module, expected: nn.Module) -> None:
-    """See that two models have parameters of the same names and shapes.
+def check_same_weights(path: str, found: PackedModel, expected: PackedModel) -> None:
+    """See that two models have parameters, and buffers that are kept with them, of the same names and shapes.
 
     Raises:
         ModelError: names the first that differs.
     """
-    ours, theirs = ({n: tuple(p.shape) for n, p in model.named_parameters()} for model in (expected, found))
+    ours, theirs = (
+        {name: tuple(value.shape) for name, value in [*model.named_parameters(), *model.kept_buffers()]}
+        for model in (expected, found)
+    )
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if different:
         name = different[0]
         raise ModelError(
-            f"model {path}: {len(different)} parameters differ from the engine's model: {name!r} has shape "
+            f"model {path}: {len(different)} weights differ from the engine's model: {name!r} has shape "
             f"{theirs.get(name, 'none')} there and {ours.get(name, 'none')} here. Load a checkpoint of the same model."
         )
 

@@ -74,7 +74,7 @@ class ModelMaker:
             try:
                 source = self._wrap(loading.read_model(path, self.spec.head, new_head=like is None))
                 if like is not None:
-                    loading.check_same_parameters(path, source, like)
+                    loading.check_same_weights(path, source, like)
                 elif self.config.verify_model:
                     verify(source)
             except RLError as failure:

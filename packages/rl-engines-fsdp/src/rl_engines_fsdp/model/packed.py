@@ -62,6 +62,16 @@ class PackedModel(nn.Module):
         """Parameters by their Hugging Face names, tied ones once, in a fixed order; adapters are left out."""
         return [(lora.base_name(name), p) for name, p in self.own_parameters() if not lora.is_adapter(name)]
 
+    def kept_buffers(self) -> list[tuple[str, Tensor]]:
+        """What the model's directory holds beside parameters, by the Hugging Face names: routing biases, scalars of
+        layers. No step changes them."""
+        return [
+            (lora.base_name(f"{path}.{name}"), buffer)
+            for path, module in self.model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        ]
+
     def adapters(self) -> dict[str, lora.Pair]:
         """Adapters by the Hugging Face names of the weights that they adapt."""
         return lora.pairs(self, PREFIX)

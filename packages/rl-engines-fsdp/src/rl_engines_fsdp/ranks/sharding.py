@@ -51,12 +51,14 @@ def sync_gradients(model: nn.Module, now: bool, last: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the root's gathered parameters after forward passes that no backward follows.
+    """Free gathered parameters after forward passes that no backward follows.
 
-    Until then they stand in the model in place of its sharded ones, which are those that the optimizer knows.
+    Until then they stand in the model in place of its sharded ones, which are those that the optimizer knows: those of
+    the root always, those of the layers without `reshard_after_forward`.
     """
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def decoder_layers(model: PackedModel) -> list[nn.Module]:
@@ -82,8 +84,8 @@ def fill(model: nn.Module, source: nn.Module | None, device: torch.device, offlo
                 if parameter not in fresh:  # tied parameters stay one
                     fresh[parameter] = nn.Parameter(_empty_shard(parameter, home), parameter.requires_grad)
                 module._parameters[name] = fresh[parameter]
-    copy_parameters(model, source, device)
-    buffers = {} if source is None else dict(source.named_buffers())
+    copy_tensors(model.named_parameters(), _whole_parameters(source), device)
+    buffers = {} if source is None else dict(source.named_buffers(remove_duplicate=False))
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -95,10 +97,16 @@ def fill(model: nn.Module, source: nn.Module | None, device: torch.device, offlo
                 module._buffers[name] = value
 
 
-def copy_parameters(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
-    """Copy rank 0's whole parameters into a model that may be sharded (collective), one at a time."""
-    given = None if source is None else {name: p.data for name, p in source.named_parameters()}
-    copy_tensors(model.named_parameters(), given, device)
+def copy_weights(model: PackedModel, source: PackedModel | None, device: torch.device) -> None:
+    """Copy rank 0's whole parameters, and the buffers that are kept with them, into a model that may be sharded
+    (collective), one at a time."""
+    copy_tensors(model.named_parameters(), _whole_parameters(source), device)
+    given = {} if source is None else dict(source.kept_buffers())
+    for name, buffer in model.kept_buffers():
+        if source is not None:
+            buffer.copy_(given[name])
+        if isinstance(model, FSDPModule):
+            dist.broadcast(buffer, src=0)
 
 
 def copy_tensors(
@@ -143,6 +151,10 @@ def local(tensor: Tensor) -> Tensor:
 def mesh_of(tensor: Tensor) -> DeviceMesh | None:
     """The ranks over which a tensor is sharded; None for a plain one."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def _whole_parameters(source: nn.Module | None) -> dict[str, Tensor] | None:
+    return None if source is None else {name: p.data for name, p in source.named_parameters()}
 
 
 def _empty_shard(parameter: nn.Parameter, device: torch.device) -> Tensor:

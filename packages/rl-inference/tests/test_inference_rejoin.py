@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, ModelResponse, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.testing import put_weights
 from rl_contracts.weights import verify_receipt, write_committed
@@ -104,8 +104,8 @@ def servers(model_path: Path, tmp_path: Path) -> Iterator[list[ServerProcess]]:
 
 
 @contextlib.asynccontextmanager
-async def client(servers: list[ServerProcess], **config: Any) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(client=ClientConfig(**{**QUICK, **config}))
+async def client(servers: list[ServerProcess], weights_dir: str = "", **config: Any) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(spec=ServeSpec(weights_dir=weights_dir), client=ClientConfig(**{**QUICK, **config}))
     engine.initialize([server.address for server in servers])
     try:
         yield engine

@@ -223,17 +223,18 @@ class WeightPublisher:
 def _outcome(error: Exception | None, staging: Future[list[WeightReceipt]] | None) -> Exception | None:
     """What broke a transfer, seen from both sides; waits for the servers where they stage beside it.
 
-    Lost servers count first, because the others can be sent the version again.
+    Lost servers count first, because the others can be sent the version again; then whatever went wrong first.
     """
     if staging is None:
         return error
+    servers_first = staging.done()
     try:
         staging.result(None if error is None else FAREWELL_SECONDS)
     except Exception as servers:  # noqa: BLE001 - returned, or noted on what is
         if error is None:
             return servers
-        if isinstance(servers, ReceiversLostError):
-            servers.__cause__ = error
+        if servers_first or isinstance(servers, ReceiversLostError):
+            servers.add_note(f"the trainer's side: {error!r}")
             return servers
         error.add_note(f"the servers' side: {servers!r}")
     return error

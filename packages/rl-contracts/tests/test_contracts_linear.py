@@ -42,6 +42,16 @@ def test_linear_values_and_gradients_equal_torch(shape: tuple[int, ...], with_bi
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(7, 16), (1, 130, 16), (2, 3, 16)])
+def test_linear_result_may_be_changed_in_place_as_torchs_may(shape: tuple[int, ...]) -> None:
+    """Tensor parallelism adds a bias to what its layers return, in place."""
+    x, weight = torch.randn(*shape), torch.randn(24, 16, requires_grad=True)
+
+    linear(x, weight).add_(1.0).sum().backward()
+
+    torch.testing.assert_close(weight.grad, x.reshape(-1, 16).sum(0).expand(24, 16), rtol=1e-5, atol=1e-5)
+
+
 def test_linear_only_the_weight_learns_no_other_gradient_is_made() -> None:
     x, weight = torch.randn(4, 8), torch.randn(3, 8, requires_grad=True)
 

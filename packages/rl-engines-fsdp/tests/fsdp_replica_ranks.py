@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
+import torch
 from fsdp_toys import (
     distance,
     logprobs_of,
@@ -19,6 +23,7 @@ from fsdp_toys import (
 )
 from safetensors.torch import load_file
 
+from rl_contracts import linear
 from rl_contracts.allocation import Allocation, ParallelStrategy
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import SaveLoadMeta
@@ -45,6 +50,16 @@ def error_of(call) -> str:
     return "no error"
 
 
+@contextmanager
+def products_by_onednn() -> Iterator[None]:
+    """As on processors where it is the faster library, and as for models whose products are large enough."""
+    with (
+        patch.object(linear, "LEAST_OUTPUTS", 1),
+        patch.object(linear, "prefers_onednn", torch.backends.mkldnn.is_available),
+    ):
+        yield
+
+
 def start(models: Path, family: str, strategy: ParallelStrategy | None = None, **settings) -> FSDPEngine:
     """An engine for one of the families; `Value` is a critic, the others are language models."""
     return make_engine(str(models / family), strategy=strategy, head="value" if family == "Value" else "lm", **settings)
@@ -65,20 +80,26 @@ def numerics(models: Path, expected: Path, families: list[str], layout: Parallel
     """How far each family is from one process, relative to the norm of the gradient."""
     seen: dict = {}
     for family in families:
-        engine = start(models, family, layout, gradient_checkpointing=family == "Llama")
-        one = {name: load_file(expected / f"{family}-{name}.safetensors") for name in ("gradients", "weights")}
-        norm = sum(float(g.double().square().sum()) for g in one["gradients"].values()) ** 0.5
-        results, gradients, weights = train_with_sgd(engine, 2)
-        seen[family] = {
-            "results": results,
-            "gradients": distance(gradients, one["gradients"], norm),
-            "weights": distance(weights, one["weights"], norm),
-        }
-        if layout.data > 1:
-            engine.load(SaveLoadMeta(str(models / family)))
-            _, gradients, _ = train_with_sgd(engine, 1, empty_replica=1)
-            seen[family]["gradients with an empty replica"] = distance(gradients, one["gradients"], norm)
-        engine.destroy()
+        with products_by_onednn() if family == "Mistral" else nullcontext():
+            seen[family] = distances(models, expected, family, layout)
+    return seen
+
+
+def distances(models: Path, expected: Path, family: str, layout: ParallelStrategy) -> dict:
+    engine = start(models, family, layout, gradient_checkpointing=family == "Llama")
+    one = {name: load_file(expected / f"{family}-{name}.safetensors") for name in ("gradients", "weights")}
+    norm = sum(float(g.double().square().sum()) for g in one["gradients"].values()) ** 0.5
+    results, gradients, weights = train_with_sgd(engine, 2)
+    seen = {
+        "results": results,
+        "gradients": distance(gradients, one["gradients"], norm),
+        "weights": distance(weights, one["weights"], norm),
+    }
+    if layout.data > 1:
+        engine.load(SaveLoadMeta(str(models / family)))
+        _, gradients, _ = train_with_sgd(engine, 1, empty_replica=1)
+        seen["gradients with an empty replica"] = distance(gradients, one["gradients"], norm)
+    engine.destroy()
     return seen
 
 

@@ -113,7 +113,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _onednn(x, weight, bias)
+        # of more than two dimensions the operator returns a view, which nobody may change in place
+        product = _onednn(x.reshape(-1, x.shape[-1]), weight, bias)
+        result: Tensor = torch.ops.aten._unsafe_view(product, (*x.shape[:-1], len(weight)))
+        return result
 
     @staticmethod
     @once_differentiable

@@ -15,6 +15,7 @@ import rl_contracts
 
 LIGHT = (
     "errors",
+    "lazy",
     "registry",
     "names",
     "allocation",

@@ -7,8 +7,9 @@ that is left for the reward. `prepare_from_scratch` makes a random model with a 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
     from rl_apps.embedded.lessons import TAUGHT_VERBS
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["TAUGHT_VERBS", "prepare_embedded", "prepare_from_scratch"]
 
 # imported when asked for: making a model brings in torch and transformers
-_MODULES = {"TAUGHT_VERBS": "lessons", "prepare_embedded": "prepare", "prepare_from_scratch": "prepare"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = on_demand(
+    __name__, {"TAUGHT_VERBS": "lessons", "prepare_embedded": "prepare", "prepare_from_scratch": "prepare"}
+)

@@ -262,20 +262,17 @@ def _dims(**sizes: int) -> str:
 def find_conflict(groups: tuple[tuple[Component, ...], ...]) -> tuple[int, str] | None:
     """Position (over all groups) of the first component that cannot stand beside the others, and why."""
     names: set[str] = set()
-    position = 0
-    for group in groups:
-        for component in group:
-            if component.name in names:
-                return position, (
-                    f"two components are called {component.name!r}; give each its own name, "
-                    f"for example {component.backend}[{component.name}2]:{component.strategy}"
-                )
-            if component.world_size != group[0].world_size:
-                return position, (
-                    f"components joined by '|' share their devices, so their world sizes must be equal: "
-                    f"{group[0].name} has {group[0].world_size}, {component.name} has "
-                    f"{component.world_size}; change d, t, p or c, or join them by '+'"
-                )
-            names.add(component.name)
-            position += 1
+    for position, (group, component) in enumerate((g, c) for g in groups for c in g):
+        if component.name in names:
+            return position, (
+                f"two components are called {component.name!r}; give each its own name, "
+                f"for example {component.backend}[{component.name}2]:{component.strategy}"
+            )
+        if component.world_size != group[0].world_size:
+            return position, (
+                f"components joined by '|' share their devices, so their world sizes must be equal: "
+                f"{group[0].name} has {group[0].world_size}, {component.name} has "
+                f"{component.world_size}; change d, t, p or c, or join them by '+'"
+            )
+        names.add(component.name)
     return None

@@ -9,10 +9,9 @@ from typing import NoReturn
 
 from rl_contracts.errors import ConfigError
 
-_SIZE = re.compile(r"[0-9]{1,9}")
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_.-]*"
 # the part after the colon of a dotted path is told from dimensions by what follows it
-_BACKEND = re.compile(_IDENTIFIER.pattern + r"(:[A-Za-z_][A-Za-z0-9_.]*(?=\s*[:\[]))?")
+_BACKEND = _IDENTIFIER + r"(:[A-Za-z_][A-Za-z0-9_.]*(?=\s*[:\[]))?"
 _STRATEGY = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 
 
@@ -21,7 +20,8 @@ class Written:
     """A component as it is written, and where in the text."""
 
     backend: str
-    name: str | None
+    name: str
+    """Empty where none is written."""
     sizes: dict[str, int]
     """Arguments of a `ParallelStrategy`."""
     at: int
@@ -50,33 +50,23 @@ class _Reader:
         self.at = 0
 
     def groups(self) -> list[list[Written]]:
-        groups = [self.group()]
-        while self.accept("+"):
-            groups.append(self.group())
-        self.blanks()
-        if self.at < len(self.text):
-            self.expected("another dimension, '+', '|' or the end")
+        groups = [[self.component()]]
+        while sign := self.take(r"[+|]"):
+            if sign == "+":
+                groups.append([])
+            groups[-1].append(self.component())
+        self.take(r"\Z", "another dimension, '+', '|' or the end")
         return groups
 
-    def group(self) -> list[Written]:
-        components = [self.component()]
-        while self.accept("|"):
-            components.append(self.component())
-        return components
-
     def component(self) -> Written:
-        self.blanks()
-        at = self.at
-        backend = self.match(_BACKEND, "the name of a backend, such as 'fsdp' or 'sglang'")
-        name = None
-        if self.accept("["):
-            self.blanks()
-            name = self.match(_IDENTIFIER, "the name of the component")
-            self.require("]")
-        self.require(":")
-        self.blanks()
+        backend = self.take(_BACKEND, "the name of a backend, such as 'fsdp' or 'sglang'")
+        at, name = self.at - len(backend), ""
+        if self.take(r"\["):
+            name = self.take(_IDENTIFIER, "the name of the component")
+            self.take("]", "']'")
+        self.take(": *", "':'")
         sizes_at = self.at
-        sizes = self.hybrid() if self.accept("(") else self.plain()
+        sizes = self.hybrid() if self.take(r"\(") else self.plain()
         return Written(backend, name, sizes, at, sizes_at)
 
     def plain(self) -> dict[str, int]:
@@ -84,12 +74,13 @@ class _Reader:
 
     def hybrid(self) -> dict[str, int]:
         """Attention and experts split apart over the same ranks (the opening bracket is read)."""
-        attention = self.part("attn", "dtpc")
-        self.require("|")
-        self.blanks()
+        self.take("attn *: *", "'attn:'")
+        attention = self.dimensions("dtpc")
+        self.take(r"\| *", "'|'")
         start = self.at
-        experts = self.part("ffn", "dtpe")
-        self.require(")")
+        self.take("ffn *: *", "'ffn:'")
+        experts = self.dimensions("dtpe")
+        self.take(r"\)", "')'")
         if attention["p"] != experts["p"]:
             self.fail(f"attn and ffn need the same p, found {attention['p']} and {experts['p']}", start)
         outer, inner = math.prod(attention.values()), math.prod(experts.values())
@@ -102,57 +93,33 @@ class _Reader:
         sizes = {_STRATEGY[letter]: size for letter, size in attention.items()}
         return sizes | {"expert": experts["e"], "expert_tensor": experts["t"]}
 
-    def part(self, keyword: str, letters: str) -> dict[str, int]:
-        self.blanks()
-        start = self.at
-        if self.match(_IDENTIFIER, f"'{keyword}:'") != keyword:
-            self.at = start
-            self.expected(f"'{keyword}:'")
-        self.require(":")
-        self.blanks()
-        return self.dimensions(letters)
-
     def dimensions(self, letters: str) -> dict[str, int]:
-        listing = ", ".join(letters)
         sizes: dict[str, int] = {}
         while not sizes or self.text[self.at : self.at + 1].isalnum():
-            letter = self.text[self.at : self.at + 1]
-            if not letter or letter not in letters:
-                self.expected(f"a dimension (one of {listing}, then a number)")
+            letter = self.match(f"[{letters}]", f"a dimension (one of {', '.join(letters)}, then a number)")
             if letter in sizes:
-                self.fail(f"dimension '{letter}' is given twice", self.at)
-            self.at += 1
-            start, number = self.at, self.match(_SIZE, f"the size of dimension '{letter}', a number of at least 1")
-            if int(number) == 0:
-                self.fail(f"expected a size of at least 1 for dimension '{letter}', found 0", start)
-            sizes[letter] = int(number)
+                self.fail(f"dimension '{letter}' is given twice", self.at - 1)
+            size = self.match("[0-9]{1,9}", f"the size of dimension '{letter}', a number of at least 1")
+            if int(size) == 0:
+                self.fail(f"expected a size of at least 1 for dimension '{letter}', found 0", self.at - len(size))
+            sizes[letter] = int(size)
         return {letter: sizes.get(letter, 1) for letter in letters}
 
-    def match(self, pattern: re.Pattern[str], what: str) -> str:
-        word = pattern.match(self.text, self.at)
+    def take(self, pattern: str, expected: str = "") -> str:
+        """`match` behind the blanks that may come first."""
+        self.match(" *")
+        return self.match(pattern, expected)
+
+    def match(self, pattern: str, expected: str = "") -> str:
+        """The text that comes next, if it is of the pattern; else an error, or nothing where none is `expected`."""
+        word = re.compile(pattern).match(self.text, self.at)
+        if word is None and expected:
+            found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
+            self.fail(f"expected {expected}, found {found}", self.at)
         if word is None:
-            self.expected(what)
+            return ""
         self.at = word.end()
         return word[0]
-
-    def blanks(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] == " ":
-            self.at += 1
-
-    def accept(self, symbol: str) -> bool:
-        self.blanks()
-        if not self.text.startswith(symbol, self.at):
-            return False
-        self.at += 1
-        return True
-
-    def require(self, symbol: str) -> None:
-        if not self.accept(symbol):
-            self.expected(f"'{symbol}'")
-
-    def expected(self, what: str) -> NoReturn:
-        found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
-        self.fail(f"expected {what}, found {found}", self.at)
 
     def fail(self, message: str, at: int) -> NoReturn:
         raise pointed_at(self.text, message, at)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
     from rl_datasets.gsm8k import GSM8K, GSM8KOptions
@@ -30,19 +31,17 @@ __all__ = [
 ]
 
 # imported when asked for: the loaders bring in torch, the data sets do not
-_MODULES = {
-    "BatchLoader": "loader",
-    "EpochOrder": "order",
-    "GSM8K": "gsm8k",
-    "GSM8KOptions": "gsm8k",
-    "HHRLHF": "hh_rlhf",
-    "PromptLoader": "loader",
-    "WordProblemPairs": "word_problem_pairs",
-    "WordProblems": "word_problems",
-}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = on_demand(
+    __name__,
+    {
+        "BatchLoader": "loader",
+        "EpochOrder": "order",
+        "GSM8K": "gsm8k",
+        "GSM8KOptions": "gsm8k",
+        "HHRLHF": "hh_rlhf",
+        "PromptLoader": "loader",
+        "WordProblemPairs": "word_problem_pairs",
+        "WordProblems": "word_problems",
+    },
+)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rl_contracts.lazy import on_demand
 from rl_engines_fsdp.config import FSDPEngineConfig, LoRAConfig
 
 if TYPE_CHECKING:
@@ -15,10 +16,4 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["FSDPEngine", "FSDPEngineConfig", "LoRAConfig"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "FSDPEngine":
-        from rl_engines_fsdp.engine import FSDPEngine
-
-        return FSDPEngine
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_demand(__name__, {"FSDPEngine": "engine"})

@@ -5,8 +5,9 @@ Public names are imported when they are first asked for, so that `import rl_engi
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
     from rl_engines_megatron.conversion import from_megatron, to_megatron
@@ -15,15 +16,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["from_megatron", "gpt_model_kwargs", "to_megatron", "transformer_kwargs"]
 
-_MODULES = {
-    "from_megatron": "conversion",
-    "gpt_model_kwargs": "model_config",
-    "to_megatron": "conversion",
-    "transformer_kwargs": "model_config",
-}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_demand(
+    __name__,
+    {
+        "from_megatron": "conversion",
+        "gpt_model_kwargs": "model_config",
+        "to_megatron": "conversion",
+        "transformer_kwargs": "model_config",
+    },
+)

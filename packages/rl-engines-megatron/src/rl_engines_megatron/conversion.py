@@ -145,14 +145,11 @@ def _place(tp_rank: int, stage: int) -> str:
 
 def _check_names(found: Iterable[str], expected: Iterable[str], optional: set[str], where: str = "") -> None:
     names, wanted = set(found), set(expected)
-    if missing := sorted(wanted - names):
-        raise ModelError(
-            f"megatron: missing parameters{where}: {_listed(missing)}. Do config and weights belong together?"
-        )
-    if unknown := sorted(names - wanted - optional):
-        raise ModelError(
-            f"megatron: unknown parameters{where}: {_listed(unknown)}. Do config and weights belong together?"
-        )
+    for kind, odd in (("missing", wanted - names), ("unknown", names - wanted - optional)):
+        if odd:
+            raise ModelError(
+                f"megatron: {kind} parameters{where}: {_listed(sorted(odd))}. Do config and weights belong together?"
+            )
 
 
 def _listed(names: list[str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rl_engines_megatron.architecture import Architecture
 from rl_engines_megatron.partition import Partition
-from rl_engines_megatron.sharding import FusedGateUp, FusedQKV, Layout, Replicated, SplitColumns, Vocabulary
+from rl_engines_megatron.sharding import FusedQKV, Layout, Replicated, Split
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -31,7 +31,7 @@ def stage_parameters(architecture: Architecture, partition: Partition, pp_rank: 
     the first stage too.
     """
     hidden, vocab = architecture.hidden, architecture.vocab
-    vocabulary = Vocabulary(vocab, partition.padded_vocab(vocab), hidden)
+    vocabulary = Split((vocab, hidden), padded=partition.padded_vocab(vocab))
     if partition.is_first(pp_rank):
         yield Parameter("embedding.word_embeddings.weight", (EMBEDDING,), vocabulary)
     for local, layer in enumerate(partition.stage_layers(architecture.layers, pp_rank)):
@@ -59,10 +59,10 @@ def _layer_parameters(architecture: Architecture, to: str, of: str) -> Iterator[
         for part in "qk":
             norm = Replicated(head_dim)
             yield Parameter(f"{to}.self_attention.{part}_layernorm.weight", (f"{attention}.{part}_norm.weight",), norm)
-    output = SplitColumns(hidden, heads * head_dim)
+    output = Split((hidden, heads * head_dim), dim=1)
     yield Parameter(f"{to}.self_attention.linear_proj.weight", (f"{attention}.o_proj.weight",), output)
     yield Parameter(f"{to}.pre_mlp_layernorm.weight", (f"{of}.post_attention_layernorm.weight",), Replicated(hidden))
     gate_up = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
-    yield Parameter(f"{to}.mlp.linear_fc1.weight", gate_up, FusedGateUp(intermediate, hidden))
-    down = SplitColumns(hidden, intermediate)
+    yield Parameter(f"{to}.mlp.linear_fc1.weight", gate_up, Split((intermediate, hidden), count=2))
+    down = Split((hidden, intermediate), dim=1)
     yield Parameter(f"{to}.mlp.linear_fc2.weight", (f"{mlp}.down_proj.weight",), down)

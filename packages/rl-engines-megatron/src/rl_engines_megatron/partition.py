@@ -21,9 +21,8 @@ class Partition:
     """Each tensor-parallel rank holds a multiple of this many rows of the vocabulary."""
 
     def __post_init__(self) -> None:
-        require(self.tp_size >= 1, "tp_size", "at least 1", self.tp_size)
-        require(self.pp_size >= 1, "pp_size", "at least 1", self.pp_size)
-        require(self.vocab_multiple >= 1, "vocab_multiple", "at least 1", self.vocab_multiple)
+        for name in ("tp_size", "pp_size", "vocab_multiple"):
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
 
     def check(self, architecture: Architecture) -> None:
         """Raise a `ConfigError` with the numbers unless `architecture` can be cut this way."""

@@ -8,28 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Shape = tuple[int, ...]
-
-
-class Layout(Protocol):
-    """How one parameter of megatron-core is made of Hugging Face tensors and split over tensor-parallel ranks."""
-
-    def shapes(self) -> tuple[Shape, ...]:
-        """Shapes of the Hugging Face tensors, in the order that `shard` takes them."""
-        ...
-
-    def shard(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """What `rank` of `size` ranks holds."""
-        ...
-
-    def unshard(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The Hugging Face tensors, of the shards of all ranks in their order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +33,33 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """A matrix [vocab, hidden], padded with rows of zeros to [padded, hidden] and split by rows."""
+class Split:
+    """Matrices of one shape, each split evenly along a dimension; a rank puts its parts of them one behind the other.
 
-    vocab: int
-    padded: int
-    hidden: int
+    So a fused matrix of gate and up is not the ranks' shards one below the other: a rank must be able to multiply its
+    half of the gate with its half of the up projection.
+    """
 
-    def shapes(self) -> tuple[Shape, ...]:
-        return ((self.vocab, self.hidden),)
-
-    def shard(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        rows = self.padded // size
-        piece = tensors[0][rank * rows : (rank + 1) * rows]
-        return torch.cat([piece, piece.new_zeros(rows - piece.shape[0], self.hidden)])
-
-    def unshard(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return (torch.cat(list(shards))[: self.vocab],)
-
-
-@dataclass(frozen=True, slots=True)
-class SplitColumns:
-    """A matrix [rows, columns] split by columns: the projections back to the residual stream (row-parallel layers)."""
-
-    rows: int
-    columns: int
+    shape: Shape
+    """Of each."""
+    dim: int = 0
+    """Along which they are split: 0 by rows, 1 by columns (the projections back to the residual stream)."""
+    count: int = 1
+    """How many there are: 2 for gate and up."""
+    padded: int | None = None
+    """Size along the dimension with the zeros that fill it up (the vocabulary); None: none are added."""
 
     def shapes(self) -> tuple[Shape, ...]:
-        return ((self.rows, self.columns),)
+        return (self.shape,) * self.count
 
     def shard(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        columns = self.columns // size
-        return _copy(tensors[0][:, rank * columns : (rank + 1) * columns])
+        width = (self.padded or self.shape[self.dim]) // size
+        parts = [tensor.detach().movedim(self.dim, 0)[rank * width : (rank + 1) * width] for tensor in tensors]
+        return torch.cat([F.pad(part, (0, 0, 0, width - len(part))).movedim(0, self.dim) for part in parts], self.dim)
 
     def unshard(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return (torch.cat(list(shards), dim=1),)
+        parts = zip(*(shard.chunk(self.count, self.dim) for shard in shards), strict=True)
+        return tuple(torch.cat(part, self.dim).narrow(self.dim, 0, self.shape[self.dim]) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,27 +97,10 @@ class FusedQKV:
         return tuple(_copy(part).flatten(0, 1) for part in fused.split(widths, dim=1))
 
 
-@dataclass(frozen=True, slots=True)
-class FusedGateUp:
-    """gate and up, each [intermediate, hidden]: both are split by rows, and each rank stacks its two parts.
-
-    So the fused matrix is not the ranks' shards one below the other: a rank must be able to multiply its half of
-    the gate with its half of the up projection.
-    """
-
-    intermediate: int
-    hidden: int
-
-    def shapes(self) -> tuple[Shape, ...]:
-        return ((self.intermediate, self.hidden),) * 2
-
-    def shard(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        rows = self.intermediate // size
-        return torch.cat([tensor[rank * rows : (rank + 1) * rows] for tensor in tensors])
-
-    def unshard(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])
+Layout = Replicated | Split | FusedQKV
+"""How one parameter of megatron-core is made of Hugging Face tensors and split over tensor-parallel ranks: `shapes` are
+those of the Hugging Face tensors, `shard` makes of them what `rank` of `size` ranks holds, and `unshard` makes them of
+the shards of all ranks, in their order."""
 
 
 def shard_shape(layout: Layout, size: int) -> Shape:

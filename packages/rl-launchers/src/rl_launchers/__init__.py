@@ -5,8 +5,9 @@ Names are imported when they are first used, so that the keeper process, which l
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
     from rl_launchers.launcher import Launcher, LauncherConfig
@@ -14,16 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Launcher", "LauncherConfig", "LocalScheduler", "LocalSchedulerConfig"]
 
-_HOMES = {
-    "Launcher": "launcher",
-    "LauncherConfig": "launcher",
-    "LocalScheduler": "local",
-    "LocalSchedulerConfig": "local",
-}
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from the module that holds it."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = on_demand(
+    __name__,
+    {
+        "Launcher": "launcher",
+        "LauncherConfig": "launcher",
+        "LocalScheduler": "local",
+        "LocalSchedulerConfig": "local",
+    },
+)

@@ -5,8 +5,7 @@ Public names load on first use, so that reading a config does not import torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from rl_contracts.lazy import on_demand
 
 __version__ = "0.1.0"
 
@@ -39,8 +38,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = on_demand(__name__, _HOMES)

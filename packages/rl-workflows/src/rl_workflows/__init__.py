@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
     from rl_workflows.config import RolloutConfig
@@ -13,16 +14,6 @@ if TYPE_CHECKING:
     from rl_workflows.runtime import DistRollout, tune_garbage_collection
     from rl_workflows.staleness import StalenessManager, Ticket
 
-_HOME = {
-    "DistRollout": "runtime",
-    "RLVRWorkflow": "rlvr",
-    "RolloutConfig": "config",
-    "RolloutHead": "head",
-    "StalenessManager": "staleness",
-    "Ticket": "staleness",
-    "dynamic_sampling": "groups",
-    "tune_garbage_collection": "runtime",
-}
 
 __all__ = [
     "DistRollout",
@@ -35,8 +26,16 @@ __all__ = [
     "tune_garbage_collection",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = on_demand(
+    __name__,
+    {
+        "DistRollout": "runtime",
+        "RLVRWorkflow": "rlvr",
+        "RolloutConfig": "config",
+        "RolloutHead": "head",
+        "StalenessManager": "staleness",
+        "Ticket": "staleness",
+        "dynamic_sampling": "groups",
+        "tune_garbage_collection": "runtime",
+    },
+)

@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
     from rl_contracts.reward_worker.wrapper import AsyncRewardWrapper
 
 __all__ = ["AsyncRewardWrapper"]
 
-
-def __getattr__(name: str) -> Any:
-    if name != "AsyncRewardWrapper":  # kept out of the worker process, which imports this package too
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rl_contracts.reward_worker.wrapper import AsyncRewardWrapper
-
-    return AsyncRewardWrapper
+# kept out of the worker process, which imports this package too
+__getattr__ = on_demand(__name__, {"AsyncRewardWrapper": "wrapper"})

@@ -3,8 +3,9 @@ engine, and tiny models made on the spot."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
     from rl_contracts.testing.batches import make_batch
@@ -14,18 +15,6 @@ if TYPE_CHECKING:
     from rl_contracts.testing.reference_engine import ReferenceTrainEngine, ReferenceTrainEngineConfig
     from rl_contracts.testing.weights import put_weights
 
-_HOME = {
-    "Faults": "null_inference",
-    "NullInferenceEngineConfig": "null_inference",
-    "NullInferenceEngine": "null_inference",
-    "ReferenceTrainEngine": "reference_engine",
-    "ReferenceTrainEngineConfig": "reference_engine",
-    "SimulatedClock": "clock",
-    "make_batch": "batches",
-    "make_tiny_model": "models",
-    "make_tiny_tokenizer": "models",
-    "put_weights": "weights",
-}
 
 __all__ = [
     "Faults",
@@ -40,8 +29,18 @@ __all__ = [
     "put_weights",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = on_demand(
+    __name__,
+    {
+        "Faults": "null_inference",
+        "NullInferenceEngineConfig": "null_inference",
+        "NullInferenceEngine": "null_inference",
+        "ReferenceTrainEngine": "reference_engine",
+        "ReferenceTrainEngineConfig": "reference_engine",
+        "SimulatedClock": "clock",
+        "make_batch": "batches",
+        "make_tiny_model": "models",
+        "make_tiny_tokenizer": "models",
+        "put_weights": "weights",
+    },
+)

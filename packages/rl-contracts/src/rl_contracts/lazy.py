@@ -1,0 +1,27 @@
+"""Public names of a package that are imported when they are first asked for, so that to import the package is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def on_demand(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package that imports a public name at its first use.
+
+    Example:
+        `__getattr__ = on_demand(__name__, {"Engine": "engine"})` in `my_package/__init__.py` makes `from my_package
+        import Engine` import `my_package.engine`.
+
+    Args:
+        package: its `__name__`.
+        homes: for each public name the module inside the package that holds it.
+    """
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return find

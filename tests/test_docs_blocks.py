@@ -1,0 +1,306 @@
+"""Every code block of the documentation runs here, or is parsed for a reason that a list gives.
+
+A block whose first line is a comment with a file's name is that file. Python blocks of a page run in order, in one
+namespace. What a page's commands ask for lies in the directory in which it runs: `DIR` (data), `CHECKPOINT` (a model),
+`RUN` (an empty run). Blocks marked as text are output, or no code.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "apps/README.md", "infra/README.md")
+    for path in ROOT.glob(pattern)
+)
+ELSEWHERE = {
+    "docs/algorithms.md": "test_docs_algorithms.py",
+    "docs/own-app.md": "test_docs_own.py",
+    "docs/own-loop.md": "test_docs_own.py",
+}
+"""Pages whose blocks another test runs, and which."""
+NOT_RUN = {
+    "from megatron.core": "megatron-core is not installed here",
+}
+"""Python blocks by how they begin, and why they are only compiled."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        """The name that its first line gives it."""
+        named = re.match(r"# ([\w.]+\.(?:py|yaml|toml))\b", self.text)
+        return named.group(1) if named else None
+
+    def commands(self) -> list[str]:
+        """What stands behind prompts, without comments."""
+        lines = (line[2:] for line in self.text.splitlines() if line.startswith("$ "))
+        return [shlex.join(shlex.split(part, comments=True)) for line in lines for part in line.split(" && ")]
+
+
+def _blocks(page: str) -> list[Block]:
+    tokens = MarkdownIt().parse((ROOT / page).read_text())
+    return [Block(page, t.map[0] + 1, t.info, t.content) for t in tokens if t.type in ("fence", "code_block")]
+
+
+BLOCKS = [block for page in PAGES if page not in ELSEWHERE for block in _blocks(page)]
+COMMANDS = [
+    pytest.param(block.page, command, id=f"{block.page}:{block.line} {command}")
+    for block in BLOCKS
+    if block.language == "console"
+    for command in block.commands()
+]
+
+
+# ---- commands
+
+
+def _app(name: str) -> Callable[[list[str]], None]:
+    """An app ends once it has shown what it would run, or whatever else it is asked for."""
+
+    def run(words: list[str]) -> None:
+        from rl_apps.driver import main
+
+        only_shows = {"--help", "--dry-run", "--cfg"} & set(words)
+        assert main(name, words if only_shows else [*words, "--dry-run"]) == 0
+
+    return run
+
+
+def _rl(words: list[str]) -> None:
+    """`run` is an app like any; `replay` looks for a batch in an empty run."""
+    from rl_apps.cli import main
+
+    command, what, *rest = words
+    if command == "run":
+        _app(what)(rest)
+    else:
+        assert f"{what}: no saved batches" in _said_on_error(lambda: main(words), 2)
+
+
+def _validate(words: list[str]) -> None:
+    from rl_datasets.validate import main
+
+    assert main(words) == 0
+
+
+def _server(words: list[str]) -> None:
+    from rl_inference.config import parse
+
+    assert parse(words).port
+
+
+def _benchmark(words: list[str]) -> None:
+    script, *options = [word.strip("[]") for word in words]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *options, "--help"])
+        patch.syspath_prepend(ROOT / Path(script).parent)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert ended.value.code == 0
+
+
+def _pytest(words: list[str]) -> None:
+    """Files of a page run in `test_tests_of_the_pages_pass`, all in one process; without files, one is collected."""
+    if not any(word.endswith(".py") for word in words):
+        assert "tests collected" in _collect(*words)
+
+
+@functools.cache
+def _collect(*flags: str) -> str:
+    return _run(sys.executable, "-m", "pytest", "--collect-only", "-q", *flags, "tests/test_infra_checks.py")
+
+
+def _script(words: list[str]) -> None:
+    assert os.access(ROOT / words[0], os.X_OK)
+    _run("bash", "-n", words[0])
+
+
+def _install(words: list[str]) -> None:
+    ours = {tomllib.loads(p.read_text())["project"]["name"] for p in ROOT.glob("packages/*/pyproject.toml")}
+    assert words[0] in {"uv", *ours}
+
+
+def _uv(words: list[str]) -> None:
+    _run("uv", *words, "--help")
+
+
+def _hooks(words: list[str]) -> None:
+    _run(sys.executable, "-m", "pre_commit", "validate-config", ".pre-commit-config.yaml")
+
+
+WHOLE = ""
+HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+    "python -m rl_datasets.validate": (_validate, WHOLE),
+    "rl": (_rl, "replay needs a run with a saved batch, as test_resume_commands.py makes one"),
+    "python -m rl_inference.server": (_server, "serves until it is stopped: its options are parsed"),
+    "python tests/benchmarks/": (_benchmark, "minutes: its options are parsed; test_benchmarks_run.py runs it small"),
+    "pytest": (_pytest, "would run this test again: one file is collected"),
+    "infra/ci/": (_script, "minutes, or an environment of its own: its syntax is checked, CI runs it"),
+    ".ci/run": (_script, "would run this test again: its syntax is checked"),
+    "pip install": (_install, "changes the environment: there is such a package"),
+    "uv sync": (_uv, "changes the environment: its options are parsed"),
+    "pre-commit install": (_hooks, "changes the repository: the hooks are validated"),
+    **{point.name: (_app(point.name), "minutes: --dry-run") for point in entry_points(group="rl.apps")},
+}
+"""What runs a command, by how the command begins, and why it does not run whole."""
+
+
+def _handler(command: str) -> tuple[Callable[[list[str]], None], list[str]] | None:
+    """What runs a command, and the words that it is given."""
+    command = command.removeprefix("uv run --package rl-apps ").removeprefix("uv run ")
+    for beginning, (run, _) in HANDLERS.items():
+        if command == beginning or command.startswith(beginning if beginning.endswith("/") else beginning + " "):
+            with_name = run in (_benchmark, _script, _uv)
+            rest = command.removeprefix("python ").removeprefix("uv ") if with_name else command[len(beginning) :]
+            return run, shlex.split(rest)
+    return None
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _said_on_error(call: Callable[[], int], code: int) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert call() == code
+    return said.getvalue()
+
+
+# ---- where a page runs
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pages speak of: data, a model, a run."""
+    from rl_contracts.testing.models import make_tiny_model
+
+    directory = tmp_path_factory.mktemp("shared")
+    row = {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
+    dialogue = "\n\nHuman: What is 2 + 3?\n\nAssistant: "
+    pair = {"chosen": dialogue + "5", "rejected": dialogue + "6"}
+    (directory / "DIR").mkdir()
+    for split in ("train", "test"):
+        lines = (json.dumps({**row, **pair, "question": f"What is 2 + 3? ({i})"}) + "\n" for i in range(64))
+        (directory / "DIR" / f"{split}.jsonl").write_text("".join(lines))
+    make_tiny_model(directory / "CHECKPOINT", layers=1, hidden=32)
+    (directory / "RUN").mkdir()
+    return directory
+
+
+@pytest.fixture
+def sandbox(
+    request: pytest.FixtureRequest, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """The directory of a page, with its files; it is the current one, and modules are found in it."""
+    from rl_apps.compose import to_yaml
+    from rl_apps.gsm8k_grpo import APP
+
+    for name in ("DIR", "CHECKPOINT", "RUN"):
+        (tmp_path / name).symlink_to(shared / name)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "gsm8k").symlink_to(shared / "DIR")
+    earlier = tmp_path / "runs" / "gsm8k-grpo" / "TRIAL" / "config.yaml"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text(to_yaml(APP.config([])))
+    write_files(request.getfixturevalue("page"), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def write_files(page: str, directory: Path) -> None:
+    """Write the blocks of a page that are files."""
+    for block in _blocks(page):
+        if block.file:
+            (directory / block.file).write_text(block.text)
+
+
+# ---- tests
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
+def test_block_is_of_a_kind_that_is_run_or_parsed(block: Block) -> None:
+    groups = {
+        group
+        for file in ROOT.glob("packages/*/pyproject.toml")
+        for group in tomllib.loads(file.read_text())["project"].get("entry-points", {})
+    }
+    match block.language:
+        case "python":
+            compile(block.text, f"{block.page}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        case "console":
+            unknown = [command for command in block.commands() if _handler(command) is None]
+            assert not unknown, "nothing runs or parses these: add them to HANDLERS"
+            assert block.commands(), "a console block has commands behind `$ `"
+        case "toml":
+            assert set(tomllib.loads(block.text)["project"]["entry-points"]) <= groups | {"rl.apps"}
+        case "yaml":
+            assert block.file, "a first line `# name.yaml` says which file it is, so that a command can use it"
+        case other:
+            assert other == "text", "nothing runs or parses this"
+
+
+def test_pages_that_run_elsewhere_are_named_there() -> None:
+    for page, test in ((page, test) for page, test in ELSEWHERE.items() if page in PAGES):
+        assert page in (ROOT / "tests" / test).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(b.page == page and b.language == "python" and not b.file for b in BLOCKS)]
+)
+def test_python_blocks_of_a_page_run_in_order(page: str, sandbox: Path) -> None:
+    namespace = {"__name__": "__main__"}
+    for block in _blocks(page):
+        if block.language != "python" or block.file or any(block.text.startswith(start) for start in NOT_RUN):
+            continue
+        code = compile("\n" * block.line + block.text, str(ROOT / page), "exec")
+        try:
+            exec(code, namespace)
+        except SystemExit as ended:
+            assert ended.code in (0, None)  # noqa: PT017 - a program may end by itself
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_command_of_a_page_runs_or_is_parsed(page: str, command: str, sandbox: Path) -> None:
+    found = _handler(command)
+    assert found is not None
+    run, words = found
+    run(words)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,15 @@ def model_path(tmp_path_factory):
 @pytest.fixture
 def held_back(monkeypatch):
     """Writing waits until this event is set; copies are made before."""
-    release, honest = threading.Event(), state.NewDirectory.commit
+    release, honest = threading.Event(), state.new_directory
 
-    def commit(self, error):
-        assert release.wait(30)
-        honest(self, error)
+    @contextmanager
+    def held(path, parallel):
+        with honest(path, parallel) as scratch:
+            yield scratch
+            assert release.wait(30)
 
-    monkeypatch.setattr(state.NewDirectory, "commit", commit)
+    monkeypatch.setattr(state, "new_directory", held)
     yield release
     release.set()
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.config import require, require_choice
+from rl_contracts.config import Settings, bounded, choice
 from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
 
 
 @dataclass
-class LoRAConfig:
+class LoRAConfig(Settings):
     """Low-rank adapters instead of all weights."""
 
-    rank: int = 16
+    setting: ClassVar[str] = "lora"
+    rank: int = bounded(16, "at least 1", lambda rank: rank >= 1)
     """Rank of an adapter."""
-    alpha: float = 32.0
+    alpha: float = bounded(32.0, "more than 0", lambda alpha: alpha > 0)
     """An adapter's product is multiplied by alpha / rank."""
     target_modules: list[str] = field(default_factory=list)
     """Layers that are adapted, by the ends of their names (`q_proj`); empty: all linear layers of the decoder."""
-
-    def __post_init__(self) -> None:
-        require(self.rank >= 1, "lora.rank", "at least 1", self.rank)
-        require(self.alpha > 0, "lora.alpha", "more than 0", self.alpha)
 
 
 @dataclass
@@ -35,10 +33,10 @@ class FSDPEngineConfig(TrainEngineConfig):
 
     lora: LoRAConfig | None = None
     """Train adapters of low rank instead of all weights; needs the extra `rl-engines-fsdp[lora]`. None: all weights."""
-    serve_dtype: str = ""
+    serve_dtype: str = choice("", ("", *DTYPES))
     """Type in which weights are published and saved: `float32`, `bfloat16`; empty: the one in which the model
     computes."""
-    max_logits: int = 0
+    max_logits: int = bounded(0, "0 (what suits the device) or more entries", lambda entries: entries >= 0)
     """Entries of a [tokens, vocabulary] float32 block that exist at once; what is over is done in blocks of tokens (and
     of vocabulary, where it is large) and computed again in backward. 0: what suits the device: 2^19 (2 MiB, which a
     core's cache holds) on a CPU, 2^26 on a GPU."""
@@ -52,21 +50,15 @@ class FSDPEngineConfig(TrainEngineConfig):
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and gather a layer's parameters on the GPU when it
     is computed; the optimizer step runs on the CPU. Needs CUDA."""
-    max_shard_gb: float = 5.0
+    max_shard_gb: float = bounded(5.0, "more than 0", lambda size: size > 0)
     """Largest file of a saved Hugging Face directory, in 10^9 bytes."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch instead of after the last: less memory, more traffic."""
     verify_model: bool = True
     """Before sharding, compare the packed forward with the plain one of transformers on a few tokens, so that a model
     whose layers mix packed sequences, or whose logits are made in an unknown way, is refused."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = bounded(600.0, "more than 0", lambda seconds: seconds > 0)
     """Deadline of every collective."""
-
-    def __post_init__(self) -> None:
-        require_choice("serve_dtype", self.serve_dtype, ("", *DTYPES))
-        require(self.max_logits >= 0, "max_logits", "0 (what suits the device) or more entries", self.max_logits)
-        require(self.max_shard_gb > 0, "max_shard_gb", "more than 0", self.max_shard_gb)
-        require(self.timeout_seconds > 0, "timeout_seconds", "more than 0", self.timeout_seconds)
 
     def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
         """Refuse what this engine does not do; see `TrainEngineConfig.check`.

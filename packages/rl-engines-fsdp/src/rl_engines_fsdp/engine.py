@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from rl_engines_fsdp.model.maker import ModelMaker
 from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
 from rl_engines_fsdp.ranks import sharding
-from rl_engines_fsdp.ranks.process_group import Membership, RankInfo, join, pick_device, read_environment
+from rl_engines_fsdp.ranks.process_group import join, pick_device, read_environment
 from rl_engines_fsdp.step_sums import StepSums
 from rl_engines_fsdp.usage import UsageMeter
 
@@ -56,10 +57,9 @@ class FSDPEngine(TrainEngine):
         self.config = config
         self.strategy = strategy
         self.version = 0
-        self._membership: Membership | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._writer: AsyncWriter | None = None
-        self._undo: Callable[[], None] | None = None
+        self._exit = ExitStack()  # what `destroy` undoes, in reverse order
         self._steps = 0
         self._skipped = 0
         self._usage = UsageMeter()
@@ -69,12 +69,16 @@ class FSDPEngine(TrainEngine):
     def initialize(self, spec: FinetuneSpec) -> None:
         """See `TrainEngine.initialize`."""
         info = read_environment()
-        self._check_ranks(info)
+        if self.strategy is not None and self.strategy.world_size != info.world_size:
+            raise ConfigError(
+                f"allocation fsdp:{self.strategy}: expected {self.strategy.world_size} ranks, but WORLD_SIZE is "
+                f"{info.world_size}. Start as many processes as the allocation says."
+            )
         self._spec = spec
         self._layout = self.strategy or ParallelStrategy(info.world_size)
         self.config.check(self._layout, spec)
         if spec.deterministic:
-            self._undo = _make_deterministic()
+            _make_deterministic(self._exit)
         config = loading.read_config(spec.model_path, spec.head)
         text = config.get_text_config()  # knows sizes by names that `config.json` may not have
         check_heads({n: getattr(text, n, None) for n in ("num_attention_heads", "num_key_value_heads")}, self._layout)
@@ -83,8 +87,8 @@ class FSDPEngine(TrainEngine):
             raise ConfigError("offload=true needs CUDA: on a CPU everything lies in host memory. Set offload=false.")
         sharded = info.world_size > 1 or spec.dtype != "float32" or self.config.offload
         size = self._layout.model_size
-        self._membership = join(info, self._device, self.config.timeout_seconds, sharded, replica_size=size)
-        self.parallel = self._membership.parallel
+        self.parallel = join(info, self._device, self.config.timeout_seconds, sharded, size, self._exit)
+        self._exit.callback(self._free)
         torch.manual_seed(spec.seed)
         self._maker = ModelMaker(self.config, spec, self._layout, self._device, self.parallel, sharded)
         try:
@@ -95,31 +99,12 @@ class FSDPEngine(TrainEngine):
         if spec.optimizer is not None:
             self._optimizer = make_optimizer(self._model.own_parameters(), spec.optimizer)
 
-    def _check_ranks(self, info: RankInfo) -> None:
-        if self.strategy is not None and self.strategy.world_size != info.world_size:
-            raise ConfigError(
-                f"allocation fsdp:{self.strategy}: expected {self.strategy.world_size} ranks, but WORLD_SIZE is "
-                f"{info.world_size}. Start as many processes as the allocation says."
-            )
-
     def destroy(self) -> None:
         """See `TrainEngine.destroy`."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
-        if self._membership is None:
-            return
-        try:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-        finally:
-            self._free()
-            self._membership.leave()
-            self._membership = None
+        self._exit.close()
 
     def _free(self) -> None:
-        self._optimizer = None
+        self._optimizer = self._writer = None
         self.__dict__.pop("_model", None)  # absent where initialize failed
         self.__dict__.pop("_maker", None)
         if self._device.type == "cuda":
@@ -261,9 +246,8 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.param_specs`. Rank 0 yields all, in the served dtype."""
         if not self.parallel.is_main:
             return ()
-        return tuple(
-            ParamSpec(name, tuple(p.shape), self._served_dtype) for name, p in self._model.hugging_face_parameters()
-        )
+        dtype = self.config.serve_dtype or self._spec.dtype
+        return tuple(ParamSpec(name, tuple(p.shape), dtype) for name, p in self._model.hugging_face_parameters())
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.full_parameters`."""
@@ -273,15 +257,16 @@ class FSDPEngine(TrainEngine):
 
     def save(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.save`. Of kind `hf` adapters are merged into the weights, kind `adapter` has them alone."""
-        dtype, parallel, lora = self._served_dtype, self.parallel, self.config.lora
-        savers: dict[str, Callable[[], None]] = {
-            "hf": lambda: save_hugging_face(self._model, meta, dtype, self.config.max_shard_gb, parallel),
-            "state": lambda: save_state(self._state(), meta.path, parallel),
-        }
-        if lora is not None:
-            base = self._spec.model_path
-            savers["adapter"] = lambda: save_adapter(self._model, lora, base, meta.path, dtype, parallel)
-        _of_kind(savers, meta)()
+        config, parallel, dtype = self.config, self.parallel, self.config.serve_dtype or self._spec.dtype
+        match meta.kind:
+            case "hf":
+                save_hugging_face(self._model, meta, dtype, config.max_shard_gb, parallel)
+            case "state":
+                save_state(self._state(), meta.path, parallel)
+            case "adapter" if config.lora is not None:
+                save_adapter(self._model, config.lora, self._spec.model_path, meta.path, dtype, parallel)
+            case _:
+                raise _unknown_kind(meta, config)
 
     def save_async(self, meta: SaveLoadMeta) -> None:
         """Copy the state and return; it is written while training goes on (collective). Kind `state` only.
@@ -296,6 +281,7 @@ class FSDPEngine(TrainEngine):
             raise ModelError(f"{meta.path}: expected kind state, found {meta.kind!r}; others are saved by `save`.")
         if self._writer is None:
             self._writer = AsyncWriter(self.parallel)
+            self._exit.callback(self._writer.close)
         self._writer.begin(self._state(), meta.path)
 
     def wait_for_save(self) -> None:
@@ -309,73 +295,55 @@ class FSDPEngine(TrainEngine):
 
     def load(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced, and adapters start anew."""
-        model, parallel, lora = self._model, self.parallel, self.config.lora
-        loaders: dict[str, Callable[[], None]] = {
-            "hf": lambda: sharding.copy_weights(model, self._maker.read(meta.path, like=model), self._device),
-            "state": lambda: self._load_state(meta.path),
-        }
-        if lora is not None:
-            loaders["adapter"] = lambda: load_adapter(model, lora, meta.path, self._device, parallel)
-        _of_kind(loaders, meta)()
-
-    def _load_state(self, path: str) -> None:
-        counters = load_state(self._model, self._optimizer, path, self.parallel)
-        self.version, self._steps, self._skipped = (counters[name] for name in COUNTERS)
+        model, lora = self._model, self.config.lora
+        match meta.kind:
+            case "hf":
+                sharding.copy_weights(model, self._maker.read(meta.path, like=model), self._device)
+            case "state":
+                counters = load_state(model, self._optimizer, meta.path, self.parallel)
+                self.version, self._steps, self._skipped = (counters[name] for name in COUNTERS)
+            case "adapter" if lora is not None:
+                load_adapter(model, lora, meta.path, self._device, self.parallel)
+            case _:
+                raise _unknown_kind(meta, self.config)
 
     def _state(self) -> dict[str, Any]:
         counters = dict(zip(COUNTERS, (self.version, self._steps, self._skipped), strict=True))
         return state_of(self._model, self._optimizer, counters, self.parallel)
 
-    @property
-    def _served_dtype(self) -> str:
-        """Name of the torch dtype in which weights leave the engine."""
-        return self.config.serve_dtype or self._spec.dtype
-
     def offload(self) -> None:
         """See `TrainEngine.offload`."""
-        if self._device.type == "cuda" and not self.config.offload:
-            self._move(torch.device("cpu"))
-            torch.cuda.empty_cache()
+        self._move(torch.device("cpu"))
 
     def onload(self) -> None:
         """See `TrainEngine.onload`."""
-        if self._device.type == "cuda" and not self.config.offload:
-            self._move(self._device)
+        self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
+        """Nothing moves on a CPU, or where `config.offload` keeps everything in host memory."""
+        if self._device.type != "cuda" or self.config.offload:
+            return
         self._model.to(device)
-        if self._optimizer is not None:
-            for moments in self._optimizer.state.values():
-                for name, value in moments.items():
-                    moments[name] = value.to(device)
+        for moments in self._optimizer.state.values() if self._optimizer is not None else ():
+            moments.update({name: value.to(device) for name, value in moments.items()})
+        torch.cuda.empty_cache()
 
 
-def _of_kind[T](known: dict[str, T], meta: SaveLoadMeta) -> T:
-    if meta.kind not in known:
-        raise ModelError(
-            f"{meta.path}: expected a kind of {' or '.join(known)}, found {meta.kind!r}; adapter needs lora set."
-        )
-    return known[meta.kind]
+def _unknown_kind(meta: SaveLoadMeta, config: FSDPEngineConfig) -> ModelError:
+    known = "hf or state" if config.lora is None else "hf or state or adapter"
+    return ModelError(f"{meta.path}: expected a kind of {known}, found {meta.kind!r}; adapter needs lora set.")
 
 
-def _make_deterministic() -> Callable[[], None]:
-    """Let torch use one thread and algorithms of a fixed order only, in this whole process.
+def _make_deterministic(undo: ExitStack) -> None:
+    """Let torch use one thread and algorithms of a fixed order only, in this whole process, until `undo` is closed.
 
     A sum that several threads make depends on how many there are; with one, machines of another size agree too.
-
-    Returns:
-        a function that undoes it.
     """
-    threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    undo.callback(torch.set_num_threads, torch.get_num_threads())
+    undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it where there is a GPU
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-
-    def undo() -> None:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(before)
-
-    return undo
 
 
 def _anchor(outputs: TokenOutputs) -> Tensor:

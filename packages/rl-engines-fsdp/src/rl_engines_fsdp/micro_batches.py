@@ -27,14 +27,11 @@ def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext) -> li
     check_same_rows(batch, parallel)
     tokens, max_tokens, together = lengths(batch).tolist(), spec.micro_batch.max_tokens, units(batch)
     sizes = [sum(tokens[row] for row in unit) for unit in together]
-    bins: list[list[int]] = []
-    error: EngineError | None = None
-    try:
-        bins = pack_first_fit(sizes, max_tokens)
-    except DataError as cause:
-        error = EngineError(str(cause))
-        error.__cause__ = cause
-    parallel.agree(error, "cutting a batch into micro-batches")
+    with parallel.agreeing("cutting a batch into micro-batches"):
+        try:
+            bins = pack_first_fit(sizes, max_tokens)
+        except DataError as error:
+            raise EngineError(str(error)) from error
     if spec.deterministic:
         # a row's numbers must not depend on its neighbours, and kernels round differently for other shapes
         bins = [[unit] for unit in range(len(sizes))] or [[]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -61,29 +63,15 @@ class StepSums:
             block = torch.stack([value.to(torch.float64) for value in self._values.values()])
             host = dict(zip(self._values, block.tolist(), strict=True))
         totals: dict[str, float] = {}
-        for part in _of_all_ranks(host, parallel):
+        for part in parallel.gather_json(host):  # names may differ: a rank without rows never called the loss
             for name, value in part.items():
                 known = totals.get(name)
                 if known is None:
                     totals[name] = value
                 else:
                     totals[name] = max(known, value) if name.endswith(MAXIMUM) else known + value
-        return _divided(totals)
-
-
-def _of_all_ranks(mine: dict[str, float], parallel: ParallelContext) -> list[dict[str, float]]:
-    if parallel.world_size == 1:
-        return [mine]
-    tensors = {name: torch.tensor([value], dtype=torch.float64) for name, value in mine.items()}
-    # names may differ: a rank without rows never called the loss
-    parts = parallel.gather_tensors(tensors, all_ranks=True)
-    return [{name: part[name].item() for name in sorted(part)} for part in parts]
-
-
-def _divided(totals: dict[str, float]) -> dict[str, float]:
-    result = {name: value for name, value in totals.items() if not name.startswith(("sum:", "den:"))}
-    for name, value in totals.items():
-        if name.startswith("sum:"):
-            denominator = totals[f"den:{name.removeprefix('sum:')}"]
-            result[name.removeprefix("sum:")] = value / denominator if denominator else float("nan")
-    return result
+        result = {name: value for name, value in totals.items() if not name.startswith(("sum:", "den:"))}
+        for name in (name.removeprefix("sum:") for name in totals if name.startswith("sum:")):
+            denominator = totals[f"den:{name}"]
+            result[name] = totals[f"sum:{name}"] / denominator if denominator else math.nan
+        return result

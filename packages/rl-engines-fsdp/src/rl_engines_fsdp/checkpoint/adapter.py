@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.checkpoint.new_directory import NewDirectory
+from rl_engines_fsdp.checkpoint.new_directory import new_directory
 from rl_engines_fsdp.config import LoRAConfig
 from rl_engines_fsdp.model import lora
 from rl_engines_fsdp.model.packed import PackedModel
@@ -42,25 +42,19 @@ def save_adapter(
     """
     from safetensors.torch import save_file
 
-    target = NewDirectory(path, parallel)
-    target.prepare()
-    found: dict[str, Tensor] = {}
-    for name, parameter in trained_parameters(model):
-        value = whole(parameter.detach())
+    with new_directory(path, parallel) as scratch:
+        found: dict[str, Tensor] = {}
+        for name, parameter in trained_parameters(model):
+            value = whole(parameter.detach())
+            if parallel.is_main:
+                found[name] = value.to("cpu", getattr(torch, dtype)).contiguous()
         if parallel.is_main:
-            found[name] = value.to("cpu", getattr(torch, dtype)).contiguous()
-    error: Exception | None = None
-    if parallel.is_main:
-        try:
             settings = lora.peft_config(config, base, model.head)
             settings.target_modules = {name.removeprefix("model.").removesuffix(".weight") for name in model.adapters()}
             settings.modules_to_save = None if model.head == "lm" else [lora.HEAD]
             settings.inference_mode = True
-            settings.save_pretrained(target.scratch)
-            save_file(found, target.scratch / WEIGHTS, metadata={"format": "pt"})
-        except (OSError, RuntimeError, ValueError) as failure:
-            error = failure
-    target.commit(error)
+            settings.save_pretrained(scratch)
+            save_file(found, scratch / WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapter(
@@ -72,14 +66,8 @@ def load_adapter(
         ModelError, EngineError: the directory is no adapter, or not one of this shape; on every rank.
     """
     named = trained_parameters(model)
-    given: dict[str, Tensor] | None = None
-    error: ModelError | None = None
-    if parallel.is_main:
-        try:
-            given = _read(Path(path), config, named)
-        except ModelError as failure:
-            error = failure
-    parallel.agree(error, f"loading {path}")
+    with parallel.agreeing(f"loading {path}"):
+        given = _read(Path(path), config, named) if parallel.is_main else None
     copy_tensors(named, given, device)
 
 

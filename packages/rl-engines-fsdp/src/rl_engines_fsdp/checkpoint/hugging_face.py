@@ -14,7 +14,7 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.checkpoint.new_directory import NewDirectory
+from rl_engines_fsdp.checkpoint.new_directory import new_directory
 from rl_engines_fsdp.model.loading import empty_model, quiet
 from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.ranks.sharding import full_parameters
@@ -40,47 +40,27 @@ def save_hugging_face(
     Weights lie in safetensors files of at most `max_shard_gb` x 10^9 bytes each, with an index where there are several.
     A language model loads as `AutoModelForCausalLM`, one with a scalar head as `AutoModelForSequenceClassification`.
     """
-    target = NewDirectory(meta.path, parallel)
-    target.prepare()
-    whole: dict[str, Tensor] = {}
-    for name, value in full_parameters(model):
-        if parallel.is_main:
-            whole[name] = value.to("cpu", getattr(torch, dtype))
-    whole |= {name: value.cpu() for name, value in model.kept_buffers()}
-    error: Exception | None = None
-    if parallel.is_main:
-        try:
-            shell = _empty_shell(model, dtype, meta.tokenizer_path)
-            with quiet():
-                shell.save_pretrained(target.scratch, state_dict=whole, max_shard_size=int(max_shard_gb * 1e9))
-            generation: Any = model.model.generation_config
-            if generation is not None:
-                # as it was: `save_pretrained` would refuse settings that some published models have
-                generation.to_json_file(target.scratch / "generation_config.json")
-            if meta.tokenizer_path is not None:
-                _copy_tokenizer(Path(meta.tokenizer_path), target.scratch)
-        except (OSError, RuntimeError, ValueError, ModelError) as failure:
-            error = failure
-    target.commit(error)
-
-
-def _empty_shell(model: PackedModel, dtype: str, tokenizer_path: str | None) -> Any:
-    """A model without memory that writes the weights that it is given."""
     inner: Any = model.model
-    config = copy.deepcopy(inner.config)
-    if model.head != "lm":
-        _set_pad_token(config, inner.generation_config, tokenizer_path)
-    return empty_model(config, model.head).to(getattr(torch, dtype))
-
-
-def _set_pad_token(config: Any, generation: Any, tokenizer_path: str | None) -> None:
-    pad = _pad_token_id(config, generation, tokenizer_path)
-    if pad is None:
-        log.warning(
-            "saving a scalar head: the model has no pad token id, so transformers will score one row at a time only. "
-            "Save it with a tokenizer that has a pad token (tokenizer_path)."
-        )
-    config.get_text_config().pad_token_id = pad
+    kind = getattr(torch, dtype)
+    with new_directory(meta.path, parallel) as scratch:
+        whole: dict[str, Tensor] = {}
+        for name, value in full_parameters(model):
+            if parallel.is_main:
+                whole[name] = value.to("cpu", kind)
+        whole |= {name: value.cpu() for name, value in model.kept_buffers()}
+        if parallel.is_main:
+            config = copy.deepcopy(inner.config)
+            if model.head != "lm":
+                pad = _pad_token_id(config, inner.generation_config, meta.tokenizer_path)
+                config.get_text_config().pad_token_id = pad
+            shell: Any = empty_model(config, model.head).to(kind)  # has no memory, and writes what it is given
+            with quiet():
+                shell.save_pretrained(scratch, state_dict=whole, max_shard_size=int(max_shard_gb * 1e9))
+            if inner.generation_config is not None:
+                # as it was: `save_pretrained` would refuse settings that some published models have
+                inner.generation_config.to_json_file(scratch / "generation_config.json")
+            if meta.tokenizer_path is not None:
+                _copy_tokenizer(Path(meta.tokenizer_path), scratch)
 
 
 def _pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> int | None:
@@ -100,8 +80,14 @@ def _pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> i
             raise ModelError(f"tokenizer {tokenizer_path}: expected one with a pad token: {error}") from error
         if found is not None:
             return found
-    settings = (config.get_text_config(), generation)
-    return next((i for i in (getattr(s, "pad_token_id", None) for s in settings) if i is not None), None)
+    for settings in (config.get_text_config(), generation):
+        if getattr(settings, "pad_token_id", None) is not None:
+            return int(settings.pad_token_id)
+    log.warning(
+        "saving a scalar head: the model has no pad token id, so transformers will score one row at a time only. "
+        "Save it with a tokenizer that has a pad token (tokenizer_path)."
+    )
+    return None
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.checkpoint.new_directory import NewDirectory
+from rl_engines_fsdp.checkpoint.new_directory import new_directory
 from rl_engines_fsdp.model.packed import PackedModel
 
 COUNTERS = ("version", "steps", "skipped")
@@ -31,20 +30,8 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 def save_state(state: dict[str, Any], path: str, parallel: ParallelContext) -> None:
     """Write what `state_of` found (collective); every rank writes its shards."""
-    target = NewDirectory(path, parallel)
-    target.prepare()
-    error: Exception | None = None
-    try:
-        with _alone_without_warning():
-            save(
-                state,
-                checkpoint_id=target.scratch,
-                process_group=parallel.host_group,
-                no_dist=parallel.host_group is None,
-            )
-    except (OSError, RuntimeError, ValueError) as failure:
-        error = failure
-    target.commit(error)
+    with new_directory(path, parallel) as scratch, _alone_without_warning():
+        save(state, checkpoint_id=scratch, process_group=parallel.host_group, no_dist=parallel.host_group is None)
 
 
 def load_state(
@@ -68,11 +55,9 @@ def load_state(
     reader = FileSystemReader(directory)
     stored = reader.read_metadata().state_dict_metadata
     state = state_of(model, optimizer, dict.fromkeys(COUNTERS, 0), parallel)
-    random = [key for key in state if key.startswith("random.")]
-    for key in random:
-        if key not in stored:  # another number of ranks, or another kind of device: this rank keeps its own
-            del state[key]
-    missing = sorted(set(state) - set(stored))
+    # of another number of ranks, or another kind of device: this rank keeps its own
+    state = {key: value for key, value in state.items() if key in stored or not key.startswith("random.")}
+    missing = sorted(state.keys() - stored.keys())
     if missing:
         raise ModelError(
             f"{path}: expected the state of this model and optimizer, but {len(missing)} entries are missing, "
@@ -88,7 +73,11 @@ def load_state(
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{path}: the saved state cannot be loaded into this model: {error}") from error
-    _restore_random(state, parallel)
+    cpu, cuda = (state.get(f"random.{parallel.rank}.{kind}") for kind in ("cpu", "cuda"))
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, parallel.device)
     return {name: int(state[f"counter.{name}"]) for name in COUNTERS}
 
 
@@ -131,9 +120,8 @@ class AsyncWriter:
         else:  # one process needs no process group, and torch, in its thread, need not tell us so
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         self._parallel = replace(parallel, host_group=self._group, dp_host_group=self._group)
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._path = ""
+        self._thread = ThreadPoolExecutor(1, "state-writer")
+        self._pending: Future[None] | None = None
 
     def begin(self, state: dict[str, Any], path: str) -> None:
         """Copy a state and return; what is written is what it holds now (collective). Waits for the one before.
@@ -142,30 +130,10 @@ class AsyncWriter:
             ModelError, EngineError: the directory cannot be made, or the state before could not be written.
         """
         self.wait()
-        target = NewDirectory(path, self._parallel)
-        target.prepare()
-        written: Any = async_save(
-            state, checkpoint_id=target.scratch, process_group=self._group, no_dist=self._group is None
-        )
-        self._path = path
-        self._thread = threading.Thread(target=self._finish, args=(written, target), name="state-writer")
-        self._thread.start()
-
-    def _finish(self, written: Future[Any], target: NewDirectory) -> None:
-        error: Exception | None = None
-        try:
-            written.result()
-        except Exception as failure:  # noqa: BLE001 - handed to every rank by commit, and to wait
-            error = failure
-        try:
-            target.commit(error)
-        except Exception as failure:  # noqa: BLE001 - raised by wait
-            self._error = failure
-
-    @property
-    def busy(self) -> bool:
-        """Whether a state is being written."""
-        return self._thread is not None and self._thread.is_alive()
+        directory = ExitStack()  # which the thread leaves: the ranks agree there that all have written
+        scratch = directory.enter_context(new_directory(path, self._parallel))
+        written: Any = async_save(state, checkpoint_id=scratch, process_group=self._group, no_dist=self._group is None)
+        self._pending = self._thread.submit(_finish, written, directory, path)
 
     def wait(self) -> None:
         """Return when the state that was begun lies complete.
@@ -173,21 +141,27 @@ class AsyncWriter:
         Raises:
             EngineError: it could not be written, on any rank.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise EngineError(f"{self._path}: the state could not be written: {error}") from error
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
         """Wait, and give the process group back."""
         try:
             self.wait()
         finally:
+            self._thread.shutdown()
             if self._group is not None:
                 dist.destroy_process_group(self._group)
                 self._group = None
+
+
+def _finish(written: Future[Any], directory: ExitStack, path: str) -> None:
+    try:
+        with directory:
+            written.result()
+    except Exception as error:
+        raise EngineError(f"{path}: the state could not be written: {error}") from error
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
@@ -205,11 +179,3 @@ def _alone_without_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _restore_random(state: dict[str, Any], parallel: ParallelContext) -> None:
-    cpu, cuda = (state.get(f"random.{parallel.rank}.{kind}") for kind in ("cpu", "cuda"))
-    if cpu is not None:
-        torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, parallel.device)

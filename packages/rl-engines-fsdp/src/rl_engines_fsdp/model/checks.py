@@ -33,11 +33,7 @@ def verify(wrapped: PackedModel) -> None:
         ModelError: they differ, or the packed forward fails.
     """
     model: Any = wrapped.model
-    lengths = (5, 9)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = (torch.arange(sum(lengths)) * 7 + 3) % vocabulary
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    segments = Segments(lengths, torch.tensor([0, 5, 14], dtype=torch.int32))
+    ids, positions, segments = _sequences(model, torch.device("cpu"))
     of_logits = isinstance(wrapped, PackedCausalLM)
     try:
         if of_logits:
@@ -48,7 +44,7 @@ def verify(wrapped: PackedModel) -> None:
         raise ModelError(f"{type(model).__name__}: the packed forward fails: {error}") from error
     model.set_attn_implementation("eager")
     try:
-        expected = torch.cat([_plain(model, row, of_logits) for row in ids.split(lengths)])
+        expected = torch.cat([_plain(model, row, of_logits) for row in ids.split(segments.lengths)])
     finally:
         model.set_attn_implementation(attention.NAME)
     scale = 1.0 if of_logits else max(expected.abs().max().item(), 1e-6)
@@ -90,37 +86,35 @@ def verify_split(
     Raises:
         EngineError: they differ, or the forward fails, on every rank.
     """
-    vocabulary = model.model.get_input_embeddings().weight.shape[0]
-    expected = torch.zeros(14)
-    if source is not None:
-        expected = _probe(source, vocabulary, torch.device("cpu"))
-    error: ModelError | None = None
-    name = type(model.model).__name__
-    try:
-        found = _probe(model, vocabulary, device)
-    except (TypeError, RuntimeError, ValueError, ModelError) as failure:
-        error = ModelError(f"{name}: the forward over several ranks fails: {failure}")
-        error.__cause__ = failure
-    parallel.agree(error, "trying the model over several ranks")
+    name, host = type(model.model).__name__, torch.device("cpu")
+    expected = (torch.zeros(14) if source is None else _probe(source, host)).to(device)
+    with parallel.agreeing("trying the model over several ranks"):
+        try:
+            found = _probe(model, device)
+        except (TypeError, RuntimeError, ValueError, ModelError) as error:
+            raise ModelError(f"{name}: the forward over several ranks fails: {error}") from error
     reshard(model)
-    expected = expected.to(device)
     dist.broadcast(expected, src=0)
     difference = (found - expected).abs().mean().item()
-    if not difference <= SPLIT_TOLERANCES[dtype]:
-        error = ModelError(
-            f"{name}: log-probs or values over {parallel.world_size} ranks differ by {difference:.3g} from those "
-            f"of one (allowed {SPLIT_TOLERANCES[dtype]:g}). Does its plan for tensor parallelism "
-            "fit? Use data parallelism (d) alone."
-        )
-    parallel.agree(error, "comparing the model over several ranks with one")
+    with parallel.agreeing("comparing the model over several ranks with one"):
+        if not difference <= SPLIT_TOLERANCES[dtype]:
+            raise ModelError(
+                f"{name}: log-probs or values over {parallel.world_size} ranks differ by {difference:.3g} from those "
+                f"of one (allowed {SPLIT_TOLERANCES[dtype]:g}). Does its plan for tensor parallelism "
+                "fit? Use data parallelism (d) alone."
+            )
 
 
-def _probe(model: PackedModel, vocabulary: int, device: torch.device) -> Tensor:
-    """Log-probs, or values of a scalar head, of two packed sequences of 14 tokens in all."""
-    lengths = (5, 9)
-    ids = (torch.arange(sum(lengths)) * 7 + 3) % vocabulary
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    edges = torch.tensor([0, 5, 14], dtype=torch.int32, device=device)
-    outputs = model(ids.to(device), positions.to(device), torch.ones(14, device=device), Segments(lengths, edges))
+def _probe(model: PackedModel, device: torch.device) -> Tensor:
+    """Log-probs, or values of a scalar head, of `_sequences`, [14]."""
+    ids, positions, segments = _sequences(model.model, device)
+    outputs = model(ids, positions, torch.ones(14, device=device), segments)
     said: Tensor = outputs[0] if len(outputs) == 2 else outputs[2]
     return said
+
+
+def _sequences(model: Any, device: torch.device) -> tuple[Tensor, Tensor, Segments]:
+    """Ids and positions, int64 [14], of two packed sequences."""
+    ids = (torch.arange(14, device=device) * 7 + 3) % model.get_input_embeddings().weight.shape[0]
+    positions = torch.cat([torch.arange(length, device=device) for length in (5, 9)])
+    return ids, positions, Segments((5, 9), torch.tensor([0, 5, 14], dtype=torch.int32, device=device))

@@ -70,7 +70,8 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
 
     Args:
         head: one of `rl_contracts.data.HEADS`.
-        new_head: whether a scalar head that the directory does not have may be made; else it is refused.
+        new_head: whether a scalar head that the directory, a language model's, does not have is made, of zeros; else
+            it is refused.
 
     Raises:
         ModelError: the weights cannot be read, or do not fill the model.
@@ -87,8 +88,11 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {path}: its weights cannot be loaded: {error}") from error
     model, report = loaded
-    missing = _without_settled(path, model, sorted(report["missing_keys"]), head, new_head)
-    if missing:
+    missing = sorted(report["missing_keys"])
+    if head != "lm" and new_head and missing == [SCALAR_HEAD]:  # a language model's directory
+        nn.init.zeros_(model.get_parameter(SCALAR_HEAD))
+        log.info("model %s has no scalar head; it starts at zero.", path)
+    elif missing:
         raise ModelError(
             f"model {path}: {len(missing)} parameters have no weights there, {missing[:3]} first; they would start at "
             "random. Is this the model that config.json describes?"
@@ -165,7 +169,7 @@ def _fit_config(path: str, config: Any, head: str) -> None:
         ModelError: a language model is asked for and the directory holds a classifier; or a scalar head, and the
             directory holds a classifier of several labels.
     """
-    classifier = _is_classifier(config)
+    classifier = str((config.architectures or [""])[0]).endswith("ForSequenceClassification")
     if head == "lm" and classifier:
         raise ModelError(
             f"model {path}: expected a causal language model, found a {config.architectures[0]}, which has a scalar "
@@ -177,25 +181,3 @@ def _fit_config(path: str, config: Any, head: str) -> None:
                 f"model {path}: expected a classifier of 1 label for head={head}, found {config.num_labels} labels."
             )
         config.num_labels = 1
-
-
-def _without_settled(path: str, model: nn.Module, missing: list[str], head: str, may_be_new: bool) -> list[str]:
-    """Give a freshly loaded model a new head where its directory, a language model's, has none.
-
-    Args:
-        missing: parameters without weights in the directory.
-        may_be_new: whether a new head is what the caller wants; where a trained model is loaded it is not.
-
-    Returns:
-        the parameters that are still without weights.
-    """
-    if head == "lm" or missing != [SCALAR_HEAD] or not may_be_new:
-        return missing
-    nn.init.zeros_(model.get_parameter(SCALAR_HEAD))
-    log.info("model %s has no scalar head; it starts at zero.", path)
-    return []
-
-
-def _is_classifier(config: Any) -> bool:
-    """Whether a configuration comes from the directory of a sequence classifier."""
-    return bool(config.architectures) and str(config.architectures[0]).endswith("ForSequenceClassification")

@@ -10,7 +10,6 @@ import torch
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import RLError
 from rl_contracts.linear import speed_up
 from rl_contracts.parallel import ParallelContext
 from rl_engines_fsdp.config import FSDPEngineConfig
@@ -69,17 +68,13 @@ class ModelMaker:
             ModelError: on every rank, what is wrong with it.
         """
         source: PackedModel | None = None
-        error: RLError | None = None
-        if self.parallel.is_main:
-            try:
+        with self.parallel.agreeing(f"loading {path}"):
+            if self.parallel.is_main:
                 source = self._wrap(loading.read_model(path, self.spec.head, new_head=like is None))
                 if like is not None:
                     loading.check_same_weights(path, source, like)
                 elif self.config.verify_model:
                     verify(source)
-            except RLError as failure:
-                error = failure
-        self.parallel.agree(error, f"loading {path}")
         return source
 
     def _wrap(self, model: torch.nn.Module) -> PackedModel:
@@ -112,7 +107,8 @@ class ModelMaker:
         sharding.fill(model, source, self.device, config.offload)
         if self.layout.model_size > 1 and config.verify_model:
             verify_split(model, source, self.device, self.spec.dtype, self.parallel)
-        self.tensor_gradients = TensorGradients(model, meshes, set(partial))
+        if meshes.tensor is not None:
+            self.tensor_gradients = TensorGradients(model, meshes.tensor, meshes.layers, partial)
         return model
 
 

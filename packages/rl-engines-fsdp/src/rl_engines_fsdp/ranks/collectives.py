@@ -6,6 +6,7 @@ replica: on each rank only that part of its gradient is followed that belongs to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from torch.distributed import ProcessGroup
 
 def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-to-all: row r of [R, ...] goes to rank r, and row r of the result comes from rank r. Its own adjoint."""
-    result: Tensor = _Exchange.apply(x, group)
-    return result
+    return _linear(x, lambda rows: _all_to_all(rows, group), lambda grad: _all_to_all(grad, group))
 
 
 def gather(part: Tensor, group: ProcessGroup, weight: float = 1.0) -> Tensor:
@@ -27,8 +27,7 @@ def gather(part: Tensor, group: ProcessGroup, weight: float = 1.0) -> Tensor:
     Args:
         weight: of the gradient, which is this rank's part of what arrives, without a sum over ranks.
     """
-    result: Tensor = _Gather.apply(part, group, weight)
-    return result
+    return _linear(part, lambda mine: _all_gather(mine, group), lambda grad: _own_part(grad, group) * weight)
 
 
 def take_part(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -37,84 +36,50 @@ def take_part(x: Tensor, group: ProcessGroup) -> Tensor:
     The gradient is made whole from all ranks, and is the mean over them: the parts' gradients are R times too large
     (see `TokenSplit`).
     """
-    result: Tensor = _TakePart.apply(x, group)
-    return result
+    ranks = dist.get_world_size(group)
+    return _linear(x, lambda rows: _own_part(rows, group).clone(), lambda grad: _all_gather(grad, group).div_(ranks))
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
     """The same tensor, which the ranks go on to use for parts of a computation: their gradients are summed."""
-    result: Tensor = _CopyTo.apply(x, group)
-    return result
+
+    def summed(grad: Tensor) -> Tensor:
+        # a copy, for others may hold the same gradient
+        return _all_reduce(grad.clone(memory_format=torch.contiguous_format), group)
+
+    return _linear(x, lambda same: same.view_as(same), summed)
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of what the ranks hold, which all go on to use alike: the gradient passes. Changes `x` in place."""
-    result: Tensor = _SumOver.apply(x, group)
+    return _linear(x, lambda mine: _all_reduce(mine, group), lambda grad: grad)
+
+
+def _linear(x: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+    result: Tensor = _Linear.apply(x, run, adjoint)
     return result
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(x, group)
+class _Linear(torch.autograd.Function):
+    """A linear map, with the map that its gradients take back."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup, weight: float) -> Tensor:
-        ctx.group, ctx.weight = group, weight
-        return _all_gather(part, group)
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.adjoint = adjoint
+        result = run(x)
+        if result is x:
+            ctx.mark_dirty(x)
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        mine = _own_part(grad, ctx.group)
-        return mine * ctx.weight if ctx.weight != 1.0 else mine, None, None
+        return ctx.adjoint(grad), None, None
 
 
-class _TakePart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_part(x, group).clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.group).div_(dist.get_world_size(ctx.group)), None
-
-
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)  # others may hold the same gradient
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _SumOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    dist.all_reduce(x, group=group)
+    return x
 
 
 def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:

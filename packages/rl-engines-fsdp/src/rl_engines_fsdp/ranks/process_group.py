@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -79,41 +80,15 @@ def pick_device(setting: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-@dataclass(slots=True)
-class Membership:
-    """What `join` made; `leave` gives it back."""
-
-    parallel: ParallelContext
-    """Ranks and groups."""
-    joined: bool
-    """Whether the default process group is used."""
-
-    def leave(self) -> None:
-        """Give the groups back; the last engine of the process ends the default group. Safe to call twice."""
-        global _users, _ours
-        if not self.joined:
-            return
-        self.joined = False
-        everyone, replicas = self.parallel.host_group, self.parallel.dp_host_group
-        self.parallel.host_group = self.parallel.dp_host_group = None
-        if replicas is not None and replicas is not everyone:
-            dist.destroy_process_group(replicas)
-        if everyone is not None:
-            dist.destroy_process_group(everyone)
-        _users -= 1
-        if _users == 0 and _ours:
-            dist.destroy_process_group()
-            _ours = False
-
-
 def join(
-    info: RankInfo, device: torch.device, timeout_seconds: float, need_group: bool, replica_size: int = 1
-) -> Membership:
+    info: RankInfo, device: torch.device, timeout_seconds: float, need_group: bool, replica_size: int, undo: ExitStack
+) -> ParallelContext:
     """Join the default process group, or make it, and gloo groups for the host's collectives.
 
     Args:
         need_group: make a group of one even where a single process could do without.
         replica_size: ranks that hold one replica together, side by side; divides the world size.
+        undo: leaves them when it is closed.
 
     Raises:
         EngineError: the other ranks were not met in time, or a group of another size exists already.
@@ -128,7 +103,7 @@ def join(
         device=str(device),
     )
     if info.world_size == 1 and not need_group:
-        return Membership(context, joined=False)
+        return context
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
         _make_default_group(info, device, timeout)
@@ -139,11 +114,27 @@ def join(
             "process. Destroy it first, or give the engine the same number of ranks."
         )
     _users += 1
+    undo.callback(_leave, context)
     if info.world_size > 1:
         everyone: Any = dist.new_group(backend="gloo", timeout=timeout)
         context.host_group = everyone
         context.dp_host_group = everyone if replica_size == 1 else _over_replicas(context, replica_size, timeout)
-    return Membership(context, joined=True)
+    return context
+
+
+def _leave(context: ParallelContext) -> None:
+    """Give the groups back; the last engine of the process ends the default group."""
+    global _users, _ours
+    everyone, replicas = context.host_group, context.dp_host_group
+    context.host_group = context.dp_host_group = None
+    if replicas is not None and replicas is not everyone:
+        dist.destroy_process_group(replicas)
+    if everyone is not None:
+        dist.destroy_process_group(everyone)
+    _users -= 1
+    if _users == 0 and _ours:
+        dist.destroy_process_group()
+        _ours = False
 
 
 def _over_replicas(context: ParallelContext, replica_size: int, timeout: timedelta) -> Any:

@@ -82,7 +82,9 @@ def fill(model: nn.Module, source: nn.Module | None, device: torch.device, offlo
         for name, parameter in module._parameters.items():
             if isinstance(parameter, nn.Parameter):
                 if parameter not in fresh:  # tied parameters stay one
-                    fresh[parameter] = nn.Parameter(_empty_shard(parameter, home), parameter.requires_grad)
+                    fresh[parameter] = nn.Parameter(
+                        torch.empty_like(parameter.data, device=home), parameter.requires_grad
+                    )
                 module._parameters[name] = fresh[parameter]
     copy_tensors(model.named_parameters(), _whole_parameters(source), device)
     buffers = {} if source is None else dict(source.named_buffers(remove_duplicate=False))
@@ -155,17 +157,3 @@ def mesh_of(tensor: Tensor) -> DeviceMesh | None:
 
 def _whole_parameters(source: nn.Module | None) -> dict[str, Tensor] | None:
     return None if source is None else {name: p.data for name, p in source.named_parameters()}
-
-
-def _empty_shard(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    if not isinstance(parameter.data, DTensor):
-        return torch.empty_like(parameter.data, device=device)
-    piece = torch.empty_like(parameter.data.to_local(), device=device)
-    return DTensor.from_local(
-        piece,
-        parameter.data.device_mesh,
-        parameter.data.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

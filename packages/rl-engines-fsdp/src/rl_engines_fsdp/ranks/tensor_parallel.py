@@ -24,7 +24,6 @@ from rl_contracts.linear import linear
 from rl_contracts.parallel import ParallelContext
 from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.ranks.collectives import copy_to, sum_over
-from rl_engines_fsdp.ranks.layout import Meshes
 from rl_engines_fsdp.ranks.sharding import local, mesh_of
 
 COLUMNS, ROWS, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -134,20 +133,17 @@ class TensorGradients:
 
     Args:
         model: sharded.
-        meshes: its layout.
+        tensor: the tensor ranks.
+        layers: the ranks over which the parameters of the decoder layers lie.
         partial: names of the parameters of the first kind.
     """
 
-    def __init__(self, model: PackedModel, meshes: Meshes, partial: set[str]) -> None:
-        self._group: Any = None if meshes.tensor is None else meshes.tensor.get_group()
-        self._partial: list[nn.Parameter] = []
-        self._alike: dict[str, nn.Parameter] = {}
-        for name, parameter in model.own_parameters() if self._group is not None else ():
-            if name in partial:
-                self._partial.append(parameter)
-            elif mesh_of(parameter) == meshes.layers:
-                self._alike[name] = parameter
-        self._checked = self._group is None
+    def __init__(self, model: PackedModel, tensor: DeviceMesh, layers: DeviceMesh, partial: list[str]) -> None:
+        own = dict(model.own_parameters())
+        self._group: Any = tensor.get_group()
+        self._partial = [p for name, p in own.items() if name in partial]
+        self._alike = {name: p for name, p in own.items() if name not in partial and mesh_of(p) == layers}
+        self._checked = False
 
     @torch.no_grad()
     def finish(self, parallel: ParallelContext) -> None:
@@ -156,31 +152,28 @@ class TensorGradients:
         Raises:
             EngineError: a gradient differs between tensor ranks that should not, on every rank.
         """
-        if self._group is None:
-            return
         shards = [local(p.grad) for p in self._partial if p.grad is not None]
         for shard, total in zip(shards, _summed(shards, self._group), strict=True):
             shard.copy_(total)
         if not self._checked:
-            error = self._difference()
-            parallel.agree(error, "the first step with tensor parallelism")
+            with parallel.agreeing("the first step with tensor parallelism"):
+                self._check_alike()
             # all zero, as below a head that starts at zero: nothing is known yet
             nonzero = any(bool(local(p.grad).any()) for p in self._alike.values() if p.grad is not None)
             self._checked = any(parallel.gather_json(nonzero))
 
-    def _difference(self) -> ModelError | None:
+    def _check_alike(self) -> None:
         named = {name: local(p.grad) for name, p in self._alike.items() if p.grad is not None}
         ranks = dist.get_world_size(self._group)
         for (name, mine), total in zip(named.items(), _summed(list(named.values()), self._group), strict=True):
             mean = total / ranks
             distance, norm = (mine - mean).norm().item(), mean.norm().item()
             if distance > TOLERANCE * norm:
-                return ModelError(
+                raise ModelError(
                     f"the gradient of {name} is {distance:.3g} from its mean over tensor ranks, whose norm is "
                     f"{norm:.3g}: the parameter sees part of the heads, and the model's plan in transformers does not "
                     "say so. Use data and context parallelism for this model (d and c)."
                 )
-        return None
 
 
 def _summed(shards: list[Tensor], group: Any) -> list[Tensor]:

@@ -35,7 +35,7 @@ def plant_in_weights() -> None:
     def faulty_commit(self: ServedWeights, version: int) -> None:
         commit(self, version)
         if fault() == "weights not sent":
-            self._exchange(self._spare)
+            self._exchange()
         elif fault() == "one tensor":
             with torch.no_grad():
                 self._live["model.norm.weight"].data.mul_(1.5)

@@ -14,8 +14,7 @@ from aiohttp import web
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_inference import EmbeddedEngine
-from rl_inference.answer import PartialAnswer
-from rl_inference.protocol import GenerationChunk
+from rl_inference.protocol import GenerationChunk, PartialAnswer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -4,10 +4,10 @@ many slots, chunked prompts of mixed lengths, shared prefixes, windows that are 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,13 +114,11 @@ def job(prompt: list[int], tokens: int, seed: int, **settings: Any) -> Generatio
     return GenerationJob(f"job-{seed}", prompt, generation, seed, frozenset(generation.stop_token_ids))
 
 
-def submit(loop: DecodeLoop, jobs: list[GenerationJob]) -> list[threading.Event]:
-    """Queue jobs; an event per job is set when it ends."""
-    events = [threading.Event() for _ in jobs]
-    for each, event in zip(jobs, events, strict=True):
-        each.wake = event.set
+def submit(loop: DecodeLoop, jobs: list[GenerationJob]) -> list[Future[None]]:
+    """Queue jobs; a future per job is done when it ends."""
+    for each in jobs:
         loop.submit(each)
-    return events
+    return [each.ended for each in jobs]
 
 
 def versions(each: GenerationJob) -> list[int]:
@@ -181,8 +179,8 @@ def test_generate_any_family_through_weight_updates_equals_transformers(family: 
         target = loop.stats()["generated_tokens"] + 100
         until(lambda: loop.stats()["generated_tokens"] >= target)
         switch(loop, paths[0], tmp_path / "weights", version=2)
-        for event in ended:
-            assert event.wait(60)
+        for future in ended:
+            future.result(60)
         tokenizer = loop.model.tokenizer
 
     first, second = map(reference_model, paths)
@@ -228,7 +226,7 @@ def answer(loop: DecodeLoop, prompt: list[int], seed: int = 1) -> GenerationJob:
     """One answer of 10 tokens, waited for."""
     each = job(prompt, 10, seed)
     (ended,) = submit(loop, [each])
-    assert ended.wait(60)
+    ended.result(60)
     return each
 
 

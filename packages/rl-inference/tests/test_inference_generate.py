@@ -282,13 +282,16 @@ async def test_client_gone_frees_the_slot(server: ServerProcess, engine: Embedde
             {"input_ids": [5], "sampling_params": {"presence_penalty": 3}},
             "sampling_params.presence_penalty: expected in [-2, 2], found 3",
         ),
-        ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature: found 'hot'"),
-        ({"input_ids": [5, 160]}, "token 160 is outside the vocabulary of 160"),
-        ({"input_ids": [-1]}, "token -1 is outside"),
-        ({"input_ids": []}, "the prompt is empty"),
+        ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature: expected a float, found 'hot'"),
+        ({"input_ids": [5, 160]}, "expected tokens of the vocabulary of 160, found 160"),
+        ({"input_ids": [-1]}, "expected tokens of the vocabulary of 160, found -1"),
+        ({"input_ids": []}, "input_ids: expected a prompt of at least one token"),
         ({"input_ids": "text"}, "expected a list of token ids"),
-        ({"input_ids": [5] * 512}, "512 tokens leave no room for an answer in the context of 512"),
-        ({"input_ids": [5], "sampling_params": {"stop_token_ids": [999]}}, "999 is outside the vocabulary"),
+        ({"input_ids": [5] * 512}, "fewer tokens than the context of 512, to leave room for an answer, found 512"),
+        (
+            {"input_ids": [5], "sampling_params": {"stop_token_ids": [999]}},
+            "stop_token_ids: expected tokens of the vocabulary of 160, found 999",
+        ),
         ({"input_ids": [[5]], "stream": True}, "cannot be streamed"),
     ],
 )
@@ -301,7 +304,7 @@ async def test_generate_bad_request_answers_400_with_one_sentence(
 
 
 async def test_agenerate_refused_request_raises_at_once_with_the_sentence(engine: EmbeddedEngine) -> None:
-    with pytest.raises(InferenceError, match="leave no room for an answer in the context of 512"):
+    with pytest.raises(InferenceError, match="fewer tokens than the context of 512, to leave room for an answer"):
         await engine.agenerate(request([5] * 512, max_new_tokens=1))
 
 

@@ -17,7 +17,7 @@ def attend(
     layer: SlotLayer, states: tuple[torch.Tensor, ...], slots: list[int], positions: list[int], scoring: Scoring
 ) -> torch.Tensor:
     """Feed the tokens, one per sequence, to a layer."""
-    if layer.keys is None:
+    if not layer.capacity:
         layer.reserve(4 * BLOCK)
     span = TokenPass(torch.tensor(slots), torch.tensor(positions), max(positions) + 1, singles=len(slots))
     return layer.attend(*states, span, scoring)

@@ -8,8 +8,8 @@ import pytest
 
 from rl_contracts.clock import SystemClock
 from rl_contracts.errors import InferenceError
-from rl_inference.losses import ServerLostError
-from rl_inference.routing import Router, Server
+from rl_inference.routing import Router
+from rl_inference.transport import Server, ServerLostError
 
 
 class Clock(SystemClock):
@@ -50,27 +50,30 @@ def test_named_finds_live_servers_only(router: Router) -> None:
 
 
 def test_choose_group_members_follow_the_first_unless_it_is_much_busier(router: Router) -> None:
-    with router.member("g"):
-        first = router.choose("g")
-        assert first is not None
-        first.open = 4
-        assert router.choose("g") is first
+    group = router.group("g")
+    first = router.choose(group)
+    assert first is not None
+    first.open = 4
+    assert router.choose(router.group("g")) is first
 
-        first.open = 5
-        moved = router.choose("g")
+    first.open = 5
+    moved = router.choose(group)
 
-        assert moved is not first
-        assert router.choose("g") is moved
+    assert moved is not first
+    assert router.choose(router.group("g")) is moved
 
 
-def test_member_last_one_gone_forgets_the_group(router: Router) -> None:
-    with router.member("g"), router.member("g"):
-        router.choose("g")
+def test_group_last_member_gone_is_forgotten(router: Router) -> None:
+    first, second = router.group("g"), router.group("g")
+    router.choose(first)
     router.servers[0].open = 1
+    del first
+    assert router.choose(second) is router.servers[0]
 
-    with router.member("g"):
-        assert router.choose("g") is router.servers[1]
+    del second
+
     assert not router._groups
+    assert router.choose(router.group("g")) is router.servers[1]
 
 
 def test_choose_failed_server_is_avoided_then_tried_again(router: Router) -> None:

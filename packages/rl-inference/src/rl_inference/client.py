@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,13 +15,19 @@ from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, StopReason
 from rl_contracts.errors import ConfigError, InferenceError
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.scheduler import JobSpec
-from rl_inference.answer import PartialAnswer
 from rl_inference.config import EmbeddedEngineConfig, server_job
-from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError, ServerRestartedError
 from rl_inference.monitor import ServerMonitor
-from rl_inference.protocol import Call, EmbeddedProtocol
-from rl_inference.routing import Router, Server
-from rl_inference.transport import Transport
+from rl_inference.protocol import Call, EmbeddedProtocol, PartialAnswer
+from rl_inference.routing import Group, Router
+from rl_inference.transport import (
+    Server,
+    ServerBusyError,
+    ServerGoneError,
+    ServerLostError,
+    ServerRestartedError,
+    Transport,
+    failures,
+)
 from rl_inference.updates import WeightUpdates
 
 _LONGEST_RETRY = 5.0
@@ -95,8 +102,7 @@ class EmbeddedEngine(InferenceEngine):
         started = self._clock.now()
         answer = PartialAnswer(request, request.request_id or secrets.token_hex(8))
         async with self._limit:
-            with self._router.member(request.group):
-                server = await self._finish(answer)
+            server = await self._finish(answer, self._router.group(request.group) if request.group else None)
         assert answer.finish is not None
         return ModelResponse(
             input_ids=request.input_ids,
@@ -109,7 +115,7 @@ class EmbeddedEngine(InferenceEngine):
             resubmissions=answer.attempts - 1,
         )
 
-    async def _finish(self, answer: PartialAnswer) -> Server:
+    async def _finish(self, answer: PartialAnswer, group: Group | None) -> Server:
         """Ask servers until the answer is complete.
 
         Returns:
@@ -117,19 +123,17 @@ class EmbeddedEngine(InferenceEngine):
 
         Raises:
             InferenceError: refused, or all live servers were tried in vain since the last token and the
-        deadline is over."""
+                deadline is over.
+        """
         progress, tried, delay = self._clock.now(), set[Server](), self.config.retry_seconds
         while True:
             if not self._router.live:
                 await self._router.wait_live(self.config.rejoin_timeout)
                 progress, tried, delay = self._clock.now(), set(), self.config.retry_seconds
-            server = self._pick(answer)
+            server = self._pick(answer, group)
             have = len(answer.output_ids)
-            try:
-                await self._attempt(server, answer)
-            except (ServerLostError, ServerBusyError) as error:
-                self._note(server, error)
-            else:
+            with contextlib.suppress(ServerLostError, ServerBusyError):
+                await self._work(server, self._read(server, answer))
                 self._router.succeeded(server)
             if answer.done:  # even if the server was lost right after the last token
                 return server
@@ -144,8 +148,8 @@ class EmbeddedEngine(InferenceEngine):
                 await self._clock.sleep(min(delay, _LONGEST_RETRY))
                 delay *= 2
 
-    def _pick(self, answer: PartialAnswer) -> Server:
-        server = None if self._closed else self._router.choose(answer.request.group)
+    def _pick(self, answer: PartialAnswer, group: Group | None) -> Server:
+        server = None if self._closed else self._router.choose(group)
         if self._router.ended is not None and not self._closed:
             raise InferenceError(f"the monitor of the servers died: {self._router.ended!r}") from self._router.ended
         if server is None:
@@ -169,23 +173,22 @@ class EmbeddedEngine(InferenceEngine):
             f"{waited:.0f} s without progress). Last errors: {self._router.reasons}. See their logs."
         )
 
-    async def _attempt(self, server: Server, answer: PartialAnswer) -> None:
-        """Let one server go on with the answer, until it is evicted."""
+    async def _work[T](self, server: Server, work: Coroutine[Any, Any, T]) -> T:
+        """Let a server work on a request until it is evicted; how it fails has its consequence."""
         server.open += 1
         try:
-            await server.run(self._read(server, answer))
+            return await server.run(work)
+        except (ServerLostError, ServerBusyError) as error:
+            self._note(server, error)
+            raise
         finally:
             server.open -= 1
 
     async def _read(self, server: Server, answer: PartialAnswer) -> None:
         committed = server.version
         stream = self._transport.stream(server, answer.next_call(self._protocol))
-        async with contextlib.aclosing(stream) as lines:
-            async for line in lines:
-                try:
-                    chunk = self._protocol.parse_chunk(line)
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ServerLostError(f"{server.address}: an answer that cannot be read: {error!r}") from error
+        async with contextlib.aclosing(stream) as chunks:
+            async for chunk in chunks:
                 if chunk is None:
                     continue
                 if chunk.error is not None:
@@ -199,47 +202,41 @@ class EmbeddedEngine(InferenceEngine):
 
     async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
         """Log-probs of given tokens at the current weights; entry 0 is 0."""
-        self._monitor.start()
-        call = self._protocol.score(input_ids, temperature)
-        return await (self._score_on(self._router.named(server), call) if server else self._score(call))
+        return await self._score(self._protocol.score(input_ids, temperature), server)
 
     async def score_before(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """The same at the weights that were served before the last commit."""
-        self._monitor.start()
         return await self._score(self._protocol.score(input_ids, temperature, before=True))
 
-    async def _score(self, call: Call) -> list[float]:
+    async def _score(self, call: Call[list[float]], address: str | None = None) -> list[float]:
+        self._monitor.start()
+        if address is not None:
+            server = self._router.named(address)
+            return await self._work(server, self._transport.call(server, call))
         begin = self._clock.now()
         while await self._router.wait_live(self.config.rejoin_timeout):
             for server in self._router.by_load():
                 with contextlib.suppress(ServerLostError, ServerBusyError):
-                    return await self._score_on(server, call)
+                    return await self._work(server, self._transport.call(server, call))
             if not self.config.rejoin_timeout or self._clock.now() - begin > self.config.progress_timeout:
                 break
             await self._clock.sleep(self.config.retry_seconds)
         raise InferenceError(f"no live server could score: {self._router.reasons}")
 
-    async def _score_on(self, server: Server, call: Call) -> list[float]:
-        server.open += 1
-        try:
-            return self._protocol.parse_score(await server.run(self._transport.call(server, call)))
-        except (ServerLostError, ServerBusyError) as error:
-            self._note(server, error)
-            raise
-        finally:
-            server.open -= 1
-
     async def live_receipts(self, server: str | None = None) -> list[WeightReceipt]:
         """Checksums of the tensors that each server serves now, under all of their names."""
-        call, limit = self._protocol.receipt(), self.config.update_timeout
         asked = [self._router.named(server)] if server else self._router.live
-        answers = await asyncio.gather(
-            *(one.run(self._transport.call(one, call, limit)) for one in asked), return_exceptions=True
-        )
-        found = [self._protocol.parse_receipt(value) for value in answers if isinstance(value, dict)]
+        answers = await self._ask_all(asked, self._protocol.receipt(), self.config.update_timeout)
+        found = [answer for answer in answers if isinstance(answer, WeightReceipt)]
         if not found:
             raise InferenceError(f"no live server gave a receipt: {answers or self._router.reasons}")
         return found
+
+    async def _ask_all(self, servers: list[Server], call: Call[Any], timeout: float) -> list[Any]:
+        """Each server's answer, or its error."""
+        return await asyncio.gather(
+            *(self._transport.ask(server, call, timeout) for server in servers), return_exceptions=True
+        )
 
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
         """Load a version beside the served one on every server, while they go on generating."""
@@ -270,21 +267,17 @@ class EmbeddedEngine(InferenceEngine):
 
     async def _ask_figures(self, servers: list[Server]) -> dict[Server, dict[str, Any]]:
         """The figures of those that answer."""
-        sent = {server: server.version for server in servers}
-        call, limit = self._protocol.stats(), self.config.probe_timeout
-        answers = await asyncio.gather(
-            *(server.run(self._transport.call(server, call, limit)) for server in sent), return_exceptions=True
-        )
+        versions = [server.version for server in servers]
+        answers = await self._ask_all(servers, self._protocol.stats(), self.config.probe_timeout)
+        failed = dict(failures(servers, answers))
+        for server, error in failed.items():
+            self._note(server, error)
         found: dict[Server, dict[str, Any]] = {}
-        for (server, version), value in zip(sent.items(), answers, strict=True):
-            if isinstance(value, dict):
+        for server, version, value in zip(servers, versions, answers, strict=True):
+            if server not in failed:
                 found[server] = value
                 self._check_version(server, int(value["version"]), version)
                 server.version = max(server.version, int(value["version"]))
-            elif isinstance(value, InferenceError):
-                self._note(server, value)
-            else:
-                raise value
         return found
 
     async def _learn_version(self, found: dict[Server, dict[str, Any]]) -> None:

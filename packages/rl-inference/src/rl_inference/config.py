@@ -7,14 +7,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from rl_contracts.config import field_docs, require, require_choice
+from rl_contracts.config import bounded, choice, field_docs, require
 from rl_contracts.data import ServeSpec
 from rl_contracts.inference import ServerConfig
 from rl_contracts.scheduler import JobSpec
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -22,19 +20,20 @@ class EmbeddedEngineConfig(ServerConfig):
     """The embedded server. Each field but `python` and `ready_timeout` is an option of
     `python -m rl_inference.server`."""
 
-    dtype: str = "float32"
+    setting: ClassVar[str] = "server"
+    dtype: str = choice("float32", ("float32", "bfloat16", "float16"))
     """Dtype in which the weights are served: `float32`, `bfloat16` or `float16`."""
-    slots: int = 64
+    slots: int = bounded(64, "at least 1", lambda slots: slots >= 1)
     """Sequences that one server generates at the same time."""
-    context_length: int = 0
+    context_length: int = bounded(0, "0 (the model's) or more", lambda tokens: tokens >= 0)
     """Tokens of prompt and answer together at most; 0: what the model says."""
-    prefill_tokens: int = 2048
+    prefill_tokens: int = bounded(2048, "at least 1", lambda tokens: tokens >= 1)
     """Prompt tokens that are read in one pass at most, beside a token of each answer; longer prompts take several."""
-    max_waiting: int = 4096
+    max_waiting: int = bounded(4096, "0 or more", lambda requests: requests >= 0)
     """Requests that may wait for a slot at one server; beyond, it answers 503 and the client backs off."""
-    max_request_bytes: int = 64 * 2**20
+    max_request_bytes: int = bounded(64 * 2**20, "at least 1", lambda size: size >= 1)
     """Larger request bodies are refused with 413."""
-    stuck_seconds: int = 300
+    stuck_seconds: int = bounded(300, "at least 1", lambda seconds: seconds >= 1)
     """Seconds without a turn of the decode thread after which `/health` answers 503."""
     compile: bool = False
     """Compile the forward pass when the server starts: tokens come faster (1.2 to 1.5 times on a CPU with a small
@@ -42,18 +41,8 @@ class EmbeddedEngineConfig(ServerConfig):
     CPU. Not for deterministic runs."""
     python: str = ""
     """Interpreter of the servers; empty: this one."""
-    ready_timeout: float = 180.0
+    ready_timeout: float = bounded(180.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds within which a started server must be ready."""
-
-    def __post_init__(self) -> None:
-        require_choice("server.dtype", self.dtype, DTYPES)
-        require(self.slots >= 1, "server.slots", "at least 1", self.slots)
-        require(self.context_length >= 0, "server.context_length", "0 (the model's) or more", self.context_length)
-        require(self.prefill_tokens >= 1, "server.prefill_tokens", "at least 1", self.prefill_tokens)
-        require(self.max_waiting >= 0, "server.max_waiting", "0 or more", self.max_waiting)
-        require(self.max_request_bytes >= 1, "server.max_request_bytes", "at least 1", self.max_request_bytes)
-        require(self.stuck_seconds >= 1, "server.stuck_seconds", "at least 1", self.stuck_seconds)
-        require(self.ready_timeout > 0, "server.ready_timeout", "seconds above 0", self.ready_timeout)
 
     def check(self, spec: ServeSpec) -> None:
         """Refuse a model that is split, and compilation in a deterministic run."""

@@ -8,10 +8,9 @@ from rl_contracts.clock import Clock
 from rl_contracts.config import ClientConfig
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_inference.losses import ServerGoneError
 from rl_inference.protocol import EmbeddedProtocol
-from rl_inference.routing import Router, Server
-from rl_inference.transport import Transport
+from rl_inference.routing import Router
+from rl_inference.transport import Server, ServerGoneError, Transport
 from rl_inference.updates import WeightUpdates
 
 logger = get_logger("inference.client")
@@ -103,13 +102,13 @@ class ServerMonitor:
             del self._returning[server]
             returning.result()  # what it does not expect ends the monitor
         try:
-            health = await self._transport.call(server, self._protocol.health(), timeout=self._config.probe_timeout)
-            state = (server.instance, int(health["version"]), self._router.version)
+            version = await self._transport.call(server, self._protocol.health(), self._config.probe_timeout)
         except InferenceError as error:
             self._unwell(server, error)
             return
         server.well = True
         self._silent_since.pop(server, None)
+        state = (server.instance, version, self._router.version)
         if not server.live and self._refused.get(server) != state:
             self._returning[server] = asyncio.create_task(self._return(server, state), name=f"rejoin {server.address}")
 

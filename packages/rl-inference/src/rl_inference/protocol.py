@@ -1,14 +1,28 @@
-"""What is said to a server: URLs and JSON. Another server is another object like this one; routing, retries
-and the two-phase update above it stay the same."""
+"""What is said to a server: URLs and JSON, and what its answers say. Another server is another object like
+`EmbeddedProtocol`; routing, retries and the two-phase update above it stay the same."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ModelRequest, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import InferenceError
+
+
+@dataclass(frozen=True)
+class Call[T]:
+    """A request without its server."""
+
+    path: str
+    parse: Callable[[bytes], T]
+    """What the answer says, or of a stream each line. Raises ValueError, KeyError or TypeError for what is no answer of
+    this protocol."""
+    body: dict[str, Any] | None = None
+    """JSON; None for GET."""
 
 
 @dataclass
@@ -25,77 +39,26 @@ class GenerationChunk:
     """The server failed while it generated."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """A request without its server."""
-
-    path: str
-    body: dict[str, Any] | None = None
-    """JSON; None for GET."""
-
-
 class EmbeddedProtocol:
     """The embedded server's own: SGLang's `/generate`, and staged weights."""
 
-    name = "embedded"
     instance_header = "X-Server-Instance"
     """Header with which every answer says which life of the server's process gave it."""
 
     def generate(
         self, rid: str, input_ids: list[int], generation: GenerationConfig, seed: int | None, resumed: int
-    ) -> Call:
+    ) -> Call[GenerationChunk | None]:
         """Continue `input_ids`, the last `resumed` of which are an interrupted answer's; a stream of events
-        comes back."""
-        params: dict[str, Any] = {
-            "max_new_tokens": generation.max_new_tokens,
-            "min_new_tokens": generation.min_new_tokens,
-            "temperature": generation.temperature,
-            "top_p": generation.top_p,
-            "top_k": generation.top_k,
-            "min_p": generation.min_p,
-            "presence_penalty": generation.presence_penalty,
-            "frequency_penalty": generation.frequency_penalty,
-            "repetition_penalty": generation.repetition_penalty,
-            "stop": generation.stop,
-            "stop_token_ids": generation.stop_token_ids,
-            "ignore_eos": generation.ignore_eos,
-        }
-        if seed is not None:
-            params["sampling_seed"] = seed
+        comes back, of which blank lines and the end mark say nothing."""
         body = {
             "rid": rid,
             "input_ids": input_ids,
-            "sampling_params": params,
+            "sampling_params": vars(generation) | ({} if seed is None else {"sampling_seed": seed}),
             "return_logprob": True,
             "stream": True,
             "resumed_tokens": resumed,
         }
-        return Call("/generate", body)
-
-    def parse_chunk(self, line: bytes) -> GenerationChunk | None:
-        """One line of a stream; None if it says nothing (blank lines, the end mark).
-
-        Raises:
-            ValueError, KeyError, TypeError: not a message of this protocol.
-        """
-        if not line.startswith(b"data:"):
-            return None
-        text = line[5:].strip()
-        if text == b"[DONE]":
-            return None
-        value = json.loads(text)
-        if "error" in value:
-            return GenerationChunk(error=str(value["error"]["message"]))
-        meta = value["meta_info"]
-        reason = meta["finish_reason"]
-        versions: list[int] = []
-        for span in meta["weight_versions"]:
-            versions.extend([span["version"]] * (span["end"] - span["start"]))
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        ids = value["output_ids"]
-        if not len(ids) == len(logprobs) == len(versions):
-            raise ValueError(f"{len(ids)} tokens, {len(logprobs)} log-probs and {len(versions)} versions")
-        return GenerationChunk(ids, logprobs, versions, None if reason is None else str(reason["type"]))
+        return Call("/generate", _chunk, body)
 
     def error_message(self, body: bytes) -> str:
         """The sentence in a refusal."""
@@ -104,47 +67,129 @@ class EmbeddedProtocol:
         except (ValueError, KeyError, TypeError):
             return body.decode(errors="replace")[:500].strip() or "no reason given"
 
-    def abort(self, rid: str) -> Call:
-        """End one request."""
-        return Call("/abort_request", {"rid": rid})
-
-    def score(self, input_ids: list[int], temperature: float, before: bool = False) -> Call:
+    def score(self, input_ids: list[int], temperature: float, before: bool = False) -> Call[list[float]]:
         """Log-probs of given tokens; `before`: at the weights served before the last commit."""
-        return Call("/score", {"input_ids": input_ids, "temperature": temperature, "before": before})
+        return Call("/score", _logprobs, {"input_ids": input_ids, "temperature": temperature, "before": before})
 
-    def parse_score(self, value: dict[str, Any]) -> list[float]:
-        """The answer to `score`."""
-        return [float(p) for p in value["logprobs"]]
-
-    def stage(self, meta: WeightUpdateMeta) -> Call:
+    def stage(self, meta: WeightUpdateMeta) -> Call[WeightReceipt]:
         """Load a version beside the served one."""
-        return Call("/stage_weights", {"meta": meta.to_json()})
+        return Call("/stage_weights", _receipt, {"meta": meta.to_json()})
 
-    def parse_receipt(self, value: dict[str, Any]) -> WeightReceipt:
-        """The answer to `stage` and `receipt`."""
-        checksums = {name: int(text) for name, text in value["checksums"].items()}
-        return WeightReceipt(value["holder"], value["version"], checksums)
-
-    def receipt(self) -> Call:
+    def receipt(self) -> Call[WeightReceipt]:
         """Checksums of the served weights."""
-        return Call("/weight_receipt")
+        return Call("/weight_receipt", _receipt)
 
-    def pause(self, mode: str) -> Call:
-        """Stop generating (`wait`: after the running answers)."""
-        return Call("/pause_generation", {"mode": mode})
+    def pause(self, mode: str) -> Call[dict[str, Any]]:
+        """Stop generating (`wait`: after the running answers); says whether it is `paused`, and its counters."""
+        return Call("/pause_generation", _object, {"mode": mode})
 
-    def commit(self, version: int, mode: str) -> Call:
+    def commit(self, version: int, mode: str) -> Call[dict[str, Any]]:
         """Serve the staged version."""
-        return Call("/commit_weights", {"version": version, "mode": mode})
+        return Call("/commit_weights", _object, {"version": version, "mode": mode})
 
-    def resume(self) -> Call:
-        """Generate again."""
-        return Call("/continue_generation", {})
+    def resume(self) -> Call[float]:
+        """Generate again; says how many seconds it stood still."""
+        return Call("/continue_generation", _paused_seconds, {})
 
-    def health(self) -> Call:
+    def health(self) -> Call[int]:
         """Whether it can serve, and which version."""
-        return Call("/health")
+        return Call("/health", _version)
 
-    def stats(self) -> Call:
+    def stats(self) -> Call[dict[str, Any]]:
         """Counters."""
-        return Call("/stats")
+        return Call("/stats", _object)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    value = json.loads(body)
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _version(body: bytes) -> int:
+    return int(_object(body)["version"])
+
+
+def _paused_seconds(body: bytes) -> float:
+    return float(_object(body)["paused_seconds"])
+
+
+def _logprobs(body: bytes) -> list[float]:
+    return [float(p) for p in _object(body)["logprobs"]]
+
+
+def _receipt(body: bytes) -> WeightReceipt:
+    value = _object(body)
+    checksums = {name: int(text) for name, text in value["checksums"].items()}
+    return WeightReceipt(value["holder"], value["version"], checksums)
+
+
+def _chunk(line: bytes) -> GenerationChunk | None:
+    text = line[5:].strip() if line.startswith(b"data:") else b""
+    if text in (b"", b"[DONE]"):
+        return None
+    value = json.loads(text)
+    if "error" in value:
+        return GenerationChunk(error=str(value["error"]["message"]))
+    meta = value["meta_info"]
+    reason = meta["finish_reason"]
+    versions: list[int] = []
+    for span in meta["weight_versions"]:
+        versions.extend([span["version"]] * (span["end"] - span["start"]))
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    ids = value["output_ids"]
+    if not len(ids) == len(logprobs) == len(versions):
+        raise ValueError(f"{len(ids)} tokens, {len(logprobs)} log-probs and {len(versions)} versions")
+    return GenerationChunk(ids, logprobs, versions, None if reason is None else str(reason["type"]))
+
+
+@dataclass
+class PartialAnswer:
+    """An answer as its client gathers it, over several servers if need be. Whichever server goes on gets prompt plus
+    tokens so far; since the randomness of a sampled token depends on the seed and on its position alone, it draws what
+    the first one would have drawn."""
+
+    request: ModelRequest
+    rid: str
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    attempts: int = 0
+    finish: str | None = None
+    """How the last attempt ended; None while one runs or after a loss."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete."""
+        return self.finish is not None and self.finish != "abort"
+
+    def next_call(self, protocol: EmbeddedProtocol) -> Call[GenerationChunk | None]:
+        """The request for what is missing."""
+        have = len(self.output_ids)
+        asked = self.request.generation
+        left = replace(
+            asked,
+            max_new_tokens=asked.max_new_tokens - have,
+            min_new_tokens=max(asked.min_new_tokens - have, 0),
+        )
+        rid = f"{self.rid}-{self.attempts}" if self.attempts else self.rid
+        self.attempts += 1
+        self.finish = None
+        return protocol.generate(rid, self.request.input_ids + self.output_ids, left, self.request.seed, have)
+
+    def add(self, chunk: GenerationChunk) -> None:
+        """Append what a server sent.
+
+        Raises:
+            InferenceError: more tokens than were asked for.
+        """
+        self.output_ids.extend(chunk.output_ids)
+        self.logprobs.extend(chunk.logprobs)
+        self.versions.extend(chunk.versions)
+        self.finish = chunk.finish
+        if len(self.output_ids) > self.request.generation.max_new_tokens:
+            raise InferenceError(
+                f"request {self.rid}: asked for {self.request.generation.max_new_tokens} tokens, "
+                f"got {len(self.output_ids)}."
+            )

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from rl_contracts.clock import Clock
 from rl_contracts.errors import InferenceError
 from rl_contracts.logging import get_logger
-from rl_inference.losses import ServerLostError
+from rl_inference.transport import Server
 
 logger = get_logger("inference.client")
-
-T = TypeVar("T")
 
 _COOLDOWN = (0.5, 10.0)
 """Seconds for which a server that failed is avoided: first, and at most (it doubles with each failure in a
@@ -24,67 +20,11 @@ row)."""
 
 
 @dataclass(eq=False)
-class Server:
-    """A server as its client sees it."""
+class Group:
+    """What the requests of a group share while one of them is open."""
 
-    address: str
-    """`http://host:port`; also its name."""
-    version: int
-    """Last version it committed."""
-    instance: str = ""
-    """Which life of its process answers; empty: not known, the next answer tells."""
-    well: bool = True
-    """Whether it answered when it was last asked how it is."""
-    evicted: str | None = None
-    """Why it is not used now; None while it is live."""
-    open: int = 0
-    """Requests that it works on."""
-    failures: int = 0
-    """Failures since its last success."""
-    avoid_until: float = 0.0
-    """Clock time before which others are preferred."""
-    last_error: str = ""
-    """What went wrong last."""
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    """What it is asked now, to be cancelled when it is evicted."""
-
-    @property
-    def live(self) -> bool:
-        """Whether it takes part."""
-        return self.evicted is None
-
-    @property
-    def trouble(self) -> str:
-        """What is wrong with it, for an error."""
-        if self.evicted is None:
-            return self.last_error or "no error seen"
-        since = "" if self.evicted in self.last_error else f"; since then: {self.last_error}"
-        return f"{self.evicted} (evicted{since})"
-
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, in a task of its own that an eviction cancels.
-
-        Raises:
-            ServerLostError: the server was evicted meanwhile, or the client closed.
-        """
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            raise ServerLostError(f"{self.address}: {self.evicted or 'the client was closed'}") from None
-        finally:
-            task.cancel()
-            self.tasks.discard(task)
-
-
-@dataclass
-class _Group:
     server: Server | None = None
-    members: int = 0
+    """Where they go."""
 
 
 class Router:
@@ -107,32 +47,22 @@ class Router:
         """Servers taken back so far."""
         self._clock = clock
         self._slack = slack
-        self._groups: dict[str, _Group] = {}
+        self._groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
         self._news = asyncio.Event()
         self._dark_since: float | None = None
-        self._ended: BaseException | None = None
+        self.ended: BaseException | None = None
+        """Why nobody looks after the servers any more; None while somebody does."""
 
     @property
     def live(self) -> list[Server]:
         """Servers that take part."""
         return [server for server in self.servers if server.live]
 
-    @contextmanager
-    def member(self, group: str | None) -> Iterator[None]:
-        """Remember a group's server for as long as one of its requests is open."""
-        if group is None:
-            yield
-            return
-        state = self._groups.setdefault(group, _Group())
-        state.members += 1
-        try:
-            yield
-        finally:
-            state.members -= 1
-            if not state.members:
-                del self._groups[group]
+    def group(self, name: str) -> Group:
+        """The group of that name, which is remembered for as long as somebody holds it."""
+        return self._groups.setdefault(name, Group())
 
-    def choose(self, group: str | None = None) -> Server | None:
+    def choose(self, group: Group | None = None) -> Server | None:
         """A server for a request of `group`.
 
         Returns:
@@ -144,12 +74,11 @@ class Router:
         now = self._clock.now()
         healthy = [server for server in live if server.avoid_until <= now]
         least = min(healthy, key=lambda s: s.open) if healthy else min(live, key=lambda s: s.avoid_until)
-        state = self._groups.get(group) if group is not None else None
-        if state is None:
+        if group is None:
             return least
-        if state.server not in healthy or state.server.open > least.open + self._slack:
-            state.server = least
-        return state.server
+        if group.server not in healthy or group.server.open > least.open + self._slack:
+            group.server = least
+        return group.server
 
     def by_load(self) -> list[Server]:
         """Live servers, the least busy first. Ties are in random order: several clients know nothing of each other, and
@@ -162,11 +91,10 @@ class Router:
         Raises:
             InferenceError: there is none.
         """
-        for server in self.live:
-            if server.address == address:
-                return server
-        known = [server.address for server in self.live]
-        raise InferenceError(f"expected one of the live servers {known}, found {address!r}: {self.reasons}")
+        known = {server.address: server for server in self.live}
+        if address in known:
+            return known[address]
+        raise InferenceError(f"expected one of the live servers {[*known]}, found {address!r}: {self.reasons}")
 
     def evict(self, server: Server, reason: str) -> None:
         """Use a server no more, until it is readmitted; what it is asked is cancelled, so that answers continue
@@ -199,7 +127,7 @@ class Router:
             False if the time was over, now or before, or waiting is pointless.
         """
         while not self.live:
-            if not timeout or self._ended is not None or self._dark_for() > timeout:
+            if not timeout or self.ended is not None or self._dark_for() > timeout:
                 return False
             self._news.clear()
             await self._news.wait()
@@ -210,22 +138,17 @@ class Router:
         if self._dark_for() > timeout:
             self._news.set()
 
-    @property
-    def ended(self) -> BaseException | None:
-        """Why nobody looks after the servers any more; None while somebody does."""
-        return self._ended
-
     def end(self, error: BaseException) -> None:
         """Nobody looks for returning servers any more: whoever waits for one, now or later, waits in vain."""
-        self._ended = error
+        self.ended = error
         self._news.set()
 
     @property
     def reasons(self) -> str:
         """What is wrong with each server, for an error."""
         listed = [f"{server.address}: {server.trouble}" for server in self.servers]
-        if self._ended is not None:
-            listed.append(f"nobody looks for returning servers: {self._ended!r}")
+        if self.ended is not None:
+            listed.append(f"nobody looks for returning servers: {self.ended!r}")
         return "; ".join(listed) or "no server known"
 
     def failed(self, server: Server, reason: str) -> None:

@@ -1,19 +1,108 @@
-"""HTTP to the servers, with what can go wrong sorted into three kinds: refused, busy, lost."""
+"""A server as its client sees it, and HTTP to it, with what can go wrong sorted into three kinds: refused (a plain
+`InferenceError`), busy, lost."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
 from rl_contracts.config import ClientConfig
 from rl_contracts.errors import InferenceError
-from rl_inference.losses import ServerBusyError, ServerGoneError, ServerLostError, ServerRestartedError
 from rl_inference.protocol import Call, EmbeddedProtocol
-from rl_inference.routing import Server
+
+
+class ServerLostError(InferenceError):
+    """A server did not answer, or stopped in the middle: what it was asked can be asked of another."""
+
+
+class ServerGoneError(ServerLostError):
+    """The process that was there is not: nobody listens at its address."""
+
+
+class ServerRestartedError(ServerGoneError):
+    """Another process than before answers at its address. What it serves must be checked before it is used."""
+
+
+class ServerBusyError(InferenceError):
+    """A server takes no more for now (503)."""
+
+
+class _BrokenError(ServerLostError):
+    """The connection broke."""
+
+
+@dataclass(eq=False)
+class Server:
+    """A server as its client sees it."""
+
+    address: str
+    """`http://host:port`; also its name."""
+    version: int
+    """Last version it committed."""
+    instance: str = ""
+    """Which life of its process answers; empty: not known, the next answer tells."""
+    well: bool = True
+    """Whether it answered when it was last asked how it is."""
+    evicted: str | None = None
+    """Why it is not used now; None while it is live."""
+    open: int = 0
+    """Requests that it works on."""
+    failures: int = 0
+    """Failures since its last success."""
+    avoid_until: float = 0.0
+    """Clock time before which others are preferred."""
+    last_error: str = ""
+    """What went wrong last."""
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    """What it is asked now, to be cancelled when it is evicted."""
+
+    @property
+    def live(self) -> bool:
+        """Whether it takes part."""
+        return self.evicted is None
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with it, for an error."""
+        if self.evicted is None:
+            return self.last_error or "no error seen"
+        since = "" if self.evicted in self.last_error else f"; since then: {self.last_error}"
+        return f"{self.evicted} (evicted{since})"
+
+    async def run[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, in a task of its own that an eviction cancels.
+
+        Raises:
+            ServerLostError: the server was evicted meanwhile, or the client closed.
+        """
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise ServerLostError(f"{self.address}: {self.evicted or 'the client was closed'}") from None
+        finally:
+            task.cancel()
+            self.tasks.discard(task)
+
+
+def failures(servers: Sequence[Server], results: Sequence[Any]) -> list[tuple[Server, InferenceError]]:
+    """Which servers failed, and how, out of results or errors per server. Any other error is raised."""
+    failed: list[tuple[Server, InferenceError]] = []
+    for server, result in zip(servers, results, strict=True):
+        if isinstance(result, InferenceError):
+            failed.append((server, result))
+        elif isinstance(result, BaseException):
+            raise result
+    return failed
 
 
 class Transport:
@@ -25,15 +114,11 @@ class Transport:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Self:
-        return self
+    async def ask[T](self, server: Server, call: Call[T], timeout: float | None = None) -> T:
+        """As `call`, for as long as the server is not evicted meanwhile."""
+        return await server.run(self.call(server, call, timeout))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def call(self, server: Server, call: Call, timeout: float | None = None) -> dict[str, Any]:
+    async def call[T](self, server: Server, call: Call[T], timeout: float | None = None) -> T:
         """Ask and read the whole answer. A broken connection is tried once more: every control call may be
         repeated.
 
@@ -45,55 +130,37 @@ class Transport:
         """
         try:
             return await self._call(server, call, timeout)
-        except ConnectionResetError:
-            try:
-                return await self._call(server, call, timeout)
-            except ConnectionResetError as error:
-                raise ServerLostError(f"{server.address}{call.path}: {error}") from error
+        except _BrokenError:
+            return await self._call(server, call, timeout)
 
-    async def _call(self, server: Server, call: Call, timeout: float | None) -> dict[str, Any]:
+    async def _call[T](self, server: Server, call: Call[T], timeout: float | None) -> T:
         limit = timeout or self._config.progress_timeout
         where = f"{server.address}{call.path}"
-        try:
+        with _sorted_errors(where, f"no answer within {limit:g} s"):
             async with asyncio.timeout(limit), self._request(server, call, None) as response:
                 await self._check(server, response, where)
-                value = await response.json(content_type=None)
-        except TimeoutError as error:
-            raise ServerLostError(f"{where}: no answer within {limit:g} s") from error
-        except aiohttp.ClientConnectorError as error:
-            raise _unreachable(where, error) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionResetError(_describe(error)) from error
-        except ValueError as error:
-            raise ServerLostError(f"{where}: the answer is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise ServerLostError(f"{where}: expected a JSON object, found {type(value).__name__}")
-        return value
+                body = await response.read()
+        return _parsed(where, call, body)
 
-    async def stream(self, server: Server, call: Call) -> AsyncGenerator[bytes]:
-        """Ask and yield the lines of the answer as they come.
+    async def stream[T](self, server: Server, call: Call[T]) -> AsyncGenerator[T]:
+        """Ask and yield what each line of the answer says, as they come.
 
         Raises:
             InferenceError: refused; ServerBusyError, ServerLostError: see there. A silence longer than the
-        progress timeout is a loss."""
+                progress timeout is a loss.
+        """
         where = f"{server.address}{call.path}"
         silence = self._config.progress_timeout
-        try:
+        with _sorted_errors(where, f"not a byte for {silence:g} s"):
             async with self._request(server, call, silence) as response:
                 await self._check(server, response, where)
                 rest = b""
                 async for data in response.content.iter_any():
                     *lines, rest = (rest + data).split(b"\n")
                     for line in lines:
-                        yield line
-        except TimeoutError as error:
-            raise ServerLostError(f"{where}: not a byte for {silence:g} s") from error
-        except aiohttp.ClientConnectorError as error:
-            raise _unreachable(where, error) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerLostError(f"{where}: {_describe(error)}") from error
+                        yield _parsed(where, call, line)
 
-    def _request(self, server: Server, call: Call, silence: float | None) -> Any:
+    def _request(self, server: Server, call: Call[Any], silence: float | None) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
@@ -113,9 +180,7 @@ class Transport:
         message = f"{where} answered {response.status}: {self._protocol.error_message(await response.read())}"
         if response.status == 503:
             raise ServerBusyError(message)
-        if 400 <= response.status < 500:
-            raise InferenceError(message)
-        raise ServerLostError(message)
+        raise InferenceError(message) if 400 <= response.status < 500 else ServerLostError(message)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -124,10 +189,22 @@ class Transport:
             self._session = None
 
 
-def _unreachable(where: str, error: aiohttp.ClientConnectorError) -> ServerLostError:
-    kind = ServerGoneError if isinstance(error.os_error, ConnectionRefusedError) else ServerLostError
-    return kind(f"{where}: {error}")
+@contextmanager
+def _sorted_errors(where: str, silence: str) -> Iterator[None]:
+    """Raise what goes wrong with a connection as a kind of `ServerLostError`."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise ServerLostError(f"{where}: {silence}") from error
+    except aiohttp.ClientConnectorError as error:
+        kind = ServerGoneError if isinstance(error.os_error, ConnectionRefusedError) else ServerLostError
+        raise kind(f"{where}: {error}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise _BrokenError(f"{where}: {type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _parsed[T](where: str, call: Call[T], answer: bytes) -> T:
+    try:
+        return call.parse(answer)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServerLostError(f"{where}: an answer that cannot be read: {error!r}") from error

@@ -22,10 +22,9 @@ from rl_contracts.weights import (
     seated,
     verify_receipt,
 )
-from rl_inference.losses import ServerLostError
 from rl_inference.protocol import EmbeddedProtocol
-from rl_inference.routing import Router, Server
-from rl_inference.transport import Transport
+from rl_inference.routing import Router
+from rl_inference.transport import Server, ServerLostError, Transport, failures
 
 logger = get_logger("inference.client")
 
@@ -149,15 +148,15 @@ class WeightUpdates:
         server.instance = ""
         version = self._router.version
         known = self._known()
-        health = await self._ask(server, self._transport.call(server, self._protocol.health()))
-        if int(health["version"]) != version:
-            await self._bring_up(server, known, int(health["version"]))
+        found = await self._transport.ask(server, self._protocol.health())
+        if found != version:
+            await self._bring_up(server, known, found)
         if known is not None:
             await self._check_receipt(server, known)
         elif version != self._spec.version:
             raise InferenceError(f"{server.address}: no record says yet what version {version} must hold.")
         call = self._protocol.pause("keep") if self._held else self._protocol.resume()
-        await self._ask(server, self._transport.call(server, call))
+        await self._transport.ask(server, call)
         self._router.readmit(server, version)
 
     async def pause(self) -> None:
@@ -202,10 +201,7 @@ class WeightUpdates:
 
     async def _check_receipt(self, server: Server, known: CommittedWeights) -> None:
         """Compare the live tensors with what was verified when the version was committed."""
-        value = await self._ask(
-            server, self._transport.call(server, self._protocol.receipt(), self._config.update_timeout)
-        )
-        found = self._protocol.parse_receipt(value)
+        found = await self._transport.ask(server, self._protocol.receipt(), self._config.update_timeout)
         # a live receipt has a sum under every name of a tied parameter, and of what is never sent
         sums = {name: found.checksums[name] for name in known.receipt.checksums if name in found.checksums}
         verify_receipt(known.receipt, replace(found, checksums=sums), known.meta.route)
@@ -216,13 +212,10 @@ class WeightUpdates:
         self._staged, self._joining = None, []
         joining = [] if meta.route in STORED_ROUTES else self._returned()
         servers = [*self._router.live, *joining]
-        receipts: list[WeightReceipt]
         if meta.route in MEETING_ROUTES:
             receipts = await self._stage_together(servers, meta)
         else:
-            receipts = await self._everywhere(
-                lambda server: self._stage(server, meta), f"stage version {meta.version}", servers
-            )
+            receipts = await self._everywhere(lambda s: self._stage(s, meta), f"stage version {meta.version}", servers)
         self._staged, self._joining = CommittedWeights(meta, receipts[0]), joining
         return receipts
 
@@ -248,10 +241,7 @@ class WeightUpdates:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        failed = [(server, error) for server, error in zip(servers, errors, strict=True) if error is not None]
-        for _, error in failed:
-            if not isinstance(error, (InferenceError, KeyError, TypeError, ValueError)):
-                raise error
+        failed = failures(servers, errors)
         lost = [(server, error) for server, error in failed if isinstance(error, ServerLostError)]
         for server, error in lost:
             server.well = False  # until it answers again
@@ -280,9 +270,8 @@ class WeightUpdates:
                 self._router.readmit(server, version)
 
     async def _stage(self, server: Server, meta: WeightUpdateMeta) -> WeightReceipt:
-        call = self._transport.call(server, self._protocol.stage(meta), timeout=self._config.update_timeout)
         try:
-            return self._protocol.parse_receipt(await self._ask(server, call))
+            return await self._transport.ask(server, self._protocol.stage(meta), self._config.update_timeout)
         except InferenceError as error:
             server.well = False  # if it is out, or will be, it is not staged again before it has shown that it is well
             if server.live:
@@ -293,7 +282,7 @@ class WeightUpdates:
         """Wait for the pause; a drain may take as long as it makes tokens."""
         before, since = -1.0, self._clock.now()
         while True:
-            value = await self._ask(server, self._transport.call(server, self._protocol.pause(mode)))
+            value = await self._transport.ask(server, self._protocol.pause(mode))
             if value["paused"]:
                 return
             if value["generated_tokens"] != before:
@@ -302,7 +291,7 @@ class WeightUpdates:
                 raise ServerLostError(f"{server.address}: drained no further for {self._config.progress_timeout:g} s")
 
     async def _commit(self, server: Server, version: int, mode: str) -> None:
-        await self._ask(server, self._transport.call(server, self._protocol.commit(version, mode)))
+        await self._transport.ask(server, self._protocol.commit(version, mode))
         server.version = version
 
     async def _resume_all(self) -> list[float]:
@@ -313,16 +302,7 @@ class WeightUpdates:
         """
         if self._held:
             return []
-
-        async def one(server: Server) -> float:
-            value = await self._ask(server, self._transport.call(server, self._protocol.resume()))
-            return float(value["paused_seconds"])
-
-        return await self._everywhere(one, "resume")
-
-    async def _ask(self, server: Server, call: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        """Wait for an answer, as long as the server is not evicted meanwhile."""
-        return await server.run(call)
+        return await self._everywhere(lambda s: self._transport.ask(s, self._protocol.resume()), "resume")
 
     async def _everywhere(
         self, action: Callable[[Server], Coroutine[Any, Any, Any]], what: str, servers: list[Server] | None = None
@@ -335,14 +315,8 @@ class WeightUpdates:
         """
         servers = self._router.live if servers is None else servers
         results = await asyncio.gather(*(action(server) for server in servers), return_exceptions=True)
-        good, bad = [], []
-        for server, result in zip(servers, results, strict=True):
-            if not isinstance(result, BaseException):
-                good.append(result)
-            elif isinstance(result, (InferenceError, KeyError, TypeError, ValueError)):
-                bad.append((server, result))
-            else:
-                raise result
+        good = [result for result in results if not isinstance(result, BaseException)]
+        bad = failures(servers, results)
         lost = bool(self._config.rejoin_timeout) and all(isinstance(error, ServerLostError) for _, error in bad)
         if good or lost:
             for server, error in bad:

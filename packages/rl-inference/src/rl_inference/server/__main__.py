@@ -40,13 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     # The HTTP thread must not hold up the decode thread, which asks for the interpreter a thousand times per
     # pass.
     sys.setswitchinterval(0.0005)
-    try:
-        import uvloop
+    import uvloop
 
-        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    except ImportError:
-        runner = asyncio.Runner()
-    with runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(options, os.environ.get(KEY_VARIABLE, "")))
 
 
@@ -63,9 +59,6 @@ async def serve(options: ServerOptions, key: str) -> int:
         if not ended.done():
             ended.set_result(code)
 
-    def crashed() -> None:
-        events.call_soon_threadsafe(end, 1)
-
     for signum in (signal.SIGTERM, signal.SIGINT):
         events.add_signal_handler(signum, end, 0)
     http = ServerApp(options, key, lambda: end(0))
@@ -80,7 +73,7 @@ async def serve(options: ServerOptions, key: str) -> int:
             logger.error("%s", _bind_error(options, error))
             return 1
         address = "{}:{}".format(*web_runner.addresses[0][:2])
-        loading = _load(options, options.name or address, lambda _: crashed())
+        loading = _load(options, options.name or address, lambda _: events.call_soon_threadsafe(end, 1))
         watched: set[asyncio.Future[Any]] = {loading, ended}
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
@@ -98,7 +91,9 @@ async def serve(options: ServerOptions, key: str) -> int:
         await web_runner.cleanup()
 
 
-def _load(options: ServerOptions, holder: str, on_crash: Callable[[BaseException], None]) -> asyncio.Future[DecodeLoop]:
+def _load(
+    options: ServerOptions, holder: str, on_crash: Callable[[BaseException], object]
+) -> asyncio.Future[DecodeLoop]:
     """Load in a daemon thread, so that a signal need not wait for it. It also imports torch and transformers:
     the port is bound, and /health answers, seconds before they are there."""
     config, spec = options.config, options.spec
@@ -112,8 +107,7 @@ def _load(options: ServerOptions, holder: str, on_crash: Callable[[BaseException
 
             from rl_inference.server.loading import load_model
             from rl_inference.server.loop import DecodeLoop
-            from rl_inference.server.restore import restore
-            from rl_inference.server.weights import ServedWeights
+            from rl_inference.server.weights import ServedWeights, restore
 
             if spec.cpus:
                 torch.set_num_threads(spec.cpus)

@@ -16,7 +16,7 @@ from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, RLError, WeightUpdateError
 from rl_inference.config import ServerOptions
 from rl_inference.protocol import EmbeddedProtocol
-from rl_inference.server.job import GenerationJob, Limits, is_batch, parse_ids, parse_jobs
+from rl_inference.server.job import GenerationJob, expect, is_batch, parse_ids, parse_jobs
 
 if TYPE_CHECKING:
     from rl_inference.server.loop import DecodeLoop
@@ -44,7 +44,6 @@ class ServerApp:
         self._key = key.encode()
         self._shut_down = shut_down
         self._loop: DecodeLoop | None = None
-        self._limits: Limits | None = None
         self._jobs = 0
         self._staging = asyncio.Lock()
         self._beat = (-1, 0.0)
@@ -73,7 +72,7 @@ class ServerApp:
 
     def serve(self, loop: DecodeLoop) -> None:
         """Begin to answer: the model is there."""
-        self._loop, self._limits = loop, Limits.of(loop.model)
+        self._loop = loop
 
     @property
     def loop(self) -> DecodeLoop:
@@ -85,13 +84,6 @@ class ServerApp:
         if self._loop is None:
             raise web.HTTPServiceUnavailable(text="the model is being loaded", headers={"Retry-After": "1"})
         return self._loop
-
-    @property
-    def limits(self) -> Limits:
-        """What requests are checked against."""
-        _ = self.loop
-        assert self._limits is not None
-        return self._limits
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -147,66 +139,47 @@ class ServerApp:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Generate one answer, or one per prompt of a batch."""
         body = await _json(request)
-        streamed = bool(body.get("stream"))
-        if streamed and is_batch(body):
-            raise InferenceError("stream: answers of a batch cannot be streamed; send one request each.")
-        jobs = parse_jobs(body, self.limits)
+        streamed, batch = bool(body.get("stream")), is_batch(body)
+        expect(not (streamed and batch), "stream", "false, for a batch cannot be streamed; send one request each", True)
+        jobs = parse_jobs(body, self.loop.model)
         if self._jobs + len(jobs) > self.config.slots + self.config.max_waiting:
             return _error(503, f"{self._jobs} requests are waiting already.", {"Retry-After": "1"})
         logprobs = bool(body.get("return_logprob"))
-        done = self._submit(jobs)
+        for job in jobs:
+            self.loop.submit(job)
+        done = asyncio.gather(*(asyncio.wrap_future(job.ended) for job in jobs))
         self._jobs += len(jobs)
         try:
             if streamed:
                 return await self._stream(request, jobs[0], done, logprobs)
-            await done.wait()
+            await asyncio.wait({done})
         finally:
             self._jobs -= len(jobs)
-            if not done.is_set():  # the client went away
+            if not done.done():  # the client went away
                 self.loop.abort(lambda job: job in jobs, "the client closed the connection")
         failed = next((job.finish_reason for job in jobs if job.finish_reason["type"] == "error"), None)  # type: ignore[index]
         if failed:
             return _error(500, failed["message"])
         answers = [self._answer(job, 0, logprobs) for job in jobs]
-        return web.json_response(answers if is_batch(body) else answers[0])
-
-    def _submit(self, jobs: list[GenerationJob]) -> asyncio.Event:
-        """Hand jobs to the decode thread; the event is set when the last one has ended."""
-        events, done, left = asyncio.get_running_loop(), asyncio.Event(), len(jobs)
-
-        def one_ended() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                done.set()
-
-        def wake() -> None:
-            events.call_soon_threadsafe(one_ended)
-
-        for job in jobs:
-            job.wake = wake
-            self.loop.submit(job)
-        return done
+        return web.json_response(answers if batch else answers[0])
 
     async def _stream(
-        self, request: web.Request, job: GenerationJob, done: asyncio.Event, logprobs: bool
+        self, request: web.Request, job: GenerationJob, done: asyncio.Future[Any], logprobs: bool
     ) -> web.StreamResponse:
         """Server-sent events with what is new, at least every `PROGRESS_SECONDS` as long as the decode thread
         lives."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
         sent, beat = 0, -1
-        while not done.is_set():
-            try:
-                await asyncio.wait_for(done.wait(), PROGRESS_SECONDS)
-            except TimeoutError:
-                if self.loop.beat == beat:
-                    continue  # a stuck decode thread must look stuck
-                beat = self.loop.beat
-                part = self._answer(job, sent, logprobs)
-                if part["meta_info"]["finish_reason"] is None:
-                    sent += len(part["output_ids"])
-                    await response.write(_event(part))
+        while not done.done():
+            await asyncio.wait({done}, timeout=PROGRESS_SECONDS)
+            if done.done() or self.loop.beat == beat:
+                continue  # a stuck decode thread must look stuck
+            beat = self.loop.beat
+            part = self._answer(job, sent, logprobs)
+            if part["meta_info"]["finish_reason"] is None:
+                sent += len(part["output_ids"])
+                await response.write(_event(part))
         assert job.finish_reason is not None
         if job.finish_reason["type"] == "error":
             await response.write(_event({"error": {"message": job.finish_reason["message"]}}))
@@ -222,18 +195,17 @@ class ServerApp:
         """End one request (`rid`) or all (`abort_all`); they answer with the tokens they have."""
         body = await _json(request)
         rid, everything = body.get("rid"), body.get("abort_all") is True
-        if not everything and not isinstance(rid, str):
-            raise InferenceError("abort_request: expected `rid` (a string) or `abort_all: true`.")
+        expect(everything or isinstance(rid, str), "rid", "a string, or `abort_all: true`", rid)
         count = self.loop.abort(lambda job: everything or job.rid == rid, "aborted by request")
         return web.json_response({"aborted": await asyncio.wrap_future(count)})
 
     async def score(self, request: web.Request) -> web.Response:
         """Log-probs of given tokens at the served weights, or (`before`) at those served before the last commit."""
         body = await _json(request)
-        ids = parse_ids(body.get("input_ids"), self.limits)
+        ids = parse_ids(body.get("input_ids"), self.loop.model)
         temperature = body.get("temperature", 1.0)
-        if not isinstance(temperature, (int, float)) or temperature < 0:
-            raise InferenceError(f"temperature: expected a number of at least 0, found {temperature!r}.")
+        valid = isinstance(temperature, (int, float)) and temperature >= 0
+        expect(valid, "temperature", "a number of at least 0", temperature)
         loop = self.loop
 
         def work() -> tuple[list[float], int]:
@@ -278,11 +250,11 @@ class ServerApp:
     async def commit_weights(self, request: web.Request) -> web.Response:
         """Serve the staged version from the next pass on."""
         body = await _json(request)
-        version, mode = body.get("version"), _mode(body)
-        if type(version) is not int:
-            raise InferenceError(f"version: expected an integer, found {version!r}.")
+        version: Any = body.get("version")
+        recompute = _mode(body) == "recompute"
+        expect(type(version) is int, "version", "an integer", version)
         async with self._staging:
-            await asyncio.wrap_future(self.loop.commit(version, recompute=mode == "recompute"))
+            await asyncio.wrap_future(self.loop.commit(version, recompute=recompute))
         return web.json_response({"version": version})
 
     async def continue_generation(self, _: web.Request) -> web.Response:
@@ -297,8 +269,7 @@ class ServerApp:
 
 def _mode(body: dict[str, Any]) -> str:
     mode = body.get("mode", "keep")
-    if mode not in MODES:
-        raise InferenceError(f"mode: expected one of {', '.join(MODES)}, found {mode!r}.")
+    expect(mode in MODES, "mode", f"one of {', '.join(MODES)}", mode)
     return str(mode)
 
 
@@ -307,9 +278,8 @@ async def _json(request: web.Request) -> dict[str, Any]:
         body = json.loads(await request.read() or b"{}")
     except ValueError as error:
         raise InferenceError(f"the body is not JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise InferenceError("the body is not a JSON object.")
-    return body
+    expect(isinstance(body, dict), "body", "a JSON object", body)
+    return body  # type: ignore[no-any-return]
 
 
 def _event(value: Any) -> bytes:

@@ -23,14 +23,16 @@ def padded_length(tokens: int) -> int:
 
 
 class SlotLayer(ABC):
-    """Keys and values of one layer. All layers, sliding ones too, keep every position; windows are a matter of what is
-    looked at."""
+    """Keys and values of one layer, from the first pass on. All layers, sliding ones too, keep every position; windows
+    are a matter of what is looked at."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.capacity = 0
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
+        self._like: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @abstractmethod
     def room(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -57,8 +59,9 @@ class SlotLayer(ABC):
         Returns:
             [1, tokens, query heads, head dim].
         """
-        if self.keys is None:
-            self.room(key, value)
+        if self._like is None:
+            self._like = key[:, :, :0].clone(), value[:, :, :0].clone()
+            self.room(*self._like)
         return self._attend(query, key, value, span, scoring)
 
     @abstractmethod
@@ -83,21 +86,15 @@ class SlotLayer(ABC):
     def reserve(self, capacity: int) -> None:
         """Make room for sequences of `capacity` tokens; keeps what is there."""
         kept, self.capacity = self.capacity, capacity
-        if self.keys is None or self.values is None or not kept:
+        if self._like is None or not kept:
             return
         old = self.part(slice(None), kept)
-        self.room(self._like_tokens(self.keys), self._like_tokens(self.values))
+        self.room(*self._like)
         for target, source in zip(self.part(slice(None), kept), old, strict=True):
             target.copy_(source)
 
-    @abstractmethod
-    def _like_tokens(self, store: torch.Tensor) -> torch.Tensor:
-        """Something of the shape that `room` takes."""
-
     def copy_slots(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
-        """Copy the first `length` positions of some slots onto others."""
-        if self.keys is None:
-            return
+        """Copy the first `length` positions of slots `sources[i]` onto slots `targets[i]`, int64 [i] each."""
         everything = self.part(slice(None), length)
         for store, copied in zip(everything, self.part(sources, length), strict=True):
             store[targets] = copied
@@ -111,12 +108,7 @@ class TorchLayer(SlotLayer):
         self.keys = keys.new_zeros(self.slots, keys.shape[1], self.capacity, keys.shape[3])
         self.values = values.new_zeros(self.slots, values.shape[1], self.capacity, values.shape[3])
 
-    def _like_tokens(self, store: torch.Tensor) -> torch.Tensor:
-        return store[:1]
-
     def part(self, slots: torch.Tensor | slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
         return self.keys[slots, :, :length], self.values[slots, :, :length]
 
     def sequence(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,8 +123,6 @@ class TorchLayer(SlotLayer):
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
 
     def _write(self, key: torch.Tensor, value: torch.Tensor, span: TokenPass) -> None:
-        assert self.keys is not None
-        assert self.values is not None
         heads = key.shape[1]
         place = span.scratch.get(("place", heads))
         if place is None:
@@ -162,12 +152,7 @@ class KernelLayer(SlotLayer):
         self.values = values.new_zeros(self.slots, values.shape[1], self.capacity, values.shape[3])
         self._arrays = (self.keys.numpy(), self.values.numpy())
 
-    def _like_tokens(self, store: torch.Tensor) -> torch.Tensor:
-        return store[:1] if store is self.values else store[:1].transpose(2, 3)
-
     def part(self, slots: torch.Tensor | slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
         return self.keys[slots, :, :, :length], self.values[slots, :, :length]
 
     def sequence(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,12 +208,7 @@ class SlotCache:
             for layer in self.layers:
                 layer.reserve(wanted)
 
-    def copy_slots(self, sources: list[int], targets: list[int], length: int) -> None:
+    def copy_slots(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of slots `sources[i]` onto slots `targets[i]`, in all layers."""
-        if not sources:
-            return
-        keys = self.layers[0].keys
-        device = keys.device if keys is not None else None
-        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for layer in self.layers:
-            layer.copy_slots(source, target, length)
+            layer.copy_slots(sources, targets, length)

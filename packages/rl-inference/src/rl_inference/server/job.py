@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import difflib
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
+from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import GenerationConfig
@@ -17,21 +19,9 @@ from rl_contracts.errors import ConfigError, InferenceError
 if TYPE_CHECKING:
     from rl_inference.server.model import SlotModel
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "max_new_tokens": int,
-    "min_new_tokens": int,
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": int,
-    "min_p": (int, float),
-    "presence_penalty": (int, float),
-    "frequency_penalty": (int, float),
-    "repetition_penalty": (int, float),
-    "stop": (str, list),
-    "stop_token_ids": list,
-    "ignore_eos": bool,
-    "sampling_seed": int,
-}
+_PARAMETERS = {item.name: str(item.type) for item in fields(GenerationConfig)} | {"sampling_seed": "int"}
+"""Sampling parameters and their types."""
+_KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
 _MARGIN = 8
 """Tokens decoded beyond the longest stop string: a character can span tokens, and the first one may lose a
 leading space."""
@@ -58,14 +48,14 @@ class GenerationJob:
     resumed: int = 0
     """How many of the last prompt tokens belong to the answer already (for stop strings that straddle the
     seam)."""
-    wake: Callable[[], None] | None = None
-    """Called in the decode thread when the job has ended."""
+    ended: Future[None] = field(default_factory=Future)
+    """Done when the job has ended."""
     output_ids: list[int] = field(default_factory=list)
     """Generated tokens."""
     logprobs: list[float] = field(default_factory=list)
     """Their log-probs; appended after the token, so its length says how much can be read."""
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, first index) of each run of tokens made by one version of the weights."""
+    versions: list[int] = field(default_factory=list)
+    """Versions of the weights that made them."""
     finish_reason: dict[str, Any] | None = None
     """How it ended; None while it runs."""
     slot: int = -1
@@ -92,8 +82,7 @@ class GenerationJob:
 
     def append(self, token: int, logprob: float | None, version: int) -> None:
         """Add a generated token; without its log-prob, it is not shown before `logprobs` is set."""
-        if not self.spans or self.spans[-1][0] != version:
-            self.spans.append((version, len(self.output_ids)))
+        self.versions.append(version)
         self.output_ids.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
@@ -102,19 +91,17 @@ class GenerationJob:
         """End it, once."""
         if self.finish_reason is None:
             self.finish_reason = reason
-            if self.wake is not None:
-                self.wake()
+            self.ended.set_result(None)
 
     def version_spans(self, start: int, end: int) -> list[dict[str, int]]:
         """The versions of tokens start..end as `[{version, start, end}]`, with indices counted from
         `start`."""
-        result = []
-        for i, (version, first) in enumerate(self.spans):
-            last = self.spans[i + 1][1] if i + 1 < len(self.spans) else end
-            low, high = max(first, start), min(last, end)
-            if low < high:
-                result.append({"version": version, "start": low - start, "end": high - start})
-        return result
+        spans, first = [], 0
+        for version, run in groupby(self.versions[start:end]):
+            last = first + len(list(run))
+            spans.append({"version": version, "start": first, "end": last})
+            first = last
+        return spans
 
     def told(self, start: int, tokenizer: Any | None, version: int, logprobs: bool) -> dict[str, Any]:
         """What is new since token `start`; the whole answer for 0.
@@ -171,40 +158,31 @@ class GenerationJob:
         return next((stop for stop in self.generation.stop if stop in text), None)
 
 
-@dataclass
-class Limits:
-    """What a request is checked against."""
+def expect(condition: bool, name: str, expected: str, found: object) -> None:
+    """Refuse a request unless `condition` holds.
 
-    vocab_size: int
-    context_length: int
-    end_ids: frozenset[int]
-    has_tokenizer: bool
-
-    @classmethod
-    def of(cls, model: SlotModel) -> Limits:
-        """Those of a loaded model."""
-        return cls(model.vocab_size, model.context_length, model.end_ids, model.tokenizer is not None)
+    Raises:
+        InferenceError: names the field, what was expected and what was found.
+    """
+    if not condition:
+        raise InferenceError(f"{name}: expected {expected}, found {shown(found)}.")
 
 
-def parse_jobs(body: dict[str, Any], limits: Limits) -> list[GenerationJob]:
+def parse_jobs(body: dict[str, Any], model: SlotModel) -> list[GenerationJob]:
     """The jobs of a `/generate` body: one, or one per row of `input_ids`.
 
     Raises:
         InferenceError: says what is wrong.
     """
-    rows = body.get("input_ids")
     rid = body.get("rid") or secrets.token_hex(8)
-    if not isinstance(rid, str):
-        raise InferenceError(f"rid: expected a string, found {rid!r}.")
+    expect(isinstance(rid, str), "rid", "a string", rid)
     params = body.get("sampling_params") or {}
-    resumed = body.get("resumed_tokens", 0)
     if not is_batch(body):
-        return [_parse_job(rows, params, rid, resumed, limits)]
-    assert isinstance(rows, list)
+        return [_parse_job(body.get("input_ids"), params, rid, body.get("resumed_tokens", 0), model)]
+    rows = body["input_ids"]
     many = params if isinstance(params, list) else [params] * len(rows)
-    if len(many) != len(rows):
-        raise InferenceError(f"sampling_params: expected {len(rows)}, one per prompt, found {len(many)}.")
-    return [_parse_job(row, many[i], f"{rid}-{i}", 0, limits) for i, row in enumerate(rows)]
+    expect(len(many) == len(rows), "sampling_params", f"{len(rows)}, one per prompt", len(many))
+    return [_parse_job(row, many[i], f"{rid}-{i}", 0, model) for i, row in enumerate(rows)]
 
 
 def is_batch(body: dict[str, Any]) -> bool:
@@ -213,73 +191,68 @@ def is_batch(body: dict[str, Any]) -> bool:
     return isinstance(rows, list) and bool(rows) and isinstance(rows[0], list)
 
 
-def parse_ids(value: Any, limits: Limits) -> list[int]:
+def parse_ids(value: Any, model: SlotModel) -> list[int]:
     """Check a list of token ids.
 
     Raises:
         InferenceError: not a list of integers, empty, outside the vocabulary or too long.
     """
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise InferenceError("input_ids: expected a list of token ids.")
-    if not value:
-        raise InferenceError("input_ids: the prompt is empty; expected at least one token.")
+    are_ids = isinstance(value, list) and all(type(token) is int for token in value)
+    expect(are_ids, "input_ids", "a list of token ids", value)
+    expect(bool(value), "input_ids", "a prompt of at least one token", value)
     for token in (min(value), max(value)):
-        if not 0 <= token < limits.vocab_size:
-            raise InferenceError(f"input_ids: token {token} is outside the vocabulary of {limits.vocab_size}.")
-    if len(value) > limits.context_length:
-        raise InferenceError(f"input_ids: {len(value)} tokens are more than the context of {limits.context_length}.")
-    return value
+        expect(0 <= token < model.vocab_size, "input_ids", f"tokens of the vocabulary of {model.vocab_size}", token)
+    longest = model.context_length
+    expect(len(value) <= longest, "input_ids", f"at most {longest} tokens, which is the context", len(value))
+    ids: list[int] = value
+    return ids
 
 
-def _parse_job(ids: Any, params: Any, rid: str, resumed: Any, limits: Limits) -> GenerationJob:
-    prompt = parse_ids(ids, limits)
+def _parse_job(ids: Any, params: Any, rid: str, resumed: Any, model: SlotModel) -> GenerationJob:
+    prompt = parse_ids(ids, model)
     generation, seed = _parse_params(params)
-    room = limits.context_length - len(prompt)
-    if room < 1:
-        raise InferenceError(
-            f"prompt: {len(prompt)} tokens leave no room for an answer in the context of {limits.context_length}."
-        )
+    room = model.context_length - len(prompt)
+    fewer = f"fewer tokens than the context of {model.context_length}, to leave room for an answer"
+    expect(room >= 1, "input_ids", fewer, len(prompt))
     if generation.max_new_tokens > room:  # the answer ends at the context's end, as one that reached its own limit
         least = min(generation.min_new_tokens, room)
         generation = replace(generation, max_new_tokens=room, min_new_tokens=least)
-    if generation.stop and not limits.has_tokenizer:
-        raise InferenceError("stop: the model's directory has no tokenizer, so stop strings cannot be found.")
-    if type(resumed) is not int or not 0 <= resumed < len(prompt):
-        raise InferenceError(
-            f"resumed_tokens: expected 0 to {len(prompt) - 1} (of the prompt's tokens), found {resumed!r}."
-        )
-    end_ids = frozenset(generation.stop_token_ids) | (frozenset() if generation.ignore_eos else limits.end_ids)
-    blocked = end_ids if generation.min_new_tokens == 0 else end_ids | limits.end_ids
-    outside = [token for token in blocked if not 0 <= token < limits.vocab_size]
-    if outside:
-        raise InferenceError(f"stop_token_ids: {outside[0]} is outside the vocabulary of {limits.vocab_size}.")
+    findable = not generation.stop or model.tokenizer is not None
+    expect(findable, "sampling_params.stop", "none, because the model's directory has no tokenizer", generation.stop)
+    known = type(resumed) is int and 0 <= resumed < len(prompt)
+    expect(known, "resumed_tokens", f"0 to {len(prompt) - 1} of the prompt's tokens", resumed)
+    end_ids = frozenset(generation.stop_token_ids) | (frozenset() if generation.ignore_eos else model.end_ids)
+    blocked = end_ids if generation.min_new_tokens == 0 else end_ids | model.end_ids
+    for token in blocked:
+        valid = 0 <= token < model.vocab_size
+        expect(valid, "sampling_params.stop_token_ids", f"tokens of the vocabulary of {model.vocab_size}", token)
     return GenerationJob(rid, prompt, generation, seed, end_ids, blocked, resumed)
 
 
 def _parse_params(params: Any) -> tuple[GenerationConfig, int]:
-    if not isinstance(params, dict):
-        raise InferenceError("sampling_params: expected an object.")
+    expect(isinstance(params, dict), "sampling_params", "an object", params)
     values = dict(params)
-    for name, value in values.items():
-        if name not in _TYPES:
-            near = difflib.get_close_matches(name, _TYPES, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(_TYPES)}."
-            raise InferenceError(f"sampling_params: unknown parameter {name!r}{hint}")
-        if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] is not bool):
-            raise InferenceError(f"sampling_params.{name}: found {value!r}, which has the wrong type.")
-    seed = values.pop("sampling_seed", None)
-    seed = secrets.randbits(63) if seed is None else seed
-    if not -(2**63) <= seed < 2**63:
-        raise InferenceError(f"sampling_params.sampling_seed: expected a 64-bit integer, found {seed}.")
     if isinstance(values.get("stop"), str):
         values["stop"] = [values["stop"]]
-    if not all(isinstance(text, str) and text for text in values.get("stop", [])):
-        raise InferenceError("sampling_params.stop: expected strings that are not empty.")
-    if not all(type(token) is int for token in values.get("stop_token_ids", [])):
-        raise InferenceError("sampling_params.stop_token_ids: expected a list of token ids.")
+    for name, value in values.items():
+        if name not in _PARAMETERS:
+            near = difflib.get_close_matches(name, _PARAMETERS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(_PARAMETERS)}."
+            raise InferenceError(f"sampling_params: unknown parameter {name!r}{hint}")
+        expect(_fits(value, _PARAMETERS[name]), f"sampling_params.{name}", f"a {_PARAMETERS[name]}", value)
+    seed: int = values.pop("sampling_seed", secrets.randbits(63))
+    expect(-(2**63) <= seed < 2**63, "sampling_params.sampling_seed", "a 64-bit integer", seed)
+    expect(all(values.get("stop", ())), "sampling_params.stop", "strings that are not empty", values.get("stop"))
     if values.get("top_k") == -1:
         values["top_k"] = 0
     try:
         return GenerationConfig(**values), seed
     except ConfigError as error:
         raise InferenceError(str(error).replace("generation.", "sampling_params.")) from error
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a JSON value is of a type, which is written as in `_PARAMETERS`."""
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(_fits(entry, kind[5:-1]) for entry in value)
+    return isinstance(value, _KINDS[kind]) and isinstance(value, bool) == (kind == "bool")

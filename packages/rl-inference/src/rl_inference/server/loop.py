@@ -50,7 +50,7 @@ class DecodeLoop:
         weights: ServedWeights,
         slots: int,
         prefill_tokens: int,
-        on_crash: Callable[[BaseException], None],
+        on_crash: Callable[[BaseException], object],
         rescore: bool = False,
     ) -> None:
         self.model = model
@@ -78,7 +78,7 @@ class DecodeLoop:
         self._thread.join(timeout)
 
     def submit(self, job: GenerationJob) -> None:
-        """Queue a job. Its `wake` is called when it has ended."""
+        """Queue a job."""
         self._inbox.put(lambda: self._waiting.append(job))
 
     def abort(self, wanted: Callable[[GenerationJob], bool], message: str) -> Future[int]:
@@ -229,7 +229,7 @@ class DecodeLoop:
 
     def _commit(self, version: int, recompute: bool) -> None:
         # not by the version: a trainer that went back may give it to other weights
-        changed = self.weights.staged_version() == version
+        changed = self.weights.staged_version == version
         self.weights.commit(version)
         if changed:
             self.table.forget_prefixes()

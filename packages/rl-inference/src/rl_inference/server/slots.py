@@ -95,8 +95,8 @@ class SlotTable:
         waiting.extendleft(reversed(left))
         moved = [copy for copy in copies if copy[0] != copy[1]]
         if moved:
-            sources, targets, lengths = zip(*moved, strict=True)
-            self.model.cache.copy_slots(list(sources), list(targets), max(lengths))
+            sources, targets, _ = torch.tensor(moved, device=self.model.device).T
+            self.model.cache.copy_slots(sources, targets, max(length for *_, length in moved))
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -276,17 +276,15 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, list[int]] = {}
-        self._keys: dict[int, list[int]] = {}
+        self._held: dict[int, tuple[list[int], list[int]]] = {}
         self._slot_of: dict[int, int] = {}
 
     def hold(self, slot: int, tokens: list[int]) -> None:
         """Keys and values of `tokens` are in `slot` from position 0 on."""
         self.forget(slot)
         keys = _keys(tokens)
-        self._held[slot], self._keys[slot] = tokens, keys
-        for key in keys:
-            self._slot_of[key] = slot
+        self._held[slot] = tokens, keys
+        self._slot_of.update(dict.fromkeys(keys, slot))
 
     def find(self, tokens: list[int]) -> tuple[int, int] | None:
         """The longest known prefix that leaves at least one token to be read.
@@ -298,7 +296,7 @@ class PrefixIndex:
             slot = self._slot_of.get(key)
             if slot is None:
                 continue
-            held = self._held[slot]
+            held, _ = self._held[slot]
             longest = min(len(held), len(tokens))
             shared = longest if held[:longest] == tokens[:longest] else longest // BLOCK * BLOCK
             while shared and held[:shared] != tokens[:shared]:
@@ -309,15 +307,14 @@ class PrefixIndex:
 
     def forget(self, slot: int) -> None:
         """The slot gets another sequence."""
-        self._held.pop(slot, None)
-        for key in self._keys.pop(slot, ()):
+        _, keys = self._held.pop(slot, ((), ()))
+        for key in keys:
             if self._slot_of.get(key) == slot:
                 del self._slot_of[key]
 
     def clear(self) -> None:
         """The weights changed: nothing that was read before may be used."""
         self._held.clear()
-        self._keys.clear()
         self._slot_of.clear()
 
 

@@ -1,9 +1,13 @@
-"""The server's side of a weight update: stage beside the served tensors, take the receipt, exchange
-pointers."""
+"""The server's side of a weight update: stage beside the served tensors, take the receipt, exchange pointers.
+
+A server that starts in the middle of a run serves the version that was committed last, not the one it was started with
+(`restore`).
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +16,13 @@ import torch
 
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights import STORED_ROUTES, WeightReceiver, checksum
+from rl_contracts.logging import get_logger
+from rl_contracts.weights import STORED_ROUTES, WeightReceiver, checksum, read_committed, verify_receipt
+
+logger = get_logger("inference.server")
+
+OVERTAKEN_SECONDS = 60.0
+"""How long `restore` tries again while newer versions are committed faster than they are read."""
 
 
 class ServedWeights:
@@ -33,7 +43,8 @@ class ServedWeights:
         # trainers send parameters; a buffer that is not sent stays as it was loaded
         self._required = {key for key in first_name.values() if isinstance(self._live[key], torch.nn.Parameter)}
         self._spare: dict[str, torch.Tensor] = {}
-        self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
+        self.staged_version: int | None = None
+        """The version that waits for its commit."""
         self._spare_version: int | None = None
         self._receiver = WeightReceiver()
         self._staging = threading.Lock()
@@ -54,10 +65,10 @@ class ServedWeights:
             except WeightUpdateError as error:
                 self._receiver.refuse(meta, str(error))
                 raise
-            self._staged = self._spare_version = None
+            self.staged_version = self._spare_version = None
             sums = self._receiver.receive(meta, targets)
             self._spare = {key: targets[name] for key, name in told.items()}
-            self._staged = (meta.version, self._spare)
+            self.staged_version = meta.version
             receipt = {name: sums[told[self._canonical[name]]] for name in sums}
             return WeightReceipt(self.holder, meta.version, receipt)
 
@@ -67,10 +78,6 @@ class ServedWeights:
         sums = {key: checksum(self._live[key].contiguous()) for key in set(self._canonical.values())}
         return WeightReceipt(self.holder, self.version, {name: sums[key] for name, key in self._canonical.items()})
 
-    def staged_version(self) -> int | None:
-        """The version that waits for its commit."""
-        return self._staged[0] if self._staged else None
-
     def commit(self, version: int) -> None:
         """Serve the staged tensors. Asking again for the served version does nothing, so that a client may
         retry.
@@ -78,22 +85,20 @@ class ServedWeights:
         Raises:
             WeightUpdateError: another version, or none, is staged.
         """
-        if version == self.version and (self._staged is None or self._staged[0] != version):
+        if version == self.version and self.staged_version != version:
             return
-        if self._staged is None or self._staged[0] != version:
+        if self.staged_version != version:
             raise WeightUpdateError(
-                f"commit of version {version}: staged is {self.staged_version()}, served is {self.version}. "
+                f"commit of version {version}: staged is {self.staged_version}, served is {self.version}. "
                 "Stage it first."
             )
-        _, staged = self._staged
-        self._exchange(staged)
-        self._spare, self._staged = staged, None
-        self._spare_version, self.version = self.version, version
+        self._exchange()
+        self.staged_version, self._spare_version, self.version = None, self.version, version
 
-    def _exchange(self, others: dict[str, torch.Tensor]) -> None:
-        for key, tensor in others.items():
+    def _exchange(self) -> None:
+        for key, tensor in self._spare.items():
             # `.data`, so that the parameter object stays: tied names and compiled graphs hold on to it
-            others[key], self._live[key].data = self._live[key].data, tensor
+            self._spare[key], self._live[key].data = self._live[key].data, tensor
 
     @contextmanager
     def before(self) -> Iterator[None]:
@@ -105,11 +110,11 @@ class ServedWeights:
         """
         if self._spare_version is None:
             raise WeightUpdateError("no earlier weights are held: nothing was committed since the last were staged.")
-        self._exchange(self._spare)
+        self._exchange()
         try:
             yield
         finally:
-            self._exchange(self._spare)
+            self._exchange()
 
     def _targets(self, meta: WeightUpdateMeta) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Where each parameter of a version is to go, by name; and under which name each tensor comes first, because
@@ -151,3 +156,30 @@ class ServedWeights:
                 f"found {dtype} {list(shape)}."
             )
         return key
+
+
+def restore(weights: ServedWeights, directory: str) -> None:
+    """Stage and commit what the record in `directory` names; nothing without a record. Before the decode thread runs.
+
+    A version is written over the last but one, so one that is overtaken while it is read has a newer record. The same
+    record with other weights than it says is no race.
+
+    Raises:
+        WeightUpdateError: what the last record names cannot be read, or is not what was committed; names the parameter.
+    """
+    deadline = time.monotonic() + OVERTAKEN_SECONDS
+    record = read_committed(directory) if directory else None
+    while record is not None:
+        if not record.readable:
+            logger.info("version %d came over %s, which leaves nothing to read", record.version, record.meta.route)
+            return
+        try:
+            verify_receipt(record.receipt, weights.stage(record.meta), record.meta.route)
+        except WeightUpdateError:
+            overtaken, record = record, read_committed(directory)
+            if record is None or record.version == overtaken.version or time.monotonic() > deadline:
+                raise
+        else:
+            weights.commit(record.version)
+            logger.info("restored version %d, committed before this process started", record.version)
+            return

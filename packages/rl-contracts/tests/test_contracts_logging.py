@@ -85,3 +85,20 @@ def test_configure_keeps_handlers_of_others() -> None:
 def test_configure_unknown_level_lists_the_levels() -> None:
     with pytest.raises(ConfigError, match=r"INFO.*found 'LOUD'"):
         configure("LOUD")
+
+
+@pytest.mark.parametrize(("said", "level"), [("debug", logging.DEBUG), ("ERROR", logging.ERROR), ("", logging.INFO)])
+def test_configure_without_a_level_takes_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, said: str, level: int
+) -> None:
+    monkeypatch.setenv("RL_LOG_LEVEL", said)
+    configure()
+    assert logging.getLogger(ROOT).level == level
+    configure("WARNING")
+    assert logging.getLogger(ROOT).level == logging.WARNING
+
+
+def test_configure_unknown_level_in_the_environment_is_refused_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_LOG_LEVEL", "LOUD")
+    with pytest.raises(ConfigError, match=r"RL_LOG_LEVEL.*found 'LOUD'"):
+        configure()

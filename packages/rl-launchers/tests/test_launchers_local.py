@@ -84,6 +84,18 @@ def test_threads_nobody_set_are_the_cpus_of_the_role(
     assert own["OMP_NUM_THREADS"] == "2"
 
 
+def test_log_level_of_the_command_is_that_of_its_workers(
+    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RL_LOG_LEVEL", "DEBUG")
+    program = "from rl_contracts.logging import *; configure(role='actor'); get_logger('part').debug('a detail')"
+
+    scheduler.create_workers(JobSpec("actor", python(program)))
+    (worker,) = wait_for_end(scheduler, "actor")
+
+    assert "DEBUG [actor] rl.part: a detail" in scheduler.logs(worker)
+
+
 def test_fixed_port_in_use_error_names_the_process_and_nothing_starts(
     scheduler: LocalScheduler, tmp_path: Path
 ) -> None:

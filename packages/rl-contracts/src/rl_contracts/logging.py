@@ -6,6 +6,7 @@ A library only calls `get_logger`; importing anything of ours configures nothing
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -16,13 +17,17 @@ ROOT = "rl"
 """Name of the logger above all of ours; the root logger and other libraries' loggers are left alone."""
 
 
+LEVEL_VARIABLE = "RL_LOG_LEVEL"
+"""Environment variable with the level of all our loggers. Workers inherit it from the command that starts them."""
+
+
 def get_logger(component: str) -> logging.Logger:
     """The logger of a component: `get_logger("trainer")` is the standard logger `rl.trainer`."""
     return logging.getLogger(f"{ROOT}.{component}")
 
 
 def configure(
-    level: str | int = "INFO",
+    level: str | int | None = None,
     rank: int | None = None,
     file: str | Path | None = None,
     role: str = "",
@@ -33,7 +38,7 @@ def configure(
     role nor rank is known.
 
     Args:
-        level: lowest level that is shown, by name or number.
+        level: lowest level that is shown, by name or number; None: what `RL_LOG_LEVEL` says, or INFO.
         rank: rank (or index) of this process within its role.
         file: append here instead of standard error; its directory is made.
         role: what this process is, for example `actor` or `server`.
@@ -41,9 +46,13 @@ def configure(
     Raises:
         ConfigError: there is no such level.
     """
+    if level is None:
+        level = os.environ.get(LEVEL_VARIABLE) or "INFO"
     levels = logging.getLevelNamesMapping()
     if isinstance(level, str) and level.upper() not in levels:
-        raise ConfigError(f"logging level: expected one of {', '.join(levels)} or a number, found {level!r}.")
+        raise ConfigError(
+            f"logging level ({LEVEL_VARIABLE}): expected one of {', '.join(levels)} or a number, found {level!r}."
+        )
     handler = _StandardErrorHandler() if file is None else _file_handler(Path(file))
     handler.setFormatter(logging.Formatter(_line_format(role, rank), "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger(ROOT)

@@ -1,4 +1,4 @@
-"""What CI checks of the source: planted circles of imports and surplus statements are found and named."""
+"""What CI and hooks check: planted circles of imports, surplus statements, wrong messages are named."""
 
 import importlib.util
 import subprocess
@@ -102,6 +102,49 @@ def test_count_statements_above_the_ceiling_fails(tmp_path, ceiling, code, compl
     assert done.returncode == code
     assert complaint in done.stderr
     assert done.stdout.splitlines()[-1].split()[:3] == ["total", "2", "3"]
+
+
+# ---- messages of commits
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "feat(rl-rewards): partial credit",
+        "fix!: settings are refused when they are resolved\n\nBecause.\n# a comment of git's\n",
+        "Merge branch 'main' into mine",
+        'Revert "feat: more"',
+        "fixup! feat: more",
+    ],
+)
+def test_commit_message_of_the_form_passes(message):
+    assert _script("commit_message").complaint(message) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ("Fixed the build", "found 'Fixed the build'"),
+        ("feature: more", "found 'feature: more'"),
+        ("feat(RL Rewards): more", "the scope, a package"),
+        ("feat: more.", "no full stop"),
+        ("feat:more", "found 'feat:more'"),
+        ("", "found ''"),
+        ("feat: " + "x" * 120, "found 126"),
+        ("feat: more\nand more", "empty line after the first, found 'and more'"),
+    ],
+)
+def test_commit_message_of_another_form_is_refused_with_the_form(message, complaint):
+    assert complaint in _script("commit_message").complaint(message)
+
+
+def test_commit_message_hook_ends_with_1_where_it_refuses(tmp_path):
+    for message, code in (("docs: how to add a reward\n", 0), ("wip\n", 1)):
+        (tmp_path / "COMMIT_EDITMSG").write_text(message)
+        command = [sys.executable, str(CI / "commit_message.py"), str(tmp_path / "COMMIT_EDITMSG")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert ("found 'wip'" in done.stderr) == bool(code)
 
 
 # ---- hops

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
@@ -43,6 +44,10 @@ NOT_RUN = {
     "from megatron.core": "megatron-core is not installed here",
 }
 """Python blocks by how they begin, and why they are only compiled."""
+
+
+FILE_TYPES = ("md", "py", "json", "jsonl", "yaml")
+"""What a name with a dot ends with if it is no setting."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,7 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
 
 def _handler(command: str) -> tuple[Callable[[list[str]], None], list[str]] | None:
     """What runs a command, and the words that it is given."""
+    command = re.sub(r"^([A-Z_]+=\S* )*", "", command)
     command = command.removeprefix("uv run --package rl-apps ").removeprefix("uv run ")
     for beginning, (run, _) in HANDLERS.items():
         if command == beginning or command.startswith(beginning if beginning.endswith("/") else beginning + " "):
@@ -199,6 +205,12 @@ def _said_on_error(call: Callable[[], int], code: int) -> str:
 
 
 # ---- where a page runs
+
+
+@pytest.fixture(scope="module")
+def configs() -> list[Any]:
+    """The defaults of every app."""
+    return [point.load().config([]) for point in entry_points(group="rl.apps")]
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +286,26 @@ def test_block_is_of_a_kind_that_is_run_or_parsed(block: Block) -> None:
             assert block.file, "a first line `# name.yaml` says which file it is, so that a command can use it"
         case other:
             assert other == "text", "nothing runs or parses this"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_that_a_page_names_exist(page: str, configs: list[Any]) -> None:
+    inline = [child for token in MarkdownIt().parse((ROOT / page).read_text()) for child in token.children or ()]
+    named = (re.match(r"(\w+(?:\.\w+)+)(?:=|$)", child.content) for child in inline if child.type == "code_inline")
+    for setting in (match.group(1) for match in named if match):
+        section, name = setting.split(".", 1)
+        if any(hasattr(config, section) for config in configs) and name not in FILE_TYPES:
+            assert any(_has(config, setting) for config in configs), f"there is no setting {setting}"
+
+
+def _has(config: Any, setting: str) -> bool:
+    for name in setting.split("."):
+        if isinstance(config, dict):
+            return True  # constants of a part of somebody's own
+        if not hasattr(config, name):
+            return False
+        config = getattr(config, name)
+    return True
 
 
 def test_pages_that_run_elsewhere_are_named_there() -> None:

@@ -353,16 +353,25 @@ def test_loop_in_another_thread_works_and_can_be_closed_from_here(loop: str) -> 
     running.close()
 
 
-def test_workers_move_to_the_loop_that_calls(rewards: Any) -> None:
+def test_one_loop_after_the_other_calls_the_same_worker(rewards: Any) -> None:
     wrapper = AsyncRewardWrapper(rewards.acts)
 
     first = asyncio.run(score(wrapper, "fine"))
     second = asyncio.run(score(wrapper, "fine"))
     wrapper.close()
 
-    assert first != second
+    assert first == second
     assert not is_alive(int(first))
-    assert not is_alive(int(second))
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_worker_that_was_killed_while_idle_is_replaced_without_a_failed_call() -> None:
+    async with AsyncRewardWrapper("worker_rewards:acts") as wrapper:
+        first = int(await score(wrapper, "fine"))
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: not is_alive(first))
+
+        assert await score(wrapper, "fine") != first
 
 
 PARENT = """

@@ -32,15 +32,8 @@ def read(stream: BinaryIO) -> Any:
     return json.loads(body)
 
 
-def take(buffer: bytearray) -> list[Any]:
-    """Remove every complete frame from the front of `buffer` and return their values."""
-    values = []
-    start = 0
-    while len(buffer) - start >= HEADER:
-        end = start + HEADER + int.from_bytes(buffer[start : start + HEADER])
-        if len(buffer) < end:
-            break
-        values.append(json.loads(bytes(buffer[start + HEADER : end])))
-        start = end
-    del buffer[:start]
-    return values
+def complete(buffer: bytearray) -> Any:
+    """The value of the frame in `buffer`; None while a part of it is missing."""
+    if len(buffer) < HEADER or len(buffer) < HEADER + int.from_bytes(buffer[:HEADER]):
+        return None
+    return json.loads(buffer[HEADER:])

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import subprocess
-from collections import deque
+import contextlib
+import pkgutil
+import queue
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.metrics import record_all
+from rl_contracts.metrics import Figures, record_all
 from rl_contracts.reward_worker import wire
-from rl_contracts.reward_worker.process import Call, WorkerProcess
+from rl_contracts.reward_worker.process import WorkerProcess
 
 _START_TIMEOUT = 120.0
 _END_TIMEOUT = 10.0
+
+_Call = tuple[bytes, "Future[dict[str, Any]]"]
+"""A call as it goes to the worker, and what gets the answer."""
 
 
 class AsyncRewardWrapper:
     """Scores samples in worker processes that are killed and replaced when they are stuck or crash.
 
     Whatever goes wrong in a call is a `RewardError` of that call, never a value. The workers start at the first call,
-    or in `start`, import the function once, and belong to the event loop that runs then; they end with `close`, with
-    their loop's thread, and with this process.
+    or in `start`, and import the function once; each has a thread that waits for it, so that no event loop does. They
+    end with `close` and with this process.
 
     Args:
         target: name installed under `rl.rewards`, dotted path `package.module:function`, or a function that can be
@@ -42,11 +47,11 @@ class AsyncRewardWrapper:
         require(timeout > 0, "reward.timeout", "more than 0 seconds", timeout)
         self.target = target if isinstance(target, str) else importable_name(target)
         self._limit, self._timeout = workers, timeout
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._workers: list[WorkerProcess] = []
-        self._idle: deque[WorkerProcess] = deque()
-        self._queue: deque[Call] = deque()
-        self._ending: list[subprocess.Popen[bytes]] = []
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, Future[None]] = {}
+        """Each with what is done when its function is imported, or a `ConfigError` if it cannot be."""
+        self._processes: set[WorkerProcess] = set()
         self._closed = False
 
     async def __call__(
@@ -60,15 +65,16 @@ class AsyncRewardWrapper:
                 the data is no JSON value. Names the function.
             ConfigError: the function cannot be imported.
         """
-        loop = self._bind()
-        call = Call(self._encode(prompt, completions, prompt_ids, completion_ids, data), loop.create_future())
-        self._queue.append(call)
-        self._dispatch()
-        try:
-            return await call.result
-        finally:
-            if call.figures is not None:
-                record_all(call.figures)
+        answer: Future[dict[str, Any]] = Future()
+        call = self._encode(prompt, completions, prompt_ids, completion_ids, data)
+        with self._lock:
+            self._hire()
+            self._calls.put((call, answer))
+        found = await asyncio.wrap_future(answer)
+        record_all(Figures.from_json(found.get("figures", {})))
+        if "error" in found:
+            raise RewardError(f"reward {self.target!r} raised {found['error']}")
+        return float(found["value"])
 
     async def start(self) -> None:
         """Start all workers and wait until they have imported the function.
@@ -76,28 +82,27 @@ class AsyncRewardWrapper:
         Raises:
             ConfigError: it cannot be imported, or takes too long.
         """
-        self._bind()
-        for _ in range(self._limit - len(self._workers)):
-            self._spawn()
-        if not self._workers:
-            raise ConfigError(f"reward {self.target!r}: no worker process can be started.")
-        await asyncio.gather(*(worker.started for worker in self._workers))
+        with self._lock:
+            self._hire()
+            started = [asyncio.wrap_future(future) for future in self._threads.values()]
+        await asyncio.gather(*started)
 
     def close(self) -> None:
         """End all workers and wait until they are gone. Calls that wait fail with a `RewardError`."""
-        loop = self._loop
-        if loop is not None and loop.is_running() and not _runs_here(loop):
-            asyncio.run_coroutine_threadsafe(self.aclose(), loop).result(_END_TIMEOUT)
-            return
-        self._closed = True
-        self._kill_all(RewardError(f"reward {self.target!r}: closed while a call waited."))
-        self._reap()
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+        for _ in threads:
+            self._calls.put(None)
+        for process in list(self._processes):
+            process.kill()
+        for thread in threads:
+            thread.join(_END_TIMEOUT)
+        self._fail_waiting(self._closed_meanwhile())
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop."""
-        self._closed = True
-        self._kill_all(RewardError(f"reward {self.target!r}: closed while a call waited."))
-        await asyncio.to_thread(self._reap)
+        await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -107,17 +112,6 @@ class AsyncRewardWrapper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
-
-    def _bind(self) -> asyncio.AbstractEventLoop:
-        """Make sure that the workers belong to the running loop."""
-        if self._closed:
-            raise RewardError(f"reward {self.target!r}: used after close().")
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            if self._workers:
-                self._kill_all(RewardError(f"reward {self.target!r}: called from another event loop meanwhile."))
-            self._loop = loop
-        return loop
 
     def _encode(self, prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, data: Any) -> bytes:
         call = (prompt, completions, _plain(prompt_ids), _plain(completion_ids), data)
@@ -135,67 +129,62 @@ class AsyncRewardWrapper:
                     ) from error
             raise
 
-    def _dispatch(self) -> None:
-        while self._queue:
-            if self._queue[0].result.done():  # its caller was cancelled
-                self._queue.popleft()
-            elif self._idle:
-                self._idle.popleft().submit(self._queue.popleft())
-            elif len(self._workers) < self._limit and self._starting < len(self._queue):
-                self._spawn()
-            else:
-                return
+    def _hire(self) -> None:
+        """Start the threads that are missing."""
+        if self._closed:
+            raise RewardError(f"reward {self.target!r}: used after close().")
+        while len(self._threads) < self._limit:
+            started: Future[None] = Future()
+            started.set_running_or_notify_cancel()
+            thread = threading.Thread(target=self._work, args=(started,), name=f"reward {self.target}", daemon=True)
+            self._threads[thread] = started
+            thread.start()
 
-    @property
-    def _starting(self) -> int:
-        return sum(not worker.started.done() for worker in self._workers)
-
-    def _spawn(self) -> None:
-        """Start one more worker; where that is impossible, the calls that wait fail."""
+    def _work(self, started: Future[None]) -> None:
+        """A thread: keep one process after the other, until there are to be none."""
         try:
-            worker = WorkerProcess(self.target, self._timeout, _START_TIMEOUT, self._on_idle, self._on_end)
-        except OSError as error:
-            self._fail_queue(ConfigError(f"reward {self.target!r}: its worker process cannot be started: {error}"))
-        else:
-            self._workers.append(worker)
+            while not self._closed:
+                self._employ(started)
+        except ConfigError as error:  # the next would not start either
+            if not started.done():
+                started.set_exception(error)
+            with self._lock:
+                del self._threads[threading.current_thread()]
+                self._fail_waiting(error)
 
-    def _on_idle(self, worker: WorkerProcess) -> None:
-        self._idle.append(worker)
-        self._dispatch()
+    def _employ(self, started: Future[None]) -> None:
+        """The life of one process: give it one call after the other. Where one ends it, it is replaced at once, so that
+        the next call finds the function imported."""
+        process = WorkerProcess(self.target)
+        self._processes.add(process)
+        try:
+            if self._closed:
+                return
+            process.start(_START_TIMEOUT)
+            if not started.done():
+                started.set_result(None)
+            while (call := self._calls.get()) is not None:
+                if not process.lives():  # it was killed while it had nothing to do
+                    self._calls.put(call)
+                    return
+                frame, answer = call
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(process.score(frame, self._timeout))
+        except RewardError as error:
+            answer.set_exception(self._closed_meanwhile() if self._closed else error)
+        finally:
+            process.close()
+            self._processes.remove(process)
 
-    def _on_end(self, worker: WorkerProcess, had_call: bool) -> None:
-        self._workers.remove(worker)
-        if worker in self._idle:
-            self._idle.remove(worker)
-        self._bury(worker)
-        error = worker.started.exception()
-        if error is not None:  # the next would not start either
-            self._fail_queue(error)
-        elif had_call:
-            self._spawn()  # so that the next call finds the function imported
-        self._dispatch()
+    def _fail_waiting(self, error: Exception) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None and call[1].set_running_or_notify_cancel():
+                    call[1].set_exception(type(error)(str(error)))
 
-    def _fail_queue(self, error: BaseException) -> None:
-        waiting, self._queue = list(self._queue), deque()
-        for call in waiting:
-            call.fail(ConfigError(str(error)))
-
-    def _kill_all(self, reason: RewardError) -> None:
-        for worker in self._workers:
-            worker.kill(reason)
-            self._bury(worker)
-        for call in self._queue:
-            if not call.result.get_loop().is_closed():
-                call.fail(reason)
-        self._workers, self._idle, self._queue = [], deque(), deque()
-
-    def _bury(self, worker: WorkerProcess) -> None:
-        self._ending = [process for process in [*self._ending, worker.process] if process.poll() is None]
-
-    def _reap(self) -> None:
-        for process in self._ending:
-            process.wait(_END_TIMEOUT)
-        self._ending = []
+    def _closed_meanwhile(self) -> RewardError:
+        return RewardError(f"reward {self.target!r}: closed while a call waited.")
 
 
 def importable_name(function: Callable[..., Any]) -> str:
@@ -214,10 +203,8 @@ def importable_name(function: Callable[..., Any]) -> str:
     if "<" in name:
         raise ConfigError(f"{where} is a lambda or lies inside another function. {advice}")
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        found = pkgutil.resolve_name(f"{module}:{name}")
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{where} cannot be imported as {module}:{name}: {error}. {advice}") from error
     if found is not function:
         raise ConfigError(f"{where}: {module}:{name} is another object (decorated or bound?). {advice}")
@@ -227,10 +214,3 @@ def importable_name(function: Callable[..., Any]) -> str:
 def _plain(ids: Any) -> Any:
     """Token ids as a list, also from an array or a tensor."""
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False

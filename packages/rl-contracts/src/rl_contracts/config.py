@@ -51,15 +51,15 @@ def choice(default: str, choices: Iterable[str]) -> Any:
     return bounded(default, "one of " + ", ".join(names), lambda value: value in names)
 
 
-@dataclass
 class Settings:
-    """Base of settings whose fields say themselves what they may be (`bounded`, `choice`)."""
+    """Base of dataclasses of settings, frozen or not, whose fields say themselves what they may be (`bounded`,
+    `choice`)."""
 
     setting: ClassVar[str] = ""
     """Where they stand, for messages."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
+        for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             if "holds" in item.metadata:
                 value = getattr(self, item.name)
                 name = f"{self.setting}.{item.name}".removeprefix(".")

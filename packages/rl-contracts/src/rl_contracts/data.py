@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, require_choice
+from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, Settings, choice
 
 
 class StopReason(StrEnum):
@@ -154,7 +154,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
-class FinetuneSpec:
+class FinetuneSpec(Settings):
     """What follows from the run and is the same for every train engine; the engine's own settings are its config."""
 
     model_path: str
@@ -167,9 +167,9 @@ class FinetuneSpec:
     """AdamW and its schedule; None for a model that is never trained (a reference policy)."""
     micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
     """How much is run at once."""
-    dtype: str = "float32"
+    dtype: str = choice("float32", DTYPES)
     """Type in which the model computes: `float32`, or `bfloat16` with float32 master weights and reductions."""
-    head: str = "lm"
+    head: str = choice("lm", HEADS)
     """What the model says of each token: `lm` log-probs and entropies of its vocabulary; `value` a critic's estimate,
     made before the token is seen; `score` a reward model's, made after it. The last two load a causal language model,
     whose head they replace by a new one that is zero, or a saved model of their own."""
@@ -177,13 +177,8 @@ class FinetuneSpec:
     """Let the entropy carry gradient, for a loss that has an entropy bonus; costs memory and time in backward."""
     deterministic: bool = False
     """The same rows give the same bits, and the log-probs of an embedded server that is deterministic too."""
-    device: str = "auto"
+    device: str = choice("auto", DEVICES)
     """`cpu`, `cuda`, or `auto`: CUDA where there is one."""
-
-    def __post_init__(self) -> None:
-        require_choice("dtype", self.dtype, DTYPES)
-        require_choice("head", self.head, HEADS)
-        require_choice("device", self.device, DEVICES)
 
 
 @dataclass(frozen=True, slots=True)

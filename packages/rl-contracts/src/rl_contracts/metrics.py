@@ -198,7 +198,9 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.non_finite = 0
         """Non-finite values met so far."""
-        _cut_unfinished_line(self.path)
+        written = self.path.read_bytes() if self.path.exists() else b""
+        if written and not written.endswith(b"\n"):
+            os.truncate(self.path, written.rfind(b"\n") + 1)
 
     def write(self, record: Mapping[str, Scalar | None]) -> None:
         """Append a record; it is on disk (flushed to the system) when this returns.
@@ -206,17 +208,13 @@ class MetricsWriter:
         Raises:
             DataError: a value is not a number, a tensor with one element, or None.
         """
-        line: dict[str, Any] = {}
-        bad: list[str] = []
-        for name, value in record.items():
-            line[name] = None if value is None else _number(name, value)
-            if isinstance(line[name], float) and not math.isfinite(line[name]):
-                bad.append(f"{name}={line[name]}")
-                line[name] = None
+        line = {name: None if value is None else _number(name, value) for name, value in record.items()}
+        bad = {name: value for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
         if bad:
             self.non_finite += len(bad)
-            line["metrics/non_finite"] = len(bad)
-            logger.warning("non-finite metrics written as null (%d so far): %s", self.non_finite, ", ".join(bad))
+            line |= dict.fromkeys(bad) | {"metrics/non_finite": len(bad)}
+            found = ", ".join(f"{name}={value}" for name, value in bad.items())
+            logger.warning("non-finite metrics written as null (%d so far): %s", self.non_finite, found)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
@@ -280,18 +278,14 @@ def _combine(kind: Kind, old: Scalar, new: Scalar) -> Scalar:
 
 def _read(values: list[Scalar]) -> list[float]:
     """All values as floats, with one transfer per device."""
-    by_device: dict[Any, list[int]] = {}
-    for index, value in enumerate(values):
-        if _is_tensor(value):
-            by_device.setdefault(value.device, []).append(index)
     numbers = list(values)
-    if by_device:
+    for device in {value.device for value in values if _is_tensor(value)}:
         import torch
 
-        for indices in by_device.values():
-            stacked = torch.stack([values[index] for index in indices]).tolist()
-            for index, number in zip(indices, stacked, strict=True):
-                numbers[index] = number
+        indices = [index for index, value in enumerate(values) if _is_tensor(value) and value.device == device]
+        stacked = torch.stack([values[index] for index in indices]).tolist()
+        for index, number in zip(indices, stacked, strict=True):
+            numbers[index] = number
     return numbers
 
 
@@ -304,14 +298,3 @@ def _number(name: str, value: Scalar) -> int | float:
     if isinstance(value, int | float):
         return value
     raise DataError(f"metric {name!r}: expected a number or None, found {type(value).__name__} {value!r}")
-
-
-def _cut_unfinished_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
-            file.flush()
-            os.fsync(file.fileno())

@@ -14,6 +14,7 @@ import sys
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import ConfigError
@@ -142,11 +143,8 @@ def _target(group: str, name: str) -> str:
 
 
 def _imported(group: str, name: str, target: str) -> Any:
-    module_name, _, attribute = target.partition(":")
+    module, _, attribute = target.partition(":")
     try:
-        value: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            value = getattr(value, part)
+        return attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{group}: {name!r} stands for {target!r}, which cannot be imported: {error}") from error
-    return value

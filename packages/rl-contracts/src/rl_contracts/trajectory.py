@@ -105,15 +105,13 @@ def from_response(
         )
     total = prompt + generated
     logprobs = np.zeros(total, dtype=np.float32)
-    versions = np.empty(total, dtype=np.int32)
-    loss_mask = np.zeros(total, dtype=bool)
-    versions[:prompt] = -1
+    versions = np.full(total, -1, dtype=np.int32)
     first = response.versions[0]
     versions[prompt:] = first if response.versions.count(first) == generated else response.versions
-    logprobs[prompt:], loss_mask[prompt:] = response.logprobs, True
+    logprobs[prompt:] = response.logprobs
     return Trajectory(
         input_ids=np.asarray([*response.input_ids, *response.output_ids], dtype=np.int64),
-        loss_mask=loss_mask,
+        loss_mask=np.arange(total) >= prompt,
         logprobs=logprobs,
         versions=versions,
         reward=float(reward),
@@ -136,8 +134,11 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
     mask = np.arange(shape[1]) < lengths[:, None]
 
     def padded(name: str, fill: float, dtype: Any) -> torch.Tensor:
+        entries = [getattr(row, name) for row in rows]
         out = np.full(shape, fill, dtype=dtype)
-        out[mask] = np.concatenate([getattr(row, name) for row in rows])
+        out[mask] = np.concatenate(
+            [np.zeros(len(row)) if e is None else e for row, e in zip(rows, entries, strict=True)]
+        )
         return torch.from_numpy(out)
 
     def column(name: str, dtype: Any) -> torch.Tensor:
@@ -157,10 +158,7 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
         "truncated": column("truncated", np.bool_),
     }
     if any(row.token_rewards is not None for row in rows):
-        zeros = [np.zeros(len(row), np.float32) if row.token_rewards is None else row.token_rewards for row in rows]
-        out = np.zeros(shape, dtype=np.float32)
-        out[mask] = np.concatenate(zeros)
-        batch["token_rewards"] = torch.from_numpy(out)
+        batch["token_rewards"] = padded("token_rewards", 0, np.float32)
     result = TensorDict(batch, batch_size=[len(rows)])
     if any(row.multi_modal is not None for row in rows):
         # a stack, because one list would stay whole when rows are taken out of the batch
@@ -217,24 +215,22 @@ def validate(batch: TensorDict, generated: bool = True) -> None:
                 found = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
                 raise DataError(f"batch[{name!r}]: expected {dtype} {list(shape)}, found {found}.")
     mask, learn = batch["attention_mask"], batch["loss_mask"]
-    _refuse_rows(~mask.any(-1), batch, "is empty: attention_mask is False everywhere")
-    _refuse_rows((mask[:, 1:] & ~mask[:, :-1]).any(-1), batch, "is not right-padded: a real token follows padding")
-    _refuse_rows((learn & ~mask).any(-1), batch, "has a loss_mask in its padding")
-    if generated:
-        unstamped = (learn & (batch["versions"] < 0)).any(-1)
-        _refuse_rows(unstamped, batch, "trains on a token that no version produced (versions is -1)")
     temperature = batch["temperature"]
-    cold = ~((temperature > 0) & torch.isfinite(temperature))
-    _refuse_rows(cold, batch, "has a temperature that is not positive and finite")
-    _refuse_rows(~torch.isfinite(batch["logprobs"]).all(-1), batch, "has log-probs that are not finite")
-    _refuse_rows(~torch.isfinite(batch["rewards"]), batch, "has a reward that is not finite")
-
-
-def _refuse_rows(bad: torch.Tensor, batch: TensorDict, what: str) -> None:
-    if bad.any():
-        row = int(bad.nonzero()[0, 0])
-        prompt, group = int(batch["prompt_ids"][row]), int(batch["group_ids"][row])
-        raise DataError(f"batch row {row} (prompt {prompt}, group {group}) {what}; {int(bad.sum())} such rows.")
+    faults = {
+        "is empty: attention_mask is False everywhere": ~mask.any(-1),
+        "is not right-padded: a real token follows padding": (mask[:, 1:] & ~mask[:, :-1]).any(-1),
+        "has a loss_mask in its padding": (learn & ~mask).any(-1),
+        "trains on a token that no version produced (versions is -1)": (learn & (batch["versions"] < 0)).any(-1)
+        & generated,
+        "has a temperature that is not positive and finite": ~((temperature > 0) & torch.isfinite(temperature)),
+        "has log-probs that are not finite": ~torch.isfinite(batch["logprobs"]).all(-1),
+        "has a reward that is not finite": ~torch.isfinite(batch["rewards"]),
+    }
+    for what, bad in faults.items():
+        if bad.any():
+            row = int(bad.nonzero()[0, 0])
+            prompt, group = int(batch["prompt_ids"][row]), int(batch["group_ids"][row])
+            raise DataError(f"batch row {row} (prompt {prompt}, group {group}) {what}; {int(bad.sum())} such rows.")
 
 
 def select(batch: TensorDict, rows: Sequence[int] | torch.Tensor) -> TensorDict:
@@ -287,26 +283,21 @@ def concatenate(batches: Sequence[TensorDict]) -> TensorDict:
 
 def pad_to(batch: TensorDict, width: int) -> TensorDict:
     """Right-pad per-token entries to [B, width]: versions with -1, everything else with 0."""
-    import torch
     from tensordict import TensorDict
+    from torch.nn.functional import pad
 
     old = batch["input_ids"].shape[1]
     if old == width:
         return batch
     if old > width:
         raise DataError(f"pad_to: the batch is {old} wide already; cannot pad to {width}.")
-
-    def grow(name: str, value: Any) -> Any:
-        if not is_token_entry(value, old):
-            return value
-        fill = torch.full(
-            (value.shape[0], width - old, *value.shape[2:]),
-            -1 if name == "versions" else 0,
-            dtype=value.dtype,
-        )
-        return torch.cat([value, fill], dim=1)
-
-    return TensorDict({k: grow(str(k), v) for k, v in batch.items()}, batch_size=batch.batch_size)
+    entries: dict[str, Any] = {str(k): v for k, v in batch.items()}
+    grown = {
+        k: pad(v, (0, 0) * (v.ndim - 2) + (0, width - old), value=-1 if k == "versions" else 0)
+        for k, v in entries.items()
+        if is_token_entry(v, old)
+    }
+    return TensorDict(entries | grown, batch_size=batch.batch_size)
 
 
 def is_token_entry(value: Any, width: int) -> bool:
@@ -334,13 +325,10 @@ class PackedBatch:
     """U: units of rows that stay together; S where the batch has no `unit_ids`."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        try:
-            return self.tokens[name] if name in self.tokens else self.rows[name]
-        except KeyError:
+        if name not in self:
             known = sorted([*self.tokens, *self.rows])
-            raise DataError(
-                f"packed batch: no entry {name!r}; it has {known}. Did a stage before this one not run?"
-            ) from None
+            raise DataError(f"packed batch: no entry {name!r}; it has {known}. Did a stage before this one not run?")
+        return self.tokens[name] if name in self.tokens else self.rows[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self.tokens or name in self.rows
@@ -436,8 +424,8 @@ def save_batch(batch: TensorDict, path: str | Path) -> None:
     others = [str(k) for k, v in batch.items() if not isinstance(v, torch.Tensor)]
     if others:
         raise DataError(f"save_batch: entries {others} are not tensors and cannot be saved; drop them first.")
-    tensors: dict[str, Any] = {str(k): v for k, v in batch.items()}
     # copies, because safetensors refuses entries that share memory (`prox_logprobs` may be `logprobs` itself)
+    tensors: dict[str, Any] = {str(k): v for k, v in batch.items()}
     save_file({k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}, str(path))
 
 

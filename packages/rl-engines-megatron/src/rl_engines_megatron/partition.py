@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_contracts.config import require
+from rl_contracts.config import Settings, bounded, require
 from rl_contracts.errors import ConfigError
 from rl_engines_megatron.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(Settings):
     """Tensor-parallel ranks, pipeline stages of equal length, and the padding of the vocabulary."""
 
-    tp_size: int = 1
+    tp_size: int = bounded(1, "at least 1", lambda size: size >= 1)
     """Ranks over which each matrix is split."""
-    pp_size: int = 1
+    pp_size: int = bounded(1, "at least 1", lambda size: size >= 1)
     """Stages over which the layers are split, each with `layers / pp_size` of them."""
-    vocab_multiple: int = 1
+    vocab_multiple: int = bounded(1, "at least 1", lambda rows: rows >= 1)
     """Each tensor-parallel rank holds a multiple of this many rows of the vocabulary."""
-
-    def __post_init__(self) -> None:
-        for name in ("tp_size", "pp_size", "vocab_multiple"):
-            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
 
     def check(self, architecture: Architecture) -> None:
         """Raise a `ConfigError` with the numbers unless `architecture` can be cut this way."""

@@ -1,6 +1,7 @@
 """What CI and hooks check: planted circles of imports, surplus statements, wrong messages are named."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -194,5 +195,14 @@ def test_count_hops_of_a_real_run_are_within_the_limits():
     done = subprocess.run([sys.executable, str(CI / "count_hops.py")], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    for file in ("rl_workflows/runtime.py", "rl_inference/client.py", "rl_inference/server/app.py"):
-        assert file in done.stdout
+    way, borders = done.stdout.split("borders of a publication")
+    hops = (ROOT / "docs" / "architecture.md").read_text().split("## The hops, counted")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(rl_\S+\.py)`", hops, re.MULTILINE) == list(dict.fromkeys(re.findall(r"rl_\S+\.py", way)))
+    crossed = re.compile(r"^(?:\| `|  )(rl_\w+ -> rl_\w+)\b", re.MULTILINE)
+    assert sorted(crossed.findall(hops)) == sorted(crossed.findall(borders))
+
+
+def test_every_script_is_in_the_list_of_scripts():
+    listed = (CI.parent / "README.md").read_text()
+
+    assert [path.name for path in CI.iterdir() if path.name != "__pycache__" and path.name not in listed] == []

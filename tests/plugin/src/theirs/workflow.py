@@ -1,0 +1,46 @@
+"""A workflow: one question, one answer, one score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest
+from rl_contracts.metrics import record
+from rl_contracts.rendering import ChatRenderer
+from rl_contracts.workflow import RolloutWorkflow
+
+if TYPE_CHECKING:
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.trajectory import Trajectory
+
+
+class OneTry(RolloutWorkflow):
+    """Asks once and scores the answer. Rows have `messages`, and what the reward asks for.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        generation: how answers are sampled.
+        reward: an `rl_contracts.reward.RewardFunction` that is awaited.
+        max_length: tokens that the model holds.
+    """
+
+    def __init__(
+        self, tokenizer: Any, generation: GenerationConfig, reward: Callable[..., Any], max_length: int
+    ) -> None:
+        self._tokenizer, self._reward = tokenizer, reward
+        self._renderer = ChatRenderer(tokenizer)
+        self._generation = replace(generation, stop_token_ids=list(self._renderer.stop_ids))
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
+        from rl_contracts.trajectory import from_response
+
+        ids = self._renderer.render(data["messages"])
+        response = await engine.agenerate(ModelRequest(ids, self._generation))
+        text = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
+        record("theirs/characters", len(text))
+        question = data["messages"][-1]["content"]
+        reward = await self._reward(question, text, ids, response.output_ids, answer=data["answer"])
+        return [from_response(response, reward=reward, temperature=self._generation.temperature)]

@@ -1,0 +1,121 @@
+"""The promises of the contracts, by somebody else's parts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from theirs.client import TheirInferenceEngine, TheirInferenceEngineConfig
+from theirs.data import Letters
+from theirs.engine import TheirTrainEngine, TheirTrainEngineConfig
+from theirs.scheduler import TheirScheduler
+from theirs.workflow import OneTry
+from transformers import AutoModelForCausalLM
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import ClientConfig, GenerationConfig
+from rl_contracts.conformance import inference_engine, reward, scheduler, train_engine, workflow
+from rl_contracts.data import FinetuneSpec, ServeSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import InferenceError
+from rl_contracts.scheduler import RUN_KEY_VARIABLE
+from rl_contracts.testing import make_batch, make_tiny_model, make_tiny_tokenizer, put_weights
+
+CONTEXT, KEY = 512, "secret"
+
+
+class TestTrainEngine(train_engine.TrainEngineConformance):
+    def make_engine(self) -> TheirTrainEngine:
+        return TheirTrainEngine()
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("theirs")
+
+
+@pytest.fixture(scope="module")
+def model_path(scratch: Path) -> Path:
+    return make_tiny_model(scratch / "model", layers=1, hidden=32)
+
+
+@pytest.fixture(scope="module")
+def servers(model_path: Path, scratch: Path) -> Iterator[list[str]]:
+    """Two servers, started as a launcher would: with a key in their environment."""
+    spec = ServeSpec(str(model_path), ParallelStrategy(data=2), weights_dir=str(scratch / "weights"))
+    job = TheirInferenceEngine.server_spec(TheirInferenceEngineConfig(CONTEXT, slots=32), spec)
+    started = TheirScheduler(scratch / "logs")
+    started.create_workers(replace(job, env={RUN_KEY_VARIABLE: KEY}))
+    try:
+        yield [worker.address for worker in started.wait_ready("rollout")]
+    finally:
+        started.delete_workers()
+
+
+class TestInferenceEngine(inference_engine.InferenceEngineConformance):
+    context_length = CONTEXT
+
+    @pytest.fixture(autouse=True)
+    def _weights(self, model_path: Path, scratch: Path) -> None:
+        self.model_path, self.directory = model_path, scratch / "weights"
+
+    @pytest.fixture
+    async def engine(self, servers: list[str]) -> AsyncIterator[TheirInferenceEngine]:
+        engine = TheirInferenceEngine(client=ClientConfig(progress_timeout=20))
+        engine.initialize(servers, KEY)
+        yield engine
+        await engine.destroy()
+
+    async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
+        model = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
+        return put_weights(self.directory, version, [(n, p.detach() * 1.01) for n, p in model.named_parameters()])
+
+
+class TestScheduler(scheduler.SchedulerConformance):
+    restarts_workers = False
+
+    @pytest.fixture
+    def scheduler(self, tmp_path: Path) -> Iterator[TheirScheduler]:
+        made = TheirScheduler(tmp_path / "logs")
+        yield made
+        made.delete_workers(grace=0)
+
+
+class TestWorkflow(workflow.WorkflowConformance):
+    def make_workflow(self) -> OneTry:
+        async def short(prompt: str, text: str, *_: Any, answer: str) -> float:
+            return 1.0 / (1 + len(text))
+
+        return OneTry(make_tiny_tokenizer(), GenerationConfig(max_new_tokens=64), short, 512)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return list(Letters(rows=3))
+
+
+class TestReward(reward.RewardConformance):
+    target = "vowels"
+    right = [("aei", {"answer": "aeiou"}), ("b", {"answer": "bc"})]  # noqa: RUF012
+    wrong = [("", {"answer": "aeiou"}), ("xyz", {"answer": "aeiou"}), ("ab", {"answer": "a"})]  # noqa: RUF012
+
+
+@pytest.mark.parametrize("key", ["", "wrong"])
+async def test_request_without_the_key_is_refused(servers: list[str], key: str) -> None:
+    engine = TheirInferenceEngine()
+    engine.initialize(servers, key)
+    with pytest.raises(InferenceError, match="no valid key"):
+        await engine.score([1, 2])
+    await engine.destroy()
+
+
+def test_frozen_parameters_stay_as_they_are(model_path: Path) -> None:
+    engine = TheirTrainEngine(TheirTrainEngineConfig(freeze=["norm"]))
+    engine.initialize(FinetuneSpec(str(model_path), 3))
+    before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+
+    engine.train_batch(make_batch(4), lambda outputs, _: (-outputs.logprobs.sum(), {}), train_engine.trained_tokens)
+
+    changed = {name for name, tensor in engine.full_parameters() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "norm" not in name}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from operator import itemgetter
 
 from rl_contracts.errors import DataError
 
@@ -81,43 +81,16 @@ def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
     """
     if shares == 1:
         return [list(range(len(weights)))]
-    empty: list[_Pile] = [(0, None)] * (shares - 1)
+    empty: list[tuple[int, list[int]]] = [(0, [])] * (shares - 1)
     # (- how uneven, number that breaks ties, piles from heavy to light)
-    heap = [(-weight, item, [(weight, item), *empty]) for item, weight in enumerate(weights)]
+    heap = [(-weight, item, [(weight, [item]), *empty]) for item, weight in enumerate(weights)]
     heapq.heapify(heap)
     for number in range(len(weights), 2 * len(weights) - 1):
         one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        piles = [_together(a, b) for a, b in zip(one, reversed(other), strict=True)]
-        piles.sort(key=_weight, reverse=True)
+        piles = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
+        piles.sort(key=itemgetter(0), reverse=True)
         heapq.heappush(heap, (piles[-1][0] - piles[0][0], number, piles))
-    return [_items(pile) for pile in heap[0][2]] if heap else [[] for _ in range(shares)]
-
-
-_Pile = tuple[int, Any]
-"""A share in the making: its weight, and its items as nested pairs (None: none)."""
-
-
-def _together(a: _Pile, b: _Pile) -> _Pile:
-    if a[1] is None or b[1] is None:
-        return a if b[1] is None else b
-    return a[0] + b[0], (a[1], b[1])
-
-
-def _weight(pile: _Pile) -> int:
-    return pile[0]
-
-
-def _items(pile: _Pile) -> list[int]:
-    """The items of nested pairs, ascending."""
-    found: list[int] = []
-    left = [pile[1]]
-    while left:
-        node = left.pop()
-        if isinstance(node, tuple):
-            left += node
-        elif node is not None:
-            found.append(node)
-    return sorted(found)
+    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(shares)]
 
 
 def cut(total: int, parts: int) -> list[range]:

@@ -47,10 +47,7 @@ class ParallelContext:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if self.host_group is not None:
-            import torch.distributed as dist
-
-            dist.barrier(group=self.host_group)
+        self.gather_json(None)
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise sum of a CPU tensor over data-parallel replicas; a new tensor."""
@@ -113,13 +110,10 @@ class ParallelContext:
             EngineError: on every rank, if `error` is given on any: names the ranks and their errors. Where this rank's
                 own failed, it is the cause.
         """
-        if self.host_group is None:
-            if error is not None:
-                raise error
-            return
+        if self.host_group is None and error is not None:
+            raise error
         note = "" if error is None else f"{type(error).__name__}: {error}"
-        notes = [part.decode() for part in _gather_bytes(note.encode(), self.host_group)]
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(notes) if text]
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(self.gather_json(note)) if text]
         if failed:
             raise EngineError(
                 f"{doing} failed on {len(failed)} of {self.world_size} ranks. " + "; ".join(failed)

@@ -6,9 +6,9 @@ log-probs and masks silently speak of tokens that nobody generated. A further tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any
 
 from rl_contracts.errors import ConfigError, DataError
 
@@ -21,16 +21,6 @@ _PROBE: tuple[Message, ...] = (
     {"role": "assistant", "content": _ANSWER},
 )
 """A conversation whose answer can be found again in what a template makes of it."""
-
-
-class ChatTokenizer(Protocol):
-    """What rendering needs of a Hugging Face tokenizer."""
-
-    eos_token_id: int | None
-    all_special_ids: list[int]
-    apply_chat_template: Callable[..., Any]
-    encode: Callable[..., list[int]]
-    convert_ids_to_tokens: Callable[..., Any]
 
 
 class ChatRenderer:
@@ -50,7 +40,7 @@ class ChatRenderer:
                 "expected a tokenizer with a chat template, found one without; "
                 "take an instruction-tuned model's tokenizer or set `tokenizer.chat_template`"
             )
-        self._tokenizer = cast(ChatTokenizer, tokenizer)
+        self._tokenizer = tokenizer
         self._options = dict(template_options or {})
         self._parts = False
         self._parts = self._needs_parts()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_contracts.packing import balance, cut
+from rl_contracts.trajectory import UNIT_KEY, concatenate, lengths, select
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,6 @@ def _units(batch: TensorDict, order: torch.Tensor) -> torch.Tensor:
     """Unit of each row of `order`, int64 [B], counted from 0 by the first row; a row by itself is a unit."""
     import torch
 
-    from rl_contracts.trajectory import UNIT_KEY
-
     places = torch.arange(len(order))
     if UNIT_KEY not in batch:
         return places
@@ -50,8 +49,6 @@ def share(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) ->
     With fewer rows (or units of rows) than minibatches, as at the end of the data, some minibatches have none.
     """
     import torch
-
-    from rl_contracts.trajectory import lengths, select
 
     order = global_order(batch)
     unit = _units(batch, order)
@@ -81,8 +78,6 @@ def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int 
     """
     import torch
     from tensordict import TensorDict
-
-    from rl_contracts.trajectory import concatenate
 
     if parallel.world_size == 1:
         return share(batch, parallel, minibatches)

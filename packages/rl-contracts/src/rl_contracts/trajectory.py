@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError
+from rl_contracts.packing import units_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -183,8 +184,6 @@ def lengths(batch: TensorDict) -> torch.Tensor:
 
 def units(batch: TensorDict) -> list[list[int]]:
     """Rows that stay together, as row indices of each unit; without the entry `unit_ids` each row by itself."""
-    from rl_contracts.packing import units_of
-
     if UNIT_KEY not in batch:
         return [[row] for row in range(batch.batch_size[0])]
     return units_of(batch[UNIT_KEY].tolist())

@@ -69,14 +69,10 @@ class Launcher:
     def __init__(self, scheduler: Scheduler, config: LauncherConfig | None = None) -> None:
         self._scheduler = scheduler
         self._config = config or LauncherConfig()
-        self._key = secrets.token_urlsafe(32)
+        self.key = secrets.token_urlsafe(32)
+        """The key of this run. Every worker has it in its environment as RL_RUN_KEY; never write it anywhere."""
         self._trainers: list[str] = []
         self._on_tick: Callable[[list[Worker]], None] | None = None
-
-    @property
-    def key(self) -> str:
-        """The key of this run. Every worker has it in its environment as RL_RUN_KEY; never write it anywhere."""
-        return self._key
 
     def run(
         self,
@@ -134,12 +130,12 @@ class Launcher:
 
     def _with_key(self, spec: JobSpec) -> JobSpec:
         """The role with the run key in its environment, and a guard against it in a place that everybody can read."""
-        if any(self._key in part for part in spec.command):
+        if any(self.key in part for part in spec.command):
             raise ConfigError(
                 f"role {spec.role!r}: expected no secret in its command, which every user of the machine can read; "
                 f"found the run key. The process has it in its environment as {RUN_KEY_VARIABLE}."
             )
-        return replace(spec, env={**spec.env, RUN_KEY_VARIABLE: self._key})
+        return replace(spec, env={**spec.env, RUN_KEY_VARIABLE: self.key})
 
     def _look(self, interrupts: Interrupts) -> bool:
         """One look at everything: signals, progress, deaths. Returns whether all trainers are done."""

@@ -255,16 +255,17 @@ def _listens(spec: JobSpec) -> bool:
 
 def _validate(spec: JobSpec) -> None:
     """Raise a ConfigError for a role that cannot be meant as it is written."""
-    prefix = f"role {spec.role!r}"
+    path, last = spec.ready_path, 65536 - spec.count
+    rules = {
+        "command": (len(spec.command) > 0, "a program and its arguments"),
+        "count": (spec.count >= 1, "at least 1"),
+        "cpus": (spec.cpus >= 1, "at least 1"),
+        "gpus": (spec.gpus >= 0, "0 or more"),
+        "ready_timeout": (spec.ready_timeout > 0, "more than 0 seconds"),
+        "port": (spec.port is None or 1 <= spec.port <= last, f"between 1 and {last} for {spec.count} workers"),
+        "ready_path": (path is None or path.startswith("/"), "a path that starts with '/'"),
+    }
     named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", spec.role) is not None
     require(named, "role", "a name of letters, digits, '_', '.' and '-', for it names the log files", spec.role)
-    require(len(spec.command) > 0, f"{prefix}: command", "a program and its arguments", spec.command)
-    require(spec.count >= 1, f"{prefix}: count", "at least 1", spec.count)
-    require(spec.cpus >= 1, f"{prefix}: cpus", "at least 1", spec.cpus)
-    require(spec.gpus >= 0, f"{prefix}: gpus", "0 or more", spec.gpus)
-    require(spec.ready_timeout > 0, f"{prefix}: ready_timeout", "more than 0 seconds", spec.ready_timeout)
-    if spec.port is not None:
-        last = 65536 - spec.count
-        require(1 <= spec.port <= last, f"{prefix}: port", f"between 1 and {last} for {spec.count} workers", spec.port)
-    path = spec.ready_path
-    require(path is None or path.startswith("/"), f"{prefix}: ready_path", "a path that starts with '/'", path)
+    for name, (holds, expected) in rules.items():
+        require(holds, f"role {spec.role!r}: {name}", expected, getattr(spec, name))

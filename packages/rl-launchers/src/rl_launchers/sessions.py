@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import psutil
@@ -29,8 +29,8 @@ class Session:
 
     def members(self) -> set[psutil.Process]:
         """Living processes of the session and living descendants of its leader."""
-        pids = [pid for pid in psutil.pids() if _session_of(pid) == self.pid]
-        if self.pid in pids and not self._leader_lives():
+        pids = [pid for pid in psutil.pids() if _id_of(os.getsid, pid) == self.pid]
+        if self.pid in pids and not (self._leader is not None and self._leader.is_running()):
             return set()  # the id went to a stranger, so nobody of this session is left
         found: set[psutil.Process] = set()
         for pid in pids:
@@ -44,16 +44,13 @@ class Session:
     def terminate(self) -> None:
         """Send SIGTERM to the process group, and to the members outside of it."""
         members = self.members()
-        outside = {process for process in members if _group_of(process.pid) != self.pid}
+        outside = {process for process in members if _id_of(os.getpgid, process.pid) != self.pid}
         if members - outside:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGTERM)
         for process in outside:
             with suppress(psutil.Error):
                 process.terminate()
-
-    def _leader_lives(self) -> bool:
-        return self._leader is not None and self._leader.is_running()
 
 
 def stop_sessions(sessions: Iterable[Session], grace: float, patience: float = 10.0) -> list[psutil.Process]:
@@ -108,15 +105,9 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _group_of(pid: int) -> int | None:
+def _id_of(group: Callable[[int], int], pid: int) -> int | None:
+    """The id of the process group or session that a process belongs to; None: it is gone, or not ours to ask."""
     try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def _session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
+        return group(pid)
     except (ProcessLookupError, PermissionError):
         return None

@@ -53,14 +53,11 @@ class BroadcastSender:
             self._own = address.host
         else:
             self._store, self._own = connect(address), own_address(address)
+        self.location = address.location
+        """Where the trainer's other ranks come to."""
         self._session = address
         self._past: deque[Rendezvous] = deque()
         self._group: _Group | None = None
-
-    @property
-    def location(self) -> str:
-        """Where the trainer's other ranks come to."""
-        return self._session.location
 
     def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
         self._updates += 1  # in step on all ranks of the trainer, so that an update has one name
@@ -189,8 +186,7 @@ class _Group:
         self._options = BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
         self._running: deque[tuple[Any, torch.Tensor, list[_Landing]]] = deque()
-        make = _make_nccl if backend == "nccl" else _make_gloo
-        self._group = make(PrefixStore(f"group-{name}", store), self.rank, self.world, self._wait, host)
+        self._group = _process_group(backend, PrefixStore(f"group-{name}", store), address, host)
 
     def send(
         self, specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]], device: str
@@ -335,22 +331,16 @@ def _broken(landings: list[_Landing], error: RuntimeError) -> WeightUpdateError:
     )
 
 
-def _make_gloo(store: Any, rank: int, world: int, wait: timedelta, host: str) -> Any:
-    from torch.distributed import ProcessGroupGloo
+def _process_group(backend: str, store: Any, address: Address, host: str) -> Any:
+    from torch import distributed
 
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = wait
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-    options._threads = 2
-    return ProcessGroupGloo(store, rank, world, options)
-
-
-def _make_nccl(store: Any, rank: int, world: int, wait: timedelta, host: str) -> Any:
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = wait
-    return ProcessGroupNCCL(store, rank, world, options)
+    kind: Any = distributed.ProcessGroupNCCL if backend == "nccl" else distributed.ProcessGroupGloo
+    options = kind.Options() if backend == "nccl" else kind._Options()
+    options._timeout = timedelta(seconds=address.timeout)
+    if backend == "gloo":
+        options._devices = [kind.create_device(hostname=host)]
+        options._threads = 2
+    return kind(store, address.rank, address.world, options)
 
 
 def _device_id(device: str) -> str:

@@ -84,6 +84,19 @@ def test_threads_nobody_set_are_the_cpus_of_the_role(
     assert own["OMP_NUM_THREADS"] == "2"
 
 
+def test_aborted_worker_leaves_the_stacks_of_its_threads_in_its_log(scheduler: LocalScheduler) -> None:
+    program = "import threading, time\ndef stuck():\n  print('here', flush=True)\n  time.sleep(600)\n"
+    scheduler.create_workers(JobSpec("actor", python(program + "threading.Thread(target=stuck).start()")))
+    (worker,) = scheduler.get_workers("actor")
+    wait_until(lambda: "here" in scheduler.logs(worker))
+
+    os.kill(worker.pid or 0, signal.SIGABRT)
+    (worker,) = wait_for_end(scheduler, "actor")
+
+    assert worker.exit_code == -signal.SIGABRT
+    assert "in stuck" in scheduler.logs(worker)
+
+
 def test_log_level_of_the_command_is_that_of_its_workers(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

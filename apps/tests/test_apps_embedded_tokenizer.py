@@ -2,9 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_apps.embedded.lessons import chances_of_adding, lesson_answer
 from rl_apps.embedded.tokenizer import trained_tokenizer, word_problem_tokenizer
-from rl_apps.embedded.warmup import _batch
+from rl_apps.embedded.warmup import _batch, chances_of_adding, lesson_answer
 from rl_contracts.errors import DataError
 from rl_contracts.rendering import ChatRenderer
 from rl_datasets.word_problems import MAX_LEVEL, WordProblems, draw_problem

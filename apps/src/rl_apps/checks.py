@@ -47,19 +47,16 @@ def check_model(path: str, setting: str = "model.path") -> None:
         )
     present = sorted(p.name for p in directory.iterdir())
     listing = ", ".join(present[:8]) or "nothing"
-    if "config.json" not in present:
-        raise ModelError(
-            f"{setting}={path}: expected a Hugging Face model directory; it has no config.json but {listing}."
-        )
-    if not any(name.endswith(".safetensors") for name in present):
-        raise ModelError(
-            f"{setting}={path}: expected weights (model.safetensors), found {listing}. "
-            "Download the model whole, or name a checkpoint of a run (checkpoints/step_<n>)."
-        )
-    if not any(name.startswith("tokenizer") for name in present):
-        raise ModelError(
-            f"{setting}={path}: expected a tokenizer (tokenizer.json) beside the weights, found {listing}."
-        )
+    for needed, is_there in (
+        ("config.json of a Hugging Face model", "config.json" in present),
+        ("weights (model.safetensors)", any(name.endswith(".safetensors") for name in present)),
+        ("a tokenizer (tokenizer.json) beside the weights", any(name.startswith("tokenizer") for name in present)),
+    ):
+        if not is_there:
+            raise ModelError(
+                f"{setting}={path}: expected {needed}, found {listing}. "
+                "Download the model whole, or name a checkpoint of a run (checkpoints/step_<n>)."
+            )
 
 
 def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:

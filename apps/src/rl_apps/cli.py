@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rl_apps.config import GRPOConfig
 from rl_contracts.errors import ConfigError, DataError, RLError
-from rl_contracts.scheduler import JobSpec
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    from rl_apps.app import Run
     from rl_apps.compose import compose, to_yaml
+    from rl_apps.driver import trainer_job
     from rl_apps.layout import devices_of, layout_of
     from rl_launchers import Launcher
 
@@ -57,16 +58,13 @@ def _replay(arguments: argparse.Namespace) -> int:
     layout = layout_of(config.allocation, "refused")
     devices = devices_of(layout, config.cluster, config.launcher)
     with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
-        (Path(scratch) / "config.yaml").write_text(to_yaml(config))
-        result = Path(scratch) / "result.json"
-        command = (sys.executable, "-m", "rl_apps.replay", scratch, devices.kind, str(batch), str(result))
-        job = JobSpec(
-            "actor", command, layout.actor.world_size, cpus=devices.cores_each, gpus=devices.gpus(1), spmd=True
-        )
-        launcher = Launcher(config.launcher.scheduler(Path(scratch) / "logs"), config.launcher)
-        code = launcher.run([], lambda _: [job])
+        run = Run(config, layout, Path(scratch), devices.kind)
+        (run.directory / "config.yaml").write_text(to_yaml(config))
+        (run.directory / batch.name).symlink_to(batch)
+        launcher = Launcher(config.launcher.scheduler(run.directory / "logs"), config.launcher)
+        code = launcher.run([], lambda _: [trainer_job("rl_apps.replay:APP", run, devices, [])])
         if code == 0:
-            print(json.dumps(json.loads(result.read_text()), indent=2))
+            print(json.dumps(json.loads((run.directory / "result.json").read_text()), indent=2))
     return code
 
 

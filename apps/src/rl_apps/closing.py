@@ -66,7 +66,7 @@ def files(run_dir: Path) -> list[str]:
 
 def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[str]:
     """Accuracy before and after of the held-out problems that use each verb."""
-    from rl_apps.embedded.lessons import TAUGHT_VERBS
+    from rl_apps.embedded.warmup import TAUGHT_VERBS
 
     rows = head(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
     before, after = (accuracy_by("verbs", rows, run_dir, step) for step in (first, last))

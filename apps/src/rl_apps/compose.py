@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
@@ -40,24 +40,8 @@ LEARNER = "actor.engine"
 """The settings that the engines of a run's other models have, where they say nothing else."""
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """What was asked for."""
-
-    overrides: list[str]
-    """`key=value`, in Hydra's grammar."""
-    file: Path | None = None
-    """One's own file over the app's defaults."""
-    dry_run: bool = False
-    """Show what would happen, and start nothing."""
-    show_config: bool = False
-    """Print the composed config."""
-    show_help: bool = False
-    """Print the settings with their meanings."""
-
-
-def parse(argv: list[str]) -> CommandLine:
-    """Split a command line into flags and overrides.
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Split a command line into its flags and `overrides`, a list of `key=value` in Hydra's grammar.
 
     Raises:
         ConfigError: an argument is neither a flag of ours nor `key=value`.
@@ -67,12 +51,13 @@ def parse(argv: list[str]) -> CommandLine:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--help", "-h", action="store_true")
-    known, rest = parser.parse_known_args(argv)
-    for argument in rest:
+    line, overrides = parser.parse_known_args(argv)
+    for argument in overrides:
         if "=" not in argument or argument.startswith("-"):
             flags = "--config FILE.yaml, --dry-run, --cfg job or --help"
             raise ConfigError(f"argument {argument!r}: expected key=value, {flags}.")
-    return CommandLine(rest, known.config, known.dry_run, known.cfg is not None, known.help)
+    line.overrides = overrides
+    return line
 
 
 def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from rl_apps.data import DataConfig
 from rl_apps.layout import ClusterConfig
@@ -12,8 +13,10 @@ from rl_contracts.config import (
     GenerationConfig,
     MicroBatchConfig,
     OptimizerConfig,
+    Settings,
+    bounded,
+    choice,
     require,
-    require_choice,
 )
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
@@ -30,10 +33,11 @@ from rl_workflows import RolloutConfig
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(Settings):
     """The model that learns: its optimizer, and how a batch is cut."""
 
-    minibatches: int = 1
+    setting: ClassVar[str] = "actor"
+    minibatches: int = bounded(1, "at least 1", lambda number: number >= 1)
     """Optimizer steps per training batch."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its schedule."""
@@ -43,9 +47,6 @@ class ActorConfig:
     """`float32`, or `bfloat16` with float32 master weights and reductions."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     """The train engine's own settings, of the type that the engine brings which `allocation` names."""
-
-    def __post_init__(self) -> None:
-        require(self.minibatches >= 1, "actor.minibatches", "at least 1", self.minibatches)
 
 
 @dataclass
@@ -60,7 +61,7 @@ class RolloutSettings(RolloutConfig):
     """Processes per data-parallel head that compute rewards."""
     reward_timeout: float = 30.0
     """Seconds for one reward; then its process is killed and the episode is recorded as a reward error."""
-    interrupt: str = "keep"
+    interrupt: str = choice("keep", ("keep", "recompute", "wait"))
     """What happens to unfinished answers at an update of the weights: `keep` (go on with their KV cache), `recompute`
     (go on, KV cache rebuilt) or `wait` (finish first)."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -75,13 +76,9 @@ class RolloutSettings(RolloutConfig):
     client: ClientConfig = field(default_factory=lambda: ClientConfig(rejoin_timeout=180.0))
     """The client of the servers. `rejoin_timeout` counts only where the launcher restarts servers."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice("rollout.interrupt", self.interrupt, ("keep", "recompute", "wait"))
-
 
 @dataclass
-class RunConfig:
+class RunConfig(Settings):
     """What every command has."""
 
     experiment: str = "rl"
@@ -96,9 +93,9 @@ class RunConfig:
     """The same seed and config give the same metrics to the last bit, and servers and trainer compute the same
     log-probs (docs/numerics.md says where). Slow: every answer and every row is run alone, on one thread. Needs
     `rollout.max_staleness=0`, since otherwise the order in which processes run decides what is learned from."""
-    total_steps: int = 100
+    total_steps: int = bounded(100, "at least 1", lambda steps: steps >= 1)
     """Training steps."""
-    total_epochs: int = 0
+    total_epochs: int = bounded(0, "0 (no limit) or more", lambda epochs: epochs >= 0)
     """Passes over the data after which the run also ends; 0: only `total_steps` counts."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy before the first step."""
@@ -120,15 +117,6 @@ class RunConfig:
     """When the run saves what it needs to go on after it was stopped: the same command with the same `run_dir`."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """When and how held-out rows are answered."""
-
-    def __post_init__(self) -> None:
-        require(self.total_steps >= 1, "total_steps", "at least 1", self.total_steps)
-        require(self.total_epochs >= 0, "total_epochs", "0 (no limit) or more", self.total_epochs)
-
-    @property
-    def epochs(self) -> int | None:
-        """`total_epochs`, None for no limit."""
-        return self.total_epochs or None
 
     def finetune_spec(self) -> FinetuneSpec:
         """What the engine of the model that learns is told of the run."""
@@ -173,20 +161,18 @@ class RefConfig:
 
 
 @dataclass
-class CriticConfig:
+class CriticConfig(Settings):
     """The model of values; loaded where `algorithm.advantage.kind=gae` asks for it."""
 
+    setting: ClassVar[str] = "critic"
     path: str = ""
     """What its body starts from (Hugging Face directory or hub id); empty: `model.path`. Its value head starts at 0."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """AdamW and its schedule."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     """Its train engine's own settings; what is not set is as in `actor.engine`."""
-    clip: float = 0.2
+    clip: float = bounded(0.2, "0 (off) or more", lambda distance: distance >= 0)
     """The value loss is clipped at this distance from the value before the update; 0: not at all."""
-
-    def __post_init__(self) -> None:
-        require(self.clip >= 0, "critic.clip", "0 (off) or more", self.clip)
 
 
 @dataclass

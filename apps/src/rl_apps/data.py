@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_contracts import registry
-from rl_contracts.config import require
+from rl_contracts.config import Settings, bounded
 from rl_contracts.errors import DataError
 
 GENERATED = "word-problems"
@@ -20,24 +20,21 @@ Rows = Sequence[dict[str, Any]]
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Settings):
     """What is learned from."""
 
+    setting: ClassVar[str] = "data"
     name: str = GENERATED
     """Installed data set (`word-problems`, `gsm8k`; of pairs `word-problem-pairs`, `hh-rlhf`) or a dotted path to a
     loader."""
     path: str = ""
     """Hub id, directory or file; empty: the data set's own default."""
-    batch_size: int = 16
+    batch_size: int = bounded(16, "at least 1", lambda rows: rows >= 1)
     """Prompts (SFT: rows) per training step, over all data-parallel replicas."""
-    max_length: int = 2048
+    max_length: int = bounded(2048, "at least 2", lambda tokens: tokens >= 2)
     """Tokens of a row (of a prompt with its answer, where answers are generated) at most; longer ones are refused."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the data set."""
-
-    def __post_init__(self) -> None:
-        require(self.batch_size >= 1, "data.batch_size", "at least 1", self.batch_size)
-        require(self.max_length >= 2, "data.max_length", "at least 2", self.max_length)
 
 
 def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:

@@ -42,13 +42,13 @@ def main(reference: str, argv: list[str] | None = None) -> int:
 
 def _main(reference: str, app: App, argv: list[str]) -> int:
     line = compose.parse(argv)
-    config = app.config(line.overrides, line.file)
-    if line.show_help:
+    config = app.config(line.overrides, line.config)
+    if line.help:
         from rl_apps.help import render
 
         print(render(f"{app.name}: {app.title}", config))
         return 0
-    if line.show_config:
+    if line.cfg:
         print(compose.to_yaml(config), end="")
         return 0
     layout = layout_of(config.allocation, app.servers)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from rl_apps import closing, driver
 from rl_apps.app import App, Run
 from rl_apps.checks import check_algorithm, check_batch, check_rollout
@@ -39,7 +37,7 @@ def train(run: Run[GRPOConfig]) -> None:
         ranks = engine.parallel
         rows = load_rows(config.data, "train", "rl", config.seed)
         prompts = PromptLoader(
-            rows, seed=config.seed, epochs=config.epochs, num_shards=ranks.dp_size, shard=ranks.dp_rank
+            rows, seed=config.seed, epochs=config.total_epochs or None, num_shards=ranks.dp_size, shard=ranks.dp_rank
         )
         client = parts.client()
         reward = parts.reward()
@@ -66,6 +64,6 @@ APP = App(
 )
 
 
-def main() -> None:
+def main() -> int:
     """Entry point of the command."""
-    sys.exit(driver.main("rl_apps.gsm8k_grpo:APP"))
+    return driver.main("rl_apps.gsm8k_grpo:APP")

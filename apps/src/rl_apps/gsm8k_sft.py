@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_apps import closing, driver
@@ -17,6 +17,9 @@ from rl_apps.progress import SFT_COLUMNS
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rl_trainers import LossLearner
+    from rl_trainers.evaluation import Evaluation
+
 
 def check(run: Run[SFTConfig]) -> list[str]:
     """Everything of this command that can be known before a process starts."""
@@ -25,34 +28,54 @@ def check(run: Run[SFTConfig]) -> list[str]:
 
 def train(run: Run[SFTConfig]) -> None:
     """The work of one trainer process: from the data set's conversations to the updated weights."""
-    from rl_datasets import BatchLoader
-    from rl_trainers import DataSource, LossEvaluation, LossLearner, RecoverPoints
-    from rl_trainers import train as run_loop
-    from rl_trainers.evaluation import Evaluation
+    from rl_trainers import LossLearner
     from rl_trainers.supervised import supervised_rows, whole_to_share
 
-    config = run.config
     with Parts(run) as parts:
         engine, renderer = parts.engine(), parts.renderer()
-        rows = load_rows(config.data, "train", "sft", config.seed)
-        batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.epochs)
 
         def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
-            return whole_to_share(supervised_rows(rows, renderer, config.data.max_length), engine.parallel)
+            return whole_to_share(supervised_rows(rows, renderer, run.config.data.max_length), engine.parallel)
 
-        source = DataSource(batches, batch_of)
-        held_out = head(load_rows(config.data, "test", "sft", config.seed), config.evaluation.rows)
-        evaluations: list[Evaluation] = [LossEvaluation(engine, batch_of(held_out))] if held_out else []
+        evaluations: list[Evaluation] = []
         publisher = gap = None
         if run.servers:
             client = parts.client()
             rollout = parts.runtime(client, parts.workflow(parts.reward()), engine)
             publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
             evaluations.append(parts.answer_evaluation(engine, rollout))
-        books = parts.books(engine, evaluations, renamed={"loss": "loss/train"})
-        recover = RecoverPoints(run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
-        learner = LossLearner(engine)
-        run_loop(source, learner, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)
+        learn_rows(parts, "sft", LossLearner(engine), batch_of, evaluations, publisher=publisher, gap=gap)
+
+
+def learn_rows(
+    parts: Parts,
+    form: str,
+    learner: LossLearner,
+    batch_of: Callable[[list[dict[str, Any]]], TensorDict],
+    evaluations: Sequence[Evaluation] = (),
+    **served: Any,
+) -> None:
+    """The steps, from the rows of a data set to the updated weights, with the loss on held-out rows.
+
+    Args:
+        form: of the rows, see `load_rows`.
+        batch_of: this rank's share of rows, as a batch.
+        evaluations: further ones.
+        served: publisher and gate, see `rl_trainers.train`.
+    """
+    from rl_datasets import BatchLoader
+    from rl_trainers import DataSource, LossEvaluation, RecoverPoints
+    from rl_trainers import train as run_loop
+
+    config, engine = parts.config, learner.engine
+    rows = load_rows(config.data, "train", form, config.seed)
+    batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.total_epochs or None)
+    source = DataSource(batches, batch_of)
+    held_out = head(load_rows(config.data, "test", form, config.seed), config.evaluation.rows)
+    losses = [LossEvaluation(learner, batch_of(held_out))] if held_out else []
+    books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"})
+    recover = RecoverPoints(parts.run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
+    run_loop(source, learner, books, config.total_steps, recover=recover, **served)
 
 
 APP = App(
@@ -70,6 +93,6 @@ APP = App(
 )
 
 
-def main() -> None:
+def main() -> int:
     """Entry point of the command."""
-    sys.exit(driver.main("rl_apps.gsm8k_sft:APP"))
+    return driver.main("rl_apps.gsm8k_sft:APP")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from rl_apps.app import App, Run
 from rl_apps.checks import check_rows
 from rl_apps.compose import CONF
 from rl_apps.config import RunConfig
-from rl_apps.data import head, load_rows
+from rl_apps.gsm8k_sft import learn_rows
 from rl_apps.parts import Parts
 from rl_apps.progress import PREFERENCE_COLUMNS
 from rl_trainers.preference import PreferenceConfig
@@ -41,7 +40,7 @@ def train_reward_model(run: Run[RunConfig]) -> None:
 
     with Parts(run) as parts:
         engine = parts.engine(spec=replace(run.config.finetune_spec(), head="score"))
-        learn(parts, engine, reward_model_loss)
+        learn_pairs(parts, engine, reward_model_loss)
 
 
 def train_policy(run: Run[DPOConfig]) -> None:
@@ -51,34 +50,20 @@ def train_policy(run: Run[DPOConfig]) -> None:
     with Parts(run) as parts:
         engine = parts.engine()
         reference = parts.engine(spec=replace(run.config.finetune_spec(), optimizer=None))
-        learn(parts, engine, PolicyPreferenceLoss(run.config.preference), reference)
+        learn_pairs(parts, engine, PolicyPreferenceLoss(run.config.preference), reference)
 
 
-def learn(parts: Parts, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None) -> None:
+def learn_pairs(parts: Parts, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None) -> None:
     """The steps: from the data set's pairs to the updated weights."""
-    from rl_datasets import BatchLoader
-    from rl_trainers import DataSource, LossLearner, PreferenceEvaluation, RecoverPoints
-    from rl_trainers import train as run_loop
+    from rl_trainers import LossLearner
     from rl_trainers.preference import pairs, pairs_to_share, preference_rows
-    from rl_trainers.supervised import add_reference
 
-    config, renderer = parts.config, parts.renderer()
-    rows = load_rows(config.data, "train", "pairs", config.seed)
-    batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.epochs)
+    renderer = parts.renderer()
 
     def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
-        return pairs_to_share(preference_rows(rows, renderer, config.data.max_length), engine.parallel)
+        return pairs_to_share(preference_rows(rows, renderer, parts.config.data.max_length), engine.parallel)
 
-    source = DataSource(batches, batch_of)
-    held_out = head(load_rows(config.data, "test", "pairs", config.seed), config.evaluation.rows)
-    evaluations = []
-    if held_out:
-        batch = batch_of(held_out)
-        add_reference(batch, reference)
-        evaluations.append(PreferenceEvaluation(engine, loss, batch))
-    books = parts.books(engine, evaluations, renamed={"loss": "loss/train"})
-    recover = RecoverPoints(parts.run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
-    run_loop(source, LossLearner(engine, loss, pairs, reference), books, config.total_steps, recover=recover)
+    learn_rows(parts, "pairs", LossLearner(engine, loss, pairs, reference), batch_of)
 
 
 REWARD_MODEL = App(
@@ -103,11 +88,11 @@ DPO = replace(
 )
 
 
-def main_reward_model() -> None:
+def main_reward_model() -> int:
     """Entry point of `hh-rlhf-rm`."""
-    sys.exit(driver.main("rl_apps.hh_rlhf:REWARD_MODEL"))
+    return driver.main("rl_apps.hh_rlhf:REWARD_MODEL")
 
 
-def main_dpo() -> None:
+def main_dpo() -> int:
     """Entry point of `hh-rlhf-dpo`."""
-    sys.exit(driver.main("rl_apps.hh_rlhf:DPO"))
+    return driver.main("rl_apps.hh_rlhf:DPO")

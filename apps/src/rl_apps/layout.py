@@ -5,30 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import ClassVar
 
 from rl_contracts.allocation import Allocation, Component
-from rl_contracts.config import require, require_choice
+from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.errors import ConfigError
 from rl_contracts.scheduler import Resources
 from rl_launchers import LauncherConfig
 
 
 @dataclass
-class ClusterConfig:
+class ClusterConfig(Settings):
     """What there is to run on, and what of it is used."""
 
-    device: str = "auto"
+    setting: ClassVar[str] = "cluster"
+    device: str = choice("auto", ("auto", "cpu", "cuda"))
     """Where models run: `cpu`, `cuda`, or `auto`: on GPUs where there are any (too few are refused), else on the
     CPU."""
-    devices: int = 0
+    devices: int = bounded(0, "0 (what there is) or more", lambda number: number >= 0)
     """GPUs in all; 0: what the scheduler finds."""
-    cores: int = 0
+    cores: int = bounded(0, "0 (what there is) or more", lambda number: number >= 0)
     """Cores in all; 0: what the scheduler finds. Processes share them where there are fewer than processes."""
-
-    def __post_init__(self) -> None:
-        require_choice("cluster.device", self.device, ("auto", "cpu", "cuda"))
-        require(self.devices >= 0, "cluster.devices", "0 (what there is) or more", self.devices)
-        require(self.cores >= 0, "cluster.cores", "0 (what there is) or more", self.cores)
 
 
 @dataclass(frozen=True)

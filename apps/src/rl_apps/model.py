@@ -39,20 +39,14 @@ def make_model(
     if data.name in (GENERATED, GENERATED_PAIRS):
         recipe = EmbeddedRecipe() if warm_up else EmbeddedRecipe(warm_up=None)
         say("making the embedded model" + (" and warming it up" if warm_up else ""))
-        return prepare_embedded(seed, recipe, _WarmUpProgress(say))
+
+        def progress(step: int, steps: int, loss: float) -> None:
+            if step % 100 == 0 or step == steps:
+                say(f"warm-up {step}/{steps}, loss {loss:.3f}")
+
+        return prepare_embedded(seed, recipe, progress)
     say("making a small model from scratch, with a tokenizer trained on the data")
     rows = load_rows(data, "train", "pairs" if form == "pairs" else "rl", seed)
     if form == "pairs":
         return prepare_from_scratch((m["content"] for row in rows for m in row["chosen"]), seed)
     return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), seed)
-
-
-class _WarmUpProgress:
-    """Tells of the warm-up now and then."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def __call__(self, step: int, steps: int, loss: float) -> None:
-        if step % 100 == 0 or step == steps:
-            self._say(f"warm-up {step}/{steps}, loss {loss:.3f}")

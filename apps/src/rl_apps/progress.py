@@ -42,26 +42,6 @@ PREFERENCE_COLUMNS: dict[str, tuple[str, str]] = {
 STAGES = ("rollout_wait", "train", "publish")
 
 
-class MetricsTail:
-    """Reads the records that have been appended to a metrics file since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-        self._rest = b""
-
-    def read(self) -> list[dict[str, Any]]:
-        """The new complete records, in order; none while the file does not exist."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            data = self._rest + file.read()
-            self._position = file.tell()
-        *lines, self._rest = data.split(b"\n")
-        return [json.loads(line) for line in lines if line.strip()]
-
-
 class RunProgress:
     """Follows a run's metrics file. Call `tick` often; use as a context manager.
 
@@ -77,7 +57,7 @@ class RunProgress:
     ) -> None:
         self.console = console or Console(highlight=False)
         self.columns, self.total_steps = columns, total_steps
-        self._tail = MetricsTail(metrics)
+        self._metrics, self._read = metrics, 0  # bytes of it that were shown
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -106,8 +86,14 @@ class RunProgress:
             self.console.print(stage)
 
     def tick(self) -> None:
-        """Show what is new."""
-        for record in self._tail.read():
+        """Show the records that were appended since the last look."""
+        if not self._metrics.exists():
+            return
+        with self._metrics.open("rb") as file:
+            file.seek(self._read)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._read += len(whole + end)
+        for record in map(json.loads, whole.splitlines()):
             self.console.print(step_line(record, self.columns, self.total_steps), soft_wrap=True)
             self._bar.update(self._task, completed=record["step"], description="training")
 

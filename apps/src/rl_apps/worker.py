@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from rl_apps.app import App, Run
 from rl_apps.compose import compose
@@ -22,7 +21,8 @@ def main(argv: list[str]) -> int:
     """Read the run's config and train; the exit code is 1 if the run failed."""
     reference, directory, device, addresses = argv
     configure(rank=int(os.environ.get("RANK", "0")), role="trainer")
-    signal.signal(signal.SIGTERM, _end)
+    # the ordinary way out, so that everything closes what it opened
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         app: App = registry.load("rl.apps", reference)
         config = compose(app.schema, [Path(directory) / "config.yaml"])
@@ -32,11 +32,6 @@ def main(argv: list[str]) -> int:
         log.exception("%s: %s", type(error).__name__, error)
         return 1
     return 0
-
-
-def _end(number: int, _: object) -> NoReturn:
-    """SIGTERM ends the process by the ordinary way out, so that everything closes what it opened."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

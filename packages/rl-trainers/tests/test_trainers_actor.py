@@ -23,9 +23,8 @@ from rl_trainers.algorithm import (
     MaskConfig,
     RewardConfig,
 )
-from rl_trainers.books import COMPUTED
+from rl_trainers.books import COMPUTED, summarise
 from rl_trainers.functional.kl import k3
-from rl_trainers.summary import summarise
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.trajectory import select
 from rl_trainers.algorithm import AdvantageConfig, AlgorithmConfig, KLConfig, RewardConfig
+from rl_trainers.books import summarise
 from rl_trainers.credit import assign_credit
 from rl_trainers.parts import SecondMomentMask
-from rl_trainers.summary import summarise
 
 SETTINGS = {
     "group mean and std": {},

@@ -22,13 +22,12 @@ from rl_trainers.functional.other_losses import bradley_terry_loss, dpo_loss, ip
 from rl_trainers.preference import (
     PolicyPreferenceLoss,
     PreferenceConfig,
-    PreferenceEvaluation,
     pairs,
     pairs_to_share,
     preference_rows,
     reward_model_loss,
 )
-from rl_trainers.supervised import LossLearner, add_reference
+from rl_trainers.supervised import LossEvaluation, LossLearner
 
 
 def pair_batch(count: int, seed: int = 0) -> Any:
@@ -219,8 +218,7 @@ def test_learner_a_few_steps_prefer_the_chosen_rows(kind: str, tmp_path: Path) -
     batch = pair_batch(4)
     loss = PolicyPreferenceLoss(PreferenceConfig(loss=kind))
     learner = LossLearner(engine, loss, pairs, reference)
-    learner.prepare(batch)
-    evaluate = PreferenceEvaluation(engine, loss, batch)
+    evaluate = LossEvaluation(learner, batch)
     before = evaluate(0)
 
     for _ in range(6):
@@ -235,9 +233,9 @@ def test_learner_a_few_steps_prefer_the_chosen_rows(kind: str, tmp_path: Path) -
     assert after["loss/eval"] < before["loss/eval"]
 
 
-def test_add_reference_without_one_adds_nothing() -> None:
+def test_prepare_without_a_reference_adds_nothing() -> None:
     batch = pair_batch(1)
 
-    add_reference(batch, None)
+    LossLearner(ReferenceTrainEngine()).prepare(batch)
 
     assert "ref_logprobs" not in batch

@@ -14,9 +14,10 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.rendering import ChatRenderer
+from rl_contracts.sharding import share
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.models import make_tiny_tokenizer
-from rl_contracts.trajectory import save_batch
+from rl_contracts.trajectory import load_batch, save_batch
 from rl_trainers import (
     Books,
     CheckpointConfig,
@@ -25,7 +26,6 @@ from rl_trainers import (
     PolicyActor,
     RecoverConfig,
     RecoverPoints,
-    ReplaySource,
     train,
 )
 from rl_trainers.algorithm import AlgorithmConfig
@@ -65,15 +65,27 @@ class Loader:
         self.position = state["position"]
 
 
-class StoppingReplay(ReplaySource):
-    """Saved batches; stops the run at one of them."""
+class StoppingReplay:
+    """Saved batches, in order; stops the run at one of them."""
 
-    stop_at = 0
+    def __init__(self, paths: list[Path], stop_at: int) -> None:
+        self.paths, self.stop_at, self.position = paths, stop_at, 0
 
     def next_batch(self) -> Any:
         if self.position + 1 == self.stop_at:
             raise KilledError
-        return super().next_batch()
+        batch = load_batch(self.paths[self.position])
+        self.position += 1
+        return share(batch, ParallelContext())
+
+    def end_step(self, version: int) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +115,7 @@ def run(kind: str, model: str, batches: list[Path], run_dir: Path, stop_at: int 
         )
         learner = LossLearner(engine)
     else:
-        source, learner = StoppingReplay(batches, ParallelContext()), PolicyActor(engine, AlgorithmConfig())
-        source.stop_at = stop_at
+        source, learner = StoppingReplay(batches, stop_at), PolicyActor(engine, AlgorithmConfig())
     books = Books(engine, run_dir, CheckpointConfig(every=3))
     recover = RecoverPoints(run_dir, RecoverConfig(every), {"actor": engine}, {"source": source, "books": books})
     try:

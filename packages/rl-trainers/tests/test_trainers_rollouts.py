@@ -13,8 +13,8 @@ from rl_contracts.parallel import ParallelContext
 from rl_contracts.trajectory import Trajectory
 from rl_trainers import AnswerEvaluation, EvaluationConfig, RolloutWriter
 from rl_trainers import rollouts as module
+from rl_trainers.books import reward_std
 from rl_trainers.rollouts import RolloutsConfig
-from rl_trainers.summary import reward_std
 
 
 def _answer(tokens=4, **values):

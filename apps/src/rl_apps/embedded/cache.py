@@ -54,17 +54,12 @@ def cached(cache_dir: Path, key: str, make: Callable[[Path], None]) -> Path:
         ) from error
     try:
         make(unfinished)
-        _take_place(unfinished, final)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return final
-
-
-def _take_place(unfinished: Path, final: Path) -> None:
-    unfinished.chmod(0o755)  # temporary directories are private; a cache may be shared
-    try:
+        unfinished.chmod(0o755)  # temporary directories are private; a cache may be shared
         unfinished.rename(final)
     except OSError:
         if not final.is_dir():
             raise
         get_logger("embedded").debug("another process made %s first", final)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return final

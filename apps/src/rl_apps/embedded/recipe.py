@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rl_contracts.config import require
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -23,12 +21,6 @@ class ModelShape:
     """Width of the feed-forward layers."""
     max_length: int = 256
     """Longest row of prompt and answer, in tokens."""
-
-    def __post_init__(self) -> None:
-        sizes = (self.hidden_size, self.layers, self.heads, self.head_dim, self.intermediate_size)
-        require(min(sizes) >= 1, "embedded model sizes", "at least 1 each", sizes)
-        require(self.head_dim % 2 == 0, "embedded model head_dim", "an even number, for RoPE", self.head_dim)
-        require(self.max_length >= 2, "embedded model max_length", "at least 2", self.max_length)
 
 
 @dataclass(frozen=True)
@@ -49,12 +41,6 @@ class WarmUp:
     """Decay of AdamW's moments; there is no weight decay."""
     max_grad_norm: float = 1.0
     """Global norm to which gradients are clipped."""
-
-    def __post_init__(self) -> None:
-        require(self.steps >= 1, "warm-up steps", "at least 1", self.steps)
-        require(self.batch_size >= 1, "warm-up batch_size", "at least 1", self.batch_size)
-        require(self.problems >= 1, "warm-up problems", "at least 1", self.problems)
-        require(self.lr > 0, "warm-up lr", "more than 0", self.lr)
 
 
 @dataclass(frozen=True)
@@ -79,6 +65,3 @@ class ScratchRecipe:
         hidden_size=128, layers=2, heads=4, head_dim=32, intermediate_size=384, max_length=1024
     )
     """Sizes of the model."""
-
-    def __post_init__(self) -> None:
-        require(self.vocab_size >= 512, "embedded model vocab_size", "at least 512 (256 are bytes)", self.vocab_size)

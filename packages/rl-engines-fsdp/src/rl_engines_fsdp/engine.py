@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError, RLError
@@ -25,7 +26,6 @@ from rl_engines_fsdp.config import FSDPEngineConfig, check_heads
 from rl_engines_fsdp.model import loading
 from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.model.maker import ModelMaker
-from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
 from rl_engines_fsdp.ranks import sharding
 from rl_engines_fsdp.ranks.process_group import join, pick_device, read_environment
@@ -46,12 +46,6 @@ class FSDPEngine(TrainEngine):
         config: settings.
         strategy: how many ranks along data, context and tensor. None: as many data-parallel ones as torchrun started.
     """
-
-    _model: PackedModel
-    _device: torch.device
-    _layout: ParallelStrategy
-    _spec: FinetuneSpec
-    _maker: ModelMaker
 
     def __init__(self, config: FSDPEngineConfig, strategy: ParallelStrategy | None = None) -> None:
         self.config = config
@@ -135,7 +129,7 @@ class FSDPEngine(TrainEngine):
         result["loss"] /= denominator
         result["grad_norm"] **= 0.5
         rate = learning_rate(settings, self._steps, self._spec.total_steps)
-        applied = self._step(optimizer, gradients, result, rate)
+        applied = self._step(optimizer, settings, gradients, result, rate)
         self._usage.add(time.perf_counter() - began, tokens, squares)
         return result | {"lr": rate, "applied": float(applied), "tokens": float(tokens)}
 
@@ -181,11 +175,14 @@ class FSDPEngine(TrainEngine):
         return TokenOutputs(*self._model(packed["input_ids"], packed.position_ids, temperature, segments)), packed
 
     def _step(
-        self, optimizer: torch.optim.AdamW, gradients: list[Tensor], result: dict[str, float], rate: float
+        self,
+        optimizer: torch.optim.AdamW,
+        settings: OptimizerConfig,
+        gradients: list[Tensor],
+        result: dict[str, float],
+        rate: float,
     ) -> bool:
         """Take the optimizer step, unless loss or gradients are not finite."""
-        settings = self._spec.optimizer
-        assert settings is not None
         if not (math.isfinite(result["grad_norm"]) and math.isfinite(result["loss"])):
             self._skipped += 1
             optimizer.zero_grad(set_to_none=True)

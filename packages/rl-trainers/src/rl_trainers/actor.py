@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from rl_contracts.config import require
 from rl_contracts.engine import TrainEngine
 from rl_contracts.errors import ConfigError, DataError
-from rl_contracts.trajectory import validate
+from rl_contracts.sharding import share
+from rl_contracts.trajectory import load_batch, validate
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.credit import assign_credit
 from rl_trainers.critic import VALUES_KEY, Critic
@@ -119,3 +121,24 @@ class PolicyActor:
             age = (self.version - batch["versions"]).float()
             weights = weights * torch.where(learn, torch.exp(-self.algorithm.staleness_coef * age), 0.0)
         return weights
+
+
+def replay_batch(actor: PolicyActor, path: str | Path, version: int | None = None) -> dict[str, float | None]:
+    """One training step on a saved batch, without servers (collective): the first tool for every question about
+    numbers.
+
+    Args:
+        actor: holds the weights to start from.
+        path: a file that `Books` saved (`batches/step_<n>-version_<v>.safetensors`).
+        version: the trainer's version at that step; None: the latest version of a token in the batch.
+
+    Returns:
+        statistics of `prepare` and `update`, the same on every rank and for every number of ranks.
+
+    Raises:
+        DataError: the file is not a saved batch.
+    """
+    batch = load_batch(path)
+    actor.engine.version = int(batch["versions"].max()) if version is None else version
+    mine = share(batch, actor.engine.parallel, actor.minibatches)
+    return actor.prepare(mine) | actor.update(mine)

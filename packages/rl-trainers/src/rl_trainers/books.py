@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_contracts.config import require
+from rl_contracts.config import Settings, bounded
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import Figures, MetricsWriter, collect
@@ -41,18 +41,19 @@ COMPUTED = (
 )
 """Entries that a learner adds to a batch."""
 
+OLDEST = 4
+"""Ages of tokens from here on are counted together."""
+
 
 @dataclass
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """What is kept of a run."""
 
-    every: int = 0
+    setting: ClassVar[str] = "checkpoint"
+    every: int = bounded(0, "0 (only at the end) or more steps", lambda steps: steps >= 0)
     """Steps between checkpoints; 0: only after the last step."""
     save_batches: bool = False
     """Keep each training batch under `batches/`, for `rl replay`."""
-
-    def __post_init__(self) -> None:
-        require(self.every >= 0, "checkpoint.every", "0 (only at the end) or more steps", self.every)
 
 
 class Books:
@@ -134,8 +135,6 @@ class Books:
         self, step: int, batch: TensorDict, stats: dict[str, float | None], version_before: int, version: int
     ) -> None:
         """After a step: its record, and what is due with it."""
-        from rl_trainers.summary import reward_std, summarise
-
         self.step = step
         of_batch = summarise(batch, version_before).over_replicas(self.engine.parallel).results()
         record: dict[str, float | None] = {"step": step, "version": version, **of_batch}
@@ -145,10 +144,13 @@ class Books:
             self._save_batch(batch, version_before)
         if self.config.every and step % self.config.every == 0:
             self._save()
-        record |= self._timing(record) | self.engine.stats()
+        seconds = time.perf_counter() - self._step_begin
+        record |= {f"time/{stage}": spent for stage, spent in self._seconds.items()}
+        record |= {"time/step": seconds, "throughput/trained_tokens_per_s": _rate(record["tokens/trained"], seconds)}
+        record |= self.engine.stats()
         recorded = self._figures.take().over_replicas(self.engine.parallel).results()
         if self.counters is not None:
-            record["throughput/generated_tokens_per_s"] = _rate(recorded.get("tokens/generated"), record["time/step"])
+            record["throughput/generated_tokens_per_s"] = _rate(recorded.get("tokens/generated"), seconds)
         self._add(record, recorded)
         if self.evaluate_every and step % self.evaluate_every == 0:
             record |= self._evaluate()
@@ -205,12 +207,6 @@ class Books:
         directory.mkdir(exist_ok=True)
         save_batch(whole, directory / f"step_{self.step}-version_{version}.safetensors")
 
-    def _timing(self, record: dict[str, float | None]) -> dict[str, float | None]:
-        total = time.perf_counter() - self._step_begin
-        stages: dict[str, float | None] = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
-        rate = _rate(record["tokens/trained"], total)
-        return stages | {"time/step": total, "throughput/trained_tokens_per_s": rate}
-
     def _start_step(self) -> None:
         self._seconds.clear()
         self._step_begin = time.perf_counter()
@@ -220,5 +216,45 @@ class Books:
             self._writer.write(record)
 
 
-def _rate(amount: float | None, seconds: float | None) -> float | None:
+def summarise(batch: TensorDict, version: int) -> Figures:
+    """Figures of one training batch: this rank's part of them.
+
+    Args:
+        batch: this rank's rows.
+        version: the trainer's version when the batch left the runtime.
+
+    Returns:
+        `rows`, `tokens/trained`, `reward/mean`, `reward/square` (see `reward_std`), `length/mean` (generated tokens),
+        `truncated/share`, `staleness/mean` and `staleness/max` (version minus a row's oldest token's),
+        `staleness/share_0` to `staleness/share_3` and `staleness/share_4_and_more` (trained tokens of each age).
+    """
+    figures = Figures()
+    learn, versions, rewards = batch["loss_mask"], batch["versions"], batch["rewards"].double()
+    generated = versions >= 0
+    # the largest int stands for "no generated token", so that such rows do not count
+    oldest = versions.masked_fill(~generated, 2**31 - 1).amin(-1)
+    age, answered = version - oldest, generated.any(-1)
+    figures.add("rows", rewards.new_ones(len(rewards)), kind="sum")
+    figures.add("tokens/trained", learn, kind="sum")
+    figures.add("reward/mean", rewards)
+    figures.add("reward/square", rewards.square())
+    figures.add("length/mean", generated.sum(-1))
+    figures.add("truncated/share", batch["truncated"])
+    figures.add("staleness/mean", age, answered)
+    figures.add("staleness/max", age, answered, kind="max")
+    token_age = (version - versions).clamp(0, OLDEST)
+    for old in range(OLDEST + 1):
+        name = f"staleness/share_{old}" if old < OLDEST else f"staleness/share_{OLDEST}_and_more"
+        figures.add(name, token_age == old, learn & generated)
+    return figures
+
+
+def reward_std(mean: float | None, square: float | None, rows: float | None) -> float | None:
+    """Sample standard deviation over rows, from their mean, the mean of their squares, and their number."""
+    if mean is None or square is None or rows is None or rows < 2:
+        return None
+    return max((square - mean**2) * rows / (rows - 1), 0.0) ** 0.5
+
+
+def _rate(amount: float | None, seconds: float) -> float | None:
     return None if amount is None or not seconds else amount / seconds

@@ -1,18 +1,15 @@
-"""Measuring a model on held-out rows."""
+"""Measuring the answers of a model to held-out rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_contracts.config import GenerationConfig, require
+from rl_contracts.config import GenerationConfig, Settings, bounded
 from rl_contracts.metrics import Figures
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from rl_contracts.engine import TrainEngine
     from rl_contracts.parallel import ParallelContext
     from rl_contracts.rollout import RolloutRuntime
     from rl_trainers.rollouts import RolloutWriter
@@ -22,22 +19,18 @@ Evaluation = Callable[[int], dict[str, float | None]]
 
 
 @dataclass
-class EvaluationConfig:
+class EvaluationConfig(Settings):
     """When and how held-out rows are answered."""
 
-    every: int = 0
+    setting: ClassVar[str] = "evaluation"
+    every: int = bounded(0, "0 (ends only) or more steps", lambda steps: steps >= 0)
     """Steps between evaluations; 0: only before the first step and after the last."""
-    rows: int = 512
+    rows: int = bounded(512, "0 (off) or more", lambda rows: rows >= 0)
     """Held-out rows; 0 switches evaluation off."""
-    n: int = 1
+    n: int = bounded(1, "at least 1", lambda answers: answers >= 1)
     """Answers per row."""
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.0))
     """How they are sampled; greedy unless told otherwise."""
-
-    def __post_init__(self) -> None:
-        require(self.every >= 0, "evaluation.every", "0 (ends only) or more steps", self.every)
-        require(self.rows >= 0, "evaluation.rows", "0 (off) or more", self.rows)
-        require(self.n >= 1, "evaluation.n", "at least 1", self.n)
 
 
 class AnswerEvaluation:
@@ -66,17 +59,3 @@ class AnswerEvaluation:
         figures.add("eval/reward", rewards)
         figures.add("eval/length", torch.tensor([int((answer.versions >= 0).sum()) for answer in answers]))
         return figures.over_replicas(self.parallel).results()
-
-
-class LossEvaluation:
-    """Cross entropy on held-out rows."""
-
-    def __init__(self, engine: TrainEngine, batch: TensorDict) -> None:
-        self.engine, self.batch = engine, batch
-
-    def __call__(self, step: int) -> dict[str, float | None]:
-        """`loss/eval`, in nats per token (collective)."""
-        from rl_trainers.functional.other_losses import cross_entropy_loss
-
-        result = self.engine.eval_batch(self.batch, cross_entropy_loss, lambda rows: rows["loss_mask"].sum().float())
-        return {"loss/eval": result["loss"]}

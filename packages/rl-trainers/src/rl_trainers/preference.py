@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from rl_contracts.config import Settings, bounded, choice, require
-from rl_contracts.engine import LossFn, Stats, TokenOutputs, TrainEngine
+from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import DataError, EngineError
 from rl_contracts.sharding import share
 from rl_contracts.trajectory import UNIT_KEY, PackedBatch, Trajectory, stack, validate
 from rl_trainers.functional.other_losses import bradley_terry_loss, dpo_loss, ipo_loss
-from rl_trainers.supervised import Renderer
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.parallel import ParallelContext
+    from rl_contracts.rendering import ChatRenderer
 
 
 @dataclass
@@ -45,7 +45,7 @@ class PreferenceConfig(Settings):
         )
 
 
-def preference_rows(rows: Iterable[dict[str, Any]], renderer: Renderer, max_length: int) -> list[Trajectory]:
+def preference_rows(rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int) -> list[Trajectory]:
     """Two trajectories per pair, chosen (reward 1) and rejected (reward 0), of the same group. What the model learns
     from is the last assistant turn; what comes before it is the prompt.
 
@@ -79,7 +79,7 @@ def preference_rows(rows: Iterable[dict[str, Any]], renderer: Renderer, max_leng
 
 
 def _side(
-    messages: Sequence[dict[str, Any]], side: str, name: int, renderer: Renderer, max_length: int
+    messages: Sequence[dict[str, Any]], side: str, name: int, renderer: ChatRenderer, max_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of a conversation, and which of them are its last assistant turn."""
     if not messages or messages[-1]["role"] != "assistant":
@@ -130,23 +130,3 @@ class PolicyPreferenceLoss:
 def pairs(batch: TensorDict) -> torch.Tensor:
     """This share's part of the denominator: its pairs."""
     return (batch["rewards"] > 0).sum().float()
-
-
-class PreferenceEvaluation:
-    """Loss and accuracy on held-out pairs: how often the chosen answer is preferred.
-
-    Args:
-        batch: this rank's share of the pairs, with the reference's log-probs where the loss needs them.
-    """
-
-    def __init__(self, engine: TrainEngine, loss: LossFn, batch: TensorDict) -> None:
-        self.engine, self.loss, self.batch = engine, loss, batch
-
-    def __call__(self, step: int) -> dict[str, float | None]:
-        """`loss/eval`, `eval/accuracy` and `eval/margin` (collective)."""
-        found = self.engine.eval_batch(self.batch, self.loss, pairs)
-        return {
-            "loss/eval": found["loss"],
-            "eval/accuracy": found["pair/accuracy"],
-            "eval/margin": found["pair/margin"],
-        }

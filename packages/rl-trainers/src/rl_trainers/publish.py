@@ -20,9 +20,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_contracts.config import require, require_choice
+from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, StalledError, WeightUpdateError
 from rl_contracts.logging import get_logger
@@ -49,30 +49,29 @@ Runner = Callable[[Coroutine[Any, Any, Any], float], Any]
 
 
 @dataclass
-class PublishConfig:
+class PublishConfig(Settings):
     """How new weights reach the servers."""
 
-    route: str = "shm"
+    setting: ClassVar[str] = "publish"
+    route: str = choice("shm", ROUTES)
     """`shm` (servers on this host), `disk` (a shared file system), `broadcast` (memory to memory, over the network) or
     `ipc` (trainer and server on one GPU)."""
     host: str = LOOPBACK
     """Of `broadcast`: address on which rank 0 listens; servers on other hosts need one that they can reach."""
-    timeout: float = 300.0
+    timeout: float = bounded(300.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds for staging, and again for the commit, on all servers."""
-    drain_timeout: float = 3600.0
+    drain_timeout: float = bounded(3600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """With `rollout.interrupt=wait`: seconds on top of `timeout` in which unfinished answers must have ended. A server
     that makes no tokens is lost much earlier."""
 
     def __post_init__(self) -> None:
-        require_choice("publish.route", self.route, ROUTES)
+        super().__post_init__()
         require(
             self.host == LOOPBACK or self.route == "broadcast",
             "publish.host",
             f"{LOOPBACK} where publish.route={self.route}, which does not listen",
             self.host,
         )
-        require(self.timeout > 0, "publish.timeout", "more than 0 seconds", self.timeout)
-        require(self.drain_timeout > 0, "publish.drain_timeout", "more than 0 seconds", self.drain_timeout)
 
 
 class WeightPublisher:
@@ -119,7 +118,8 @@ class WeightPublisher:
         parallel, doing = self.engine.parallel, f"publishing weights of version {version}"
         for attempt in range(1, TRIES + 1):
             meta = self._begin(version, doing)
-            staging = self.loop.submit(self._stage(meta)) if parallel.is_main and self._meets else None
+            meets = self._sender is not None and self._sender.meets
+            staging = self.loop.submit(self._stage(meta)) if parallel.is_main and meets else None
             sums, error = self._send()
             sent = time.perf_counter()
             error = _outcome(error, staging)
@@ -166,10 +166,6 @@ class WeightPublisher:
             if self._specs and sender is None:
                 sender = open_sender(config.route, location, parallel.rank, parallel.device)
         return sender
-
-    @property
-    def _meets(self) -> bool:
-        return self._sender is not None and self._sender.meets
 
     def _begin(self, version: int, doing: str) -> WeightUpdateMeta:
         """What the servers are told: the parts of all ranks that send (collective; complete on rank 0)."""

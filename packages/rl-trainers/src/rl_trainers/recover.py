@@ -104,15 +104,11 @@ class RecoverPoints:
         point = self.directory / f"step_{step}"
         for name, engine in self.engines.items():
             engine.load(SaveLoadMeta(str(point / name), "state"))
-        error: Exception | None = None
-        try:
+        with self.parallel.agreeing(f"resuming from {point}"):
             for name, part in self.parts.items():
                 part.load_state_dict(_read(point / f"{name}-{self.parallel.rank}"))
             if self.parallel.is_main:
                 drop_lost_steps(self.run_dir, self.config)
-        except Exception as failure:  # noqa: BLE001 - handed to every rank by agree, which raises it
-            error = failure
-        self.parallel.agree(error, f"resuming from {point}")
         if self.parallel.is_main:
             log.info("resumed from %s", point)
         return step
@@ -129,22 +125,15 @@ class RecoverPoints:
             EngineError: it cannot be written; the points before it are still there.
         """
         point, scratch = self.directory / f"step_{step}", self.directory / f".step_{step}.partial"
-        error: Exception | None = None
-        try:
+        with self.parallel.agreeing(f"preparing {point}"):
             if self.parallel.is_main:
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)
-        except OSError as failure:
-            error = failure
-        self.parallel.agree(error, f"preparing {point}")
         for name, engine in self.engines.items():
             engine.save(SaveLoadMeta(str(scratch / name), "state"))
-        try:
+        with self.parallel.agreeing(f"saving {point}"):
             for name, part in self.parts.items():
                 _write(scratch / f"{name}-{self.parallel.rank}", part.state_dict())
-        except Exception as failure:  # noqa: BLE001 - handed to every rank by agree, which raises it
-            error = failure
-        self.parallel.agree(error, f"saving {point}")
         if self.parallel.is_main:
             shutil.rmtree(point, ignore_errors=True)
             os.replace(scratch, point)
@@ -159,10 +148,24 @@ def resumed_step(run_dir: Path, config: RecoverConfig) -> int:
 
 
 def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
-    """Cut off what a stopped run wrote after its last point: all of it, where it was stopped before its first one."""
+    """Cut off what a stopped run wrote after its last point (records, rollouts, saved batches and checkpoints): all of
+    it, where it was stopped before its first one."""
     step = resumed_step(run_dir, config)
-    if step or (config.every and config.resume):
-        cut_after(run_dir, step or -1)
+    if not (step or (config.every and config.resume)):
+        return
+    last = step or -1
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists():
+        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last]
+        scratch = metrics.with_suffix(".partial")
+        scratch.write_text("".join(kept), encoding="utf-8")
+        os.replace(scratch, metrics)
+    for folder in ("rollouts", "batches", "checkpoints"):
+        for path in (run_dir / folder).glob("*step_*"):
+            match = _STEP.search(path.name)
+            if match and int(match[1]) > last:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def last_point(directory: Path) -> int | None:
@@ -175,30 +178,23 @@ def _points(directory: Path) -> dict[int, Path]:
     return {int(match[1]): path for path, match in found.items() if match}
 
 
-def cut_after(run_dir: Path, step: int) -> None:
-    """Remove what a run wrote for steps after `step`: records, rollouts, saved batches and checkpoints."""
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        scratch = metrics.with_suffix(".partial")
-        scratch.write_text("".join(kept), encoding="utf-8")
-        os.replace(scratch, metrics)
-    for folder in ("rollouts", "batches", "checkpoints"):
-        for path in (run_dir / folder).glob("*step_*"):
-            match = _STEP.search(path.name)
-            if match and int(match[1]) > step:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def _write(path: Path, state: dict[str, Any]) -> None:
     """A state as `<path>.json`, with its tensors in `<path>.safetensors`."""
+    import torch
     from safetensors.torch import save_file
 
-    tensors: dict[str, Any] = {}
-    text = json.dumps(_without_tensors(state, tensors))
+    tensors: dict[str, torch.Tensor] = {}
+
+    def named(value: Any) -> dict[str, str]:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{path.name}: expected JSON values and tensors, found {type(value).__name__}.")
+        name = str(len(tensors))
+        tensors[name] = value.clone(memory_format=torch.contiguous_format)
+        return {_TENSOR: name}
+
+    text = json.dumps(state, default=named)
     if tensors:
-        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, f"{path}.safetensors")
+        save_file(tensors, f"{path}.safetensors")
     Path(f"{path}.json").write_text(text, encoding="utf-8")
 
 
@@ -206,35 +202,14 @@ def _read(path: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     try:
-        state = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-        has_tensors = Path(f"{path}.safetensors").exists()
-        tensors = load_file(f"{path}.safetensors") if has_tensors else {}
+        text = Path(f"{path}.json").read_text(encoding="utf-8")
+        tensors = load_file(f"{path}.safetensors") if Path(f"{path}.safetensors").exists() else {}
+        result: dict[str, Any] = json.loads(
+            text, object_hook=lambda found: tensors[found[_TENSOR]] if found.keys() == {_TENSOR} else found
+        )
     except (OSError, ValueError) as error:
         raise EngineError(
             f"{path}: this rank's part of the recover point cannot be read: {error}. Resume with as many trainer "
             "processes as the run had, or start a new run (recover.resume=false)."
         ) from error
-    result: dict[str, Any] = _with_tensors(state, tensors)
     return result
-
-
-def _without_tensors(value: Any, tensors: dict[str, Any]) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        name = str(len(tensors))
-        tensors[name] = value
-        return {_TENSOR: name}
-    if isinstance(value, Mapping):
-        return {str(key): _without_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_tensors(item, tensors) for item in value]
-    return value
-
-
-def _with_tensors(value: Any, tensors: dict[str, Any]) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {_TENSOR}:
-            return tensors[value[_TENSOR]]
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    return [_with_tensors(item, tensors) for item in value] if isinstance(value, list) else value

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_contracts.config import require
+from rl_contracts.config import Settings, bounded
 from rl_contracts.errors import DataError
 from rl_contracts.logging import get_logger
 
@@ -27,16 +27,14 @@ CLOSE_SECONDS = 30.0
 
 
 @dataclass
-class RolloutsConfig:
+class RolloutsConfig(Settings):
     """What is kept of the answers, under `rollouts/`."""
 
-    every: int = 1
+    setting: ClassVar[str] = "rollouts"
+    every: int = bounded(1, "0 (never) or more steps", lambda steps: steps >= 0)
     """Steps between those whose answers are written; 0: of no training step. Evaluations are always written."""
     tokens: bool = True
     """With the id, log-prob and version of each generated token, which are most of the bytes."""
-
-    def __post_init__(self) -> None:
-        require(self.every >= 0, "rollouts.every", "0 (never) or more steps", self.every)
 
 
 class RolloutWriter:
@@ -53,12 +51,12 @@ class RolloutWriter:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.left_out = 0
         """Trajectories that were not written because the disk was too slow."""
-        self._waiting: deque[tuple[Path, Sequence[Trajectory], str | None]] = deque()
+        self._waiting: SimpleQueue[tuple[Path, Sequence[Trajectory], str | None] | None] = SimpleQueue()
         self._waiting_tokens = 0
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._closing = False
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="rollout-writer", daemon=True)
+        self._thread.start()
 
     def training(self, step: int, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
         """As `write`, of a training step, if it is one of `config.every`."""
@@ -81,45 +79,31 @@ class RolloutWriter:
                 f"rollouts cannot be written to {self.directory}: {self._error!r}. Make room, or set rollouts.every=0."
             ) from self._error
         tokens = sum(map(len, trajectories))
-        with self._changed:
+        with self._lock:
             if self._waiting_tokens and self._waiting_tokens + tokens > WAITING_TOKENS:
                 self.left_out += len(trajectories)
                 log.warning("rollouts: the disk is too slow; %d answers are not written so far", self.left_out)
                 return
-            self._waiting.append((self.directory / f"{name}-{self.rank}.jsonl", trajectories, rejected))
             self._waiting_tokens += tokens
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="rollout-writer", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        self._waiting.put((self.directory / f"{name}-{self.rank}.jsonl", trajectories, rejected))
 
     def destroy(self) -> None:
         """Write what waits, and end. Safe to call twice."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
-            if self._thread.is_alive():
-                log.warning("rollouts: not all answers are written after %g s; the rest is lost", CLOSE_SECONDS)
+        self._waiting.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.warning("rollouts: not all answers are written after %g s; the rest is lost", CLOSE_SECONDS)
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
-                    return
-                path, trajectories, rejected = self._waiting[0]
-            try:
+        try:
+            for path, trajectories, rejected in iter(self._waiting.get, None):
                 with path.open("a", encoding="utf-8") as file:
                     for row in trajectories:
                         file.write(json.dumps(as_json(row, rejected, self.config.tokens), ensure_ascii=False) + "\n")
-            except Exception as error:  # noqa: BLE001 - the next call of write raises it
-                self._error = error
-                return
-            with self._changed:
-                self._waiting.popleft()
-                self._waiting_tokens -= sum(map(len, trajectories))
+                with self._lock:
+                    self._waiting_tokens -= sum(map(len, trajectories))
+        except Exception as error:  # noqa: BLE001 - the next call of write raises it
+            self._error = error
 
 
 def as_json(row: Trajectory, rejected: str | None = None, tokens: bool = True) -> dict[str, Any]:

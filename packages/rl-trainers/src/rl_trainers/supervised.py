@@ -1,9 +1,9 @@
-"""Learning from the rows of a data set: a source of batches and a learner for the common loop."""
+"""Learning from the rows of a data set: a source of batches and a learner for the common loop, and its evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,17 +19,10 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.parallel import ParallelContext
+    from rl_contracts.rendering import ChatRenderer
 
 
-class Renderer(Protocol):
-    """What is needed of `rl_contracts.rendering.ChatRenderer`."""
-
-    def render_sft(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """Token ids of a conversation, and which of them the model is to generate."""
-        ...
-
-
-def supervised_rows(rows: Iterable[dict[str, Any]], renderer: Renderer, max_length: int) -> list[Trajectory]:
+def supervised_rows(rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int) -> list[Trajectory]:
     """Conversations as trajectories that no model sampled: versions are -1 and log-probs 0 throughout.
 
     Raises:
@@ -134,8 +127,9 @@ class LossLearner:
         return self.engine.version
 
     def prepare(self, batch: TensorDict) -> dict[str, float | None]:
-        """Add the reference's log-probs, where there is one (collective)."""
-        add_reference(batch, self.reference)
+        """Add `ref_logprobs`, [B, T], at the reference's weights, where there is one (collective)."""
+        if self.reference is not None:
+            batch["ref_logprobs"] = self.reference.forward(batch, lambda outputs, _: outputs.logprobs)
         return {}
 
     def update(self, batch: TensorDict) -> dict[str, float | None]:
@@ -143,7 +137,20 @@ class LossLearner:
         return take_steps(self.engine, batch, self.loss, self.weigh)
 
 
-def add_reference(batch: TensorDict, reference: TrainEngine | None) -> None:
-    """Add `ref_logprobs`, [B, T], at the reference's weights (collective); nothing without one."""
-    if reference is not None:
-        batch["ref_logprobs"] = reference.forward(batch, lambda outputs, _: outputs.logprobs)
+class LossEvaluation:
+    """A learner's loss on held-out rows, and of pairs how often the chosen answer is preferred.
+
+    Args:
+        batch: this rank's share of them; it is given what the loss needs (collective).
+    """
+
+    def __init__(self, learner: LossLearner, batch: TensorDict) -> None:
+        learner.prepare(batch)
+        self.learner, self.batch = learner, batch
+
+    def __call__(self, step: int) -> dict[str, float | None]:
+        """`loss/eval` (of cross entropy in nats per token); of pairs also `eval/accuracy` and `eval/margin`
+        (collective)."""
+        found = self.learner.engine.eval_batch(self.batch, self.learner.loss, self.learner.weigh)
+        names = {"loss": "loss/eval", "pair/accuracy": "eval/accuracy", "pair/margin": "eval/margin"}
+        return {named: found[name] for name, named in names.items() if name in found}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,9 @@ from rl_contracts.parallel import ParallelContext
 from rl_engines_fsdp.checkpoint.new_directory import new_directory
 from rl_engines_fsdp.model.packed import PackedModel
 
+# one process needs no process group, and torch need not tell us so, on whichever thread
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
 COUNTERS = ("version", "steps", "skipped")
 """Training batches applied, optimizer steps done, consecutive steps skipped."""
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -30,7 +32,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 def save_state(state: dict[str, Any], path: str, parallel: ParallelContext) -> None:
     """Write what `state_of` found (collective); every rank writes its shards."""
-    with new_directory(path, parallel) as scratch, _alone_without_warning():
+    with new_directory(path, parallel) as scratch:
         save(state, checkpoint_id=scratch, process_group=parallel.host_group, no_dist=parallel.host_group is None)
 
 
@@ -64,13 +66,7 @@ def load_state(
             f"{missing[:3]} first. Was it saved by an engine with another model, or without an optimizer?"
         )
     try:
-        with _alone_without_warning():
-            load(
-                state,
-                storage_reader=reader,
-                process_group=parallel.host_group,
-                no_dist=parallel.host_group is None,
-            )
+        load(state, storage_reader=reader, process_group=parallel.host_group, no_dist=parallel.host_group is None)
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{path}: the saved state cannot be loaded into this model: {error}") from error
     cpu, cuda = (state.get(f"random.{parallel.rank}.{kind}") for kind in ("cpu", "cuda"))
@@ -117,8 +113,6 @@ class AsyncWriter:
         self._group: Any = None
         if parallel.host_group is not None:
             self._group = dist.new_group(backend="gloo")
-        else:  # one process needs no process group, and torch, in its thread, need not tell us so
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         self._parallel = replace(parallel, host_group=self._group, dp_host_group=self._group)
         self._thread = ThreadPoolExecutor(1, "state-writer")
         self._pending: Future[None] | None = None
@@ -171,11 +165,3 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) ->
         moments["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
         moments["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
     return moments
-
-
-@contextmanager
-def _alone_without_warning() -> Iterator[None]:
-    """One process needs no process group, and torch need not tell us so."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

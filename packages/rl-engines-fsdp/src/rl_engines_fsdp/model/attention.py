@@ -36,11 +36,6 @@ class Segments:
     context: Any = None
     """Process group of the ranks that hold consecutive, equal parts of the row; None: this rank holds all of it."""
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest."""
-        return max(self.lengths)
-
 
 def register() -> None:
     """Make `attn_implementation="rl_packed"` known to transformers. May be called again."""
@@ -179,14 +174,15 @@ def _varlen_attention(
 ) -> Tensor:
     """All segments in one kernel: [1, heads, N, D] to [1, N, heads, D]."""
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+    longest = max(packed.lengths)
     out: Tensor = _varlen()(
         q,
         k,
         v,
         packed.cu_seqlens,
         packed.cu_seqlens,
-        packed.longest,
-        packed.longest,
+        longest,
+        longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],

@@ -30,18 +30,14 @@ class PackedModel(nn.Module):
 
     Args:
         model: as transformers makes it, with the attention of `rl_engines_fsdp.model.attention`.
-        head: what it says of each token.
+        head: what it says of each token, one of `rl_contracts.data.HEADS`.
     """
-
-    head: str
-    """What it says of each token: one of `rl_contracts.data.HEADS`."""
-    split: TokenSplit
-    """How the tokens of a row lie over ranks; one rank has them all until this is set."""
 
     def __init__(self, model: Any, head: str) -> None:
         super().__init__()
         self.model, self.head = model, head
         self.split = TokenSplit()
+        """How the tokens of a row lie over ranks; one rank has them all until this is set."""
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
         """The decoder's last hidden states of a packed row, [N, H], in the type in which the model computes.

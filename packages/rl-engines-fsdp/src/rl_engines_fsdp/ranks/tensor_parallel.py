@@ -8,7 +8,6 @@ that checkpoints and publishing see whole ones; the computation runs on plain lo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -72,7 +71,11 @@ def planned_modules(model: Any) -> list[tuple[str, nn.Module, str]]:
     """
     plan = getattr(model, "tp_plan", None) or {}
     outside = (model.get_input_embeddings(), model.get_output_embeddings())
-    planned = {name: (module, plan[_wildcard(name)]) for name, module in _modules_and_parameters(model, plan, outside)}
+    planned = {
+        name: (found, plan[_wildcard(name)])
+        for name, found in [*model.named_modules(), *model.named_parameters()]  # of fused experts, single parameters
+        if _wildcard(name) in plan and not any(found is module for module in outside)
+    }
     for name, (module, style) in planned.items():
         splits = style in (COLUMNS, ROWS) and isinstance(module, nn.Linear)
         if not (splits or (style == PARTIAL and isinstance(module, nn.Module))):
@@ -86,13 +89,6 @@ def planned_modules(model: Any) -> list[tuple[str, nn.Module, str]]:
             "Use data and context parallelism for it (d and c of the allocation)."
         )
     return [(name, module, style) for name, (module, style) in planned.items()]
-
-
-def _modules_and_parameters(model: Any, plan: dict[str, str], outside: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """What a plan may name: mostly modules, but single parameters where experts are fused."""
-    for name, found in [*model.named_modules(), *model.named_parameters()]:
-        if _wildcard(name) in plan and not any(found is module for module in outside):
-            yield name, found
 
 
 def _wildcard(name: str) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps.embedded.cache import cached, default_cache_dir, key_of
+from rl_apps.embedded.prepare import cached, default_cache_dir, key_of
 from rl_contracts.errors import ModelError
 
 PARTS = 200

@@ -31,7 +31,8 @@ from rl_contracts.errors import RLError
 from rl_contracts.trajectory import select
 from rl_contracts.weights import checksum
 from rl_engines_fsdp import FSDPEngine
-from rl_engines_fsdp.ranks import tensor_parallel, ulysses
+from rl_engines_fsdp.model import attention
+from rl_engines_fsdp.ranks import tensor_parallel
 
 
 def share(batch, engine: FSDPEngine, empty_replica: int | None = None):
@@ -144,9 +145,9 @@ def faults(models: Path, layout: ParallelStrategy) -> dict:
         for name in ("ThreeHeads", "GPT2")
     }
     if layout.context > 1:
-        exchange, ulysses.exchange = ulysses.exchange, lambda x, group: x
+        exchange, attention.exchange = attention.exchange, lambda x, group: x
         seen["no exchange"] = error_of(lambda: make_engine(str(models / "Llama"), strategy=layout))
-        ulysses.exchange = exchange
+        attention.exchange = exchange
     if layout.tensor > 1:
         sum_over, tensor_parallel.sum_over = tensor_parallel.sum_over, lambda x, group: x
         seen["no sum"] = error_of(lambda: make_engine(str(models / "Llama"), strategy=layout))

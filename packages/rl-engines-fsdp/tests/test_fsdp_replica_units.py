@@ -13,9 +13,9 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, ModelError
 from rl_engines_fsdp import FSDPEngineConfig
 from rl_engines_fsdp.config import LoRAConfig, check_heads
+from rl_engines_fsdp.model.attention import key_repeats
 from rl_engines_fsdp.model.loading import empty_model
 from rl_engines_fsdp.ranks.tensor_parallel import COLUMNS, PARTIAL, ROWS, planned_modules
-from rl_engines_fsdp.ranks.ulysses import key_repeats
 
 SPEC = FinetuneSpec("no such model", 1)
 

@@ -35,16 +35,12 @@ def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerC
     for name, parameter in named:
         if parameter.requires_grad:
             # torch updates a group in one call, which wants all its parameters on one device mesh
-            decays, mesh = _decays(name, parameter), mesh_of(parameter)
+            mesh, decays = mesh_of(parameter), parameter.ndim >= 2 and not name.endswith("bias")
             decay = config.weight_decay if decays else 0.0
             group = groups.setdefault((not decays, mesh), {"params": [], "weight_decay": decay})
             group["params"].append(parameter)
     ordered = [groups[key] for key in sorted(groups, key=lambda key: key[0])]  # stable: matrices first
     return torch.optim.AdamW(ordered, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-
-
-def _decays(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def squared_norm(gradients: list[Tensor], ranks: int = 1) -> Tensor:

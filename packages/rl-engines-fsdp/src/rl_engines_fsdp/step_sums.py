@@ -37,7 +37,7 @@ class StepSums:
         """
         if not self._counts:
             return
-        self._plus("loss", loss_sum)
+        self.put("loss", loss_sum)
         for name, (total, denominator) in stats.items():
             if name in RESERVED:
                 raise EngineError(f"statistic {name!r}: the engine gives a result of that name; rename it.")
@@ -45,14 +45,11 @@ class StepSums:
                 value = total.detach()
                 self._values[name] = torch.maximum(self._values[name], value) if name in self._values else value
             else:
-                self._plus(f"sum:{name}", total)
-                self._plus(f"den:{name}", denominator)
+                self.put(f"sum:{name}", total)
+                self.put(f"den:{name}", denominator)
 
     def put(self, name: str, value: Tensor) -> None:
-        """Add a scalar that is summed over ranks, to be found under its own name."""
-        self._plus(name, value)
-
-    def _plus(self, name: str, value: Tensor) -> None:
+        """Add a scalar that is summed over micro-batches and ranks, to be found under its own name."""
         value = value.detach()
         self._values[name] = self._values[name] + value if name in self._values else value
 

@@ -84,8 +84,8 @@ def test_choose_failed_server_is_avoided_then_tried_again(router: Router) -> Non
     for server in router.servers[1:]:
         server.open = 9
     assert router.choose() is not bad
-    assert isinstance(router._clock, Clock)
-    router._clock.time += 1.0
+    assert isinstance(router.clock, Clock)
+    router.clock.time += 1.0
 
     assert router.choose() is bad
 
@@ -98,7 +98,7 @@ def test_choose_busy_server_is_left_alone_for_a_moment(router: Router) -> None:
     router.busy(full)
 
     assert router.choose() is other, "whoever has no room must not be asked again at once"
-    router._clock.time += 1.0  # type: ignore[attr-defined]
+    router.clock.time += 1.0  # type: ignore[attr-defined]
     assert router.choose() is full
 
 
@@ -126,7 +126,7 @@ def test_evict_server_is_never_chosen_again(router: Router) -> None:
 
 
 async def test_wait_live_returns_when_a_server_is_back_or_the_time_is_over(router: Router) -> None:
-    clock = router._clock
+    clock = router.clock
     assert isinstance(clock, Clock)
     for server in router.servers:
         router.evict(server, "died")

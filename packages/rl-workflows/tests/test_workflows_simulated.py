@@ -317,7 +317,7 @@ class PlacesFreedAtOnce(StalenessManager):
 
     def take_batch(self, closed=False):
         taken = super().take_batch(closed)
-        self._in_step = 0
+        self.in_step = 0
         return taken
 
 
@@ -329,7 +329,7 @@ class YoungestFirst(StalenessManager):
         taken, self._accepted = accepted[-self.batch_size :], accepted[: -self.batch_size]
         for ticket in taken:
             self._decrement(self._accepted_by_start, ticket.start)
-        self._in_step, self._step_is_open = len(taken), True
+        self.in_step, self._step_is_open = len(taken), True
         return taken
 
 

@@ -171,7 +171,7 @@ class PlacesFreedAtOnce(StalenessManager):
 
     def take_batch(self, closed=False):
         taken = super().take_batch(closed)
-        self._in_step = 0
+        self.in_step = 0
         return taken
 
 
@@ -184,7 +184,7 @@ class YoungestFirst(StalenessManager):
         heapq.heapify(self._accepted)
         for ticket in taken:
             self._decrement(self._accepted_by_start, ticket.start)
-        self._in_step, self._step_is_open = len(taken), True
+        self.in_step, self._step_is_open = len(taken), True
         return taken
 
 

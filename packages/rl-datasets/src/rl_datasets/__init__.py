@@ -12,8 +12,7 @@ from rl_contracts.lazy import on_demand
 if TYPE_CHECKING:
     from rl_datasets.gsm8k import GSM8K, GSM8KOptions
     from rl_datasets.hh_rlhf import HHRLHF
-    from rl_datasets.loader import BatchLoader, PromptLoader
-    from rl_datasets.order import EpochOrder
+    from rl_datasets.loader import BatchLoader, EpochOrder, PromptLoader
     from rl_datasets.word_problem_pairs import WordProblemPairs
     from rl_datasets.word_problems import WordProblems
 
@@ -36,7 +35,7 @@ __getattr__ = on_demand(
     __name__,
     {
         "BatchLoader": "loader",
-        "EpochOrder": "order",
+        "EpochOrder": "loader",
         "GSM8K": "gsm8k",
         "GSM8KOptions": "gsm8k",
         "HHRLHF": "hh_rlhf",

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_contracts.config import require_choice
-from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.errors import DataError
 from rl_datasets.files import Record, read_records
-from rl_datasets.rows import Rows
+from rl_datasets.rows import Rows, read_options
 
 FORMS = ("rl", "sft")
 
@@ -22,20 +22,6 @@ class GSM8KOptions:
     """Configuration name on the hub, and the folder of that name in a local copy of the hub's repository."""
     instruction: str = ""
     """Appended to each question after a blank line, for example how to end the answer."""
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> GSM8KOptions:
-        """Options from a config's keys.
-
-        Raises:
-            ConfigError: a key is unknown.
-        """
-        unknown = sorted(set(options) - set(cls.__dataclass_fields__))
-        if unknown:
-            raise ConfigError(
-                f"gsm8k data: expected the options {', '.join(cls.__dataclass_fields__)}, found {', '.join(unknown)}"
-            )
-        return cls(**options)
 
 
 class GSM8K(Rows):
@@ -69,7 +55,7 @@ class GSM8K(Rows):
         """
         require_choice("form", form, FORMS)
         self.form = form
-        self._options = GSM8KOptions.of(options)
+        self._options = read_options(GSM8KOptions, "gsm8k", options)
         records = read_records(path, split, self._options.subset)
         self._pairs = [_question_and_answer(record) for record in records]
         if not self._pairs:

@@ -9,18 +9,65 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
-
-import torch
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
-from rl_datasets.order import EpochOrder
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """Which rows a shard sees in which epoch, as a pure function.
+
+    The rows of an epoch are permuted by (seed, epoch) and dealt like cards: shard s of S takes places s, s + S, ... So
+    every row comes exactly once per epoch over all shards. Where the number of rows does not divide, the first
+    shards have one row more; nothing is dropped or repeated to even that out.
+    """
+
+    rows: int
+    """Rows in the data set, at least 1 per shard."""
+    seed: int = 0
+    """Together with the epoch, seeds the permutation."""
+    shuffle: bool = True
+    """False: rows come in the order of the data set in every epoch."""
+    num_shards: int = 1
+    """Readers that share the rows."""
+    shard: int = 0
+    """Which of them this is, from 0."""
+
+    def __post_init__(self) -> None:
+        require(self.num_shards >= 1, "num_shards", "at least 1", self.num_shards)
+        require(0 <= self.shard < self.num_shards, "shard", f"0 to {self.num_shards - 1}", self.shard)
+        require(
+            self.rows >= self.num_shards,
+            "data set",
+            f"at least one row for each of {self.num_shards} shards",
+            self.rows,
+        )
+
+    @property
+    def size(self) -> int:
+        """Rows of this shard in one epoch."""
+        return len(range(self.shard, self.rows, self.num_shards))
+
+    def indices(self, epoch: int) -> list[int]:
+        """Row indices of this shard in `epoch`, in order."""
+        places = list(range(self.rows))
+        if self.shuffle:
+            # Sorted by random keys, because of `random` only `random()` promises the same stream in every Python
+            # version: a run must resume in its own order after an upgrade.
+            stream = random.Random(f"{self.seed}/{epoch}")
+            keys = [stream.random() for _ in places]
+            places.sort(key=keys.__getitem__)
+        return places[self.shard :: self.num_shards]
 
 
 class PositionSampler:
@@ -28,7 +75,6 @@ class PositionSampler:
 
     def __init__(self, per_epoch: int, epochs: int | None) -> None:
         require(epochs is None or epochs >= 0, "epochs", "0 or more, or None for no end", epochs)
-        require(per_epoch >= 1, "items per epoch", "at least 1", per_epoch)
         self.per_epoch = per_epoch
         self.epochs = epochs
         self.epoch = 0
@@ -55,6 +101,7 @@ class ResumableLoader[T](Iterator[T]):
     """What the loaders share: iteration, state, and refusing a state of other data or another layout."""
 
     def __init__(self, per_epoch: int, epochs: int | None, identity: dict[str, Any]) -> None:
+        import torch
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         self._identity = identity
@@ -143,12 +190,13 @@ class PromptLoader(ResumableLoader[Row]):
             ConfigError: a setting that cannot work, or fewer rows than shards.
         """
         self._rows = rows
-        self._order = _CachedOrder(EpochOrder(len(rows), seed, shuffle, num_shards, shard))
+        order = EpochOrder(len(rows), seed, shuffle, num_shards, shard)
+        self._indices = lru_cache(maxsize=1)(order.indices)
         identity = _identity(rows, seed, shuffle) | {"num_shards": num_shards, "shard": shard}
-        super().__init__(self._order.order.size, epochs, identity)
+        super().__init__(order.size, epochs, identity)
 
     def _item(self, epoch: int, position: int) -> Row:
-        index = self._order.indices(epoch)[position]
+        index = self._indices(epoch)[position]
         return {"prompt_id": index, **self._rows[index], "epoch": epoch}
 
 
@@ -206,7 +254,7 @@ class BatchLoader(ResumableLoader[list[Row]]):
             left,
         )
         self._rows = rows
-        self._order = _CachedOrder(EpochOrder(len(rows), seed, shuffle))
+        self._indices = lru_cache(maxsize=1)(EpochOrder(len(rows), seed, shuffle).indices)
         self._batch_size = batch_size
         self._share = slice(shard, None, num_shards)
         identity = _identity(rows, seed, shuffle) | {"batch_size": batch_size, "drop_last": drop_last}
@@ -214,22 +262,8 @@ class BatchLoader(ResumableLoader[list[Row]]):
 
     def _item(self, epoch: int, position: int) -> list[Row]:
         start = position * self._batch_size
-        batch = self._order.indices(epoch)[start : start + self._batch_size]
+        batch = self._indices(epoch)[start : start + self._batch_size]
         return [{"prompt_id": i, **self._rows[i], "epoch": epoch} for i in batch[self._share]]
-
-
-class _CachedOrder:
-    """An order that keeps the current epoch's permutation."""
-
-    def __init__(self, order: EpochOrder) -> None:
-        self.order = order
-        self._epoch = -1
-        self._indices: list[int] = []
-
-    def indices(self, epoch: int) -> list[int]:
-        if epoch != self._epoch:
-            self._epoch, self._indices = epoch, self.order.indices(epoch)
-        return self._indices
 
 
 class _Items:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, overload
+
+from rl_contracts.errors import ConfigError
 
 
 class Rows(Sequence[dict[str, Any]]):
@@ -22,3 +25,16 @@ class Rows(Sequence[dict[str, Any]]):
     @abstractmethod
     def _row(self, index: int) -> dict[str, Any]:
         """Row `index`, 0 to len - 1."""
+
+
+def read_options[T](cls: type[T], name: str, given: dict[str, Any]) -> T:
+    """The options of a data set, a dataclass, from a config's keys.
+
+    Raises:
+        ConfigError: a key is unknown.
+    """
+    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ConfigError(f"{name} data: expected the options {', '.join(known)}, found {', '.join(unknown)}")
+    return cls(**given)

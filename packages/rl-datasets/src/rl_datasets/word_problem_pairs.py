@@ -64,18 +64,13 @@ def with_mistake(problem: Problem, mistake: str, draw: random.Random) -> str:
     if mistake == "unfinished":
         return problem.worked_answer().rpartition("\n")[0]
     place = draw.randrange(len(problem.steps))
-    operations = list(problem.operations)
     if mistake == "operation":
+        operations = list(problem.operations)
         operations[place] = "-" if operations[place] == "+" else "+"
         return problem.worked_answer(operations)
-    value, lines, off = problem.start, [], draw.choice(_OFF_BY)
-    for number, (step, operation) in enumerate(zip(problem.steps, operations, strict=True)):
-        result = value + step.amount if operation == "+" else value - step.amount
-        if number == place:
-            result = result + off if result + off >= 0 else result + abs(off)
-        lines.append(f"<<{value}{operation}{step.amount}={result}>>{result}")
-        value = result
-    return "\n".join([*lines, f"#### {value}"])
+    slips = [0] * len(problem.steps)
+    slips[place] = draw.choice(_OFF_BY)
+    return problem.worked_answer(slips=slips)
 
 
 def _conversation(problem: Problem, answer: str) -> list[dict[str, str]]:

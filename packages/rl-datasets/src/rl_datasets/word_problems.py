@@ -17,11 +17,10 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from rl_contracts.config import require, require_choice
-from rl_contracts.errors import ConfigError
-from rl_datasets.rows import Rows
+from rl_contracts.config import Settings, bounded, require, require_choice
+from rl_datasets.rows import Rows, read_options
 
 ADDING = ("finds", "buys", "wins", "gets", "earns", "collects")
 TAKING = ("sells", "loses", "drops", "donates", "discards", "lends")
@@ -80,52 +79,42 @@ class Problem:
         joined = f"{told}, then {last}" if first else f"{told} and {last}"
         return f"{joined}. How many {self.item} does {self.name} have?"
 
-    def worked_answer(self, operations: Sequence[str] | None = None) -> str:
+    def worked_answer(self, operations: Sequence[str] = (), slips: Sequence[int] = ()) -> str:
         """One line with calculator marks per step, then `#### n`.
 
         Args:
             operations: `+` or `-` per step; by default the right ones. Others give an answer whose arithmetic is right
                 and whose understanding is not.
+            slips: by how much each step's result is off, to the other side where it would be below zero; by default
+                nowhere.
         """
         value = self.start
         lines = []
-        for step, operation in zip(self.steps, operations or self.operations, strict=True):
+        slips = slips or [0] * len(self.steps)
+        for step, operation, slip in zip(self.steps, operations or self.operations, slips, strict=True):
             result = value + step.amount if operation == "+" else value - step.amount
+            result += slip if result + slip >= 0 else abs(slip)
             lines.append(f"<<{value}{operation}{step.amount}={result}>>{result}")
             value = result
         return "\n".join([*lines, f"#### {value}"])
 
 
-@dataclass(frozen=True)
-class WordProblemsOptions:
+@dataclass
+class WordProblemsOptions(Settings):
     """What may be set beyond split, form and seed."""
 
-    levels: tuple[int, ...] = (2,)
-    """Numbers of steps, 1 to 3, mixed in equal parts."""
-    size: int | None = None
+    setting: ClassVar[str] = "word-problems data"
+    levels: Sequence[int] = bounded(
+        (2,), f"one or more of 1 to {MAX_LEVEL}", lambda levels: levels and {*levels} <= {*range(1, MAX_LEVEL + 1)}
+    )
+    """Numbers of steps, 1 to 3, mixed in equal parts; a single one may be given as a number."""
+    size: int | None = bounded(None, "at least 1, or none", lambda size: size is None or size >= 1)
     """Number of distinct problems; by default 8192 to train on and 512 held out."""
 
     def __post_init__(self) -> None:
-        known = range(1, MAX_LEVEL + 1)
-        valid = bool(self.levels) and all(level in known for level in self.levels)
-        require(valid, "word-problems data: levels", f"one or more of {list(known)}", list(self.levels))
-        require(self.size is None or self.size >= 1, "word-problems data: size", "at least 1, or none", self.size)
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> WordProblemsOptions:
-        """Options from a config's keys; a single level may be given as a number.
-
-        Raises:
-            ConfigError: a key is unknown or a value out of range.
-        """
-        unknown = sorted(set(options) - set(cls.__dataclass_fields__))
-        if unknown:
-            raise ConfigError(
-                "word-problems data: expected the options "
-                f"{', '.join(cls.__dataclass_fields__)}, found {', '.join(unknown)}"
-            )
-        levels = options.get("levels", cls.levels)
-        return cls(**{**options, "levels": (levels,) if isinstance(levels, int) else tuple(levels)})
+        if isinstance(self.levels, int):
+            self.levels = (self.levels,)
+        super().__post_init__()
 
 
 class WordProblems(Rows):
@@ -162,7 +151,7 @@ class WordProblems(Rows):
         require_choice("split", split, tuple(_DEFAULT_SIZES))
         require_choice("form", form, ("rl", "sft"))
         self.form = form
-        chosen = WordProblemsOptions.of(options)
+        chosen = read_options(WordProblemsOptions, "word-problems", options)
         size = _DEFAULT_SIZES[split] if chosen.size is None else chosen.size
         self.problems: list[Problem] = _generate(split, seed, chosen.levels, size)
         """The problems behind the rows, in the same order."""

@@ -56,7 +56,6 @@ class EmbeddedEngine(InferenceEngine):
         self._clock = clock or SystemClock()
         self._protocol = EmbeddedProtocol()
         self._limit = asyncio.Semaphore(self.config.max_concurrent)
-        self._closed = False
         self._connect([], "")
 
     @classmethod
@@ -75,11 +74,10 @@ class EmbeddedEngine(InferenceEngine):
         self._connect([Server(address.rstrip("/"), self._spec.version) for address in addresses], key)
 
     def _connect(self, servers: list[Server], key: str) -> None:
-        config, protocol, clock = self.config, self._protocol, self._clock
-        self._router = router = Router(servers, clock, config.affinity_slack, self._spec.version)
-        self._transport = transport = Transport(config, protocol, key)
-        self._updates = updates = WeightUpdates(config, self._spec, router, transport, protocol, clock)
-        self._monitor = ServerMonitor(config, router, transport, protocol, updates, clock)
+        self._router = Router(servers, self._clock, self.config.affinity_slack, self._spec.version)
+        self._transport = Transport(self.config, self._protocol, key)
+        self._updates = WeightUpdates(self._spec, self._router, self._transport)
+        self._monitor = ServerMonitor(self._router, self._transport, self._updates)
 
     @property
     def served_dtype(self) -> str:
@@ -149,11 +147,13 @@ class EmbeddedEngine(InferenceEngine):
                 delay *= 2
 
     def _pick(self, answer: PartialAnswer, group: Group | None) -> Server:
-        server = None if self._closed else self._router.choose(group)
-        if self._router.ended is not None and not self._closed:
-            raise InferenceError(f"the monitor of the servers died: {self._router.ended!r}") from self._router.ended
+        if self._router.ended is not None:
+            raise InferenceError(
+                f"nobody looks after the servers any more: {self._router.ended!r}"
+            ) from self._router.ended
+        server = self._router.choose(group)
         if server is None:
-            raise InferenceError("the client was closed." if self._closed else self._give_up(answer, 0.0))
+            raise InferenceError(self._give_up(answer, 0.0))
         return server
 
     def _note(self, server: Server, error: InferenceError) -> None:
@@ -302,7 +302,6 @@ class EmbeddedEngine(InferenceEngine):
 
     async def destroy(self) -> None:
         """Close connections. Requests that still wait fail with an `InferenceError`."""
-        self._closed = True
         await self._monitor.stop()
         self._router.end(InferenceError("the client was closed"))
         tasks = [task for server in self._router.servers for task in server.tasks]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rl_contracts.clock import Clock
-from rl_contracts.config import ClientConfig
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_inference.protocol import EmbeddedProtocol
 from rl_inference.routing import Router
 from rl_inference.transport import Server, ServerGoneError, Transport
 from rl_inference.updates import WeightUpdates
@@ -25,21 +22,10 @@ class ServerMonitor:
     requests' errors say why.
     """
 
-    def __init__(
-        self,
-        config: ClientConfig,
-        router: Router,
-        transport: Transport,
-        protocol: EmbeddedProtocol,
-        updates: WeightUpdates,
-        clock: Clock,
-    ) -> None:
-        self._config = config
+    def __init__(self, router: Router, transport: Transport, updates: WeightUpdates) -> None:
         self._router = router
         self._transport = transport
-        self._protocol = protocol
         self._updates = updates
-        self._clock = clock
         self._hurry = asyncio.Event()
         self._silent_since: dict[Server, float] = {}
         self._returning: dict[Server, asyncio.Task[None]] = {}
@@ -49,7 +35,7 @@ class ServerMonitor:
     @property
     def on(self) -> bool:
         """Whether servers are asked at all."""
-        return self._config.probe_interval > 0
+        return self._transport.config.probe_interval > 0
 
     def start(self) -> None:
         """Begin, in the running loop. Further calls do nothing."""
@@ -78,12 +64,12 @@ class ServerMonitor:
         while True:
             await self._pause()
             await asyncio.gather(*(self._look(server) for server in self._router.servers))
-            self._router.give_up_after(self._config.rejoin_timeout)
+            self._router.give_up_after(self._transport.config.rejoin_timeout)
 
     async def _pause(self) -> None:
         """Until the next round is due, or somebody is in a hurry."""
         waits = {
-            asyncio.ensure_future(self._clock.sleep(self._config.probe_interval)),
+            asyncio.ensure_future(self._router.clock.sleep(self._transport.config.probe_interval)),
             asyncio.ensure_future(self._hurry.wait()),
         }
         try:
@@ -102,7 +88,9 @@ class ServerMonitor:
             del self._returning[server]
             returning.result()  # what it does not expect ends the monitor
         try:
-            version = await self._transport.call(server, self._protocol.health(), self._config.probe_timeout)
+            version = await self._transport.call(
+                server, self._transport.protocol.health(), self._transport.config.probe_timeout
+            )
         except InferenceError as error:
             self._unwell(server, error)
             return
@@ -117,11 +105,11 @@ class ServerMonitor:
         if not server.live:
             server.instance = ""  # whoever answers next may be another process
             return
-        now = self._clock.now()
+        now = self._router.clock.now()
         silent = now - self._silent_since.setdefault(server, now)
         if isinstance(error, ServerGoneError):
             self._router.evict(server, f"is gone: {error}")
-        elif server.failures or silent >= self._config.progress_timeout:
+        elif server.failures or silent >= self._transport.config.progress_timeout:
             self._router.evict(server, f"does not answer any more: {error}")
 
     async def _return(self, server: Server, state: tuple[str, int, int]) -> None:

@@ -45,7 +45,7 @@ class Router:
         """Last version committed on all servers that were live then. Never goes down."""
         self.rejoins = 0
         """Servers taken back so far."""
-        self._clock = clock
+        self.clock = clock
         self._slack = slack
         self._groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
         self._news = asyncio.Event()
@@ -71,7 +71,7 @@ class Router:
         live = self.live
         if not live:
             return None
-        now = self._clock.now()
+        now = self.clock.now()
         healthy = [server for server in live if server.avoid_until <= now]
         least = min(healthy, key=lambda s: s.open) if healthy else min(live, key=lambda s: s.avoid_until)
         if group is None:
@@ -104,7 +104,7 @@ class Router:
             server.evicted = server.last_error = reason
             server.instance = ""
             if not self.live:
-                self._dark_since = self._clock.now()
+                self._dark_since = self.clock.now()
                 self._news.clear()
             self.interrupt(server)
 
@@ -156,11 +156,11 @@ class Router:
         server.failures += 1
         server.last_error = reason
         first, most = _COOLDOWN
-        server.avoid_until = self._clock.now() + min(first * 2 ** (server.failures - 1), most)
+        server.avoid_until = self.clock.now() + min(first * 2 ** (server.failures - 1), most)
 
     def busy(self, server: Server) -> None:
         """Note that it takes no more requests: for a moment others are preferred, so that nobody asks it in a loop."""
-        server.avoid_until = max(server.avoid_until, self._clock.now() + _COOLDOWN[0])
+        server.avoid_until = max(server.avoid_until, self.clock.now() + _COOLDOWN[0])
 
     def interrupt(self, server: Server) -> None:
         """Cancel what a server is asked; those who wait for it get a `ServerLostError`."""
@@ -173,4 +173,4 @@ class Router:
         server.avoid_until = 0.0
 
     def _dark_for(self) -> float:
-        return 0.0 if self._dark_since is None else self._clock.now() - self._dark_since
+        return 0.0 if self._dark_since is None else self.clock.now() - self._dark_since

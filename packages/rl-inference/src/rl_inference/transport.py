@@ -109,8 +109,8 @@ class Transport:
     """One HTTP session for all servers; opened at the first call, in the loop that makes it."""
 
     def __init__(self, config: ClientConfig, protocol: EmbeddedProtocol, key: str) -> None:
-        self._config = config
-        self._protocol = protocol
+        self.config = config
+        self.protocol = protocol
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -134,7 +134,7 @@ class Transport:
             return await self._call(server, call, timeout)
 
     async def _call[T](self, server: Server, call: Call[T], timeout: float | None) -> T:
-        limit = timeout or self._config.progress_timeout
+        limit = timeout or self.config.progress_timeout
         where = f"{server.address}{call.path}"
         with _sorted_errors(where, f"no answer within {limit:g} s"):
             async with asyncio.timeout(limit), self._request(server, call, None) as response:
@@ -150,7 +150,7 @@ class Transport:
                 progress timeout is a loss.
         """
         where = f"{server.address}{call.path}"
-        silence = self._config.progress_timeout
+        silence = self.config.progress_timeout
         with _sorted_errors(where, f"not a byte for {silence:g} s"):
             async with self._request(server, call, silence) as response:
                 await self._check(server, response, where)
@@ -165,19 +165,19 @@ class Transport:
             self._session = aiohttp.ClientSession(
                 headers=self._headers, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
             )
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout, sock_read=silence)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout, sock_read=silence)
         method = "GET" if call.body is None else "POST"
         return self._session.request(method, server.address + call.path, json=call.body, timeout=timeout)
 
     async def _check(self, server: Server, response: aiohttp.ClientResponse, where: str) -> None:
         """Raise unless it is a good answer of the process that the server was before."""
-        found = response.headers.get(self._protocol.instance_header, "")
+        found = response.headers.get(self.protocol.instance_header, "")
         server.instance = server.instance or found
         if found and found != server.instance:
             raise ServerRestartedError(f"{where}: another process answers than before; it was restarted")
         if response.status == 200:
             return
-        message = f"{where} answered {response.status}: {self._protocol.error_message(await response.read())}"
+        message = f"{where} answered {response.status}: {self.protocol.error_message(await response.read())}"
         if response.status == 503:
             raise ServerBusyError(message)
         raise InferenceError(message) if 400 <= response.status < 500 else ServerLostError(message)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from rl_contracts.clock import Clock
-from rl_contracts.config import ClientConfig, require_choice
+from rl_contracts.config import require_choice
 from rl_contracts.data import ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, ReceiversLostError, WeightUpdateError
 from rl_contracts.logging import get_logger
@@ -22,7 +21,6 @@ from rl_contracts.weights import (
     seated,
     verify_receipt,
 )
-from rl_inference.protocol import EmbeddedProtocol
 from rl_inference.routing import Router
 from rl_inference.transport import Server, ServerLostError, Transport, failures
 
@@ -47,20 +45,10 @@ class WeightUpdates:
     stage and its commit.
     """
 
-    def __init__(
-        self,
-        config: ClientConfig,
-        spec: ServeSpec,
-        router: Router,
-        transport: Transport,
-        protocol: EmbeddedProtocol,
-        clock: Clock,
-    ) -> None:
-        self._config, self._spec = config, spec
+    def __init__(self, spec: ServeSpec, router: Router, transport: Transport) -> None:
+        self._spec = spec
         self._router = router
         self._transport = transport
-        self._protocol = protocol
-        self._clock = clock
         self._lock = asyncio.Lock()
         self._held = False
         self._staged: CommittedWeights | None = None
@@ -81,7 +69,7 @@ class WeightUpdates:
         """
         if self._rejoining is not None:
             await self._end_rejoin(self._rejoining)
-        while await self._router.wait_live(self._config.rejoin_timeout):
+        while await self._router.wait_live(self._transport.config.rejoin_timeout):
             with contextlib.suppress(_AllLostError):
                 async with self._lock:
                     return await self._stage_all(meta)
@@ -90,7 +78,7 @@ class WeightUpdates:
     async def commit(self, version: int, interrupt: str) -> float:
         """Serve the staged version everywhere. See `InferenceEngine.commit_weights`."""
         require_choice("interrupt", interrupt, ("keep", "recompute", "wait"))
-        begin = self._clock.now()
+        begin = self._router.clock.now()
         async with self._lock:
             try:
                 await self._everywhere(lambda s: self._pause(s, interrupt), f"pause for version {version}")
@@ -112,9 +100,9 @@ class WeightUpdates:
                     return max(await self._resume_all(), default=0.0)
         # Every server was lost on the way. The trainer has decided for this version, so it is what the first one that
         # comes back must serve.
-        if not await self._router.wait_live(self._config.rejoin_timeout):
+        if not await self._router.wait_live(self._transport.config.rejoin_timeout):
             raise WeightUpdateError(f"no live server could commit version {version}: {self._router.reasons}.")
-        return self._clock.now() - begin
+        return self._router.clock.now() - begin
 
     async def rejoin(self, server: Server) -> None:
         """Take an evicted server back that answers again, once it holds what is committed. Does nothing during an
@@ -148,14 +136,14 @@ class WeightUpdates:
         server.instance = ""
         version = self._router.version
         known = self._known()
-        found = await self._transport.ask(server, self._protocol.health())
+        found = await self._transport.ask(server, self._transport.protocol.health())
         if found != version:
             await self._bring_up(server, known, found)
         if known is not None:
             await self._check_receipt(server, known)
         elif version != self._spec.version:
             raise InferenceError(f"{server.address}: no record says yet what version {version} must hold.")
-        call = self._protocol.pause("keep") if self._held else self._protocol.resume()
+        call = self._transport.protocol.pause("keep") if self._held else self._transport.protocol.resume()
         await self._transport.ask(server, call)
         self._router.readmit(server, version)
 
@@ -201,7 +189,9 @@ class WeightUpdates:
 
     async def _check_receipt(self, server: Server, known: CommittedWeights) -> None:
         """Compare the live tensors with what was verified when the version was committed."""
-        found = await self._transport.ask(server, self._protocol.receipt(), self._config.update_timeout)
+        found = await self._transport.ask(
+            server, self._transport.protocol.receipt(), self._transport.config.update_timeout
+        )
         # a live receipt has a sum under every name of a tied parameter, and of what is never sent
         sums = {name: found.checksums[name] for name in known.receipt.checksums if name in found.checksums}
         verify_receipt(known.receipt, replace(found, checksums=sums), known.meta.route)
@@ -210,7 +200,11 @@ class WeightUpdates:
         """Stage on all live servers. Over a route that leaves nothing to read, servers that came back can only be
         brought up by an update: they are staged with the others, and take part from its commit on."""
         self._staged, self._joining = None, []
-        joining = [] if meta.route in STORED_ROUTES else self._returned()
+        joining = [server for server in self._router.servers if not server.live and server.well]
+        if meta.route in STORED_ROUTES:
+            joining = []
+        for server in joining:
+            server.instance = ""
         servers = [*self._router.live, *joining]
         if meta.route in MEETING_ROUTES:
             receipts = await self._stage_together(servers, meta)
@@ -247,16 +241,9 @@ class WeightUpdates:
             server.well = False  # until it answers again
             self._router.evict(server, f"could not stage version {meta.version}: {error}")
         reasons = "; ".join(f"{server.address}: {error}" for server, error in lost or failed)
-        if lost and (self._router.live or self._config.rejoin_timeout):
+        if lost and (self._router.live or self._transport.config.rejoin_timeout):
             raise ReceiversLostError(f"route {meta.route}, version {meta.version}: servers were lost: {reasons}.")
         raise WeightUpdateError(f"route {meta.route}: no server could stage version {meta.version}: {reasons}.")
-
-    def _returned(self) -> list[Server]:
-        """Evicted servers that are well again."""
-        found = [server for server in self._router.servers if not server.live and server.well]
-        for server in found:
-            server.instance = ""
-        return found
 
     async def _admit_joining(self, version: int) -> None:
         """Let servers that were staged although they did not take part commit as well, and take part."""
@@ -271,7 +258,9 @@ class WeightUpdates:
 
     async def _stage(self, server: Server, meta: WeightUpdateMeta) -> WeightReceipt:
         try:
-            return await self._transport.ask(server, self._protocol.stage(meta), self._config.update_timeout)
+            return await self._transport.ask(
+                server, self._transport.protocol.stage(meta), self._transport.config.update_timeout
+            )
         except InferenceError as error:
             server.well = False  # if it is out, or will be, it is not staged again before it has shown that it is well
             if server.live:
@@ -280,18 +269,20 @@ class WeightUpdates:
 
     async def _pause(self, server: Server, mode: str) -> None:
         """Wait for the pause; a drain may take as long as it makes tokens."""
-        before, since = -1.0, self._clock.now()
+        before, since = -1.0, self._router.clock.now()
         while True:
-            value = await self._transport.ask(server, self._protocol.pause(mode))
+            value = await self._transport.ask(server, self._transport.protocol.pause(mode))
             if value["paused"]:
                 return
             if value["generated_tokens"] != before:
-                before, since = value["generated_tokens"], self._clock.now()
-            elif self._clock.now() - since > self._config.progress_timeout:
-                raise ServerLostError(f"{server.address}: drained no further for {self._config.progress_timeout:g} s")
+                before, since = value["generated_tokens"], self._router.clock.now()
+            elif self._router.clock.now() - since > self._transport.config.progress_timeout:
+                raise ServerLostError(
+                    f"{server.address}: drained no further for {self._transport.config.progress_timeout:g} s"
+                )
 
     async def _commit(self, server: Server, version: int, mode: str) -> None:
-        await self._transport.ask(server, self._protocol.commit(version, mode))
+        await self._transport.ask(server, self._transport.protocol.commit(version, mode))
         server.version = version
 
     async def _resume_all(self) -> list[float]:
@@ -302,7 +293,7 @@ class WeightUpdates:
         """
         if self._held:
             return []
-        return await self._everywhere(lambda s: self._transport.ask(s, self._protocol.resume()), "resume")
+        return await self._everywhere(lambda s: self._transport.ask(s, self._transport.protocol.resume()), "resume")
 
     async def _everywhere(
         self, action: Callable[[Server], Coroutine[Any, Any, Any]], what: str, servers: list[Server] | None = None
@@ -317,7 +308,9 @@ class WeightUpdates:
         results = await asyncio.gather(*(action(server) for server in servers), return_exceptions=True)
         good = [result for result in results if not isinstance(result, BaseException)]
         bad = failures(servers, results)
-        lost = bool(self._config.rejoin_timeout) and all(isinstance(error, ServerLostError) for _, error in bad)
+        lost = bool(self._transport.config.rejoin_timeout) and all(
+            isinstance(error, ServerLostError) for _, error in bad
+        )
         if good or lost:
             for server, error in bad:
                 self._router.evict(server, f"could not {what}: {error}")

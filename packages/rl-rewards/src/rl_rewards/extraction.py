@@ -94,19 +94,13 @@ def _after_hashes(text: str) -> WrittenNumber | None:
 
 
 def _in_box(text: str) -> WrittenNumber | None:
-    for content in _boxes(text):
-        number = _read_slot(_join_sign(plain(content[:_SLOT_CHARS])))
-        if number:
-            return number
-    return None
+    read = (_read_slot(_join_sign(plain(content[:_SLOT_CHARS]))) for content in _boxes(text))
+    return next(filter(None, read), None)
 
 
 def _after_statement(text: str) -> WrittenNumber | None:
-    for match in reversed(list(_STATEMENT.finditer(text))):
-        number = _read_slot(_sentence(text, match.end()))
-        if number:
-            return number
-    return None
+    statements = reversed(list(_STATEMENT.finditer(text)))
+    return next(filter(None, (_read_slot(_sentence(text, match.end())) for match in statements)), None)
 
 
 def _after_label(text: str, last: WrittenNumber) -> WrittenNumber | None:

@@ -64,19 +64,12 @@ class WrittenNumber:
 
 def find_numbers(text: str) -> Iterator[WrittenNumber]:
     """All numbers in `text`, which has gone through `plain`, from left to right."""
-    for match in _NUMBER.finditer(text):
-        number = _read(match)
-        if number is not None:
-            yield number
+    return filter(None, map(_read, _NUMBER.finditer(text)))
 
 
 def last_number(text: str) -> WrittenNumber | None:
     """The last number in `text`, which has gone through `plain`."""
-    for match in reversed(list(_NUMBER.finditer(text))):
-        number = _read(match)
-        if number is not None:
-            return number
-    return None
+    return next(filter(None, map(_read, reversed(list(_NUMBER.finditer(text))))), None)
 
 
 def parse_number(text: str) -> Fraction | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 from rl_contracts.errors import DataError
@@ -23,10 +24,13 @@ class PromptSource:
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self._rows = rows
-        self._iterator: Iterator[Row] | None = None
         self._requeued: deque[Row] = deque()
         self._drawn = 0
         self._exhausted = False
+
+    @cached_property
+    def _iterator(self) -> Iterator[Row]:
+        return iter(self._rows)  # not before a state is loaded into the rows
 
     @property
     def exhausted(self) -> bool:
@@ -37,15 +41,9 @@ class PromptSource:
         """The next row; None at the end."""
         if self._requeued:
             return self._requeued.popleft()
-        if self._exhausted:
-            return None
-        if self._iterator is None:
-            self._iterator = iter(self._rows)
         row = next(self._iterator, None)
-        if row is None:
-            self._exhausted = True
-        else:
-            self._drawn += 1
+        self._exhausted = row is None
+        self._drawn += row is not None
         return row
 
     def requeue_first(self, rows: Iterable[Row]) -> None:

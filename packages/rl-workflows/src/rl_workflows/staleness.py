@@ -92,7 +92,8 @@ class StalenessManager:
         self._running_by_start: Counter[int] = Counter()
         self._accepted: list[Ticket] = []
         self._accepted_by_start: Counter[int] = Counter()
-        self._in_step = 0
+        self.in_step = 0
+        """Groups in the batch that is being trained on."""
         self._step_is_open = False
 
     @property
@@ -106,14 +107,9 @@ class StalenessManager:
         return len(self._accepted)
 
     @property
-    def in_step(self) -> int:
-        """Groups in the batch that is being trained on."""
-        return self._in_step
-
-    @property
     def outstanding(self) -> int:
         """Groups that hold a place."""
-        return len(self._running) + len(self._accepted) + self._in_step
+        return len(self._running) + len(self._accepted) + self.in_step
 
     @property
     def capacity(self) -> int:
@@ -194,7 +190,7 @@ class StalenessManager:
                 f"group {taken[0].group_id} started at version {taken[0].start} and would be trained on at "
                 f"{self.version}, more than max_staleness={self.max_staleness} later. This is a bug in admission."
             )
-        self._in_step, self._step_is_open = len(taken), True
+        self.in_step, self._step_is_open = len(taken), True
         self.steps += 1
         return taken
 
@@ -212,12 +208,12 @@ class StalenessManager:
                 f"found {version}. The version counts training batches applied, one per step."
             )
         self.version = version
-        self._in_step, self._step_is_open = 0, False
+        self.in_step, self._step_is_open = 0, False
 
     def describe(self) -> str:
         """One line for errors."""
         return (
-            f"version {self.version}: {self.running} groups running, {self.accepted} accepted, {self._in_step} in the "
+            f"version {self.version}: {self.running} groups running, {self.accepted} accepted, {self.in_step} in the "
             f"step, batch of {self.batch_size}, max_staleness {self.max_staleness}"
         )
 

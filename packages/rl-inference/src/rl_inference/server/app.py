@@ -8,6 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -139,7 +140,8 @@ class ServerApp:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Generate one answer, or one per prompt of a batch."""
         body = await _json(request)
-        streamed, batch = bool(body.get("stream")), is_batch(body)
+        streamed = bool(body.get("stream"))
+        batch = is_batch(body)
         expect(not (streamed and batch), "stream", "false, for a batch cannot be streamed; send one request each", True)
         jobs = parse_jobs(body, self.loop.model)
         if self._jobs + len(jobs) > self.config.slots + self.config.max_waiting:
@@ -207,18 +209,13 @@ class ServerApp:
         valid = isinstance(temperature, (int, float)) and temperature >= 0
         expect(valid, "temperature", "a number of at least 0", temperature)
         loop = self.loop
+        before = bool(body.get("before"))
 
         def work() -> tuple[list[float], int]:
-            return loop.model.score(ids, float(temperature)), loop.weights.version
+            with loop.weights.before() if before else nullcontext():
+                return loop.model.score(ids, float(temperature)), loop.weights.version
 
-        def work_before() -> tuple[list[float], int]:
-            with loop.weights.before():
-                return work()
-
-        if body.get("before"):
-            async with self._staging:  # staging writes over them
-                logprobs, version = await asyncio.wrap_future(loop.run(work_before))
-        else:
+        async with self._staging if before else nullcontext():  # staging writes over the weights before
             logprobs, version = await asyncio.wrap_future(loop.run(work))
         return web.json_response({"logprobs": logprobs, "weight_version": version})
 

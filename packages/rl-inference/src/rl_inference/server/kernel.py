@@ -82,7 +82,8 @@ def _mix(out: Any, weights: Any, values: Any, low: int, count: int, factor: Any)
         j += 1
 
 
-def _write(keys: Any, values: Any, new_keys: Any, new_values: Any, slots: Any, positions: Any) -> None:
+@njit(nogil=True, cache=True)
+def write(keys: Any, values: Any, new_keys: Any, new_values: Any, slots: Any, positions: Any) -> None:
     """Put each token's key and value into its slot.
 
     Args:
@@ -98,9 +99,6 @@ def _write(keys: Any, values: Any, new_keys: Any, new_values: Any, slots: Any, p
                 keys[slot, h, d, place] = new_keys[i, h, d]
             for d in range(new_values.shape[2]):
                 values[slot, h, place, d] = new_values[i, h, d]
-
-
-write: Any = njit(nogil=True, cache=True)(_write)
 
 
 def _attend(
@@ -119,7 +117,7 @@ def _attend(
 
     Args:
         query: float32 [tokens, query heads, head dim], head dim a multiple of 4.
-        keys, values, slots, positions: as in `_write`.
+        keys, values, slots, positions: as in `write`.
         out: float32 [tokens, query heads, head dim], is overwritten.
         window: positions that are looked at, 0 for all.
         softcap: tanh cap of the scores, 0 for none.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _DEFAULT_CONTEXT = 32768
 _PARTS = (7, 5, 1, 1, 3)
 """Tokens of each pass over the slots: the start of a prompt, a further part of it, single tokens."""
-_TOLERANCE = {torch.float32: 1e-3}
-_TOLERANCE_HALF = 0.2
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.2}
 """Mean absolute difference of the log-probs that rounding may make; what is wrong differs by whole nats in some."""
 
 
@@ -84,12 +82,7 @@ def _layer_type(model: Any, device: str) -> type[SlotLayer]:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     except RuntimeError:  # transformers refuses to name one where layers differ
         return TorchLayer
-    if device != "cpu" or model.dtype != torch.float32 or dim % 4:
-        return TorchLayer
-    if importlib.util.find_spec("numba") is None:
-        logger.warning("numba is not installed: attention on this CPU takes the slower path of torch")
-        return TorchLayer
-    return KernelLayer
+    return KernelLayer if device == "cpu" and model.dtype == torch.float32 and dim % 4 == 0 else TorchLayer
 
 
 def _check_architecture(path: Path, model: Any) -> None:
@@ -129,23 +122,18 @@ def compile_pass(model: Any) -> None:
     Raises:
         ModelError: there is no C++ compiler, on a CPU.
     """
-    if model.device.type == "cpu":
-        _require_compiler()
-    base = model.base_model
-    base.compile(dynamic=True)
-
-
-def _require_compiler() -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        get_cpp_compiler()
+        if model.device.type == "cpu":
+            get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ModelError(
             "compile=true: torch finds no C++ compiler, which it needs on a CPU. Install g++ (or name one in CXX), or "
             "set compile=false."
         ) from error
+    model.base_model.compile(dynamic=True)
 
 
 @torch.inference_mode()
@@ -166,7 +154,7 @@ def check_numbers(model: SlotModel) -> None:
             f"{name} cannot be run over the slots of the embedded server ({type(error).__name__}: {error}). Use "
             "another engine for this model."
         ) from error
-    allowed = _TOLERANCE.get(model.model.dtype, _TOLERANCE_HALF)
+    allowed = _TOLERANCES[model.model.dtype]
     difference = (found - expected).abs().mean().item()
     if not difference <= allowed:
         raise ModelError(

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from enum import Enum
 from typing import TypeVar
 
 from rl_contracts.errors import InferenceError
@@ -25,12 +24,6 @@ T = TypeVar("T")
 _IDLE_BEAT = 0.5
 """Seconds after which an idle thread shows that it is alive."""
 _SHUTDOWN = {"type": "abort", "message": "the server is shutting down"}
-
-
-class _State(Enum):
-    RUNNING = "running"
-    DRAINING = "draining"
-    PAUSED = "paused"
 
 
 class DecodeLoop:
@@ -61,11 +54,10 @@ class DecodeLoop:
         self._on_crash = on_crash
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[GenerationJob] = deque()
-        self._state = _State.RUNNING
-        self._drained: list[Future[None]] = []
+        self._paused = False
+        self._draining: list[Future[None]] = []
         self._paused_since = 0.0
         self._stopping = False
-        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
 
     def start(self) -> None:
@@ -96,10 +88,9 @@ class DecodeLoop:
         def command() -> None:
             if not future.set_running_or_notify_cancel():
                 return
-            if self._stopping or self._failure is not None:
-                future.set_exception(InferenceError("the decode thread has ended."))
-                return
             try:
+                if self._stopping:
+                    raise InferenceError("the decode thread has ended.")
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - handed to the caller
                 future.set_exception(error)
@@ -138,7 +129,7 @@ class DecodeLoop:
             "generated_tokens": self.table.generated_tokens,
             "busy_seconds": self.busy_seconds,
             "version": self.weights.version,
-            "paused": float(self._state is not _State.RUNNING),
+            "paused": float(self._paused or bool(self._draining)),
         }
 
     def _main(self) -> None:
@@ -146,7 +137,6 @@ class DecodeLoop:
             while not self._stopping:
                 self._turn()
         except BaseException as error:  # the thread's boundary: recorded, and the process is ended
-            self._failure = error
             logger.critical("the decode thread died", exc_info=error)
             self._end_all({"type": "error", "message": f"{type(error).__name__}: {error}"})
             self._on_crash(error)
@@ -158,10 +148,10 @@ class DecodeLoop:
         """Commands, then at most one pass."""
         self.beat += 1
         self._take_commands()
-        if self._state is _State.DRAINING and not self.table.running:
+        if self._draining and not self.table.running:
             self._enter_pause()
-        admit = self._state is _State.RUNNING and self._waiting and self.table.running < self.table.slots
-        if self._stopping or self._state is _State.PAUSED or not (admit or self.table.running):
+        admit = self._waiting and not self._paused and not self._draining and self.table.running < self.table.slots
+        if self._stopping or self._paused or not (admit or self.table.running):
             return
         started = time.perf_counter()
         if admit:
@@ -173,8 +163,8 @@ class DecodeLoop:
     def _take_commands(self) -> None:
         """Run what is in the inbox; wait a moment for something to arrive where there is nothing else to
         do."""
-        idle = self._state is _State.RUNNING and not self.table.running and not self._waiting
-        block = (idle or self._state is _State.PAUSED) and not self._stopping
+        idle = not (self.table.running or self._waiting or self._draining)
+        block = (idle or self._paused) and not self._stopping
         while True:
             try:
                 command = self._inbox.get(block=block, timeout=_IDLE_BEAT if block else None)
@@ -191,10 +181,10 @@ class DecodeLoop:
         for job in [*self.table.take_all(), *self._waiting]:
             job.finish(reason)
         self._waiting.clear()
-        for future in self._drained:
+        for future in self._draining:
             if future.set_running_or_notify_cancel():
                 future.set_exception(InferenceError("the decode thread has ended."))
-        self._drained.clear()
+        self._draining.clear()
 
     def _abort(self, wanted: Callable[[GenerationJob], bool], message: str) -> int:
         chosen = [job for job in [*self.table.jobs, *self._waiting] if wanted(job)]
@@ -206,25 +196,23 @@ class DecodeLoop:
         return len(chosen)
 
     def _pause(self, wait: bool, future: Future[None]) -> None:
-        self._drained.append(future)
-        if self._state is _State.PAUSED or not (wait and self.table.running):
+        self._draining.append(future)
+        if self._paused or not (wait and self.table.running):
             self._enter_pause()
-        else:
-            self._state = _State.DRAINING
 
     def _enter_pause(self) -> None:
-        if self._state is not _State.PAUSED:
-            self._state = _State.PAUSED
+        if not self._paused:
+            self._paused = True
             self._paused_since = time.perf_counter()
-        for future in self._drained:
+        for future in self._draining:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)
-        self._drained.clear()
+        self._draining.clear()
 
     def _resume(self) -> float:
-        paused = time.perf_counter() - self._paused_since if self._state is _State.PAUSED else 0.0
+        paused = time.perf_counter() - self._paused_since if self._paused else 0.0
         self._enter_pause()  # answers whoever still waits for a drain that is now called off
-        self._state = _State.RUNNING
+        self._paused = False
         return paused
 
     def _commit(self, version: int, recompute: bool) -> None:

@@ -15,14 +15,9 @@ import torch
 
 from rl_inference.server.job import GenerationJob
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-
-
-def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
-    return value - 2**64 if value >= 2**63 else value
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
@@ -32,8 +27,8 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64 (Steele, Lea and Flood 2014), on int64 with wrap-around."""
-    bits = (bits ^ _shift(bits, 30)) * _signed(_MIX_1)
-    bits = (bits ^ _shift(bits, 27)) * _signed(_MIX_2)
+    bits = (bits ^ _shift(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift(bits, 27)) * _MIX_2
     return bits ^ _shift(bits, 31)
 
 
@@ -47,7 +42,7 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     Returns:
         float64 [rows].
     """
-    bits = _mix(_mix(seeds + _signed(_GOLDEN)) + (positions + 1) * _signed(_GOLDEN))
+    bits = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
     return _shift(bits, 11).double() * 2.0**-53
 
 
@@ -75,7 +70,8 @@ class Penalties:
         ]
         repetition, frequency, presence = torch.tensor(settings, device=device).T[:, :, None]
         self._repetition, self._frequency, self._presence = repetition, frequency, presence
-        answers = [_answer(job) for job in jobs]
+        # tokens that came back with the prompt included
+        answers = [job.prompt[len(job.prompt) - job.resumed :] + job.output_ids for job in jobs]
         self._prompts = _places([job.prompt for job in jobs], device)
         self._answers = _places(answers, device)
         self._seen = torch.empty(0)
@@ -116,11 +112,6 @@ class Penalties:
         drawn = tokens[self.rows, None]
         self._counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=self._counts.dtype))
         self._seen.scatter_(1, drawn, True)
-
-
-def _answer(job: GenerationJob) -> list[int]:
-    """Tokens of the answer, those included that came back with the prompt."""
-    return job.prompt[len(job.prompt) - job.resumed :] + job.output_ids
 
 
 def _places(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

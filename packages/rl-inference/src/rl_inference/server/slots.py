@@ -102,7 +102,10 @@ class SlotTable:
     def step(self) -> None:
         """One pass: the next token of every answer, and of the prompts what the budget allows."""
         parts = self._next_parts()
-        rows = self._rows if self._rows is not None else self._gather()
+        if self._rows is None:  # some have ended; each of the others goes on from its last token
+            self._writing.sort(key=lambda job: job.slot)
+            self._rows = _Rows(self._writing, self.model.device)
+        rows = self._rows
         finished = [job for job, count in parts if job.read + count == job.length]
         if parts:
             tokens, span = self._join(rows, parts, finished)
@@ -133,12 +136,6 @@ class SlotTable:
             parts.append((job, count))
             room -= count
         return sorted(parts, key=lambda part: part[1])
-
-    def _gather(self) -> _Rows:
-        """The tensors of the answers anew, after some have ended. Each goes on from its last token."""
-        self._writing.sort(key=lambda job: job.slot)
-        self._rows = _Rows(self._writing, self.model.device)
-        return self._rows
 
     def _join(
         self, rows: _Rows, parts: list[tuple[GenerationJob, int]], finished: list[GenerationJob]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_contracts.errors import ConfigError, RLError
+from rl_workflows.config import RolloutConfig, groups_per_replica
 from rl_workflows.staleness import StalenessManager, Ticket
 
 
@@ -309,7 +310,12 @@ def test_ids_of_two_heads_never_meet():
     assert len(set(ids)) == 16
 
 
-@pytest.mark.parametrize("settings", [{"batch_size": 0}, {"max_staleness": -1}, {"max_concurrent": 0}], ids=str)
+@pytest.mark.parametrize("settings", [{"max_staleness": -1}, {"max_concurrent": 0}], ids=str)
 def test_settings_that_cannot_work_are_refused(settings):
-    with pytest.raises(ConfigError):
-        StalenessManager(**({"batch_size": 1, "max_staleness": 1} | settings))
+    with pytest.raises(ConfigError, match=r"rollout\.max_"):
+        RolloutConfig(**settings)
+
+
+def test_groups_per_replica_without_groups_is_refused():
+    with pytest.raises(ConfigError, match="batch_size: 0 groups"):
+        groups_per_replica(0, 2, "batch_size")

@@ -24,7 +24,7 @@ class GSM8KOptions:
     """Appended to each question after a blank line, for example how to end the answer."""
 
 
-class GSM8K(Rows):
+class GSM8K(Rows[tuple[str, str]]):
     """The rows of one split, in the order of the file.
 
     RL form: `{"prompt_id": row index, "messages": [the question], "answer": worked answer}`. SFT form:
@@ -57,16 +57,12 @@ class GSM8K(Rows):
         self.form = form
         self._options = read_options(GSM8KOptions, "gsm8k", options)
         records = read_records(path, split, self._options.subset)
-        self._pairs = [_question_and_answer(record) for record in records]
-        if not self._pairs:
+        super().__init__([_question_and_answer(record) for record in records])
+        if not self._items:
             raise DataError(f"{path}: expected rows in the split {split!r}, found none")
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self._pairs)
-
-    def _row(self, index: int) -> dict[str, Any]:
-        question, answer = self._pairs[index]
+    def _row(self, index: int, item: tuple[str, str]) -> dict[str, Any]:
+        question, answer = item
         if self._options.instruction:
             question = f"{question}\n\n{self._options.instruction}"
         user = {"role": "user", "content": question}

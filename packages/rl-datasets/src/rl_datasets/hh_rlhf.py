@@ -15,7 +15,7 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
-class HHRLHF(Rows):
+class HHRLHF(Rows[dict[str, Any]]):
     """The pairs of one split, in the order of the file: `{"prompt_id": row index, "chosen": messages, "rejected":
     messages}`.
 
@@ -47,17 +47,12 @@ class HHRLHF(Rows):
         require_choice("form", form, ("pairs",))
         if options:
             raise ConfigError(f"hh-rlhf data: expected no options, found {', '.join(sorted(options))}")
-        self._rows = [_pair(index, record) for index, record in enumerate(read_records(path, split))]
-        if not self._rows:
+        super().__init__([_pair(index, record) for index, record in enumerate(read_records(path, split))])
+        if not self._items:
             raise DataError(f"{path}: expected pairs in the split {split!r}, found none")
 
-    def __len__(self) -> int:
-        """Number of pairs."""
-        return len(self._rows)
-
-    def _row(self, index: int) -> dict[str, Any]:
-        row = self._rows[index]
-        return {**row, **{side: [dict(m) for m in row[side]] for side in ("chosen", "rejected")}}
+    def _row(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
+        return {**item, **{side: [dict(message) for message in item[side]] for side in ("chosen", "rejected")}}
 
 
 def _pair(index: int, record: Record) -> dict[str, Any]:

@@ -10,8 +10,16 @@ from typing import Any, overload
 from rl_contracts.errors import ConfigError
 
 
-class Rows(Sequence[dict[str, Any]]):
-    """Indexing and slicing over `_row`. A row is made anew each time: changing it changes nothing here."""
+class Rows[T](Sequence[dict[str, Any]]):
+    """Indexing and slicing over `_row`, which makes a row of an item. It is made anew each time: changing it changes
+    nothing here."""
+
+    def __init__(self, items: Sequence[T]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._items)
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -20,11 +28,13 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
         """The row, or the rows of a slice."""
         positions = range(len(self))[index]
-        return self._row(positions) if isinstance(positions, int) else [self._row(i) for i in positions]
+        if isinstance(positions, int):
+            return self._row(positions, self._items[positions])
+        return [self._row(i, self._items[i]) for i in positions]
 
     @abstractmethod
-    def _row(self, index: int) -> dict[str, Any]:
-        """Row `index`, 0 to len - 1."""
+    def _row(self, index: int, item: T) -> dict[str, Any]:
+        """Row `index`, 0 to len - 1, made of its item."""
 
 
 def read_options[T](cls: type[T], name: str, given: dict[str, Any]) -> T:

@@ -15,7 +15,7 @@ and the rest follows from it; or the line with the final number is missing."""
 _OFF_BY = (-2, -1, 1, 2)
 
 
-class WordProblemPairs(Rows):
+class WordProblemPairs(Rows[Problem]):
     """One pair per generated problem: `{"prompt_id": row index, "chosen": [question, right answer], "rejected":
     [question, wrong answer], "mistake": one of MISTAKES}`, the mistakes in equal parts.
     """
@@ -41,15 +41,11 @@ class WordProblemPairs(Rows):
             ConfigError: a path, an unknown split, form or option, or more problems than there are.
         """
         require_choice("form", form, ("pairs",))
-        self._problems = WordProblems(path, split, "rl", seed, **options).problems
+        super().__init__(WordProblems(path, split, "rl", seed, **options).problems)
         self._seed = seed
 
-    def __len__(self) -> int:
-        """Number of pairs."""
-        return len(self._problems)
-
-    def _row(self, index: int) -> dict[str, Any]:
-        problem, mistake = self._problems[index], MISTAKES[index % len(MISTAKES)]
+    def _row(self, index: int, problem: Problem) -> dict[str, Any]:
+        mistake = MISTAKES[index % len(MISTAKES)]
         wrong = with_mistake(problem, mistake, random.Random(f"{self._seed} {index}"))
         return {
             "prompt_id": index,

@@ -117,7 +117,7 @@ class WordProblemsOptions(Settings):
         super().__post_init__()
 
 
-class WordProblems(Rows):
+class WordProblems(Rows[Problem]):
     """Distinct generated problems of one split.
 
     RL form: `{"prompt_id": row index, "messages": [the question], "answer": worked answer, "level": steps, "verbs":
@@ -155,13 +155,9 @@ class WordProblems(Rows):
         size = _DEFAULT_SIZES[split] if chosen.size is None else chosen.size
         self.problems: list[Problem] = _generate(split, seed, chosen.levels, size)
         """The problems behind the rows, in the same order."""
+        super().__init__(self.problems)
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.problems)
-
-    def _row(self, index: int) -> dict[str, Any]:
-        problem = self.problems[index]
+    def _row(self, index: int, problem: Problem) -> dict[str, Any]:
         question = {"role": "user", "content": problem.question}
         answer = problem.worked_answer()
         if self.form == "sft":

@@ -28,7 +28,7 @@ class ServerMonitor:
         self._updates = updates
         self._hurry = asyncio.Event()
         self._silent_since: dict[Server, float] = {}
-        self._returning: dict[Server, asyncio.Task[None]] = {}
+        self._returning: set[Server] = set()
         self._refused: dict[Server, tuple[str, int, int]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -49,10 +49,9 @@ class ServerMonitor:
 
     async def stop(self) -> None:
         """End the task and the rejoins under way."""
-        tasks = [task for task in (self._task, *self._returning.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -61,10 +60,11 @@ class ServerMonitor:
         self._router.end(error or asyncio.CancelledError("the client was closed"))
 
     async def _watch(self) -> None:
-        while True:
-            await self._pause()
-            await asyncio.gather(*(self._look(server) for server in self._router.servers))
-            self._router.give_up_after(self._transport.config.rejoin_timeout)
+        async with asyncio.TaskGroup() as returns:  # an error that a return does not expect ends the monitor
+            while True:
+                await self._pause()
+                await asyncio.gather(*(self._look(server, returns) for server in self._router.servers))
+                self._router.give_up_after(self._transport.config.rejoin_timeout)
 
     async def _pause(self) -> None:
         """Until the next round is due, or somebody is in a hurry."""
@@ -79,14 +79,10 @@ class ServerMonitor:
                 wait.cancel()
         self._hurry.clear()
 
-    async def _look(self, server: Server) -> None:
+    async def _look(self, server: Server, returns: asyncio.TaskGroup) -> None:
         """Ask one server, and draw the consequence."""
-        returning = self._returning.get(server)
-        if returning is not None:
-            if not returning.done():
-                return
-            del self._returning[server]
-            returning.result()  # what it does not expect ends the monitor
+        if server in self._returning:
+            return
         try:
             version = await self._transport.call(
                 server, self._transport.protocol.health(), self._transport.config.probe_timeout
@@ -98,7 +94,8 @@ class ServerMonitor:
         self._silent_since.pop(server, None)
         state = (server.instance, version, self._router.version)
         if not server.live and self._refused.get(server) != state:
-            self._returning[server] = asyncio.create_task(self._return(server, state), name=f"rejoin {server.address}")
+            self._returning.add(server)
+            returns.create_task(self._return(server, state), name=f"rejoin {server.address}")
 
     def _unwell(self, server: Server, error: InferenceError) -> None:
         server.well = False
@@ -124,3 +121,5 @@ class ServerMonitor:
             if server.last_error != str(error):
                 logger.info("server %s does not rejoin yet: %s", server.address, error)
             server.last_error = str(error)
+        finally:
+            self._returning.discard(server)

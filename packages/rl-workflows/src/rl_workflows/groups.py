@@ -133,20 +133,17 @@ async def _episode(episodes: Episodes, members: _Members, sample: int) -> None:
     except asyncio.CancelledError as killed:
         if members.decided.done():
             raise
-        error = _killed(context, killed)
+        # a workflow cancelled the task it runs in, or let the error of a task that it cancelled through
+        error = RLError(
+            f"the episode of {context} was cancelled, but not by the runtime: by something in the workflow."
+        )
+        error.__cause__ = killed
     except Exception as caught:  # noqa: BLE001 - the boundary of user code: recorded, counted, held against the budget
         error = caught
     finally:
         del episodes.running[context]
     members.ended(sample, trajectories, error)
     del group, members, task, error  # the error's traceback holds this frame, which would hold the error
-
-
-def _killed(context: EpisodeContext, cause: BaseException) -> RLError:
-    """A workflow that cancels the task it runs in, or lets the error of a task that it cancelled through."""
-    error = RLError(f"the episode of {context} was cancelled, but not by the runtime: by something in the workflow.")
-    error.__cause__ = cause
-    return error
 
 
 def _filtered(

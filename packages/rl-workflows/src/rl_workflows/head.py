@@ -16,7 +16,7 @@ from rl_workflows.episode import Episodes
 from rl_workflows.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
 from rl_workflows.source import PromptSource, Row
 from rl_workflows.staleness import StalenessManager
-from rl_workflows.watch import STATS_TIMEOUT, Watch, within
+from rl_workflows.watch import Watch, figures_of_servers
 
 if TYPE_CHECKING:
     from rl_contracts.clock import Clock
@@ -98,11 +98,6 @@ class RolloutHead:
             self._error.__cause__ = error
         self._changed.set()
 
-    @property
-    def closed(self) -> bool:
-        """Whether no further group will be admitted."""
-        return self.source.exhausted
-
     async def begin_wait(self) -> None:
         """Somebody waits for a batch from now on: prompts are admitted, and nothing moving counts as a stall."""
         self.watch.begin_wait()
@@ -124,7 +119,7 @@ class RolloutHead:
         """
         try:
             async with asyncio.timeout(timeout):
-                while self._error is None and not self.manager.ready(self.closed):
+                while self._error is None and not self.manager.ready(self.source.exhausted):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -136,7 +131,7 @@ class RolloutHead:
 
     async def take(self) -> list[FinishedGroup]:
         """The groups of the batch that `fill` found ready, oldest first."""
-        tickets = self.manager.take_batch(self.closed)
+        tickets = self.manager.take_batch(self.source.exhausted)
         for ticket in tickets:
             self._count_age(self.manager.version - ticket.start)
         groups = [self.accepted.pop(ticket.group_id) for ticket in tickets]
@@ -164,18 +159,11 @@ class RolloutHead:
         self.episodes.tokens = 0
         figures = self.figures.take()
         if of_servers and (self._asking is None or self._asking.done()):
-            before, self._asking = self._asking, asyncio.create_task(self._ask_servers())
+            before, self._asking = self._asking, asyncio.create_task(figures_of_servers(self.episodes))
             self._last_servers = await (before or self._asking)
         for name, value in self._last_servers.items():
             figures.add(f"server/{name}", value)
         return figures
-
-    async def _ask_servers(self) -> dict[str, float]:
-        try:
-            return await within(self.clock, STATS_TIMEOUT, self.engine.stats())
-        except (RLError, TimeoutError, OSError) as error:
-            log.warning("the servers give no figures: %s", error)
-            return {}
 
     async def state_dict(self) -> dict[str, Any]:
         """Admission, prompts in flight, accepted groups, and the position in the data."""
@@ -286,7 +274,7 @@ class RolloutHead:
             self.accepted[group.ticket.group_id] = group
             self._count("accepted")
             self.budget.accepted()
-        if self.watch.waited_for and self.manager.ready(self.closed):
+        if self.watch.waited_for and self.manager.ready(self.source.exhausted):
             self._changed.set()
         self._pump_soon()
 

@@ -71,17 +71,14 @@ class RLVRWorkflow(RolloutWorkflow):
             if not data.get("messages"):
                 raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
             ids = self._renderer.render(data["messages"])
-            self._refuse_too_long(ids)
+            if self._max_length is not None and len(ids) >= self._max_length:
+                raise DataError(
+                    f"the prompt has {len(ids)} tokens, but the model holds {self._max_length} with its answer. Leave "
+                    "such rows out, or take a model with a longer context."
+                )
             cache["rlvr_prompt"] = (self._tokenizer.decode(ids), ids)
         text, ids = cache["rlvr_prompt"]
         return text, ids
-
-    def _refuse_too_long(self, ids: list[int]) -> None:
-        if self._max_length is not None and len(ids) >= self._max_length:
-            raise DataError(
-                f"the prompt has {len(ids)} tokens, but the model holds {self._max_length} with its answer. Leave such "
-                "rows out, or take a model with a longer context."
-            )
 
     async def _score(
         self, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], data: dict[str, Any]

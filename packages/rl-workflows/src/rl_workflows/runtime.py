@@ -133,7 +133,10 @@ class DistRollout(RolloutRuntime):
             with self.parallel.agreeing("assembling the batch"):
                 groups = self._call(self.head.take()) if self.parallel.is_dp_head else []
                 batch = assemble(groups, self.head.manager.version)
-                self._refuse_unexchangeable(batch)
+                if self.parallel.world_size > 1 and "multi_modal" in batch:
+                    raise DataError(
+                        "rows with multi_modal entries cannot be exchanged between ranks; use one trainer process."
+                    )
             # only the last batch of a finite data set is smaller
             minibatches = self.minibatches if total == self.batch_size else min(self.minibatches, total)
             return redistribute(batch, self.parallel, minibatches)
@@ -227,10 +230,6 @@ class DistRollout(RolloutRuntime):
             everywhere = self.parallel.gather_json(groups)
             if None not in everywhere:
                 return int(sum(everywhere))
-
-    def _refuse_unexchangeable(self, batch: TensorDict) -> None:
-        if self.parallel.world_size > 1 and "multi_modal" in batch:
-            raise DataError("rows with multi_modal entries cannot be exchanged between ranks; use one trainer process.")
 
     def _call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._wait(coroutine, CALL_SECONDS)

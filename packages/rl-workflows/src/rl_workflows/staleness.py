@@ -38,7 +38,6 @@ import heapq
 from collections import Counter
 from typing import Any, NamedTuple
 
-from rl_contracts.config import require
 from rl_contracts.errors import RLError
 
 
@@ -57,8 +56,8 @@ class StalenessManager:
     Each event costs O(log n) at most, and a check of the look-ahead O(eta).
 
     Args:
-        batch_size: groups per step of this head, B.
-        max_staleness: eta; 0 is exactly on-policy.
+        batch_size: groups per step of this head, B; at least 1.
+        max_staleness: eta; 0 is exactly on-policy. `RolloutConfig` checks it and the next.
         max_concurrent: groups that run at the same time; None: no further limit.
         version: version that is committed now.
         first_id: id of the first group.
@@ -75,14 +74,6 @@ class StalenessManager:
         first_id: int = 0,
         id_stride: int = 1,
     ) -> None:
-        require(batch_size >= 1, "batch_size", "at least 1 group", batch_size)
-        require(max_staleness >= 0, "rollout.max_staleness", "0 (on-policy) or more versions", max_staleness)
-        require(
-            max_concurrent is None or max_concurrent >= 1,
-            "rollout.max_concurrent",
-            "at least 1 group, or None for no limit",
-            max_concurrent,
-        )
         self.batch_size, self.max_staleness = batch_size, max_staleness
         self.max_concurrent = max_concurrent
         self.version, self.steps = version, 0

@@ -135,10 +135,8 @@ class Watch:
 
     async def _servers_moved(self) -> bool:
         """Whether the servers generated since this was last asked: a long answer is no stall."""
-        try:
-            stats = await within(self._clock, STATS_TIMEOUT, self._episodes.engine.stats())
-        except (RLError, TimeoutError, OSError) as error:
-            log.warning("the servers do not say whether they generate: %s", error)
+        stats = await figures_of_servers(self._episodes)
+        if not stats:
             return False
         before, self._served_tokens = self._served_tokens, float(stats.get("generated_tokens", 0.0))
         return before is not None and self._served_tokens > before
@@ -169,6 +167,15 @@ class Watch:
         )
         log.error("%s", error)
         return error
+
+
+async def figures_of_servers(episodes: Episodes) -> dict[str, float]:
+    """What the engine's servers say of themselves; nothing, with a warning, where they do not answer."""
+    try:
+        return await within(episodes.clock, STATS_TIMEOUT, episodes.engine.stats())
+    except (RLError, TimeoutError, OSError) as error:
+        log.warning("the servers give no figures: %s", error)
+        return {}
 
 
 async def within[T](clock: Clock, seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -196,7 +196,6 @@ class SlotCache:
     """All layers' slots."""
 
     def __init__(self, layers: int, slots: int, context_length: int, layer: type[SlotLayer] = TorchLayer) -> None:
-        self.slots = slots
         self.context_length = context_length
         self.layers = [layer(slots) for _ in range(layers)]
 

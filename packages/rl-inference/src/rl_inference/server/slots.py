@@ -108,7 +108,7 @@ class SlotTable:
         rows = self._rows
         finished = [job for job, count in parts if job.read + count == job.length]
         if parts:
-            tokens, span = self._join(rows, parts, finished)
+            tokens, span = self._join(rows, parts)
         else:
             tokens, span = rows.tokens, rows.span()
         logits = self.model.run(tokens, span)
@@ -137,9 +137,7 @@ class SlotTable:
             room -= count
         return sorted(parts, key=lambda part: part[1])
 
-    def _join(
-        self, rows: _Rows, parts: list[tuple[GenerationJob, int]], finished: list[GenerationJob]
-    ) -> tuple[torch.Tensor, TokenPass]:
+    def _join(self, rows: _Rows, parts: list[tuple[GenerationJob, int]]) -> tuple[torch.Tensor, TokenPass]:
         """The pass of all answers and of some prompts' parts."""
         new: list[int] = []
         slots: list[int] = []
@@ -158,9 +156,8 @@ class SlotTable:
                 segments.append(Segment(job.slot, job.read, first, count))
             if job.read + count == job.length:
                 wanted.append(answers + len(new) - 1)
-        assert len(wanted) == len(finished)
-        both = torch.tensor([new, slots, places], device=self.model.device)
         device = self.model.device
+        both = torch.tensor([new, slots, places], device=device)
         return torch.cat((rows.tokens, both[0])), TokenPass(
             slots=torch.cat((rows.slots, both[1])),
             positions=torch.cat((rows.positions, both[2])),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
+from math import inf
 from weakref import WeakValueDictionary
 
 from rl_contracts.clock import Clock
@@ -49,7 +50,7 @@ class Router:
         self._slack = slack
         self._groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
         self._news = asyncio.Event()
-        self._dark_since: float | None = None
+        self._dark_since = inf
         self.ended: BaseException | None = None
         """Why nobody looks after the servers any more; None while somebody does."""
 
@@ -114,7 +115,7 @@ class Router:
         server.evicted, server.version = None, version
         self.succeeded(server)
         self.rejoins += 1
-        self._dark_since = None
+        self._dark_since = inf
         self._news.set()
 
     async def wait_live(self, timeout: float) -> bool:
@@ -127,7 +128,7 @@ class Router:
             False if the time was over, now or before, or waiting is pointless.
         """
         while not self.live:
-            if not timeout or self.ended is not None or self._dark_for() > timeout:
+            if not timeout or self.ended is not None or self.clock.now() - self._dark_since > timeout:
                 return False
             self._news.clear()
             await self._news.wait()
@@ -135,7 +136,7 @@ class Router:
 
     def give_up_after(self, timeout: float) -> None:
         """Wake those who wait for a server if there has been none for `timeout` seconds. To be called often."""
-        if self._dark_for() > timeout:
+        if self.clock.now() - self._dark_since > timeout:
             self._news.set()
 
     def end(self, error: BaseException) -> None:
@@ -171,6 +172,3 @@ class Router:
         """Note a success."""
         server.failures = 0
         server.avoid_until = 0.0
-
-    def _dark_for(self) -> float:
-        return 0.0 if self._dark_since is None else self.clock.now() - self._dark_since

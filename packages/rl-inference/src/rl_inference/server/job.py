@@ -150,10 +150,8 @@ class GenerationJob:
         if len(self.output_ids) < self.generation.min_new_tokens:
             return None
         window = max(len(text.encode()) for text in self.generation.stop) + _MARGIN
-        tail = self.output_ids[-window:]
-        if len(tail) < window and self.resumed:
-            earlier = self.prompt[-min(self.resumed, window - len(tail)) :]
-            tail = earlier + tail
+        earlier = self.prompt[len(self.prompt) - min(self.resumed, window) :]
+        tail = (earlier + self.output_ids[-window:])[-window:]
         text = tokenizer.decode(tail, skip_special_tokens=False)
         return next((stop for stop in self.generation.stop if stop in text), None)
 

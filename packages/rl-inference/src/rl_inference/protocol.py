@@ -79,9 +79,10 @@ class EmbeddedProtocol:
         """Checksums of the served weights."""
         return Call("/weight_receipt", _receipt)
 
-    def pause(self, mode: str) -> Call[dict[str, Any]]:
-        """Stop generating (`wait`: after the running answers); says whether it is `paused`, and its counters."""
-        return Call("/pause_generation", _object, {"mode": mode})
+    def pause(self, mode: str) -> Call[float | None]:
+        """Stop generating (`wait`: after the running answers); says None once it stands still, and until then how many
+        tokens it has generated."""
+        return Call("/pause_generation", _tokens_until_paused, {"mode": mode})
 
     def commit(self, version: int, mode: str) -> Call[dict[str, Any]]:
         """Serve the staged version."""
@@ -109,6 +110,11 @@ def _object(body: bytes) -> dict[str, Any]:
 
 def _version(body: bytes) -> int:
     return int(_object(body)["version"])
+
+
+def _tokens_until_paused(body: bytes) -> float | None:
+    value = _object(body)
+    return None if value["paused"] else float(value["generated_tokens"])
 
 
 def _paused_seconds(body: bytes) -> float:

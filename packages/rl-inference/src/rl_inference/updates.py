@@ -270,12 +270,9 @@ class WeightUpdates:
     async def _pause(self, server: Server, mode: str) -> None:
         """Wait for the pause; a drain may take as long as it makes tokens."""
         before, since = -1.0, self._router.clock.now()
-        while True:
-            value = await self._transport.ask(server, self._transport.protocol.pause(mode))
-            if value["paused"]:
-                return
-            if value["generated_tokens"] != before:
-                before, since = value["generated_tokens"], self._router.clock.now()
+        while (tokens := await self._transport.ask(server, self._transport.protocol.pause(mode))) is not None:
+            if tokens != before:
+                before, since = tokens, self._router.clock.now()
             elif self._router.clock.now() - since > self._transport.config.progress_timeout:
                 raise ServerLostError(
                     f"{server.address}: drained no further for {self._transport.config.progress_timeout:g} s"

@@ -15,8 +15,6 @@ from rl_contracts.errors import RLError, StalledError
 from rl_contracts.logging import get_logger
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from rl_contracts.clock import Clock
     from rl_workflows.episode import Episodes
 
@@ -201,14 +199,8 @@ def stack_of_task(task: asyncio.Task[Any]) -> str:
     summary = traceback.StackSummary()
     waits: Any = task.get_coro()
     while waits is not None:
-        frame, waits = _step_into(waits)
+        kinds = [names for names in AWAITED if hasattr(waits, names[0])]
+        frame, waits = (getattr(waits, name) for name in kinds[0]) if kinds else (None, None)
         if frame is not None:
             summary.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
     return f"task {task.get_name()}:\n{''.join(summary.format())}"
-
-
-def _step_into(awaited: Any) -> tuple[FrameType | None, Any]:
-    for frame, inner in AWAITED:
-        if hasattr(awaited, frame):
-            return getattr(awaited, frame), getattr(awaited, inner)
-    return None, None

@@ -41,7 +41,6 @@ class Destroyable(Protocol):
 
     def destroy(self) -> None:
         """Free what it holds."""
-        ...
 
 
 class Parts(ExitStack):

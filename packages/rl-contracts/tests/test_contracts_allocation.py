@@ -51,7 +51,7 @@ def test_parse_shared_group_counts_its_devices_once() -> None:
     allocation = parse("vllm:d2t2|fsdp:d4")
 
     assert allocation.world_size == 4
-    assert allocation.colocated("rollout", "actor")
+    assert allocation.devices("rollout") == allocation.devices("actor")
 
 
 def test_parse_bar_binds_tighter_than_plus() -> None:
@@ -60,7 +60,7 @@ def test_parse_bar_binds_tighter_than_plus() -> None:
     assert [[c.name for c in group] for group in allocation.groups] == [["r"], ["actor", "critic"]]
     assert allocation.world_size == 6
     assert allocation.devices("critic") == range(2, 6)
-    assert not allocation.colocated("r", "actor")
+    assert allocation.devices("r") == range(2)
 
 
 def test_parse_all_dimensions_any_order_expert_never_multiplies() -> None:

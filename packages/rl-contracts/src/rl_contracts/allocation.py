@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rl_contracts import registry
-from rl_contracts.allocation_grammar import Written, pointed_at, read
+from rl_contracts.allocation_grammar import Reader, Written, pointed_at
 from rl_contracts.errors import ConfigError
 
 
@@ -175,7 +175,7 @@ class Allocation:
         """
         if kinds is None:
             kinds = {name: kind for kind, group in GROUPS.items() for name in registry.available(group)}
-        written = read(text)
+        written = Reader(text).groups()
         groups = tuple(tuple(_component(part, text, kinds) for part in group) for group in written)
         conflict = find_conflict(groups)
         if conflict is not None:
@@ -216,10 +216,6 @@ class Allocation:
         listing = ", ".join(f"{c.name} ({c.backend})" for c in self.components)
         problem = f"several components run on {key!r}; use a name" if found else f"no component is called {key!r}"
         raise ConfigError(f"allocation {self}: {problem}. Components: {listing}.")
-
-    def colocated(self, first: str, second: str) -> bool:
-        """Whether two components share their devices."""
-        return self.devices(first) == self.devices(second)
 
     def devices(self, key: str) -> range:
         """Indices of a component's devices, counted over the groups in the order written."""

@@ -28,28 +28,24 @@ class Written:
     sizes_at: int
 
 
-def read(text: str) -> list[list[Written]]:
-    """The device groups of an allocation, each with its components.
-
-    Raises:
-        ConfigError: the text does not follow the grammar.
-    """
-    return _Reader(text).groups()
-
-
 def pointed_at(text: str, message: str, at: int) -> ConfigError:
     """An error that shows the text with a mark under character `at`."""
     return ConfigError(f"allocation: {message}\n  {text}\n  {' ' * at}^")
 
 
-class _Reader:
-    """Recursive descent over `text`; one method per rule of the grammar."""
+class Reader:
+    """Recursive descent over `text`; one method per rule of the grammar.
+
+    Raises:
+        ConfigError: the text does not follow the grammar.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
 
     def groups(self) -> list[list[Written]]:
+        """The device groups of an allocation, each with its components."""
         groups = [[self.component()]]
         while sign := self.take(r"[+|]"):
             if sign == "+":

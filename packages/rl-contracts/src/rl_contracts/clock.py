@@ -13,11 +13,9 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds since an arbitrary fixed moment; never goes backwards."""
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Return after `seconds` of this clock's time."""
-        ...
 
 
 class SystemClock:

@@ -54,7 +54,11 @@ def configure(
             f"logging level ({LEVEL_VARIABLE}): expected one of {', '.join(levels)} or a number, found {level!r}."
         )
     handler = _StandardErrorHandler() if file is None else _file_handler(Path(file))
-    handler.setFormatter(logging.Formatter(_line_format(role, rank), "%Y-%m-%d %H:%M:%S"))
+    who = "/".join(part for part in (role, "" if rank is None else str(rank)) if part)
+    # a percent sign in a role would otherwise be read as a field of the format
+    bracket = f"[{who}] ".replace("%", "%%") if who else ""
+    line = f"%(asctime)s.%(msecs)03d %(levelname)s {bracket}%(name)s: %(message)s"
+    handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger(ROOT)
     for previous in list(logger.handlers):
         if getattr(previous, "configured_by_rl", False):
@@ -81,10 +85,3 @@ class _StandardErrorHandler(logging.StreamHandler):
 def _file_handler(path: Path) -> logging.Handler:
     path.parent.mkdir(parents=True, exist_ok=True)
     return logging.FileHandler(path, encoding="utf-8")
-
-
-def _line_format(role: str, rank: int | None) -> str:
-    who = "/".join(part for part in (role, "" if rank is None else str(rank)) if part)
-    # A percent sign in a role would otherwise be read as a field of the format.
-    bracket = f"[{who}] ".replace("%", "%%") if who else ""
-    return f"%(asctime)s.%(msecs)03d %(levelname)s {bracket}%(name)s: %(message)s"

@@ -74,8 +74,11 @@ class ChatRenderer:
             ConfigError: neither exists, so that a model could never end its answer.
         """
         closing = self._encode(self._after_answer(_PROBE, None, False))
-        special = self._special_ids()
-        end_of_turn = next((token for token in closing if token in special), None)
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        special = {index for index, token in added.items() if getattr(token, "special", False)}
+        end_of_turn = next(
+            (token for token in closing if token in special or token in self._tokenizer.all_special_ids), None
+        )
         found = (end_of_turn, self._tokenizer.eos_token_id)
         stops = tuple(dict.fromkeys(token for token in found if token is not None))
         if not stops:
@@ -189,11 +192,6 @@ class ChatRenderer:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _special_ids(self) -> set[int]:
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        marked = {index for index, token in added.items() if getattr(token, "special", False)}
-        return marked | set(self._tokenizer.all_special_ids)
 
     def _refuse_stop_tokens(self, message: Message, index: int) -> None:
         content = message.get("content")

@@ -29,4 +29,3 @@ class RewardFunction(Protocol):
         Raises:
             RewardError: the reward cannot be computed. Never return 0 for that.
         """
-        ...

@@ -49,9 +49,11 @@ def to_megatron(
     """
     architecture, partition = _plan(hf_config, tp_size, pp_size, vocab_multiple)
     partition.check_rank(tp_rank, pp_rank)
-    _check_names(state, _expected_sources(architecture, partition), {HEAD} if architecture.tied else set())
+    stages = [list(stage_parameters(architecture, partition, stage)) for stage in range(pp_size)]
+    expected = {source for stage in stages for parameter in stage for source in parameter.sources}
+    _check_names(state, expected, {HEAD} if architecture.tied else set())
     result: dict[str, Tensor] = {}
-    for parameter in stage_parameters(architecture, partition, pp_rank):
+    for parameter in stages[pp_rank]:
         tensors = [state[source] for source in parameter.sources]
         for source, tensor, shape in zip(parameter.sources, tensors, parameter.layout.shapes(), strict=True):
             _check_shape(source, tensor, shape)
@@ -132,11 +134,6 @@ def _merge(parameter: Parameter, ranks: Sequence[Mapping[str, Any]], stage: int)
         for place, tensor in zip(places[1:], tensors[1:], strict=True):
             _check_equal(places[0], tensors[0], place, tensor, "every tensor-parallel rank holds the same")
     return parameter.layout.unshard(tensors)
-
-
-def _expected_sources(architecture: Architecture, partition: Partition) -> set[str]:
-    stages = range(partition.pp_size)
-    return {s for stage in stages for p in stage_parameters(architecture, partition, stage) for s in p.sources}
 
 
 def _place(tp_rank: int, stage: int) -> str:

@@ -232,7 +232,7 @@ class LocalScheduler(Scheduler):
     def _devices(self, role: _Role, index: int) -> list[str] | None:
         """Devices that a worker sees: its own; all of its role's for SPMD ranks, which choose by LOCAL_RANK."""
         spec = role.spec
-        if "CUDA_VISIBLE_DEVICES" in spec.env or not len(self._gpus):
+        if "CUDA_VISIBLE_DEVICES" in spec.env or not self._gpus.size:
             return None
         return role.gpus if spec.spmd else role.gpus[index * spec.gpus : (index + 1) * spec.gpus]
 

@@ -26,10 +26,8 @@ class Pool:
     def __init__(self, noun: str, items: Iterable[str]) -> None:
         self._noun = noun
         self._free = list(items)
-        self._size = len(self._free)
-
-    def __len__(self) -> int:
-        return self._size
+        self.size = len(self._free)
+        """How many there are, free or not."""
 
     def take(self, count: int, role: str) -> list[str]:
         """Hand out `count` of them.
@@ -39,7 +37,7 @@ class Pool:
         """
         if count > len(self._free):
             raise LaunchError(
-                f"role {role!r} needs {count} {self._noun}, but {len(self._free)} of this machine's {self._size} are "
+                f"role {role!r} needs {count} {self._noun}, but {len(self._free)} of this machine's {self.size} are "
                 f"free. Lower its count or its {self._noun} per process, or stop another role first."
             )
         taken, self._free = self._free[:count], self._free[count:]

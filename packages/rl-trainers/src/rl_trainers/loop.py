@@ -24,11 +24,9 @@ class BatchSource(Protocol):
 
     def next_batch(self) -> TensorDict:
         """This rank's rows of the next batch; StopIteration at the end of the data."""
-        ...
 
     def end_step(self, version: int) -> None:
         """The step of the last batch is over, at `version`."""
-        ...
 
 
 class Learner(Protocol):
@@ -37,15 +35,12 @@ class Learner(Protocol):
     @property
     def version(self) -> int:
         """Training batches applied."""
-        ...
 
     def prepare(self, batch: TensorDict) -> dict[str, float | None]:
         """Compute what the update needs over the whole batch."""
-        ...
 
     def update(self, batch: TensorDict) -> dict[str, float | None]:
         """Take the optimizer steps."""
-        ...
 
 
 def train(

@@ -48,11 +48,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        ...
 
 
 class RecoverPoints:

@@ -9,6 +9,7 @@ recorded, if it did. Whatever it prints goes to stderr.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import inspect
 import math
 import os
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from numbers import Real
 from typing import Any, BinaryIO
@@ -32,12 +33,12 @@ _TRACE_LIMIT = 6000
 
 def main() -> None:
     """Serve until stdin ends."""
-    calls, results = _claim_pipes()
-    _die_with_parent(calls.fileno())
+    stream, results = _claim_pipes()
+    _die_with_parent(stream.fileno())
     faulthandler.enable()
-    try:
-        setup = wire.read(calls)
-    except EOFError:
+    calls = wire.frames(stream)
+    setup = next(calls, None)
+    if setup is None:
         return
     sys.path[:] = setup["path"]
     try:
@@ -52,17 +53,12 @@ def main() -> None:
     _serve(calls, results, function)
 
 
-def _serve(calls: BinaryIO, results: int, function: Callable[..., Any]) -> None:
-    score = _Caller(function)
-    while True:
-        try:
-            call = wire.read(calls)
-        except EOFError:
-            return
+def _serve(calls: Iterator[Any], results: int, function: Callable[..., Any]) -> None:
+    for call in calls:
         answer: dict[str, Any]
         with collect() as figures:
             try:
-                answer = {"value": score(call)}
+                answer = {"value": _score(function, *call)}
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own failure is the call's answer
                 answer = {"error": _describe(error)}
         if recorded := figures.to_json():
@@ -70,33 +66,35 @@ def _serve(calls: BinaryIO, results: int, function: Callable[..., Any]) -> None:
         _write(results, answer)
 
 
-class _Caller:
-    """Calls the function, on an event loop of its own if it is async, and insists on a finite number."""
+def _score(
+    function: Callable[..., Any],
+    prompt: str,
+    completions: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    data: Any,
+) -> float:
+    """Call the function, on an event loop if it is async, and insist on a finite number."""
+    value = function(prompt, completions, prompt_ids, completion_ids, **data)
+    if inspect.isawaitable(value):
+        value = _event_loop().run(_result(value), context=copy_context())
+    if not isinstance(value, Real):
+        raise TypeError(f"expected a number as reward, found {type(value).__name__}: {value!r:.200}")
+    if not math.isfinite(value):
+        raise ValueError(f"expected a finite reward, found {float(value)}")
+    return float(value)
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._runner: Any = None
 
-    def __call__(self, call: list[Any]) -> float:
-        prompt, completions, prompt_ids, completion_ids, data = call
-        value = self._function(prompt, completions, prompt_ids, completion_ids, **data)
-        if inspect.isawaitable(value):
-            value = self._wait_for(value)
-        if not isinstance(value, Real):
-            raise TypeError(f"expected a number as reward, found {type(value).__name__}: {value!r:.200}")
-        if not math.isfinite(value):
-            raise ValueError(f"expected a finite reward, found {float(value)}")
-        return float(value)
+@functools.cache
+def _event_loop() -> Any:
+    """One for all calls, so that the function may keep connections."""
+    import asyncio
 
-    def _wait_for(self, awaitable: Any) -> Any:
-        import asyncio
+    return asyncio.Runner()
 
-        async def wait() -> Any:
-            return await awaitable
 
-        if self._runner is None:
-            self._runner = asyncio.Runner()  # one loop for all calls, so that the function may keep connections
-        return self._runner.run(wait(), context=copy_context())
+async def _result(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def _claim_pipes() -> tuple[BinaryIO, int]:

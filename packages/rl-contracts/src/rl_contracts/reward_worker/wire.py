@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 HEADER = 4
@@ -19,17 +20,10 @@ def encode(value: Any) -> bytes:
     return len(body).to_bytes(HEADER) + body
 
 
-def read(stream: BinaryIO) -> Any:
-    """Wait for the next frame and return its value.
-
-    Raises:
-        EOFError: the other side is gone.
-    """
-    header = stream.read(HEADER)
-    body = stream.read(int.from_bytes(header)) if len(header) == HEADER else b""
-    if not body:
-        raise EOFError("the pipe was closed")
-    return json.loads(body)
+def frames(stream: BinaryIO) -> Iterator[Any]:
+    """The values of the frames that come, until the other side is gone."""
+    while len(header := stream.read(HEADER)) == HEADER:
+        yield json.loads(stream.read(int.from_bytes(header)))
 
 
 def complete(buffer: bytearray) -> Any:

@@ -38,7 +38,6 @@ class WeightSender(Protocol):
     @property
     def location(self) -> str:
         """What the trainer's other ranks give `open_sender`."""
-        ...
 
     def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
         """Prepare a version, space for it included; where this rank's part of it will be found.
@@ -47,7 +46,6 @@ class WeightSender(Protocol):
             WeightUpdateError: there is no space; says how much is needed.
             OSError: it cannot be written there.
         """
-        ...
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
         """Put the named tensors of that version onto the route, cast to the served dtypes.
@@ -62,15 +60,12 @@ class WeightSender(Protocol):
             WeightUpdateError: names, order or shapes differ from the specs, or a receiver was lost or refused.
             OSError: they cannot be written.
         """
-        ...
 
     def cancel(self, reason: str) -> None:
         """End the version for everybody who waits in it: the receivers and all ranks that send. From any thread."""
-        ...
 
     def close(self) -> None:
         """Free what the route holds. Safe to call twice."""
-        ...
 
 
 def open_sender(route: str, location: str, rank: int = 0, device: str = "cpu") -> WeightSender:

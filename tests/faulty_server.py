@@ -29,12 +29,23 @@ def fault() -> str:
 
 
 def plant_in_weights() -> None:
-    """`weights not sent`: a commit changes the version only. `one tensor`: after the receipt one tensor changes."""
+    """`weights not sent`: a commit changes the version only. `one behind`: it brings the weights of the commit before.
+    `one tensor`: after the receipt one tensor changes."""
     commit = ServedWeights.commit
+    due: dict[str, torch.Tensor] = {}  # what the last commit should have brought
+
+    def copies(weights: ServedWeights) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in weights._live.items()}
 
     def faulty_commit(self: ServedWeights, version: int) -> None:
+        before = due.copy() or copies(self)
         commit(self, version)
-        if fault() == "weights not sent":
+        due.clear()
+        if fault() == "one behind":
+            due.update(copies(self))
+            for name, value in before.items():
+                self._live[name].data.copy_(value)
+        elif fault() == "weights not sent":
             self._exchange()
         elif fault() == "one tensor":
             with torch.no_grad():

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,26 +23,26 @@ from rl_trainers.algorithm import AlgorithmConfig
 
 TEMPERATURE = 1.3
 PROMPTS = [[(7 * i + 3 * j) % 200 + 5 for j in range(40)] for i in range(3)]
-OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.0)
 
 
 class Run:
-    """A trainer and the client of its server; `step` is one training step, without a runtime between the two."""
+    """A trainer and the client of its servers; `step` is one training step, without a runtime between the two."""
 
-    def __init__(self, directory, model, address, loop, serve_dtype="float32"):
-        self.loop = loop
+    def __init__(self, directory, model, addresses, loop, serve_dtype="float32", lr=1e-2, version=0):
+        self.loop, self.served = loop, serve_dtype
         self.engine = FSDPEngine(FSDPEngineConfig(serve_dtype=serve_dtype))
-        self.engine.initialize(FinetuneSpec(str(model), 1000, optimizer=OPTIMIZER, device="cpu"))
+        optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
+        self.engine.initialize(FinetuneSpec(str(model), 1000, optimizer=optimizer, device="cpu"))
+        self.engine.version = version
         self.client = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
-        self.client.initialize([address])
-        self.low_precision = serve_dtype != "float32"
+        self.client.initialize(addresses)
         self.publisher = WeightPublisher(self.engine, self.client, loop, PublishConfig(), str(directory))
         self.forget()
 
     def forget(self, answer_every=0):
         """Begin anew: nothing is suspected, and the servers hold what the trainer holds."""
         config = GapConfig(rows=3, warn=0.005, stop=2.0, patience=1, answer_every=answer_every)
-        self.gate = GapGate(self.engine, self.client, self.loop.run, config, self.low_precision)
+        self.gate = GapGate(self.engine, self.client, self.loop, config, "float32", self.served)
         self.actor = PolicyActor(self.engine, AlgorithmConfig())
         self.publisher.publish(self.engine.version)
 
@@ -94,16 +95,18 @@ def fault_file(tmp_path_factory):
     del os.environ["FAULT_FILE"]
 
 
+COMMAND = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
+
+
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, model, fault_file):
     directory = tmp_path_factory.mktemp("run")
     options = {"weights_dir": directory / "weights", "slots": 16}
-    command = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
     with (
-        ServerProcess(model, directory / "server.log", options=options, command=command) as server,
+        ServerProcess(model, directory / "server.log", options=options, command=COMMAND) as server,
         LoopThread("client") as loop,
     ):
-        run = Run(directory / "weights", model, server.address, loop)
+        run = Run(directory / "weights", model, [server.address], loop)
         yield run
         run.close()
 
@@ -208,11 +211,44 @@ def test_gap_version_stamped_late_is_named(run, fault_file):
     assert "Likely cause: version stamped late" in message
 
 
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory, model, fault_file):
+    """Four servers, the second of which has faults."""
+    directory = tmp_path_factory.mktemp("fleet")
+    options = {"weights_dir": directory, "slots": 4}
+    with ExitStack() as stack:
+        servers = [
+            ServerProcess(
+                model, directory / f"server-{number}.log", options=options, command=COMMAND if number == 1 else None
+            )
+            for number in range(4)
+        ]
+        for server in servers:
+            stack.callback(server.start().stop)
+        yield directory, [server.wait_ready().address for server in servers]
+
+
+@pytest.mark.parametrize("count", [4, 2])
+def test_gap_one_of_several_servers_that_is_always_a_version_behind_is_named_at_lr_1e_6(
+    fleet, model, fault_file, count
+):
+    directory, addresses = fleet
+    fault_file.write_text("")
+    with LoopThread("client") as loop:
+        run = Run(directory, model, addresses[:count], loop, lr=1e-6, version=1000 // count)
+        for _ in range(count):
+            assert run.step()["gap/mean_abs"] < 1e-4
+        fault_file.write_text("one behind")
+        message = _alarm(_steps, run, 3 * count)
+        run.close()
+    assert f"the scores of {addresses[1]}, nearer to those before the update than to those after it" in message
+    assert "Likely cause: weights not received" in message
+
+
 def test_gap_rounding_to_16_bits_is_named_and_does_not_stop_the_run(tmp_path, model, caplog):
     options = {"weights_dir": tmp_path / "weights", "dtype": "bfloat16", "slots": 16}
     with ServerProcess(model, tmp_path / "server.log", options=options) as server, LoopThread("client") as loop:
-        run = Run(tmp_path / "weights", model, server.address, loop, serve_dtype="bfloat16")
-        for _ in range(3):
-            assert run.step()["gap/mean_abs"] > 0.005
+        run = Run(tmp_path / "weights", model, [server.address], loop, serve_dtype="bfloat16")
+        assert max(run.step()["gap/mean_abs"] for _ in range(3)) > 0.005, "above the threshold of the warning"
         run.close()
     assert "Likely cause: dtype" in caplog.text

@@ -178,8 +178,7 @@ class Parts(ExitStack):
         """What notices when servers and trainer disagree."""
         from rl_trainers import GapGate
 
-        exact = self.config.actor.dtype == client.served_dtype == "float32"
-        return GapGate(engine, client, self.loop.run, self.config.gap, low_precision=not exact)
+        return GapGate(engine, client, self.loop, self.config.gap, self.config.actor.dtype, client.served_dtype)
 
     def answer_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> AnswerEvaluation:
         """The evaluation of answers on held-out rows."""

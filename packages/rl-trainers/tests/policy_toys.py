@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from rl_contracts.engine import TokenOutputs
+from rl_contracts.errors import EngineError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.trajectory import pack, select
@@ -109,3 +110,29 @@ def on_replicas(size, work):
     slots, barrier = [None] * size, threading.Barrier(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(Replica(rank, size, slots, barrier)), range(size)))
+
+
+class Rank(Replica):
+    """One of the ranks of a single replica that are threads of this process; rank 0 is its head."""
+
+    def __init__(self, rank, size, slots, barrier):
+        super().__init__(rank, size, slots, barrier)
+        self.dp_rank, self.dp_size, self.is_dp_head = 0, 1, rank == 0
+
+    def gather_json(self, value):
+        return self.gather_tensors(value, all_ranks=True)
+
+    def broadcast_json(self, value):
+        return self.gather_json(value)[0]
+
+    def agree(self, error, doing):
+        failed = [note for note in self.gather_json(error and str(error)) if note]
+        if failed:
+            raise EngineError(f"{doing} failed: {failed}")
+
+
+def on_ranks(size, work):
+    """What `work(rank)` returns on each rank of one replica."""
+    slots, barrier = [None] * size, threading.Barrier(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(Rank(rank, size, slots, barrier)), range(size)))

@@ -7,74 +7,94 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_trainers.gap.diagnosis import Evidence, Gap, Receipts, diagnose
-from rl_trainers.gap.divergence import fresh_mask, gap_sums
+from rl_contracts.data import WeightReceipt
+from rl_trainers.gap.diagnosis import Evidence, Receipts, diagnose
+from rl_trainers.gap.divergence import Gap, fresh_mask
 
 OFF = Gap(100, mean_abs=0.4, max_abs=2.5, bias=0.05, far=0.2, near_mean=0.3)
 SAME = Gap(100, mean_abs=1e-6, max_abs=1e-5)
 ROUNDED = Gap(100, mean_abs=0.03, max_abs=0.2, bias=0.001, near_mean=0.03)
-ALL_RIGHT = Receipts("rollout-0", 20, ())
-SCORES = Evidence(0.02, score=OFF, receipts=ALL_RIGHT, score_older=OFF, score_temperature=(1.1, OFF))
-TOKENS = Evidence(0.02, score=SAME, fresh=OFF, fresh_temperature=(1.1, OFF), fresh_older=OFF, seen_prompt=OFF)
+ALL_RIGHT = Receipts("rollout-0", 20)
+SCORES = Evidence(0.02, False, OFF, receipts=ALL_RIGHT, older=OFF, temperature=(1.1, OFF))
+TOKENS = Evidence(0.02, False, OFF, recorded=True, temperature=(1.1, OFF), older=OFF, seen_prompt=OFF)
 
 
-def names(evidence):
-    return [cause.name for cause in diagnose(evidence)]
+def name(evidence):
+    cause = diagnose(evidence)
+    return cause and cause.name
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("changes", "cause"),
     [
         ({}, "stale fused copy"),
-        ({"score_older": SAME}, "stale fused copy"),
+        ({"older": SAME}, "stale fused copy"),
         ({"receipts": Receipts("rollout-0", 20, ("norm.weight",))}, "one tensor wrong"),
         ({"receipts": Receipts("rollout-0", 20, ("a", "b", "c"))}, "tensors wrong"),
         ({"receipts": Receipts("rollout-0", 4, ("a", "b", "c"))}, "weights not received"),
-        ({"receipts": None, "score_older": SAME}, "weights not received"),
+        ({"receipts": Receipts("rollout-0", 20, ("a",), older=True)}, "weights not received"),
+        ({"gap": SAME, "receipts": Receipts("rollout-0", 20, ("a",), older=True)}, "weights not received"),
+        ({"receipts": None, "older": SAME}, "weights not received"),
         ({"receipts": None}, "weights or architecture"),
-        ({"score_temperature": (1.0, SAME)}, "temperature"),
-        ({"score": replace(OFF, far=0.05, near_mean=0.001)}, "tokenizer or special tokens"),
-        ({"score": ROUNDED, "low_precision": True}, "dtype"),
-        ({"score": ROUNDED}, "stale fused copy"),
+        ({"gap": SAME, "behind": True, "receipts": None}, "weights not received"),
+        ({"gap": SAME, "behind": True}, "stale fused copy"),
+        ({"gap": SAME, "behind": True, "receipts": Receipts("rollout-0", 20, ("a",))}, "weights not received"),
+        ({"gap": ROUNDED, "low_precision": True, "behind": True, "receipts": None}, "weights not received"),
+        ({"temperature": (1.0, SAME)}, "temperature"),
+        ({"gap": replace(OFF, far=0.05, near_mean=0.001)}, "tokenizer or special tokens"),
+        ({"gap": ROUNDED, "low_precision": True}, "dtype"),
+        ({"gap": ROUNDED}, "stale fused copy"),
+        ({"gap": replace(ROUNDED, tokens=10000, bias=0.02), "low_precision": True}, "stale fused copy"),
+        ({"gap": replace(ROUNDED, tokens=36, bias=0.02), "low_precision": True}, "dtype"),
     ],
 )
-def test_diagnose_scores_that_are_off(changes, name):
-    assert names(replace(SCORES, **changes)) == [name]
+def test_diagnose_scores_that_are_off(changes, cause):
+    assert name(replace(SCORES, **changes)) == cause
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("changes", "cause"),
     [
-        ({"fresh_temperature": (1.3, SAME)}, "temperature"),
-        ({"fresh_older": SAME}, "version stamped late"),
-        ({"fresh": replace(OFF, bias=-0.4, ours_higher=0.0)}, "truncated sampling"),
-        ({"fresh": replace(OFF, far=0.05, near_mean=0.001)}, "tokenizer or special tokens"),
-        ({"fresh": ROUNDED, "low_precision": True}, "dtype"),
+        ({"temperature": (1.3, SAME)}, "temperature"),
+        ({"older": SAME}, "version stamped late"),
+        ({"gap": replace(OFF, bias=-0.4, ours_higher=0.0)}, "truncated sampling"),
+        ({"gap": replace(OFF, far=0.05, near_mean=0.001)}, "tokenizer or special tokens"),
+        ({"gap": ROUNDED, "low_precision": True}, "dtype"),
         ({"new_prompt": SAME}, "stale prefix cache"),
         ({"new_prompt": OFF}, "decode path"),
         ({"seen_prompt": None}, "stale prefix cache"),
         ({"seen_prompt": SAME, "new_prompt": SAME}, "stale prefix cache"),
-        ({"score": OFF, "receipts": ALL_RIGHT}, "stale fused copy"),
     ],
 )
-def test_diagnose_recorded_logprobs_that_are_off(changes, name):
-    assert names(replace(TOKENS, **changes)) == [name]
+def test_diagnose_recorded_logprobs_that_are_off(changes, cause):
+    assert name(replace(TOKENS, **changes)) == cause
 
 
 def test_diagnose_says_which_tensor_and_which_temperature():
-    wrong = replace(SCORES, receipts=Receipts("rollout-3", 20, ("norm.weight",)))
-    assert "1 of 20 live tensors of rollout-3" in str(diagnose(wrong)[0])
-    assert "norm.weight" in str(diagnose(wrong)[0])
-    assert "at temperature 0.7 instead" in str(diagnose(replace(TOKENS, fresh_temperature=(0.7, SAME)))[0])
+    wrong = diagnose(replace(SCORES, receipts=Receipts("rollout-3", 20, ("norm.weight",))))
+    assert "1 of 20 live tensors of rollout-3" in wrong.why
+    assert "norm.weight" in wrong.why
+    assert "at temperature 0.7 instead" in diagnose(replace(TOKENS, temperature=(0.7, SAME))).why
 
 
 def test_diagnose_nothing_off_finds_nothing():
-    assert diagnose(Evidence(0.02, score=SAME, fresh=SAME)) == []
-    assert diagnose(Evidence(0.02)) == []
+    assert diagnose(Evidence(0.02, False, SAME)) is None
+    assert diagnose(Evidence(0.02, True, SAME, receipts=ALL_RIGHT, recorded=True)) is None
 
 
 def test_diagnose_nan_is_off():
-    assert diagnose(Evidence(0.02, score=replace(OFF, mean_abs=float("nan")))) != []
+    assert diagnose(Evidence(0.02, False, replace(OFF, mean_abs=float("nan")))) is not None
+
+
+def test_receipts_say_what_differs_and_whether_it_is_all_of_the_version_before():
+    before, sent = (WeightReceipt("trainer", v, {"a": v, "b": 7, "c": v}) for v in (1, 2))
+    live = WeightReceipt("rollout-1", 2, {"a": 1, "b": 7, "c": 1})
+    assert Receipts.of(live, sent, before) == Receipts("rollout-1", 3, ["a", "c"], older=True)
+    assert not Receipts.of(live, sent, None).older
+    assert Receipts.of(replace(live, checksums={"a": 2, "b": 7, "c": 1}), sent, before) == Receipts(
+        "rollout-1", 3, ["c"]
+    )
+    assert Receipts.of(replace(live, checksums=sent.checksums), sent, before) == Receipts("rollout-1", 3, [])
 
 
 @given(st.lists(st.lists(st.integers(-1, 3), min_size=6, max_size=6), min_size=1, max_size=4), st.integers(0, 3))
@@ -86,11 +106,11 @@ def test_fresh_mask_takes_tokens_whose_generated_prefix_all_has_the_version(rows
             assert marked == (row[t] >= 0 and set(generated) == {version})
 
 
-def test_gap_of_sums_describes_the_differences():
-    ours, theirs = torch.tensor([[-1.0, -2.0, -3.0, -9.0]]), torch.tensor([[-1.5, -2.0, -1.0, 0.0]])
-    gap = Gap.of(*[x.tolist() if x.numel() > 1 else x.item() for x in gap_sums(ours, theirs, ours > -9)])
+def test_gap_describes_the_differences():
+    ours, theirs = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -1.0])
+    gap = Gap.of((ours - theirs).double())
     assert (gap.tokens, gap.max_abs) == (3, 2.0)
     assert gap.mean_abs == pytest.approx(2.5 / 3)
     assert gap.bias == pytest.approx(-0.5)
     assert (gap.ours_higher, gap.far, gap.near_mean) == pytest.approx((1 / 3, 1 / 3, 0.25))
-    assert Gap.of([0.0] * 7, 0.0) is None
+    assert Gap.of(torch.zeros(0)) is None

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rl_trainers.credit import over_what
 from rl_trainers.functional.advantages import grouped, moments, normalised, whitened
 from rl_trainers.functional.aggregation import denominator, token_weights
-from rl_trainers.gap.divergence import gap_sums
 
 OF_GROUPS = ({}, {"std": "none"}, {"std": "batch"}, {"std": "none", "leave_one_out": True})
 """GRPO, Dr. GRPO, LitePPO, RLOO."""
@@ -126,11 +125,3 @@ def test_aggregation_two_rows_matches_hand_computation(aggregation, expected):
     mask = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]]).bool()
     weights = token_weights(mask, aggregation, constant_length=10)
     assert ((losses * weights).sum() / denominator(mask, aggregation)).item() == pytest.approx(expected)
-
-
-def test_gap_sums_masked_tokens_do_not_count():
-    ours, theirs = torch.tensor([[0.0, -1.0, 50.0]]), torch.tensor([[0.0, -1.5, 0.0]])
-    sums, largest = gap_sums(ours, theirs, torch.tensor([[True, True, False]]))
-    count, total, k3, *_ = sums.tolist()
-    assert (count, total, largest.item()) == (2, 0.5, 0.5)
-    assert k3 == pytest.approx(math.exp(-0.5) - 1 + 0.5)

@@ -1,4 +1,4 @@
-"""Publishing and the gap gate against the null engine, with planted faults."""
+"""Publishing to the null engine, with planted faults."""
 
 import contextlib
 
@@ -8,12 +8,10 @@ from rl_contracts.aio import LoopThread
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import FinetuneSpec, ModelRequest
 from rl_contracts.errors import StalledError, WeightUpdateError
-from rl_contracts.sharding import share
 from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
-from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum, open_weights, read_committed
-from rl_trainers import GapConfig, GapGate, PublishConfig, WeightPublisher
+from rl_trainers import PublishConfig, WeightPublisher
 
 
 @pytest.fixture
@@ -76,46 +74,3 @@ def test_publish_wait_gives_running_answers_a_time_of_their_own(parts, drain, co
 
     assert server.version == committed
     assert answer.done() == bool(committed)
-
-
-class _Scores:
-    """A client whose servers compute the trainer's log-probs, off by a constant."""
-
-    def __init__(self, engine, batch, offset):
-        logprobs = engine.forward(batch, lambda outputs, _: outputs.logprobs)
-        self._rows = {tuple(ids.tolist()): row for ids, row in zip(batch["input_ids"], logprobs, strict=True)}
-        self._offset = offset
-
-    async def score(self, input_ids, temperature=1.0):
-        row = next(row for ids, row in self._rows.items() if ids[: len(input_ids)] == tuple(input_ids))
-        return [0.0, *(row[1 : len(input_ids)] + self._offset).tolist()]
-
-
-@pytest.mark.parametrize("offset", [0.0, 0.1])
-def test_gap_gate_measures_what_the_servers_are_off_by(parts, offset):
-    engine, _, loop, _ = parts
-    engine.version = 9  # no token of the batch is fresh
-    batch = share(make_batch(4), engine.parallel)
-    gate = GapGate(engine, _Scores(engine, batch, offset), loop.run, GapConfig(rows=4))
-    gate.before_update(batch)
-    gap = gate.after_commit()
-    assert gap["gap/mean_abs"] == pytest.approx(offset, abs=1e-6)
-    assert gap["gap/max_abs"] == pytest.approx(offset, abs=1e-6)
-
-
-def test_gap_gate_servers_that_compute_something_else_stop_the_run(parts):
-    engine, _, loop, _ = parts
-    engine.version = 9
-    batch = share(make_batch(4), engine.parallel)
-    gate = GapGate(engine, _Scores(engine, batch, 3.0), loop.run, GapConfig(rows=2))
-    gate.before_update(batch)
-    with pytest.raises(WeightUpdateError, match=r"disagree.*differ by 3 nats on average.*at version 9.*Likely cause"):
-        gate.after_commit()
-
-
-def test_gap_gate_switched_off_is_null_not_zero(parts):
-    engine, server, loop, _ = parts
-    gate = GapGate(engine, server, loop.run, GapConfig(rows=0))
-    gap = gate.before_update(make_batch(2)) | gate.after_commit()
-    assert gap.pop("gap/empty") == 0.0
-    assert set(gap.values()) == {None}

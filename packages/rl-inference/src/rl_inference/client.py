@@ -225,7 +225,7 @@ class EmbeddedEngine(InferenceEngine):
 
     async def live_receipts(self, server: str | None = None) -> list[WeightReceipt]:
         """Checksums of the tensors that each server serves now, under all of their names."""
-        asked = [self._router.named(server)] if server else self._router.live
+        asked = self._router.live if server is None else [self._router.named(server)]
         answers = await self._ask_all(asked, self._protocol.receipt(), self.config.update_timeout)
         found = [answer for answer in answers if isinstance(answer, WeightReceipt)]
         if not found:

@@ -17,10 +17,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
@@ -43,9 +42,6 @@ TRIES = 3
 """How often a version is sent while servers are lost in the middle."""
 FAREWELL_SECONDS = 10.0
 """How long to wait for what the servers say about a transfer that broke."""
-
-Runner = Callable[[Coroutine[Any, Any, Any], float], Any]
-"""`(coroutine, timeout in seconds) -> its result`: runs it on the client's event loop and waits."""
 
 
 @dataclass

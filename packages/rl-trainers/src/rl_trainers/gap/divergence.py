@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rl_trainers.functional.kl import k3
+
+if TYPE_CHECKING:
+    import torch
 
 FAR = 1.0
 """Nats beyond which a token counts as far off."""
@@ -12,35 +16,38 @@ NOISE = 1e-3
 """Nats within which two log-probs count as equal where only the sign of their difference matters."""
 
 
-def gap_sums(ours: torch.Tensor, theirs: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Comparison of two computations that ought to agree.
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Two computations that ought to agree, with d = the trainer's log-prob - the other's, in nats."""
 
-    With d = ours - theirs at the masked tokens, and `k3` of it, the non-negative estimate of KL(ours || theirs).
+    tokens: int
+    """Tokens compared; more than 0."""
+    mean_abs: float
+    """Mean of |d|."""
+    max_abs: float
+    """Largest |d|."""
+    k3: float = 0.0
+    """Mean of `k3` of d, the estimate of KL(trainer || other) that is never negative."""
+    bias: float = 0.0
+    """Mean of d."""
+    ours_higher: float = 0.5
+    """Share of tokens that the trainer rates higher (d > NOISE)."""
+    far: float = 0.0
+    """Share of tokens that are far off (|d| > FAR)."""
+    near_mean: float = 0.0
+    """Mean of |d| of the others."""
 
-    Args:
-        ours, theirs: float32, same shape.
-        mask: bool, same shape; the tokens that count.
-
-    Returns:
-        float64 [7]: number of tokens, sum of |d|, sum of k3, sum of d, tokens that ours rates higher (d > NOISE),
-        tokens that are far off (|d| > FAR), sum of |d| over the others; and float64 [1]: the largest |d| (0 without
-        tokens).
-    """
-    d = torch.where(mask, ours - theirs, 0.0).double()
-    size = d.abs()
-    far = size > FAR
-    sums = torch.stack(
-        [
-            mask.sum().double(),
-            size.sum(),
-            k3(d).sum(),
-            d.sum(),
-            (d > NOISE).sum().double(),
-            far.sum().double(),
-            torch.where(far, 0.0, size).sum(),
-        ]
-    )
-    return sums, size.amax().reshape(1) if d.numel() else torch.zeros(1, dtype=torch.float64)
+    @classmethod
+    def of(cls, d: torch.Tensor) -> Gap | None:
+        """From the differences of all tokens, float64 [N]; None without tokens."""
+        if not len(d):
+            return None
+        size = d.abs()
+        far = size > FAR
+        near = size.where(~far, 0.0).sum() / max(int((~far).sum()), 1)
+        higher = (d > NOISE).double().mean()
+        means = (size.mean(), size.amax(), k3(d).mean(), d.mean(), higher, far.double().mean(), near)
+        return cls(len(d), *(float(mean) for mean in means))
 
 
 def fresh_mask(versions: torch.Tensor, version: int) -> torch.Tensor:

@@ -1,47 +1,46 @@
-"""The measurements of the gap gate: what it compares after every commit, and what it tries out when something is off.
+"""The measurements of the gap gate: what it compares at every step, and what it tries out when something is off.
 
-Everything here is collective: all ranks make the same calls, and get the same answers.
+Everything here is collective: all ranks make the same calls, and get the same answers. The head of each replica asks
+the servers and tells the other ranks of its replica, so that they cannot disagree.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import TensorDict
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
-from rl_contracts.errors import InferenceError, RLError
+from rl_contracts.errors import RLError
 from rl_contracts.logging import get_logger
 from rl_contracts.trajectory import Trajectory, from_response, lengths, stack
-from rl_trainers.gap.diagnosis import Gap, Receipts
-from rl_trainers.gap.divergence import gap_sums
+from rl_trainers.gap.diagnosis import Receipts
+from rl_trainers.gap.divergence import Gap
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
-
+    from rl_contracts.aio import LoopThread
     from rl_contracts.data import WeightReceipt
     from rl_contracts.engine import TrainEngine
     from rl_contracts.inference import InferenceEngine
-    from rl_trainers.publish import Runner
 
 log = get_logger("trainers.gap")
 
+Tensors = dict[str, torch.Tensor]
 Score = Callable[[list[int], float], Awaitable[list[float]]]
 """`(token ids, temperature) -> log-probs`: a client's `score` or `score_before`."""
+FAILED = (RLError, TimeoutError)
+"""What a measurement that cannot be made raises, on every rank."""
 
-TEMPERATURES = [0.1 * 100 ** (i / 12) for i in range(13)]
-"""Where the search for another temperature begins: 0.1 to 10."""
-REFINEMENTS = 16
-"""Steps of the golden section between the two neighbours of the best one; each shrinks the bracket by 0.618."""
+ROUNDS, POINTS = 6, 9
+"""The search for another temperature: each round tries so many between the neighbours of the best one so far."""
 ANSWER_TOKENS = 16
 """Tokens of an answer that the gate asks for itself."""
-PROBE_TOKENS = 8
-"""Tokens generated to compare what a server generates with what it scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Experiments:
     """The trainer; its weights are those that the servers should hold."""
     inference: InferenceEngine
     """Client of the servers."""
-    run: Runner
+    loop: LoopThread
     """Runs the client's coroutines."""
     timeout: float
     """Seconds for one question to the servers."""
@@ -61,11 +60,27 @@ class Experiments:
         """The trainer's log-probs at the rows' temperatures, [B, T]."""
         return self.engine.forward(rows, lambda outputs, _: outputs.logprobs)
 
-    def compare(self, ours: torch.Tensor, theirs: torch.Tensor, mask: torch.Tensor) -> Gap | None:
-        """Over all replicas; None without tokens."""
-        parallel = self.engine.parallel
-        sums, largest = gap_sums(ours, theirs, mask)
-        return Gap.of(parallel.sum_over_replicas(sums).tolist(), parallel.max_over_replicas(largest).item())
+    def compare(self, ours: torch.Tensor, theirs: torch.Tensor | None, mask: torch.Tensor) -> Gap | None:
+        """Over all replicas; None without tokens, or where there are none of theirs."""
+        if theirs is None:
+            return None
+        parts = self._of_heads({"d": (ours - theirs)[mask].double()})
+        gap = Gap.of(torch.cat([part["d"] for part in parts]))
+        # rank 0's, so that not even rounding can make two ranks decide differently
+        told = self.engine.parallel.broadcast_json(gap and asdict(gap))
+        return told and Gap(**told)
+
+    def nearness(
+        self, rows: TensorDict, theirs: torch.Tensor, after: torch.Tensor, before: torch.Tensor
+    ) -> list[list[float]]:
+        """What `lag.LagTest.look` takes, over the generated tokens of the rows of all replicas."""
+        pairs, generated = ((theirs, after), (theirs, before), (after, before)), rows["versions"] >= 0
+        sums = torch.stack([((x - y).double().square() * generated).sum(-1) for x, y in pairs], -1)
+        parts = self._of_heads({"groups": rows["group_ids"], "sums": sums})
+        names, place = torch.unique(torch.cat([part["groups"] for part in parts]), return_inverse=True)
+        total = torch.zeros(len(names), len(pairs), dtype=torch.float64)
+        grouped: list[list[float]] = total.index_add(0, place, torch.cat([part["sums"] for part in parts])).tolist()
+        return grouped
 
     def scores(self, rows: TensorDict, score: Score) -> torch.Tensor:
         """What the servers say of the rows' tokens, [B, T].
@@ -73,148 +88,95 @@ class Experiments:
         Raises:
             RLError: on every rank, if the servers do not answer one of them.
         """
+        told, mask = zip(rows["input_ids"], lengths(rows), rows["temperature"], strict=True), rows["attention_mask"]
 
-        async def all_rows() -> list[list[float]]:
-            calls = [
-                score(ids[:length].tolist(), float(temperature))
-                for ids, length, temperature in zip(rows["input_ids"], lengths(rows), rows["temperature"], strict=True)
-            ]
-            return await asyncio.gather(*calls)
+        def padded(found: list[list[float]]) -> Tensors:
+            values = torch.tensor([value for row in found for value in row])
+            return {"scores": torch.zeros(mask.shape).masked_scatter(mask, values)}
 
-        result, error = torch.zeros(rows["input_ids"].shape), None
-        try:
-            for row, values in zip(result, self.run(all_rows(), self.timeout), strict=True):
-                row[: len(values)] = torch.tensor(values)
-        except (RLError, TimeoutError) as caught:
-            error = caught
-        self.engine.parallel.agree(error, "scoring rows on the servers")
-        return result
+        questions = (score(ids[:size].tolist(), float(heat)) for ids, size, heat in told)
+        return self._asked(questions, padded, "scoring rows on the servers")["scores"]
 
-    def against_scores(self, rows: TensorDict, ours: torch.Tensor, score: Score, mask: torch.Tensor) -> Gap | None:
-        """`ours` against the servers' scores of the rows; None where the servers cannot give them."""
-        try:
-            theirs = self.scores(rows, score)
-        except (RLError, TimeoutError) as error:
-            log.info("this experiment of the gap's diagnosis was not possible: %s", error)
-            return None
-        return self.compare(ours, theirs, mask)
-
-    def answers(self, rows: TensorDict) -> TensorDict | None:
-        """Let the servers answer the rows' prompts again, now: rows of fresh tokens. None, on every rank, where they do
-        not."""
-        made: list[Trajectory] = []
-        error: Exception | None = None
-        try:
-            made = self.run(self._answer_all(rows), self.timeout)
-        except (RLError, TimeoutError) as caught:
-            error = caught
-        if any(self.engine.parallel.gather_json(error is not None)):
-            log.info("servers do not answer for the gap gate: %s", error or "on another rank")
-            return None
-        return stack(made)
-
-    async def _answer_all(self, rows: TensorDict) -> list[Trajectory]:
-        async def one(seed: int, row: TensorDict) -> Trajectory:
-            prompt, temperature, generated = _prompt(row)
-            generation = GenerationConfig(
-                max_new_tokens=min(ANSWER_TOKENS, generated), temperature=temperature, ignore_eos=True
-            )
-            answer = await self.inference.agenerate(ModelRequest(prompt, generation, seed=seed))
-            return from_response(answer, reward=0.0, temperature=temperature)
-
-        answered = rows[(rows["versions"] >= 0).any(-1)]
-        return await asyncio.gather(*(one(i, answered[i]) for i in range(answered.batch_size[0])))
-
-    def temperature(self, rows: TensorDict, theirs: torch.Tensor, mask: torch.Tensor) -> tuple[float, Gap] | None:
-        """The one temperature at which the trainer comes nearest to some log-probs, and how near; None without
-        tokens."""
-
-        def at(temperature: float) -> Gap | None:
-            changed = rows.clone()
-            changed["temperature"] = torch.full_like(rows["temperature"], temperature)
-            return self.compare(self.ours(changed), theirs, mask)
-
-        found = [at(temperature) for temperature in TEMPERATURES]
-        if found[0] is None:
-            return None
-        sizes = [gap.mean_abs if gap is not None else math.inf for gap in found]
-        best = sizes.index(min(sizes))
-        low, high = (math.log(TEMPERATURES[min(max(best + side, 0), len(found) - 1)]) for side in (-1, 1))
-        value = math.exp(_golden_section(lambda x: _mean(at(math.exp(x))), low, high))
-        gap = at(value)
-        return None if gap is None else (value, gap)
-
-    def receipts(self, sent: WeightReceipt | None) -> Receipts | None:
-        """The servers' live tensors against what was sent; None where they have no checksums. Rank 0 asks."""
-        found: Receipts | None = None
-        if self.engine.parallel.is_main and sent is not None and sent.checksums:
-            try:
-                live = self.run(self.inference.live_receipts(), self.timeout)
-            except (RLError, TimeoutError) as error:
-                log.info("the servers give no checksums of what they serve: %s", error)
-            else:
-                found = max((_against(sent, receipt) for receipt in live), key=lambda r: len(r.differing), default=None)
-        told = self.engine.parallel.broadcast_json(None if found is None else asdict(found))
-        return None if told is None else Receipts(told["holder"], told["total"], tuple(told["differing"]))
-
-    def probe(self, rows: TensorDict, new: bool) -> Gap | None:
-        """Let a server go on after the prompt of a row, and compare its log-probs with its own scores of the same
-        tokens; None if it does not answer.
+    def answers(self, rows: TensorDict, new: bool = False) -> TensorDict:
+        """Let the servers answer the rows' prompts again, now: rows of fresh tokens.
 
         Args:
-            new: turn the prompt round first, so that no server can have its beginning in a cache.
+            new: turn each prompt round first, so that no server can have its beginning in a cache.
+
+        Raises:
+            RLError: on every rank, if they do not.
         """
-        recorded, scored = torch.zeros(PROBE_TOKENS), torch.zeros(PROBE_TOKENS)
-        if rows.batch_size[0]:
-            prompt, temperature, generated = _prompt(rows[0])
-            asked = prompt[::-1] if new else prompt
-            coroutine = self._generate_and_score(asked, temperature, min(PROBE_TOKENS, generated))
-            try:
-                values, scores = self.run(coroutine, self.timeout)
-                recorded[: len(values)], scored[: len(values)] = torch.tensor(values), torch.tensor(scores)
-            except (RLError, TimeoutError) as error:
-                log.info("a probe of the gap's diagnosis failed: %s", error)
-        return self.compare(scored, recorded, recorded != 0)
 
-    async def _generate_and_score(
-        self, prompt: list[int], temperature: float, tokens: int
-    ) -> tuple[list[float], list[float]]:
-        generation = GenerationConfig(max_new_tokens=tokens, temperature=temperature, ignore_eos=True)
-        answer = await self.inference.agenerate(ModelRequest(prompt, generation, seed=0))
-        if not answer.output_ids:
-            raise InferenceError("the server answered a probe without a token.")
-        scores = await self.inference.score([*prompt, *answer.output_ids], temperature)
-        return answer.logprobs, scores[len(prompt) :]
+        async def answer(seed: int, row: TensorDict) -> Trajectory:
+            generated, temperature = row["versions"] >= 0, float(row["temperature"])
+            prompt = row["input_ids"][: int(generated.long().argmax())].tolist()
+            most = min(ANSWER_TOKENS, int(generated.sum()))
+            generation = GenerationConfig(max_new_tokens=most, temperature=temperature, ignore_eos=True)
+            request = ModelRequest(prompt[::-1] if new else prompt, generation, seed=seed)
+            return from_response(await self.inference.agenerate(request), reward=0.0, temperature=temperature)
 
+        questions = (answer(seed, row) for seed, row in enumerate(rows[(rows["versions"] >= 0).any(-1)]))
+        made = self._asked(questions, lambda found: stack(found).to_dict(), "answering prompts for the gap gate")
+        return TensorDict(made, batch_size=made["input_ids"].shape[:1])
 
-def _prompt(row: TensorDict) -> tuple[list[int], float, int]:
-    """Ids before the first generated token, temperature, and number of generated tokens of one row."""
-    generated = row["versions"] >= 0
-    return row["input_ids"][: int(generated.long().argmax())].tolist(), float(row["temperature"]), int(generated.sum())
+    def gap_of_answers(self, rows: TensorDict, new: bool) -> Gap | None:
+        """Between what servers record for `answers` and what the trainer says of them; None without."""
+        made = self.attempt(self.answers, rows, new)
+        return None if made is None else self.compare(self.ours(made), made["logprobs"], made["versions"] >= 0)
 
+    def attempt[T](self, work: Callable[..., T], *arguments: Any) -> T | None:
+        """What a measurement gives; None, on every rank, where it cannot be made."""
+        try:
+            return work(*arguments)
+        except FAILED as error:
+            log.info("this experiment of the gap gate was not possible: %s", error)
+            return None
 
-def _against(sent: WeightReceipt, live: WeightReceipt) -> Receipts:
-    differing = [name for name, value in sent.checksums.items() if live.checksums.get(name) != value]
-    return Receipts(live.holder, len(sent.checksums), tuple(differing))
+    def _of_heads(self, mine: Tensors) -> list[Tensors]:
+        """What the head of each replica has, in order of dp_rank."""
+        parallel = self.engine.parallel
+        parts = parallel.gather_tensors(mine if parallel.is_dp_head else {}, all_ranks=True)
+        return [part for part in parts if part]
 
+    def _asked[T](self, questions: Iterable[Awaitable[T]], pack: Callable[[list[T]], Tensors], doing: str) -> Tensors:
+        """What the head of this rank's replica gets from the servers; an RLError on every rank, if one gets nothing.
+        Heads alone make and ask the questions."""
+        parallel, mine = self.engine.parallel, Tensors()
 
-def _mean(gap: Gap | None) -> float:
-    return math.inf if gap is None else gap.mean_abs
+        async def together() -> list[T]:
+            return await asyncio.gather(*questions)
 
+        with parallel.agreeing(doing):
+            if parallel.is_dp_head:
+                mine = pack(self.loop.run(together(), self.timeout))
+        return self._of_heads(mine)[parallel.dp_rank]
 
-def _golden_section(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function of one minimum between `low` and `high` has it (Kiefer, "Sequential minimax search for a
-    maximum", 1953)."""
-    ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = function(left), function(right)
-    for _ in range(REFINEMENTS):
-        if at_left <= at_right:
-            high, right, at_right = right, left, at_left
-            left = high - ratio * (high - low)
-            at_left = function(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + ratio * (high - low)
-            at_right = function(right)
-    return left if at_left <= at_right else right
+    def temperature(self, rows: TensorDict, theirs: torch.Tensor, mask: torch.Tensor) -> tuple[float, Gap]:
+        """The one temperature, 0.1 to 10, at which the trainer comes nearest to some log-probs, and how near."""
+
+        def at(value: float) -> tuple[float, Gap]:
+            changed = rows.clone().update({"temperature": torch.full_like(rows["temperature"], value)})
+            gap = self.compare(self.ours(changed), theirs, mask)
+            assert gap is not None, "asked only where there is a gap to explain"
+            return value, gap
+
+        low, high, best = 0.1, 10.0, 0
+        for _ in range(ROUNDS):
+            values = torch.logspace(math.log10(low), math.log10(high), POINTS, dtype=torch.float64).tolist()
+            tried = [at(value) for value in values]
+            best = min(range(POINTS), key=lambda point: tried[point][1].mean_abs)
+            low, high = values[max(best - 1, 0)], values[min(best + 1, POINTS - 1)]
+        return tried[best]
+
+    def receipts(
+        self, sent: WeightReceipt | None, before: WeightReceipt | None, server: str | None = None
+    ) -> Receipts | None:
+        """The live tensors of a server (None: of the one that is furthest off) against the trainer's receipts of this
+        version and of the one before; None where they have no checksums. Rank 0 asks."""
+        found = None
+        if self.engine.parallel.is_main and sent is not None and sent.checksums:
+            live = self.attempt(self.loop.run, self.inference.live_receipts(server), self.timeout)
+            against = [Receipts.of(receipt, sent, before) for receipt in live or ()]
+            found = max(against, key=lambda receipts: len(receipts.differing), default=None)
+        told = self.engine.parallel.broadcast_json(found and asdict(found))
+        return told and Receipts(**told)

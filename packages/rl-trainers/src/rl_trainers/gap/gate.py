@@ -1,60 +1,84 @@
 """The gap gate: do servers and trainer compute the same log-probs from the weights that both should hold?
 
 Two comparisons over a few rows of each batch. Before the update, tokens whose whole prefix carries the trainer's
-version must have been recorded with the log-probs that the trainer gives them. After the commit, the servers score the
-same rows at the new version. The second finds what is wrong with the weights or with what is computed from them, the
-first also what is wrong with sampling, caches and stamps.
+version must have been recorded with the log-probs that the trainer gives them. After the commit, one server, each in
+turn, scores the same rows: its scores must be the trainer's, and nearer to those after the update than to those before
+it. The second comparison finds what is wrong with the weights or with what is computed from them, the first also what
+is wrong with sampling, caches and stamps.
 
 Where a comparison is off, experiments look for the cause and the warning or error names it.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_contracts.config import require
-from rl_contracts.errors import WeightUpdateError
+from rl_contracts.config import Settings, bounded, require
+from rl_contracts.errors import RLError, WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_trainers.gap.diagnosis import DTYPE, Cause, Evidence, Gap, diagnose
+from rl_trainers.gap.diagnosis import DTYPE, Evidence, diagnose
+from rl_trainers.gap.divergence import Gap, fresh_mask
+from rl_trainers.gap.lag import LIMIT, LagTest
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from rl_contracts.aio import LoopThread
     from rl_contracts.data import WeightReceipt
     from rl_contracts.engine import TrainEngine
     from rl_contracts.inference import InferenceEngine
-    from rl_trainers.publish import Runner
+    from rl_trainers.gap.experiments import Score
 
 log = get_logger("trainers.gap")
 
 
 @dataclass
-class GapConfig:
+class GapConfig(Settings):
     """When servers and trainer are said to disagree."""
 
-    rows: int = 2
-    """Rows of the batch that each replica compares; 0 switches the gate off."""
-    warn: float = 0.02
+    setting: ClassVar[str] = "gap"
+    rows: int = bounded(4, "0 (off) or more", lambda count: count >= 0)
+    """Rows of each batch that are compared, over all replicas together (each takes at least one), from as many groups
+    as there are; 0 switches the gate off. Fewer than 4 groups make it slow to name a server that is behind."""
+    warn: float = bounded(0.02, "more than 0", lambda nats: nats > 0)
     """Mean absolute difference, in nats, above which a warning is logged. bfloat16 on either side makes 0.01 to 0.05.
     """
     stop: float = 0.5
-    """Mean absolute difference, in nats, above which the run stops at once."""
-    patience: int = 5
-    """Comparisons above `warn` in a row at which the run stops as well, unless rounding to 16 bits explains them."""
-    answer_every: int = 20
-    """Steps in a row without a fresh token after which the servers answer `rows` of the batch's prompts again (at most
-    16 tokens each), so that there are some; 0: never. Asynchronous runs seldom have fresh tokens of their own."""
-    timeout: float = 60.0
+    """Mean absolute difference, in nats, above which the run stops at once; at least `warn`."""
+    patience: int = bounded(5, "at least 1", lambda times: times >= 1)
+    """Comparisons in a row (looks at the same server) that are off, or could not be made, at which the run stops as
+    well, unless rounding to 16 bits explains them."""
+    answer_every: int = bounded(20, "0 (never) or more steps", lambda steps: steps >= 0)
+    """Steps in a row without a fresh token after which the servers answer the rows' prompts again (at most 16 tokens
+    each), so that there are some; 0: never. Asynchronous runs seldom have fresh tokens of their own."""
+    timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds for the servers to score or answer the rows."""
 
     def __post_init__(self) -> None:
-        require(self.rows >= 0, "gap.rows", "0 (off) or more", self.rows)
-        require(0 < self.warn <= self.stop, "gap.warn", f"more than 0 and at most gap.stop ({self.stop})", self.warn)
-        require(self.patience >= 1, "gap.patience", "at least 1", self.patience)
-        require(self.answer_every >= 0, "gap.answer_every", "0 (never) or more steps", self.answer_every)
-        require(self.timeout > 0, "gap.timeout", "more than 0 seconds", self.timeout)
+        super().__post_init__()
+        require(self.stop >= self.warn, "gap.stop", f"at least gap.warn ({self.warn})", self.stop)
+
+
+@dataclass
+class _Look:
+    """What is compared after the commit."""
+
+    rows: TensorDict
+    before: torch.Tensor
+    """The trainer's log-probs before the update, [B, T]."""
+    server: str
+    """The server whose turn it is; empty without a live one."""
+    peer: str
+    """The one that comes after it."""
+    peer_before: torch.Tensor | None
+    """Its scores before the update, [B, T], where they are a reference."""
 
 
 class GapGate:
@@ -63,36 +87,38 @@ class GapGate:
 
     Args:
         engine: the trainer.
-        inference: client of the servers.
-        run: runs the client's coroutines.
+        inference: client of the servers; the head of each replica uses it.
+        loop: runs the client's coroutines.
         config: thresholds.
-        low_precision: whether one of the sides computes in less than float32.
+        trained, served: names of the dtypes in which the trainer and the servers compute.
     """
 
     def __init__(
         self,
         engine: TrainEngine,
         inference: InferenceEngine,
-        run: Runner,
+        loop: LoopThread,
         config: GapConfig,
-        low_precision: bool = False,
+        trained: str = "float32",
+        served: str = "float32",
     ) -> None:
         from rl_trainers.gap.experiments import Experiments
 
-        self.engine, self.inference, self.config = engine, inference, config
-        self.low_precision = low_precision
-        self.experiments = Experiments(engine, inference, run, config.timeout)
-        self._scores = Alarm(config, "the servers' scores")
-        self._fresh = Alarm(config, "the recorded log-probs of tokens that the trainer's version made")
+        self.engine, self.inference, self.config, self.trained, self.served = engine, inference, config, trained, served
+        self.low_precision = {trained, served} != {"float32"}
+        self.experiments = Experiments(engine, inference, loop, config.timeout)
+        self._fresh, self._missing, self._unchanged = Alarm(config.patience), Alarm(config.patience), Alarm(math.inf)
+        self._scores: dict[str, Alarm] = defaultdict(lambda: Alarm(config.patience))
+        self._lag: dict[tuple[str, str], LagTest] = defaultdict(LagTest)
+        self._turns: dict[str, int] = {}
         self._without_fresh = self._empty = 0
-        self._sent: WeightReceipt | None = None
-        self._rows: TensorDict | None = None
-        self._before: torch.Tensor | None = None
+        self._receipts: tuple[WeightReceipt | None, WeightReceipt | None] = (None, None)
+        self._look: _Look | None = None
 
     def before_update(self, batch: TensorDict) -> dict[str, float | None]:
-        """Choose the rows of this step, and compare the log-probs that were recorded for their fresh tokens with the
-        trainer's (collective). Fresh are those whose whole prefix carries the trainer's version; where there were none
-        for `answer_every` steps, the servers answer the rows' prompts again.
+        """Choose the rows and the server of this step, and compare the log-probs that were recorded for the rows' fresh
+        tokens with the trainer's (collective). Fresh are those whose whole prefix carries the trainer's version; where
+        there were none for `answer_every` steps, the servers answer the rows' prompts again.
 
         Args:
             batch: this rank's rows, from which the trainer is about to learn.
@@ -106,146 +132,197 @@ class GapGate:
         """
         if not self.config.rows:
             return _figures("gap/fresh_", None)
-        self._rows = rows = _choose(batch, self.config.rows, self.engine.version)
-        self._before = before = self.experiments.ours(rows)
-        gap = self._compare_fresh(rows, before)
+        find = self.experiments
+        rows = _choose(batch, math.ceil(self.config.rows / self.engine.parallel.dp_size), self.engine.version)
+        ours = find.ours(rows)
+        self._look = self._prepare(rows, ours)
+        gap = find.compare(ours, rows["logprobs"], self._is_fresh(rows))
         self._without_fresh = 0 if gap is not None else self._without_fresh + 1
         if self.config.answer_every and self._without_fresh >= self.config.answer_every:
             self._without_fresh = 0
-            answers = self.experiments.answers(rows)
+            answers = find.attempt(find.answers, rows)
             if answers is not None:
-                rows, before = answers, self.experiments.ours(answers)
-                gap = self._compare_fresh(rows, before)
+                rows, ours = answers, find.ours(answers)
+                gap = find.compare(ours, rows["logprobs"], self._is_fresh(rows))
         self._empty = int(gap is None)
-        if gap is not None and self._fresh.note(gap):
-            self._fresh.speak(gap, self.engine.version, diagnose(self._fresh_evidence(rows, before, gap)))
+        if gap is not None:
+            what = "the recorded log-probs of tokens that the trainer's version made"
+            evidence = Evidence(self.config.warn, self.low_precision, gap, recorded=True)
+            self._judge(self._fresh, what, evidence, lambda: self._examine_recorded(evidence, rows, ours))
         return {**_figures("gap/fresh_", gap), "gap/fresh_tokens": float(gap.tokens) if gap else 0.0}
 
     def after_commit(self, sent: WeightReceipt | None = None) -> dict[str, float | None]:
-        """Compare the servers' scores of the same rows, at the version that was just committed, with the trainer's
+        """Compare a server's scores of the same rows, at the version that was just committed, with the trainer's
         log-probs (collective).
 
         Args:
             sent: the trainer's receipt of the version.
 
         Returns:
-            `gap/mean_abs`, `gap/max_abs`, `gap/k3` over the compared tokens of all replicas, None without any; and
-            `gap/empty`, the comparisons of this step that found no token.
+            `gap/mean_abs`, `gap/max_abs`, `gap/k3` over the generated tokens of the rows of all replicas, None where
+            the comparison could not be made; `gap/lag`, the evidence that the server is behind (`lag.LagTest`), None
+            where there is none yet; and `gap/empty`, the comparisons of this step that were not made.
 
         Raises:
-            WeightUpdateError: the scores are off by more than `stop`, or for too long; names the cause.
+            WeightUpdateError: the server's scores are off by more than `stop`, or they are off, or could not be
+                compared, for too long; names the cause.
         """
-        self._sent = sent
-        if self._rows is None or self._before is None:
-            return {**_figures("gap/", None), "gap/empty": 0.0}
-        rows, before, self._rows, self._before = self._rows, self._before, None, None
-        ours, theirs = self.experiments.ours(rows), self.experiments.scores(rows, self.inference.score)
-        gap = self.experiments.compare(ours, theirs, _scored(rows))
-        if gap is not None and self._scores.note(gap):
-            evidence = self._scores_evidence(rows, ours, theirs, before)
-            self._scores.speak(gap, self.engine.version, diagnose(evidence))
-        return {**_figures("gap/", gap), "gap/empty": float(self._empty + (gap is None))}
+        look, self._look = self._look, None
+        before, self._receipts = self._receipts[0], (sent, self._receipts[0])
+        if look is None:
+            return {**_figures("gap/", None), "gap/lag": None, "gap/empty": 0.0}
+        same = sent is not None and before is not None and sent.checksums == before.checksums != {}
+        if self._unchanged.note(same):
+            log.warning(
+                "version %d is the one before to the last bit, as it is served in %s, which cannot resolve so small an "
+                "update. A server that misses it cannot be told from one that does not.",
+                self.engine.version,
+                self.served,
+            )
+        find, ours, mask = self.experiments, self.experiments.ours(look.rows), look.rows["versions"] >= 0
+        theirs, why = None, "the rows have no generated token"
+        try:
+            theirs = find.scores(look.rows, self._on(look.server))
+        except (RLError, TimeoutError) as error:
+            why = str(error)
+        gap, lag = find.compare(ours, theirs, mask), None
+        if self._missing.note(gap is None):
+            times = f"{self._missing.in_row} times in a row, the run stops at {self.config.patience}"
+            self._missing.speak(f"{look.server or 'servers'} and trainer could not be compared ({times}): {why}")
+        if gap is not None and theirs is not None:
+            lag = self._lag_of(look, ours, theirs)
+            self._judge_scores(look, gap, theirs, lag)
+        return {**_figures("gap/", gap), "gap/lag": lag, "gap/empty": float(self._empty + (gap is None))}
 
-    def _compare_fresh(self, rows: TensorDict, ours: torch.Tensor) -> Gap | None:
-        return self.experiments.compare(ours, rows["logprobs"], self._fresh_mask(rows))
+    def _prepare(self, rows: TensorDict, before: torch.Tensor) -> _Look:
+        """With the server whose turn it is. In float32 the trainer is reference enough."""
+        parallel = self.engine.parallel
+        names = sorted(self.inference.servers, key=lambda n: self._turns.get(n, -1)) if parallel.is_main else []
+        server, peer = parallel.broadcast_json([*names, "", ""][:2])
+        self._turns[server] = 1 + max(self._turns.values(), default=0)
+        asked = self.low_precision and bool(peer)
+        scores = self.experiments.attempt(self.experiments.scores, rows, self._on(peer)) if asked else None
+        return _Look(rows, before, server, peer, scores)
 
-    def _fresh_mask(self, rows: TensorDict) -> torch.Tensor:
-        from rl_trainers.gap.divergence import fresh_mask
+    def _lag_of(self, look: _Look, ours: torch.Tensor, theirs: torch.Tensor) -> float | None:
+        """What says most that the server is behind: the trainer, if it computes in the servers' dtype, or the peer."""
+        find, references = self.experiments, {}
+        if self.trained == self.served:
+            references["trainer"] = (ours, look.before)
+        if look.peer_before is not None:
+            peer_after = find.attempt(find.scores, look.rows, self._on(look.peer))
+            if peer_after is not None:
+                references["peer"] = (peer_after, look.peer_before)
+        found = [
+            self._lag[look.server, name].look(find.nearness(look.rows, theirs, after, before))
+            for name, (after, before) in references.items()
+        ]
+        lag: float | None = self.engine.parallel.broadcast_json(max((z for z in found if z is not None), default=None))
+        return lag
 
+    def _judge_scores(self, look: _Look, gap: Gap, theirs: torch.Tensor, lag: float | None) -> None:
+        find, what, behind = self.experiments, f"the scores of {look.server}", lag is not None and lag > LIMIT
+        if behind:
+            what += f", nearer to those before the update than to those after it (z={lag:.1f}),"
+        receipts = find.receipts(*self._receipts, look.server) if self.low_precision else None
+        evidence = Evidence(self.config.warn, self.low_precision, gap, behind=behind, receipts=receipts)
+
+        def examine() -> Evidence:
+            live = receipts or find.receipts(*self._receipts, look.server)
+            return self._examine(evidence, look.rows, theirs, look.before, receipts=live)
+
+        self._judge(self._scores[look.server], what, evidence, examine)
+
+    def _judge(self, alarm: Alarm, what: str, evidence: Evidence, examine: Callable[[], Evidence]) -> None:
+        """Count what was found; where something is to be said, look closer first."""
+        gap, config = evidence.gap, self.config
+        too_much = not gap.mean_abs <= config.stop  # nan is too much
+        if alarm.note(diagnose(evidence) is not None, too_much, certain=evidence.certain):
+            name, why = diagnose(examine()) or ("unknown", "what was looked at again agrees")
+            alarm.speak(
+                f"servers and trainer disagree: {what} and the trainer's differ by {gap.mean_abs:.3g} nats on average, "
+                f"{gap.max_abs:.3g} at most, over {gap.tokens} tokens at version {self.engine.version} (warn above "
+                f"{config.warn:g}, stop above {config.stop:g} or {config.patience} times in a row; this is time "
+                f"{alarm.in_row}). Likely cause: {name}: {why}.",
+                excused=name == DTYPE,
+            )
+
+    def _examine(
+        self, evidence: Evidence, rows: TensorDict, theirs: torch.Tensor, before: torch.Tensor | None, **more: Any
+    ) -> Evidence:
+        """Add what experiments give."""
+        find, mask = self.experiments, self._is_fresh(rows) if evidence.recorded else rows["versions"] >= 0
+        older, temperature = find.compare(theirs, before, mask), find.temperature(rows, theirs, mask)
+        return replace(evidence, older=older, temperature=temperature, **more)
+
+    def _examine_recorded(self, evidence: Evidence, rows: TensorDict, ours: torch.Tensor) -> Evidence:
+        """Scores come first: where they are wrong, what is generated is wrong as well."""
+        find = self.experiments
+        theirs = find.attempt(find.scores, rows, self.inference.score)
+        gap = find.compare(ours, theirs, rows["versions"] >= 0)
+        if theirs is not None and gap is not None and not gap.mean_abs <= self.config.warn:
+            receipts = find.receipts(*self._receipts)
+            return self._examine(replace(evidence, gap=gap, recorded=False), rows, theirs, None, receipts=receipts)
+        before = find.attempt(find.scores, rows, self.inference.score_before)
+        prompts = {"seen_prompt": find.gap_of_answers(rows, False), "new_prompt": find.gap_of_answers(rows, True)}
+        return self._examine(evidence, rows, rows["logprobs"], before, **prompts)
+
+    def _is_fresh(self, rows: TensorDict) -> torch.Tensor:
         return fresh_mask(rows["versions"], self.engine.version)
 
-    def _scores_evidence(
-        self, rows: TensorDict, ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor | None = None
-    ) -> Evidence:
-        """What the servers' scores of some rows say, with the trainer's log-probs now and before the last update."""
-        find, mask = self.experiments, _scored(rows)
-        gap = find.compare(ours, theirs, mask)
-        if gap is None or gap.mean_abs <= self.config.warn:
-            return Evidence(self.config.warn, score=gap, low_precision=self.low_precision)
-        return Evidence(
-            self.config.warn,
-            score=gap,
-            receipts=find.receipts(self._sent),
-            score_older=None if before is None else find.compare(before, theirs, mask),
-            score_temperature=find.temperature(rows, theirs, mask),
-            low_precision=self.low_precision,
-        )
-
-    def _fresh_evidence(self, rows: TensorDict, ours: torch.Tensor, gap: Gap) -> Evidence:
-        find, recorded, fresh = self.experiments, rows["logprobs"], self._fresh_mask(rows)
-        theirs = find.scores(rows, self.inference.score)
-        return replace(
-            self._scores_evidence(rows, ours, theirs),
-            fresh=gap,
-            fresh_temperature=find.temperature(rows, recorded, fresh),
-            # here "ours" are the servers' older weights, as far as they still have them
-            fresh_older=find.against_scores(rows, recorded, self.inference.score_before, fresh),
-            seen_prompt=find.probe(rows, new=False),
-            new_prompt=find.probe(rows, new=True),
-        )
+    def _on(self, server: str) -> Score:
+        return partial(self.inference.score, server=server)
 
 
 class Alarm:
     """The history of one comparison: speaks at the 1st, 2nd, 4th, 8th, ... time in a row that it is off, and stops the
-    run where it is off by too much or for too long."""
+    run where it is off by too much, or `patience` times in a row."""
 
-    def __init__(self, config: GapConfig, what: str) -> None:
-        self.config, self.what = config, what
-        self.in_row = 0
-        self._rounding = False
+    def __init__(self, patience: float) -> None:
+        self.patience, self.in_row = patience, 0
+        self._too_much = self._excused = False
 
-    def note(self, gap: Gap) -> bool:
-        """Count a comparison; whether something is to be said."""
-        if gap.mean_abs <= self.config.warn:
-            self.in_row, self._rounding = 0, False
-            return False
-        self.in_row += 1
-        seldom = self.in_row & (self.in_row - 1) == 0
-        return seldom or self._too_much(gap) or self._too_long
-
-    def _too_much(self, gap: Gap) -> bool:
-        return not gap.mean_abs <= self.config.stop  # nan is too much
+    def note(self, off: bool, too_much: bool = False, certain: bool = False) -> bool:
+        """Count a comparison; whether something is to be said. What is `certain` begins anew after an excused one."""
+        if not off or (certain and self._excused):
+            self.in_row, self._excused = 0, False
+        self.in_row, self._too_much = self.in_row + off, too_much
+        return (off and self.in_row & (self.in_row - 1) == 0) or self._stops
 
     @property
-    def _too_long(self) -> bool:
-        return self.in_row >= self.config.patience and not self._rounding
+    def _stops(self) -> bool:
+        return self._too_much or (self.in_row >= self.patience and not self._excused)
 
-    def speak(self, gap: Gap, version: int, causes: list[Cause]) -> None:
+    def speak(self, message: str, excused: bool = False) -> None:
         """Warn.
+
+        Args:
+            excused: what was found is no fault: it does not stop the run, however often it is found. What is found
+                after it and is a fault counts as the first.
 
         Raises:
             WeightUpdateError: instead, where the run must not go on.
         """
-        self._rounding = [cause.name for cause in causes] == [DTYPE]
-        config = self.config
-        message = (
-            f"servers and trainer disagree: {self.what} and the trainer's differ by {gap.mean_abs:.3g} nats on "
-            f"average, {gap.max_abs:.3g} at most, over {gap.tokens} tokens at version {version} (warn above "
-            f"{config.warn:g}, stop above {config.stop:g} or {config.patience} times in a row; this is time "
-            f"{self.in_row}). Likely cause: {'; or '.join(map(str, causes))}."
-        )
-        if self._too_much(gap) or self._too_long:
+        if self._excused and not excused:
+            self.in_row = 1
+        self._excused = excused
+        if self._stops:
             raise WeightUpdateError(message)
         log.warning(message)
 
 
 def _choose(batch: TensorDict, count: int, version: int) -> TensorDict:
-    """`count` rows (all, where there are fewer), those with fresh tokens first."""
+    """`count` rows (all, where there are fewer) of as many groups as there are, those with fresh tokens first."""
     from rl_contracts.trajectory import select
-    from rl_trainers.gap.divergence import fresh_mask
 
-    fresh = fresh_mask(batch["versions"], version).any(-1)
-    return select(batch, fresh.int().argsort(descending=True, stable=True)[:count])
-
-
-def _scored(rows: TensorDict) -> torch.Tensor:
-    """The tokens that both sides rate, bool [B, T]: nothing predicts a first one."""
-    mask = rows["attention_mask"].clone()
-    mask[:, 0] = False
-    return mask
+    order = fresh_mask(batch["versions"], version).any(-1).int().argsort(descending=True, stable=True)
+    members: dict[int, list[int]] = defaultdict(list)
+    for row, group in zip(order.tolist(), batch["group_ids"][order].tolist(), strict=True):
+        members[group].append(row)
+    turns = zip_longest(*members.values())  # of each group the first, of each the second, ...
+    return select(batch, [row for turn in turns for row in turn if row is not None][:count])
 
 
 def _figures(prefix: str, gap: Gap | None) -> dict[str, float | None]:
     """`<prefix>mean_abs`, `<prefix>max_abs` and `<prefix>k3`, None without a gap."""
-    values = (None, None, None) if gap is None else (gap.mean_abs, gap.max_abs, gap.k3)
-    return {f"{prefix}{name}": value for name, value in zip(("mean_abs", "max_abs", "k3"), values, strict=True)}
+    return {prefix + name: None if gap is None else getattr(gap, name) for name in ("mean_abs", "max_abs", "k3")}

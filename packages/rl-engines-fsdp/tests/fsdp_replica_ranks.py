@@ -31,7 +31,7 @@ from rl_contracts.errors import RLError
 from rl_contracts.trajectory import select
 from rl_contracts.weights import checksum
 from rl_engines_fsdp import FSDPEngine
-from rl_engines_fsdp.model import attention
+from rl_engines_fsdp.model import attention, loading
 from rl_engines_fsdp.ranks import tensor_parallel
 
 
@@ -144,6 +144,8 @@ def faults(models: Path, layout: ParallelStrategy) -> dict:
         name: error_of(lambda name=name: make_engine(str(models / name), strategy=layout))
         for name in ("ThreeHeads", "GPT2")
     }
+    with patch.object(loading, "read_model", side_effect=AttributeError("no such part")):
+        seen["an error of the model's own code"] = error_of(lambda: make_engine(str(models / "Llama"), strategy=layout))
     if layout.context > 1:
         exchange, attention.exchange = attention.exchange, lambda x, group: x
         seen["no exchange"] = error_of(lambda: make_engine(str(models / "Llama"), strategy=layout))

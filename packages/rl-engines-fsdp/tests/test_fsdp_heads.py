@@ -270,7 +270,7 @@ def test_scalar_head_with_layers_that_mix_sequences_is_refused(classifier, monke
         return honest(module, query, key, value, mask, packed=whole, **kwargs)
 
     monkeypatch.setattr(attention, "packed_attention", mixing)
-    with pytest.raises(ModelError, match="hidden states of packed sequences differ"):
+    with pytest.raises(ModelError, match="its layers mix packed sequences"):
         make_engine(classifier, head="score")
     monkeypatch.undo()
     attention.register()

@@ -174,6 +174,7 @@ def test_models_and_faults_that_cannot_be_split_are_refused_on_every_rank(split)
     for seen in split[0]:
         found = seen["faults"]
         assert "expected attention heads that divide by tensor * context = 2, found 3" in found["ThreeHeads"]
+        assert "rank 0: AttributeError: no such part" in found["an error of the model's own code"]
         if tensor:
             assert "transformers has none for this model" in found["GPT2"]
             assert "differ by" in found["no sum"]

@@ -16,7 +16,7 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
-from rl_contracts.errors import ConfigError, EngineError, ModelError, RLError
+from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_fsdp import micro_batches
 from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
@@ -87,7 +87,7 @@ class FSDPEngine(TrainEngine):
         self._maker = ModelMaker(self.config, spec, self._layout, self._device, self.parallel, sharded)
         try:
             self._model = self._maker.make(config)
-        except RLError:
+        except BaseException:  # the other ranks see at once that this one left
             self.destroy()
             raise
         if spec.optimizer is not None:

@@ -39,18 +39,17 @@ class Segments:
     context: Any = None
     """Process group of the ranks that hold consecutive, equal parts of the row; None: this rank holds all of it."""
 
+    def row_of_token(self) -> Tensor:
+        """int64 [N] which sequence each token of the row belongs to, on its device."""
+        rows = torch.arange(len(self.lengths), device=self.cu_seqlens.device)
+        return rows.repeat_interleave(self.cu_seqlens.diff(), output_size=sum(self.lengths))
+
 
 def register() -> None:
     """Make `attn_implementation="rl_packed"` known to transformers. May be called again."""
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """The mask of a packed row: none is built, the segments say it all."""
+    AttentionInterface.register(NAME, packed_attention)  # and no mask: transformers builds none for it then
 
 
 @torch.compiler.disable
@@ -87,6 +86,7 @@ def packed_attention(
     """
     _refuse_unsupported(module, attention_mask, dropout, is_causal, packed, kwargs)
     assert packed is not None
+    sliding_window = _window(module) if sliding_window is None else sliding_window
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed.context is None:
         return _all_segments(query, key, value, packed, scale, sliding_window, softcap), None
@@ -102,10 +102,10 @@ def _all_segments(
     if softcap is None and query.is_cuda and query.dtype != torch.float32 and _varlen() is not None:
         return _varlen_attention(query, key, value, packed, scale, window)
     pieces = [
-        _one_segment(q, k, v, scale, window, softcap)
+        _one_segment(q, k, v, scale, window, softcap).transpose(1, 2)
         for q, k, v in zip(*(torch.split(t, list(packed.lengths), dim=2) for t in (query, key, value)), strict=True)
     ]
-    return torch.cat(pieces, dim=2).transpose(1, 2)
+    return torch.cat(pieces, dim=1).contiguous()  # as transformers' own kernels leave it
 
 
 def _refuse_unsupported(
@@ -132,6 +132,16 @@ def _refuse_unsupported(
             f"{name}: packed attention supports causal attention with grouped queries, sliding windows and soft caps; "
             f"this model also needs {', '.join(found)}."
         )
+
+
+def _window(module: Any) -> int | None:
+    """The window of a layer that hands none on: some models have theirs in the mask alone, which is not built here."""
+    config = module.config
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = "sliding_attention" if not kinds or index is None else kinds[index]
+    if kind == "chunked_attention":
+        raise ModelError(f"{type(module).__name__}: attention in chunks is not supported on packed rows.")
+    return getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
 
 
 def _one_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:

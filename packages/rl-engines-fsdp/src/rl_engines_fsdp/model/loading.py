@@ -97,15 +97,14 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
             f"model {path}: {len(missing)} parameters have no weights there, {missing[:3]} first; they would start at "
             "random. Is this the model that config.json describes?"
         )
-    return without_dropout(model)
+    return model
 
 
 def empty_model(config: Any, head: str = "lm") -> nn.Module:
     """The same model on the meta device: shapes and modules without memory."""
     attention.register()
     with torch.device("meta"):
-        model = _factory(head).from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
-    return without_dropout(model)
+        return _factory(head).from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
 
 
 def _factory(head: str) -> Any:
@@ -149,17 +148,6 @@ def quiet() -> Iterator[None]:
         speech.set_verbosity(level)
         if shown:
             speech.enable_progress_bar()
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """Switch dropout off: with it the policy that is trained is not the one that was sampled."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "attention_dropout", "hidden_dropout", "activation_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
 
 
 def _fit_config(path: str, config: Any, head: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec
@@ -57,9 +60,7 @@ class ModelMaker:
         inner: Any = model.model
         if source is not None:  # what the directory says, for those who save it again
             inner.generation_config = getattr(source.model, "generation_config", None)
-        if self.config.gradient_checkpointing:
-            inner.gradient_checkpointing_enable({"use_reentrant": False})
-        return model.train()
+        return model
 
     def read(self, path: str, like: PackedModel | None = None) -> PackedModel | None:
         """The whole model on rank 0, checked, and of the same parameters as `like`; None elsewhere.
@@ -79,6 +80,7 @@ class ModelMaker:
 
     def _wrap(self, model: torch.nn.Module) -> PackedModel:
         config, spec = self.config, self.spec
+        model.eval()  # for good: dropout, jitter or sampled experts make another policy learn than answered
         if config.lora is not None:
             lora.adapt(model, config.lora, spec.head)
         if not spec.deterministic:  # a server that makes the same bits multiplies with torch's choice
@@ -91,8 +93,7 @@ class ModelMaker:
 
     def _whole(self, source: PackedModel | None) -> PackedModel:
         assert source is not None
-        if self.config.compile:
-            _compile_layers(source)
+        self._prepare_layers(source)
         return source.to(self.device)
 
     def _split(self, source: PackedModel | None, hf_config: Any) -> PackedModel:
@@ -101,9 +102,11 @@ class ModelMaker:
         model = self._wrap(loading.empty_model(copy.deepcopy(hf_config), self.spec.head))
         partial = [] if meshes.tensor is None else split_matrices(model.model, meshes.tensor)
         model.split = meshes.split
-        if config.compile:
-            _compile_layers(model)
+        self._prepare_layers(model)
         sharding.shard(model, meshes, self.spec.dtype, config.reshard_after_forward, config.offload)
+        with self.parallel.agreeing("matching the model with its weights"):
+            if source is not None:
+                loading.check_same_weights(self.spec.model_path, source, model)
         sharding.fill(model, source, self.device, config.offload)
         if self.layout.model_size > 1 and config.verify_model:
             verify_split(model, source, self.device, self.spec.dtype, self.parallel)
@@ -111,12 +114,22 @@ class ModelMaker:
             self.tensor_gradients = TensorGradients(model, meshes.tensor, meshes.layers, partial)
         return model
 
+    def _prepare_layers(self, model: PackedModel) -> None:
+        """Compile each layer's forward, and keep no more than its inputs for backward, where that is asked for: in
+        place, before the model is sharded.
 
-def _compile_layers(model: PackedModel) -> None:
-    """Compile each layer's forward, in place, before the model is sharded.
+        Compiled layers of one kind share their code. Attention stays as it is (`packed_attention` is left out of
+        graphs): it loops over sequences whose lengths differ in every micro-batch. Sharding's hooks run outside.
+        """
+        for layer in sharding.decoder_layers(model):
+            if self.config.compile:
+                layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+            if self.config.gradient_checkpointing:
+                layer.forward = functools.partial(_computed_again, layer.forward)  # type: ignore[method-assign]
 
-    Layers of one kind share their code. Attention stays as it is (`packed_attention` is left out of graphs): it loops
-    over sequences whose lengths differ in every micro-batch. Sharding's hooks run outside.
-    """
-    for layer in sharding.decoder_layers(model):
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+
+def _computed_again(forward: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+    """A layer's forward whose inner results are made anew in backward; transformers' own way needs training mode."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **keywords)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **keywords)

@@ -15,6 +15,7 @@ from rl_contracts.errors import ModelError
 from rl_engines_fsdp.model import lora
 from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.model.logprobs import HeadOptions, LogitTransform, token_logprobs
+from rl_engines_fsdp.model.rope import RowFrequencies
 from rl_engines_fsdp.ranks.layout import TokenSplit
 
 PREFIX = "model."
@@ -38,6 +39,8 @@ class PackedModel(nn.Module):
         self.model, self.head = model, head
         self.split = TokenSplit()
         """How the tokens of a row lie over ranks; one rank has them all until this is set."""
+        self.frequencies = RowFrequencies(model)
+        """Of its rotary embeddings, where rows choose theirs by their lengths."""
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
         """The decoder's last hidden states of a packed row, [N, H], in the type in which the model computes.
@@ -45,6 +48,8 @@ class PackedModel(nn.Module):
         Where the row lies over several ranks, those of this rank's tokens.
         """
         ids, positions, packed = self.split.inputs(input_ids, position_ids, segments)
+        if self.frequencies:
+            self.frequencies.rows(packed.lengths, self.split.part(packed.row_of_token()))
         states: Tensor = self.model.base_model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, packed=packed
         )[0][0]

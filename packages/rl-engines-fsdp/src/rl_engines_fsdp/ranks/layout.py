@@ -60,10 +60,12 @@ class TokenSplit:
             input_ids, position_ids = torch.cat([input_ids, 0 * padding]), torch.cat([position_ids, padding])
             edges = torch.cat([segments.cu_seqlens, segments.cu_seqlens[-1:] + missing])
             segments = Segments((*segments.lengths, missing), edges)
-        if self.context is None:
-            return input_ids, position_ids, segments
-        part = _part(len(input_ids), self.context)
-        return input_ids[part], position_ids[part], Segments(segments.lengths, segments.cu_seqlens, self.context)
+        packed = Segments(segments.lengths, segments.cu_seqlens, self.context)
+        return self.part(input_ids), self.part(position_ids), packed
+
+    def part(self, values: Tensor) -> Tensor:
+        """Of one value per token of the padded row, those of this rank's tokens: [N] to [n]."""
+        return values if self.context is None else values[_part(len(values), self.context)]
 
     def each(self, hidden: Tensor) -> Tensor:
         """The states that this rank's head reads, [m, H], of those that its decoder made, [n, H]."""

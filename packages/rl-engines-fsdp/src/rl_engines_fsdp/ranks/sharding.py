@@ -62,10 +62,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def decoder_layers(model: PackedModel) -> list[nn.Module]:
-    """The modules that the model's family declares as its repeated blocks."""
+    """The modules that the model's family declares as its repeated blocks; else those of its largest list."""
     inner: Any = model.model
     kinds = set(inner._no_split_modules or ())
-    return [module for module in inner.modules() if type(module).__name__ in kinds]
+    declared = [module for module in inner.modules() if type(module).__name__ in kinds]
+    lists = (module for module in inner.modules() if isinstance(module, nn.ModuleList))
+    return declared or list(max(lists, key=lambda modules: sum(1 for _ in modules.parameters()), default=()))
 
 
 def fill(model: nn.Module, source: nn.Module | None, device: torch.device, offload: bool = False) -> None:

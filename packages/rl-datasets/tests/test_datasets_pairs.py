@@ -9,8 +9,7 @@ from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError
 from rl_datasets import HHRLHF, WordProblemPairs
 from rl_datasets.hh_rlhf import parse_dialogue
-from rl_datasets.word_problem_pairs import MISTAKES, with_mistake
-from rl_datasets.word_problems import WordProblems
+from rl_datasets.word_problems import MISTAKES, WordProblems, with_mistake
 
 DIALOGUE = "\n\nHuman: How are you?\n\nAssistant: Well.\n\nHuman: And now?\n\nAssistant:"
 ROW = {"chosen": f"{DIALOGUE} Still well.", "rejected": f"{DIALOGUE} Go away."}

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from rl_datasets.gsm8k import GSM8K, GSM8KOptions
     from rl_datasets.hh_rlhf import HHRLHF
     from rl_datasets.loader import BatchLoader, EpochOrder, PromptLoader
-    from rl_datasets.word_problem_pairs import WordProblemPairs
-    from rl_datasets.word_problems import WordProblems
+    from rl_datasets.word_problems import WordProblemPairs, WordProblems
 
 __version__ = "0.1.0"
 
@@ -40,7 +39,7 @@ __getattr__ = on_demand(
         "GSM8KOptions": "gsm8k",
         "HHRLHF": "hh_rlhf",
         "PromptLoader": "loader",
-        "WordProblemPairs": "word_problem_pairs",
+        "WordProblemPairs": "word_problems",
         "WordProblems": "word_problems",
     },
 )

@@ -66,7 +66,7 @@ class LoopThread:
             StalledError: it did not finish in time; or something on the loop does not await, and the place is named.
             RLError: called from the loop's own thread, which could only deadlock; or the loop is closed or died.
         """
-        what = getattr(coro, "__qualname__", repr(coro))
+        what = _name_of(coro)
         if threading.current_thread() is self._thread:
             coro.close()
             raise RLError(f"loop {self.name!r}: run({what}) was called from the loop's own thread; await it instead")
@@ -121,7 +121,9 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
         if self._thread.is_alive():
-            left = ", ".join(sorted(_describe(task) for task in asyncio.all_tasks(self._loop)))
+            left = ", ".join(
+                sorted(f"{task.get_name()} ({_name_of(task.get_coro())})" for task in asyncio.all_tasks(self._loop))
+            )
             raise StalledError(f"loop {self.name!r}: still not ended {timeout:g} s after it was closed: {left}")
 
     def __enter__(self) -> Self:
@@ -187,9 +189,8 @@ async def _end_all_tasks() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _describe(task: asyncio.Task[Any]) -> str:
-    coro = task.get_coro()
-    return f"{task.get_name()} ({getattr(coro, '__qualname__', coro)})"
+def _name_of(coro: Any) -> str:
+    return getattr(coro, "__qualname__", repr(coro))
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

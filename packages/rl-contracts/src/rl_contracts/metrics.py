@@ -268,8 +268,6 @@ def _combine(kind: Kind, old: Scalar, new: Scalar) -> Scalar:
         return old + new
     if _is_tensor(old) or _is_tensor(new):
         tensor, other = (old, new) if _is_tensor(old) else (new, old)
-        if _is_tensor(other):
-            return tensor.minimum(other) if kind == "min" else tensor.maximum(other)
         return tensor.clamp(max=other) if kind == "min" else tensor.clamp(min=other)
     if math.isnan(old) or math.isnan(new):
         return math.nan

@@ -184,9 +184,7 @@ def lengths(batch: TensorDict) -> torch.Tensor:
 
 def units(batch: TensorDict) -> list[list[int]]:
     """Rows that stay together, as row indices of each unit; without the entry `unit_ids` each row by itself."""
-    if UNIT_KEY not in batch:
-        return [[row] for row in range(batch.batch_size[0])]
-    return units_of(batch[UNIT_KEY].tolist())
+    return units_of(batch[UNIT_KEY].tolist() if UNIT_KEY in batch else range(batch.batch_size[0]))
 
 
 def validate(batch: TensorDict, generated: bool = True) -> None:

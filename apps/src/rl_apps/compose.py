@@ -13,7 +13,11 @@ from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from rl_apps.help import describe
 from rl_contracts import registry
@@ -22,9 +26,6 @@ from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
 from rl_contracts.inference import ServerConfig
 from rl_contracts.scheduler import SchedulerConfig
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 CONF = Path(__file__).parent / "conf"
 """The commands' own files, and the presets."""
@@ -75,8 +76,6 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
         ConfigError: a part that is not installed, an unknown key, a value of the wrong type, or one that its config
             refuses.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     base: Any = schema()
     layers = [layer for file in files for layer in _layers(file)] + [_override(text) for text in overrides]
@@ -107,15 +106,12 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
 
 def to_yaml(config: Any) -> str:
     """A config object as YAML, which `compose` reads back."""
-    from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def _layers(file: Path) -> list[DictConfig]:
     """A file of settings, behind those that its list `defaults:` names: other files beside it, or presets."""
-    import yaml
-    from omegaconf import DictConfig, OmegaConf
 
     try:
         content = OmegaConf.load(file)
@@ -136,7 +132,6 @@ def _override(text: str) -> DictConfig:
     """What `key=value` says."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
 
     try:
         (parsed,) = OverridesParser.create().parse_overrides([text])
@@ -167,7 +162,6 @@ def _take_choices(layers: list[DictConfig], base: Any) -> dict[str, str]:
 
 def _preset(section: str, name: str, files: Sequence[Path]) -> DictConfig:
     """The settings of a preset: `<section>/<name>.yaml` beside one of the files, or ours."""
-    from omegaconf import OmegaConf
 
     folders = [folder / section for folder in (*(file.parent for file in files), CONF)]
     found = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.yaml")}
@@ -199,7 +193,6 @@ def _part(said: DictConfig, path: str, seam: type) -> str:
 
 def _overruled(layer: DictConfig, path: str, seam: type, chosen: str) -> bool:
     """Whether a layer itself names another part for a field than the one that was chosen in the end."""
-    from omegaconf.errors import OmegaConfBaseException
 
     try:
         return _part(layer, path, seam) != chosen
@@ -218,7 +211,6 @@ def _settings(seam: type, part: str) -> type:
 
 def _explain(error: Any, config: Any) -> str:
     """One sentence about settings that do not fit: the key, what was wrong, and the nearest valid key."""
-    from omegaconf.errors import ConfigKeyError
 
     key, first = error.full_key or "", str(error).strip().splitlines()[0]
     if not isinstance(error, ConfigKeyError):

@@ -11,6 +11,7 @@ from rl_apps import compose
 from rl_apps.app import App, Run
 from rl_apps.checks import check_run
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
+from rl_apps.parts import server_jobs, weights_directory
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError, ModelError, RLError
 from rl_contracts.scheduler import JobSpec, Worker
@@ -67,7 +68,6 @@ def _main(reference: str, app: App, argv: list[str]) -> int:
 def launch(reference: str, app: App, run: Run[Any], devices: Devices) -> int:
     """Make the model, start servers and trainers, show progress, and close with what was learned."""
     from rl_apps.model import make_model
-    from rl_apps.parts import server_jobs, weights_directory
     from rl_apps.progress import RunProgress
     from rl_launchers import Launcher
     from rl_trainers.recover import drop_lost_steps
@@ -113,8 +113,6 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: list[W
 
 
 def _plan(reference: str, app: App, run: Run[Any], devices: Devices, arithmetic: list[str]) -> str:
-    from rl_apps.parts import server_jobs
-
     jobs = [*server_jobs(run, devices), trainer_job(reference, run, devices, [])]
     parts = [
         compose.to_yaml(run.config).rstrip(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import rl_trainers
 from rl_apps import closing, driver
 from rl_apps.app import App, Run
 from rl_apps.checks import check_algorithm, check_batch, check_rollout
@@ -28,8 +29,6 @@ def check(run: Run[GRPOConfig]) -> list[str]:
 def train(run: Run[GRPOConfig]) -> None:
     """The work of one trainer process: what happens to a prompt, from the data set to the updated weights."""
     from rl_datasets import PromptLoader
-    from rl_trainers import RecoverPoints
-    from rl_trainers import train as run_loop
 
     config = run.config
     with Parts(run) as parts:
@@ -49,8 +48,10 @@ def train(run: Run[GRPOConfig]) -> None:
         evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
         books = parts.books(engine, evaluations, counters=rollout.stats)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
-        recover = RecoverPoints(run.directory, config.recover, engines, {"rollout": rollout, "books": books})
-        run_loop(rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)
+        recover = rl_trainers.RecoverPoints(
+            run.directory, config.recover, engines, {"rollout": rollout, "books": books}
+        )
+        rl_trainers.train(rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)
 
 
 APP = App(

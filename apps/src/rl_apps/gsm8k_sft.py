@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import rl_trainers
 from rl_apps import closing, driver
 from rl_apps.app import App, Run
 from rl_apps.checks import check_rows
@@ -17,7 +18,6 @@ from rl_apps.progress import SFT_COLUMNS
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from rl_trainers import LossLearner
     from rl_trainers.evaluation import Evaluation
 
 
@@ -28,7 +28,6 @@ def check(run: Run[SFTConfig]) -> list[str]:
 
 def train(run: Run[SFTConfig]) -> None:
     """The work of one trainer process: from the data set's conversations to the updated weights."""
-    from rl_trainers import LossLearner
     from rl_trainers.supervised import supervised_rows, whole_to_share
 
     with Parts(run) as parts:
@@ -44,13 +43,13 @@ def train(run: Run[SFTConfig]) -> None:
             rollout = parts.runtime(client, parts.workflow(parts.reward()), engine)
             publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
             evaluations.append(parts.answer_evaluation(engine, rollout))
-        learn_rows(parts, "sft", LossLearner(engine), batch_of, evaluations, publisher=publisher, gap=gap)
+        learn_rows(parts, "sft", rl_trainers.LossLearner(engine), batch_of, evaluations, publisher=publisher, gap=gap)
 
 
 def learn_rows(
     parts: Parts,
     form: str,
-    learner: LossLearner,
+    learner: rl_trainers.LossLearner,
     batch_of: Callable[[list[dict[str, Any]]], TensorDict],
     evaluations: Sequence[Evaluation] = (),
     **served: Any,
@@ -64,18 +63,18 @@ def learn_rows(
         served: publisher and gate, see `rl_trainers.train`.
     """
     from rl_datasets import BatchLoader
-    from rl_trainers import DataSource, LossEvaluation, RecoverPoints
-    from rl_trainers import train as run_loop
 
     config, engine = parts.config, learner.engine
     rows = load_rows(config.data, "train", form, config.seed)
     batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.total_epochs or None)
-    source = DataSource(batches, batch_of)
+    source = rl_trainers.DataSource(batches, batch_of)
     held_out = head(load_rows(config.data, "test", form, config.seed), config.evaluation.rows)
-    losses = [LossEvaluation(learner, batch_of(held_out))] if held_out else []
+    losses = [rl_trainers.LossEvaluation(learner, batch_of(held_out))] if held_out else []
     books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"})
-    recover = RecoverPoints(parts.run.directory, config.recover, {"actor": engine}, {"source": source, "books": books})
-    run_loop(source, learner, books, config.total_steps, recover=recover, **served)
+    recover = rl_trainers.RecoverPoints(
+        parts.run.directory, config.recover, {"actor": engine}, {"source": source, "books": books}
+    )
+    rl_trainers.train(source, learner, books, config.total_steps, recover=recover, **served)
 
 
 APP = App(

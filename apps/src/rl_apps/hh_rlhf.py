@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import rl_trainers
 from rl_apps import driver
 from rl_apps.app import App, Run
 from rl_apps.checks import check_rows
@@ -36,26 +37,21 @@ def check(run: Run[Any]) -> list[str]:
 
 def train_reward_model(run: Run[RunConfig]) -> None:
     """The work of one trainer process: a reward model (Bradley-Terry)."""
-    from rl_trainers import reward_model_loss
-
     with Parts(run) as parts:
         engine = parts.engine(spec=replace(run.config.finetune_spec(), head="score"))
-        learn_pairs(parts, engine, reward_model_loss)
+        learn_pairs(parts, engine, rl_trainers.reward_model_loss)
 
 
 def train_policy(run: Run[DPOConfig]) -> None:
     """The work of one trainer process: a policy, beside a frozen copy of itself (DPO or IPO)."""
-    from rl_trainers import PolicyPreferenceLoss
-
     with Parts(run) as parts:
         engine = parts.engine()
         reference = parts.engine(spec=replace(run.config.finetune_spec(), optimizer=None))
-        learn_pairs(parts, engine, PolicyPreferenceLoss(run.config.preference), reference)
+        learn_pairs(parts, engine, rl_trainers.PolicyPreferenceLoss(run.config.preference), reference)
 
 
 def learn_pairs(parts: Parts, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None) -> None:
     """The steps: from the data set's pairs to the updated weights."""
-    from rl_trainers import LossLearner
     from rl_trainers.preference import pairs, pairs_to_share, preference_rows
 
     renderer = parts.renderer()
@@ -63,7 +59,7 @@ def learn_pairs(parts: Parts, engine: TrainEngine, loss: LossFn, reference: Trai
     def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
         return pairs_to_share(preference_rows(rows, renderer, parts.config.data.max_length), engine.parallel)
 
-    learn_rows(parts, "pairs", LossLearner(engine, loss, pairs, reference), batch_of)
+    learn_rows(parts, "pairs", rl_trainers.LossLearner(engine, loss, pairs, reference), batch_of)
 
 
 REWARD_MODEL = App(

@@ -11,22 +11,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import rl_trainers
+import rl_workflows
 from rl_apps.app import Run
 from rl_apps.data import head, load_rows
 from rl_apps.layout import Devices
 from rl_contracts import registry
+from rl_contracts.aio import LoopThread
 from rl_contracts.data import FinetuneSpec, ServeSpec
+from rl_contracts.rendering import ChatRenderer
+from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
 
 if TYPE_CHECKING:
-    from rl_contracts.aio import LoopThread
     from rl_contracts.engine import TrainEngine, TrainEngineConfig
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.rendering import ChatRenderer
-    from rl_contracts.reward_worker import AsyncRewardWrapper
     from rl_contracts.rollout import RolloutRuntime
     from rl_contracts.workflow import RolloutWorkflow
-    from rl_trainers import AnswerEvaluation, Books, GapGate, PolicyActor, RolloutWriter, WeightPublisher
     from rl_trainers.evaluation import Evaluation
 
 CLOSE_SECONDS = 10.0
@@ -74,8 +75,6 @@ class Parts(ExitStack):
     @cached_property
     def loop(self) -> LoopThread:
         """The event loop on which client, rewards and runtime live."""
-        from rl_contracts.aio import LoopThread
-
         return self.enter_context(LoopThread("rollout"))
 
     @cached_property
@@ -87,8 +86,6 @@ class Parts(ExitStack):
 
     def renderer(self) -> ChatRenderer:
         """The chat template of the run's model."""
-        from rl_contracts.rendering import ChatRenderer
-
         return ChatRenderer(self.tokenizer)
 
     def client(self) -> InferenceEngine:
@@ -105,8 +102,6 @@ class Parts(ExitStack):
 
     def reward(self) -> AsyncRewardWrapper:
         """The reward function, in worker processes of its own."""
-        from rl_contracts.reward_worker import AsyncRewardWrapper
-
         settings, loop = self.config.rollout, self.loop
         reward = AsyncRewardWrapper(settings.reward, settings.reward_workers, settings.reward_timeout)
         self.callback(lambda: loop.run(reward.aclose(), CLOSE_SECONDS))
@@ -119,11 +114,11 @@ class Parts(ExitStack):
         workflow: RolloutWorkflow = made(self.tokenizer, settings.generation, reward, self.config.data.max_length)
         return workflow
 
-    def writer(self, engine: TrainEngine) -> RolloutWriter:
+    def writer(self, engine: TrainEngine) -> rl_trainers.RolloutWriter:
         """What keeps answers in the run directory."""
-        from rl_trainers import RolloutWriter
-
-        return self.add(RolloutWriter(self.run.directory / "rollouts", engine.parallel.rank, self.config.rollouts))
+        return self.add(
+            rl_trainers.RolloutWriter(self.run.directory / "rollouts", engine.parallel.rank, self.config.rollouts)
+        )
 
     def runtime(
         self,
@@ -133,16 +128,14 @@ class Parts(ExitStack):
         prompts: Iterable[dict[str, Any]] = (),
     ) -> RolloutRuntime:
         """What turns prompts into batches: of this rank's share of the data, none for evaluation alone."""
-        from rl_workflows import DistRollout, RolloutConfig, tune_garbage_collection
-
-        settings = {item.name: getattr(self.config.rollout, item.name) for item in fields(RolloutConfig)}
+        settings = {item.name: getattr(self.config.rollout, item.name) for item in fields(rl_workflows.RolloutConfig)}
         settings["seed"] += self.config.seed
-        rollout = DistRollout(
+        rollout = rl_workflows.DistRollout(
             client,
             workflow,
             prompts,
             batch_size=self.config.data.batch_size,
-            config=RolloutConfig(**settings),
+            config=rl_workflows.RolloutConfig(**settings),
             parallel=engine.parallel,
             minibatches=self.config.actor.minibatches,
             on_answers=self.writer(engine).training,
@@ -151,47 +144,41 @@ class Parts(ExitStack):
             # the log has the error; nothing else ends the thread that is stuck
             on_stuck_trainer=lambda error: os._exit(STUCK_EXIT_CODE),
         )
-        tune_garbage_collection()
+        rl_workflows.tune_garbage_collection()
         return self.add(rollout)
 
-    def actor(self, engine: TrainEngine) -> PolicyActor:
+    def actor(self, engine: TrainEngine) -> rl_trainers.PolicyActor:
         """The learner: the policy in `engine`, and a reference and a critic where the algorithm has them."""
-        from rl_trainers import Critic, PolicyActor
-
         config, reference, critic = self.config, None, None
         if config.algorithm.needs_reference:
             reference = self.engine(config.ref.engine, config.reference_spec())
         if config.algorithm.needs_critic:
             values = self.engine(config.critic.engine, config.critic_spec())
-            critic = Critic(values, config.critic.clip, config.actor.minibatches)
-        return PolicyActor(engine, config.algorithm, config.actor.minibatches, reference, critic)
+            critic = rl_trainers.Critic(values, config.critic.clip, config.actor.minibatches)
+        return rl_trainers.PolicyActor(engine, config.algorithm, config.actor.minibatches, reference, critic)
 
-    def publisher(self, engine: TrainEngine, client: InferenceEngine) -> WeightPublisher:
+    def publisher(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.WeightPublisher:
         """The way of new weights to the servers."""
-        from rl_trainers import WeightPublisher
-
         settings = self.config.publish
         directory = str(weights_directory(self.run.directory, settings.route))
-        return self.add(WeightPublisher(engine, client, self.loop, settings, directory, self.config.rollout.interrupt))
+        return self.add(
+            rl_trainers.WeightPublisher(engine, client, self.loop, settings, directory, self.config.rollout.interrupt)
+        )
 
-    def gate(self, engine: TrainEngine, client: InferenceEngine) -> GapGate:
+    def gate(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.GapGate:
         """What notices when servers and trainer disagree."""
-        from rl_trainers import GapGate
+        return rl_trainers.GapGate(
+            engine, client, self.loop, self.config.gap, self.config.actor.dtype, client.served_dtype
+        )
 
-        return GapGate(engine, client, self.loop, self.config.gap, self.config.actor.dtype, client.served_dtype)
-
-    def answer_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> AnswerEvaluation:
+    def answer_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> rl_trainers.AnswerEvaluation:
         """The evaluation of answers on held-out rows."""
-        from rl_trainers import AnswerEvaluation
-
         rows = head(load_rows(self.config.data, "test", "rl", self.config.seed), self.config.evaluation.rows)
-        return AnswerEvaluation(rollout, rows, self.config.evaluation, engine.parallel, self.writer(engine))
+        return rl_trainers.AnswerEvaluation(rollout, rows, self.config.evaluation, engine.parallel, self.writer(engine))
 
-    def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> Books:
+    def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.Books:
         """Metrics, evaluations and checkpoints; `more` goes to `rl_trainers.Books`."""
-        from rl_trainers import Books
-
-        return Books(
+        return rl_trainers.Books(
             engine,
             self.run.directory,
             self.config.checkpoint,

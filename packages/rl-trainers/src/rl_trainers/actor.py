@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_contracts.config import require
 from rl_contracts.engine import TrainEngine
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.sharding import share
@@ -47,7 +46,6 @@ class PolicyActor:
         reference: TrainEngine | None = None,
         critic: Critic | None = None,
     ) -> None:
-        require(minibatches >= 1, "actor.minibatches", "at least 1", minibatches)
         if algorithm.needs_reference and reference is None:
             raise ConfigError(
                 f"algorithm.kl.place={algorithm.kl.place} needs a reference policy, but there is no `ref`; give one, "

@@ -49,6 +49,25 @@ def test_token_logprobs_and_gradients_in_any_chunks_equal_the_full_softmax(
     torch.testing.assert_close(gradients(found), gradients(expected), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("max_logits", [10_000, 1 << 20])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_token_logprobs_in_bfloat16_are_those_of_a_float32_softmax_over_the_same_numbers(device, max_logits, with_bias):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 128, device=device).bfloat16(), torch.randn(512, 128, device=device).bfloat16() / 3
+    bias = torch.randn(512, device=device).bfloat16() if with_bias else None
+    targets, temperature = torch.randint(512, (64,), device=device), torch.ones(64, device=device)
+
+    found, entropy = token_logprobs(
+        hidden, weight, bias, targets, temperature, HeadOptions(LogitTransform(), max_logits, False)
+    )
+
+    wide = None if bias is None else bias.float()
+    expected, expected_entropy = reference(hidden.float(), weight.float(), wide, targets, temperature, LogitTransform())
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, atol=2e-5, rtol=1e-5)
+
+
 def test_token_logprobs_entropy_without_being_asked_carries_no_gradient():
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
 

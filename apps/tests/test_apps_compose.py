@@ -4,11 +4,10 @@ import sys
 
 import pytest
 
-from rl_apps.compose import to_yaml
+from rl_apps.compose import describe, to_yaml
 from rl_apps.driver import main
 from rl_apps.gsm8k_grpo import APP
 from rl_apps.gsm8k_sft import APP as SFT
-from rl_apps.help import describe
 from rl_contracts.errors import ConfigError
 from rl_engines_fsdp import LoRAConfig
 

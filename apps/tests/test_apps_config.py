@@ -7,8 +7,8 @@ import pytest
 from rl_apps import gsm8k_grpo, gsm8k_sft
 from rl_apps.app import Run
 from rl_apps.checks import check_batch, check_model
+from rl_apps.compose import describe
 from rl_apps.driver import main
-from rl_apps.help import describe
 from rl_apps.layout import layout_of, run_directory
 from rl_apps.parts import Parts, weights_directory
 from rl_contracts.errors import ConfigError, ModelError

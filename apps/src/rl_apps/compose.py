@@ -1,4 +1,5 @@
 """From the command line to a checked config: files and `key=value`, laid over a schema that the run's parts complete.
+And what `--help` says of it: every setting with its default and its meaning, the docstring under its field.
 
 Later layers win: the presets that are chosen (`algorithm=dapo`), the app's own file, one's own file (`--config`), and
 `key=value` in Hydra's grammar. What is named decides the type of its settings: `allocation` that of the engines and the
@@ -8,20 +9,21 @@ servers, `launcher.kind` that of `launcher.options`; each part brings its datacl
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from rl_apps.help import describe
 from rl_contracts import registry
 from rl_contracts.allocation import Allocation
+from rl_contracts.config import field_docs
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
 from rl_contracts.inference import ServerConfig
@@ -108,6 +110,30 @@ def to_yaml(config: Any) -> str:
     """A config object as YAML, which `compose` reads back."""
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def describe(config: Any, prefix: str = "") -> list[tuple[str, str, str]]:
+    """(key, value, meaning) of every leaf setting of a config object, of sections that are left out (None) too."""
+    docs, types = field_docs(type(config)), get_type_hints(type(config))
+    rows: list[tuple[str, str, str]] = []
+    for item in fields(config):
+        key, section = prefix + item.name, getattr(config, item.name)
+        if not is_dataclass(section):
+            rows.append((key, repr(section), docs.get(item.name, "")))
+            kinds: list[Any] = [kind for kind in get_args(types[item.name]) if is_dataclass(kind)]
+            section = kinds[0]() if kinds else None
+        if section is not None:
+            rows += describe(section, f"{key}.")
+    return rows
+
+
+def render_help(title: str, config: Any, width: int = 120) -> str:
+    """The help text."""
+    lines = [title, "", "Flags: --dry-run, --cfg job, --help. Settings (key=value):", ""]
+    for key, value, meaning in describe(config):
+        lines.append(f"  {key}={value}")
+        lines += textwrap.wrap(meaning, width, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)
 
 
 def _layers(file: Path) -> list[DictConfig]:

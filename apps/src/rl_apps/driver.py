@@ -45,9 +45,7 @@ def _main(reference: str, app: App, argv: list[str]) -> int:
     line = compose.parse(argv)
     config = app.config(line.overrides, line.config)
     if line.help:
-        from rl_apps.help import render
-
-        print(render(f"{app.name}: {app.title}", config))
+        print(compose.render_help(f"{app.name}: {app.title}", config))
         return 0
     if line.cfg:
         print(compose.to_yaml(config), end="")

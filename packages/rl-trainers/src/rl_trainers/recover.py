@@ -94,22 +94,17 @@ class RecoverPoints:
             ConfigError, EngineError: the point is of another layout or cannot be read.
         """
         step = resumed_step(self.run_dir, self.config)
-        if not step:
-            if self.parallel.is_main:
-                drop_lost_steps(self.run_dir, self.config)
-            self.parallel.barrier()
-            return None
         point = self.directory / f"step_{step}"
-        for name, engine in self.engines.items():
+        for name, engine in self.engines.items() if step else ():
             engine.load(SaveLoadMeta(str(point / name), "state"))
-        with self.parallel.agreeing(f"resuming from {point}"):
-            for name, part in self.parts.items():
+        with self.parallel.agreeing(f"going on after step {step} of {self.run_dir}"):
+            for name, part in self.parts.items() if step else ():
                 part.load_state_dict(_read(point / f"{name}-{self.parallel.rank}"))
             if self.parallel.is_main:
                 drop_lost_steps(self.run_dir, self.config)
-        if self.parallel.is_main:
+        if step and self.parallel.is_main:
             log.info("resumed from %s", point)
-        return step
+        return step or None
 
     def after_step(self, step: int) -> None:
         """Save a point if one is due. Call it when the step has ended everywhere."""

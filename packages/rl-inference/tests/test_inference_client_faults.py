@@ -198,3 +198,21 @@ async def test_commit_only_server_lost_at_its_resume_waits_for_it_to_come_back(t
             await engine.commit_weights(1)
 
         assert (lost, engine.version, len(engine._router.live)) == (2, 1, 1)
+
+
+async def test_probe_learns_how_many_requests_of_others_a_server_works_on() -> None:
+    asked = asyncio.Event()
+
+    async def health(request: web.Request) -> web.Response:
+        if server.others:
+            asked.set()
+        return web.json_response({"version": 0, "status": "ready", "open": 5})
+
+    async with serving({"/health": health}) as address, client(address, probe_interval=0.05) as engine:
+        server = engine._router.servers[0]
+        server.open = 2
+        engine._monitor.start()
+        async with asyncio.timeout(30):
+            await asked.wait()
+
+        assert (server.others, server.load) == (3, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -41,6 +42,31 @@ def test_by_load_the_least_busy_comes_first_and_ties_are_spread(router: Router) 
     assert router.by_load()[-1] is router.servers[1]
 
 
+def test_choose_heads_that_know_nothing_of_each_other_use_all_servers() -> None:
+    """8 heads with 4 groups of 8 each over 16 servers: with ties to the first, they used four of them."""
+    random.seed(0)
+    used = set()
+    for head in range(8):
+        router = Router([Server(f"http://s{i}", 0) for i in range(16)], Clock(), slack=4)
+        for name in range(4):
+            group = router.group(f"{head}-{name}")
+            for _ in range(8):
+                server = router.choose(group)
+                assert server is not None
+                server.open += 1
+                used.add(server.address)
+
+    assert len(used) >= 13  # 14.4 on average
+
+
+def test_choose_looks_at_what_other_clients_ask_of_a_server(router: Router) -> None:
+    router.servers[0].others, router.servers[1].others = 8, 3
+
+    assert router.choose() is router.servers[2]
+    router.servers[2].open = 4
+    assert router.choose() is router.servers[1]
+
+
 def test_named_finds_live_servers_only(router: Router) -> None:
     router.evict(router.servers[1], "is gone")
 
@@ -65,15 +91,16 @@ def test_choose_group_members_follow_the_first_unless_it_is_much_busier(router: 
 
 def test_group_last_member_gone_is_forgotten(router: Router) -> None:
     first, second = router.group("g"), router.group("g")
-    router.choose(first)
-    router.servers[0].open = 1
+    chosen = router.choose(first)
+    assert chosen is not None
+    chosen.open = 1
     del first
-    assert router.choose(second) is router.servers[0]
+    assert router.choose(second) is chosen
 
     del second
 
     assert not router._groups
-    assert router.choose(router.group("g")) is router.servers[1]
+    assert router.choose(router.group("g")) is not chosen
 
 
 def test_choose_failed_server_is_avoided_then_tried_again(router: Router) -> None:
@@ -163,6 +190,8 @@ async def test_evict_cancels_what_the_server_was_asked_and_readmit_begins_anew(r
 
     router.readmit(server, 4)
     assert (server.version, server.failures, server.avoid_until, server.live) == (4, 0, 0.0, True)
+    for other in router.servers[1:]:
+        other.open = 1
     assert router.choose() is server
 
 

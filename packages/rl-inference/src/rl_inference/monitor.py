@@ -84,13 +84,14 @@ class ServerMonitor:
         if server in self._returning:
             return
         try:
-            version = await self._transport.call(
+            version, open_there = await self._transport.call(
                 server, self._transport.protocol.health(), self._transport.config.probe_timeout
             )
         except InferenceError as error:
             self._unwell(server, error)
             return
         server.well = True
+        server.others = max(open_there - server.open, 0)
         self._silent_since.pop(server, None)
         state = (server.instance, version, self._router.version)
         if not server.live and self._refused.get(server) != state:

@@ -92,9 +92,9 @@ class EmbeddedProtocol:
         """Generate again; says how many seconds it stood still."""
         return Call("/continue_generation", _paused_seconds, {})
 
-    def health(self) -> Call[int]:
-        """Whether it can serve, and which version."""
-        return Call("/health", _version)
+    def health(self) -> Call[tuple[int, int]]:
+        """Whether it can serve, and which version; and how many requests it works on, whoever sent them."""
+        return Call("/health", _version_and_open)
 
     def stats(self) -> Call[dict[str, Any]]:
         """Counters."""
@@ -108,8 +108,9 @@ def _object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _version(body: bytes) -> int:
-    return int(_object(body)["version"])
+def _version_and_open(body: bytes) -> tuple[int, int]:
+    value = _object(body)
+    return int(value["version"]), int(value.get("open", 0))
 
 
 def _tokens_until_paused(body: bytes) -> float | None:

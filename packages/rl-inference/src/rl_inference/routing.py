@@ -35,8 +35,7 @@ class Router:
     Args:
         servers: all servers.
         clock: for the cool-down of those that failed.
-        slack: open requests that the group's server may have above the least busy one before a member goes
-    there instead.
+        slack: requests that the group's server may have above the least busy one before a member goes there instead.
         version: what the servers serve at first.
     """
 
@@ -74,17 +73,16 @@ class Router:
             return None
         now = self.clock.now()
         healthy = [server for server in live if server.avoid_until <= now]
-        least = min(healthy, key=lambda s: s.open) if healthy else min(live, key=lambda s: s.avoid_until)
+        least = min(healthy, key=_busyness) if healthy else min(live, key=lambda s: s.avoid_until)
         if group is None:
             return least
-        if group.server not in healthy or group.server.open > least.open + self._slack:
+        if group.server not in healthy or group.server.load > least.load + self._slack:
             group.server = least
         return group.server
 
     def by_load(self) -> list[Server]:
-        """Live servers, the least busy first. Ties are in random order: several clients know nothing of each other, and
-        must not all go to the same server."""
-        return sorted(self.live, key=lambda server: (server.open, random.random()))
+        """Live servers, the least busy first."""
+        return sorted(self.live, key=_busyness)
 
     def named(self, address: str) -> Server:
         """The live server at an address.
@@ -172,3 +170,8 @@ class Router:
         """Note a success."""
         server.failures = 0
         server.avoid_until = 0.0
+
+
+def _busyness(server: Server) -> tuple[int, float]:
+    """Its load; ties are in random order, because clients that know nothing of each other must not all go to one."""
+    return server.load, random.random()

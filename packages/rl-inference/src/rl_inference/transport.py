@@ -51,7 +51,9 @@ class Server:
     evicted: str | None = None
     """Why it is not used now; None while it is live."""
     open: int = 0
-    """Requests that it works on."""
+    """Requests of this client that it works on."""
+    others: int = 0
+    """Requests of other clients that it worked on when it was last asked how it is."""
     failures: int = 0
     """Failures since its last success."""
     avoid_until: float = 0.0
@@ -60,6 +62,11 @@ class Server:
     """What went wrong last."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     """What it is asked now, to be cancelled when it is evicted."""
+
+    @property
+    def load(self) -> int:
+        """Requests that it works on, as far as this client knows."""
+        return self.open + self.others
 
     @property
     def live(self) -> bool:

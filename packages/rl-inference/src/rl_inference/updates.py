@@ -136,7 +136,7 @@ class WeightUpdates:
         server.instance = ""
         version = self._router.version
         known = self._known()
-        found = await self._transport.ask(server, self._transport.protocol.health())
+        found, _ = await self._transport.ask(server, self._transport.protocol.health())
         if found != version:
             await self._bring_up(server, known, found)
         if known is not None:

@@ -112,7 +112,7 @@ class ServerApp:
         still = now - self._beat[1]
         if still > self.config.stuck_seconds:
             return _error(503, f"the decode thread has not moved for {still:.0f} s.")
-        return web.json_response({"status": "ready", "version": self.loop.weights.version})
+        return web.json_response({"status": "ready", "version": self.loop.weights.version, "open": self._jobs})
 
     async def model_info(self, _: web.Request) -> web.Response:
         """What is served."""

@@ -30,7 +30,7 @@ from rl_contracts.weights import (
 )
 
 # the package's function of the same name hides the module
-checksum_module = importlib.import_module("rl_contracts.weights.checksum")
+checksum_module = importlib.import_module("rl_contracts.weights.checksums")
 
 ROUTES = ["shm", "disk"]
 CONSTANT = 0x1E3779B97F4A7C15

@@ -83,12 +83,20 @@ class WeightPart:
     """The parameters, in the order in which they are sent."""
 
 
+STORED_ROUTES = ("shm", "disk")
+"""Routes of weights on which a version lies somewhere for whoever comes to read it."""
+MEETING_ROUTES = ("broadcast",)
+"""Routes on which senders and receivers must be there at the same time."""
+ROUTES = (*STORED_ROUTES, *MEETING_ROUTES, "ipc")
+"""Every way for weights to travel."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightUpdateMeta:
     """Where one version of the weights is and how it travels."""
 
     route: str
-    """One of `rl_contracts.weights.ROUTES`."""
+    """One of `ROUTES`."""
     version: int
     """The version that these weights become once committed."""
     parts: tuple[WeightPart, ...] = ()

@@ -10,13 +10,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
 
 from rl_contracts.errors import EngineError
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
 
 
 @dataclass
@@ -35,9 +35,9 @@ class ParallelContext:
     """Whether this rank speaks for its replica (its other ranks hold shards of the same rows)."""
     device: str = "cpu"
     """Torch device of the model on this rank."""
-    host_group: ProcessGroup | None = None
+    host_group: dist.ProcessGroup | None = None
     """gloo group of all ranks; None with one rank."""
-    dp_host_group: ProcessGroup | None = None
+    dp_host_group: dist.ProcessGroup | None = None
     """gloo group of the ranks that hold the same shard of each replica; None with one replica."""
 
     @property
@@ -51,18 +51,16 @@ class ParallelContext:
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise sum of a CPU tensor over data-parallel replicas; a new tensor."""
-        return self._reduce(values, "SUM")
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def max_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise maximum of a CPU tensor over data-parallel replicas; a new tensor."""
-        return self._reduce(values, "MAX")
+        return self._reduce(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: torch.Tensor, op: str) -> torch.Tensor:
+    def _reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         values = values.clone()
         if self.dp_host_group is not None:
-            import torch.distributed as dist
-
-            dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=self.dp_host_group)
+            dist.all_reduce(values, op=op, group=self.dp_host_group)
         return values
 
     def gather_tensors(
@@ -77,9 +75,6 @@ class ParallelContext:
         group = self.host_group if all_ranks else self.dp_host_group
         if group is None:
             return [tensors]
-        import torch
-        from safetensors.torch import load, save
-
         # copies, because safetensors refuses tensors that share memory
         own = {k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
         return [load(part) for part in _gather_bytes(save(own), group)]
@@ -130,14 +125,12 @@ class ParallelContext:
         self.agree(error, doing)
 
 
-def _gather_bytes(mine: bytes, group: ProcessGroup) -> list[bytes]:
+def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Every rank's bytes, in order of group rank.
 
     Raises:
         EngineError: a rank is lost.
     """
-    import torch.distributed as dist
-
     try:
         return _exchange(mine, group)
     except RuntimeError as error:
@@ -148,10 +141,7 @@ def _gather_bytes(mine: bytes, group: ProcessGroup) -> list[bytes]:
         ) from error
 
 
-def _exchange(mine: bytes, group: ProcessGroup) -> list[bytes]:
-    import torch
-    import torch.distributed as dist
-
+def _exchange(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = torch.tensor([len(mine)], dtype=torch.int64)
     found = [torch.zeros_like(size) for _ in range(world)]

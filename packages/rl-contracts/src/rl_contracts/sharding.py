@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from rl_contracts.packing import balance, cut
 from rl_contracts.trajectory import UNIT_KEY, concatenate, lengths, select
 
 if TYPE_CHECKING:
-    import torch
     from tensordict import TensorDict
 
     from rl_contracts.parallel import ParallelContext
@@ -25,16 +26,12 @@ MINIBATCH_KEY = "minibatch"
 
 def global_order(batch: TensorDict) -> torch.Tensor:
     """Row indices, int64 [B], sorted by (group id, episode id); rows of one episode keep their order."""
-    import torch
-
     by_episode = torch.argsort(batch["episode_ids"], stable=True)
     return by_episode[torch.argsort(batch["group_ids"][by_episode], stable=True)]
 
 
 def _units(batch: TensorDict, order: torch.Tensor) -> torch.Tensor:
     """Unit of each row of `order`, int64 [B], counted from 0 by the first row; a row by itself is a unit."""
-    import torch
-
     places = torch.arange(len(order))
     if UNIT_KEY not in batch:
         return places
@@ -48,8 +45,6 @@ def share(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) ->
 
     With fewer rows (or units of rows) than minibatches, as at the end of the data, some minibatches have none.
     """
-    import torch
-
     order = global_order(batch)
     unit = _units(batch, order)
     total = int(unit.max()) + 1 if len(unit) else 0
@@ -76,7 +71,6 @@ def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int 
     Returns:
         its share of every minibatch, with the entry `minibatch`.
     """
-    import torch
     from tensordict import TensorDict
 
     if parallel.world_size == 1:

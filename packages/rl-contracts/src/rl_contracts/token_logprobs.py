@@ -6,10 +6,7 @@ Both sides call it, so that the same logits give the same bits: `x * (1 / t)` an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 def chosen_logprobs(logits: torch.Tensor, targets: torch.Tensor, sharpness: torch.Tensor) -> torch.Tensor:

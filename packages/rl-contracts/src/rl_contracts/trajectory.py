@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
+
 from rl_contracts.errors import DataError
 from rl_contracts.packing import units_of
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
     from tensordict import TensorDict
 
     from rl_contracts.data import ModelResponse
@@ -91,8 +95,6 @@ def from_response(
     Raises:
         DataError: the response has no generated token, or its lists differ in length.
     """
-    import numpy as np
-
     prompt, generated = len(response.input_ids), len(response.output_ids)
     if not (generated == len(response.logprobs) == len(response.versions)):
         raise DataError(
@@ -124,8 +126,6 @@ def from_response(
 
 def stack(rows: Sequence[Trajectory]) -> TensorDict:
     """Right-pad rows to the longest and stack them: a batch of size [len(rows)] that passes `validate`."""
-    import numpy as np
-    import torch
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     if not rows:
@@ -169,7 +169,6 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
 
 def empty(width: int = 1) -> TensorDict:
     """A batch of no rows with every key, [0] and [0, width]: the share of a rank that got none."""
-    import torch
     from tensordict import TensorDict
 
     tokens = {k: torch.zeros(0, width, dtype=getattr(torch, d)) for k, d in TOKEN_KEYS.items()}
@@ -199,8 +198,6 @@ def validate(batch: TensorDict, generated: bool = True) -> None:
         trained token has
             no version, or lies in the padding; a temperature is not positive; a number is not finite.
     """
-    import torch
-
     size = batch["input_ids"].shape if "input_ids" in batch else torch.Size([])
     of_rows = ROW_KEYS | ({UNIT_KEY: "int64"} if UNIT_KEY in batch else {})
     for names, shape in ((TOKEN_KEYS, size), (of_rows, size[:1])):
@@ -232,8 +229,6 @@ def validate(batch: TensorDict, generated: bool = True) -> None:
 
 def select(batch: TensorDict, rows: Sequence[int] | torch.Tensor) -> TensorDict:
     """The given rows in the given order, cut to their longest; [len(rows)]."""
-    import torch
-
     index = torch.as_tensor(rows, dtype=torch.int64)
     return trim(batch[index]) if len(index) else empty_like(batch)
 
@@ -261,7 +256,6 @@ def concatenate(batches: Sequence[TensorDict]) -> TensorDict:
     Raises:
         DataError: there is no batch, or their keys differ.
     """
-    import torch
     from tensordict import TensorDict
 
     if not batches:
@@ -281,7 +275,6 @@ def concatenate(batches: Sequence[TensorDict]) -> TensorDict:
 def pad_to(batch: TensorDict, width: int) -> TensorDict:
     """Right-pad per-token entries to [B, width]: versions with -1, everything else with 0."""
     from tensordict import TensorDict
-    from torch.nn.functional import pad
 
     old = batch["input_ids"].shape[1]
     if old == width:
@@ -377,8 +370,6 @@ class PackedBatch:
 
 def pack(batch: TensorDict) -> PackedBatch:
     """Lay the rows of a batch on the CPU end to end. Entries that are not tensors are left out."""
-    import torch
-
     mask = batch["attention_mask"]
     width, sizes = mask.shape[1], mask.sum(-1)
     cu_seqlens = torch.zeros(len(sizes) + 1, dtype=torch.int32)
@@ -415,9 +406,6 @@ def save_batch(batch: TensorDict, path: str | Path) -> None:
     Raises:
         DataError: the batch holds entries that are not tensors.
     """
-    import torch
-    from safetensors.torch import save_file
-
     others = [str(k) for k, v in batch.items() if not isinstance(v, torch.Tensor)]
     if others:
         raise DataError(f"save_batch: entries {others} are not tensors and cannot be saved; drop them first.")
@@ -432,8 +420,6 @@ def load_batch(path: str | Path) -> TensorDict:
     Raises:
         DataError: the file is missing, is no safetensors file, or holds no valid batch.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
     from tensordict import TensorDict
 
     try:

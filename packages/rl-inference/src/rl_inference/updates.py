@@ -10,17 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from rl_contracts.config import require_choice
-from rl_contracts.data import ServeSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import MEETING_ROUTES, STORED_ROUTES, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, ReceiversLostError, WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_contracts.weights import (
-    MEETING_ROUTES,
-    STORED_ROUTES,
-    CommittedWeights,
-    read_committed,
-    seated,
-    verify_receipt,
-)
+from rl_contracts.weights import CommittedWeights, read_committed, seated, verify_receipt
 from rl_inference.routing import Router
 from rl_inference.transport import Server, ServerLostError, Transport, failures
 

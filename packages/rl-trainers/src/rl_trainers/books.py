@@ -15,7 +15,6 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import Figures, MetricsWriter, collect
 from rl_contracts.trace import Trace
-from rl_contracts.trajectory import concatenate, save_batch
 
 if TYPE_CHECKING:
     import torch
@@ -201,6 +200,8 @@ class Books:
         if not self.engine.parallel.is_main:
             return
         from tensordict import TensorDict
+
+        from rl_contracts.trajectory import concatenate, save_batch
 
         whole = concatenate([TensorDict(part, batch_size=part["input_ids"].shape[:1]) for part in parts])
         directory = self.run_dir / "batches"

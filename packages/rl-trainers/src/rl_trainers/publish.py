@@ -22,16 +22,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_contracts.config import Settings, bounded, choice, require
-from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ROUTES, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, StalledError, WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_contracts.weights import ROUTES, WeightSender, open_sender, verify_receipt, write_committed
+from rl_contracts.weights import verify_receipt, write_committed
 from rl_contracts.weights.rendezvous import Address
 
 if TYPE_CHECKING:
     from rl_contracts.aio import LoopThread
     from rl_contracts.engine import TrainEngine
     from rl_contracts.inference import InferenceEngine
+    from rl_contracts.weights import WeightSender
 
 logger = get_logger("publish")
 
@@ -142,6 +143,8 @@ class WeightPublisher:
 
     def _open_sender(self) -> WeightSender | None:
         """The end of the route on this rank: on rank 0, and wherever there is something to send (collective)."""
+        from rl_contracts.weights import open_sender
+
         parallel, config = self.engine.parallel, self.config
         doing, location = f"opening the route {config.route}", self.directory
         if config.route == "broadcast":

@@ -15,10 +15,9 @@ import torch
 from aiohttp import web
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import WeightUpdateMeta
+from rl_contracts.data import STORED_ROUTES, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
-from rl_contracts.weights import STORED_ROUTES
 from theirs.decoding import Decoder
 
 HEARTBEAT_SECONDS = 0.5

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.clock import Clock, SystemClock
 from rl_contracts.config import ClientConfig, require, require_choice
-from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, StopReason, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import (
+    MEETING_ROUTES,
+    ModelRequest,
+    ModelResponse,
+    ServeSpec,
+    StopReason,
+    WeightReceipt,
+    WeightUpdateMeta,
+)
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
 from rl_contracts.inference import InferenceEngine, ServerConfig
 from rl_contracts.scheduler import JobSpec
@@ -188,7 +196,7 @@ class NullInferenceEngine(InferenceEngine):
         return [0.0, *self._model.logprobs(np.asarray(input_ids[1:], dtype=np.int64), 1, temperature)]
 
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        from rl_contracts.weights import MEETING_ROUTES, checksum, open_weights
+        from rl_contracts.weights import checksum, open_weights
 
         error = self.faults.stage(meta)
         if error is not None:

@@ -1,15 +1,22 @@
-"""Moving weights between trainer and server: routes, checksums, receipts. Both sides use this one implementation."""
+"""Moving weights between trainer and server: routes, checksums, receipts. Both sides use this one implementation.
 
-from rl_contracts.weights.checksum import checksum, copy_with_checksum, verify_receipt
-from rl_contracts.weights.committed import CommittedWeights, read_committed, write_committed
+What moves tensors is imported when it is first used, so that whoever only compares receipts needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_contracts.lazy import on_demand
+from rl_contracts.weights.committed import CommittedWeights, read_committed, verify_receipt, write_committed
 from rl_contracts.weights.rendezvous import seated
-from rl_contracts.weights.routes import MEETING_ROUTES, ROUTES, WeightReceiver, WeightSender, open_sender
-from rl_contracts.weights.stored import STORED_ROUTES, open_weights
+
+if TYPE_CHECKING:
+    from rl_contracts.weights.checksums import checksum, copy_with_checksum
+    from rl_contracts.weights.routes import WeightReceiver, WeightSender, open_sender
+    from rl_contracts.weights.stored import open_weights
 
 __all__ = [
-    "MEETING_ROUTES",
-    "ROUTES",
-    "STORED_ROUTES",
     "CommittedWeights",
     "WeightReceiver",
     "WeightSender",
@@ -22,3 +29,15 @@ __all__ = [
     "verify_receipt",
     "write_committed",
 ]
+
+__getattr__ = on_demand(
+    __name__,
+    {
+        "WeightReceiver": "routes",
+        "WeightSender": "routes",
+        "checksum": "checksums",
+        "copy_with_checksum": "checksums",
+        "open_sender": "routes",
+        "open_weights": "stored",
+    },
+)

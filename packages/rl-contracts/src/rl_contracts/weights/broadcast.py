@@ -14,16 +14,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import distributed
 
 from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.checksum import checksum
+from rl_contracts.weights.checksums import checksum
 from rl_contracts.weights.layout import ALIGNMENT, checked, dtype_of, size_of
 from rl_contracts.weights.rendezvous import Address, Rendezvous, connect, delete, first_line, host, own_address
-
-if TYPE_CHECKING:
-    import torch
 
 PIECE = 8 * 2**20
 """Bytes that are sent at once, and of a bucket: what gloo moves fastest."""
@@ -179,14 +179,12 @@ class _Group:
     """
 
     def __init__(self, store: Any, address: Address, name: str, backend: str, host: str) -> None:
-        from torch.distributed import BroadcastOptions, PrefixStore
-
         self.name, self.rank, self.world, self.backend = name, address.rank, address.world, backend
         self._wait = timedelta(seconds=address.timeout)
-        self._options = BroadcastOptions()
+        self._options = distributed.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
         self._running: deque[tuple[Any, torch.Tensor, list[_Landing]]] = deque()
-        self._group = _process_group(backend, PrefixStore(f"group-{name}", store), address, host)
+        self._group = _process_group(backend, distributed.PrefixStore(f"group-{name}", store), address, host)
 
     def send(
         self, specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]], device: str
@@ -199,8 +197,6 @@ class _Group:
         Raises:
             WeightUpdateError: names, order or shapes differ from the specs; or a receiver was lost.
         """
-        import torch
-
         on = device if self.backend == "nccl" else "cpu"
         transfer = _Transfer(self, on, sends=True)
         for spec, tensor in checked(specs, tensors):
@@ -227,8 +223,6 @@ class _Group:
 
     def put(self, piece: torch.Tensor, landings: list[_Landing]) -> list[_Landing]:
         """Start one broadcast; what has come with an earlier one, if that had to be waited for."""
-        import torch
-
         try:
             work = self._group.broadcast([piece.view(torch.uint8)], self._options)
         except RuntimeError as error:
@@ -271,8 +265,6 @@ class _Transfer:
 
     def add(self, spec: ParamSpec, flat: torch.Tensor) -> None:
         """The next parameter: what is sent, or memory of its dtype to be filled."""
-        import torch
-
         dtype, size = dtype_of(spec), size_of(spec)
         self._sums[spec.name] = 0
         if size < LARGE and self._used + size > PIECE:
@@ -302,8 +294,6 @@ class _Transfer:
         return {name: total % 2**64 for name, total in self._sums.items()}
 
     def _new_bucket(self) -> None:
-        import torch
-
         self._bucket, self._used = torch.empty(PIECE, dtype=torch.uint8, device=self._on), 0
         self._landings: list[_Landing] = []
 
@@ -319,7 +309,7 @@ class _Transfer:
             self._sums[name] += checksum(target, offset)
 
 
-_Landing = tuple[str, "torch.Tensor", "torch.Tensor", int]
+_Landing = tuple[str, torch.Tensor, torch.Tensor, int]
 """Of what a broadcast carries: the parameter, the tensor that is to hold it and is summed, where it lies while it is on
 its way (the same tensor, or memory to copy from), and the byte of the parameter at which it begins."""
 
@@ -332,8 +322,6 @@ def _broken(landings: list[_Landing], error: RuntimeError) -> WeightUpdateError:
 
 
 def _process_group(backend: str, store: Any, address: Address, host: str) -> Any:
-    from torch import distributed
-
     kind: Any = distributed.ProcessGroupNCCL if backend == "nccl" else distributed.ProcessGroupGloo
     options = kind.Options() if backend == "nccl" else kind._Options()
     options._timeout = timedelta(seconds=address.timeout)
@@ -344,7 +332,5 @@ def _process_group(backend: str, store: Any, address: Address, host: str) -> Any
 
 
 def _device_id(device: str) -> str:
-    import torch
-
     kind = torch.device(device)
     return "cpu" if kind.type != "cuda" else str(torch.cuda.get_device_properties(kind).uuid)

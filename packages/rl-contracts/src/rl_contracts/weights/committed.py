@@ -13,9 +13,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import STORED_ROUTES, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.stored import STORED_ROUTES
 
 RECORD = "committed.json"
 """Name of the record in the directory of the weights."""
@@ -72,3 +71,32 @@ def read_committed(directory: str | Path) -> CommittedWeights | None:
         return None
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise WeightUpdateError(f"{path}: the record of the last commit cannot be read: {error!r}") from error
+
+
+def verify_receipt(expected: WeightReceipt, found: WeightReceipt, route: str) -> None:
+    """Compare what a server holds with what the trainer sent.
+
+    Raises:
+        WeightUpdateError: names route, version, server and the first wrong parameter.
+    """
+    where = f"route {route}, version {expected.version}, {found.holder}"
+    if found.version != expected.version:
+        raise WeightUpdateError(
+            f"{where}: the receipt is for version {found.version}; the server holds other weights than were sent."
+        )
+    for name, value in expected.checksums.items():
+        if name not in found.checksums:
+            raise WeightUpdateError(
+                f"{where}: parameter {name!r} was sent but not received "
+                f"({len(found.checksums)} of {len(expected.checksums)} arrived). "
+                "Check the parameter names of the server's model."
+            )
+        if found.checksums[name] != value:
+            raise WeightUpdateError(
+                f"{where}: parameter {name!r} differs: sent checksum {value}, held {found.checksums[name]}. "
+                "The transfer, the cast to the served dtype or the server's copy is wrong; "
+                "the update was not committed."
+            )
+    extra = sorted(set(found.checksums) - set(expected.checksums))
+    if extra:
+        raise WeightUpdateError(f"{where}: the server also loaded {extra[:3]}, which the trainer did not send.")

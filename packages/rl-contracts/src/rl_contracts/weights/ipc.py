@@ -6,14 +6,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.layout import fill, offsets, views
-
-if TYPE_CHECKING:
-    import torch
 
 
 class IpcSender:
@@ -30,8 +29,6 @@ class IpcSender:
     location = ""
 
     def __init__(self, device: str) -> None:
-        import torch
-
         if torch.device(device).type != "cuda" or not torch.cuda.is_available():
             raise WeightUpdateError(
                 f"publish.route=ipc: expected trainer and server on one CUDA device, found a model on {device!r}. "
@@ -41,8 +38,6 @@ class IpcSender:
         self._memory: torch.Tensor | None = None
 
     def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
-        import torch
-
         size = offsets(specs)[1]
         if self._memory is None or self._memory.numel() < size:
             self._memory = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
@@ -51,8 +46,6 @@ class IpcSender:
         return WeightUpdateMeta("ipc", version, (WeightPart(self._handle, specs),))
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-        import torch
-
         sums = fill(self._places, self._specs, tensors)
         torch.cuda.synchronize(self._device)
         return sums
@@ -83,8 +76,6 @@ class IpcReader:
 
 
 def _handle_of(memory: torch.Tensor) -> str:
-    import torch
-
     uuid = str(torch.cuda.get_device_properties(memory.device).uuid)
     _, *handle = memory.untyped_storage()._share_cuda_()
     start = memory.data_ptr() - memory.untyped_storage().data_ptr()
@@ -94,8 +85,6 @@ def _handle_of(memory: torch.Tensor) -> str:
 
 def _open(location: str) -> torch.Tensor:
     """The trainer's memory, uint8."""
-    import torch
-
     try:
         value = json.loads(location)
         device = _device_of(str(value["device"]))
@@ -107,8 +96,6 @@ def _open(location: str) -> torch.Tensor:
 
 
 def _device_of(uuid: str) -> int:
-    import torch
-
     found = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if uuid not in found:
         raise WeightUpdateError(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import TYPE_CHECKING
+
+import torch
 
 from rl_contracts.data import ParamSpec
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.checksum import copy_with_checksum
-
-if TYPE_CHECKING:
-    import torch
+from rl_contracts.weights.checksums import copy_with_checksum
 
 ALIGNMENT = 64
 """Bytes at whose multiples a parameter begins in shared memory."""
@@ -23,8 +21,6 @@ def dtype_of(spec: ParamSpec) -> torch.dtype:
     Raises:
         WeightUpdateError: torch has none of that name.
     """
-    import torch
-
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightUpdateError(f"parameter {spec.name!r}: {spec.dtype!r} is not a torch dtype.")

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from rl_contracts.data import ParamSpec, WeightUpdateMeta
+import torch
+
+from rl_contracts.data import MEETING_ROUTES, ROUTES, ParamSpec, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.broadcast import BroadcastReceiver, BroadcastSender
-from rl_contracts.weights.checksum import copy_with_checksum
+from rl_contracts.weights.checksums import copy_with_checksum
 from rl_contracts.weights.ipc import IpcReader, IpcSender
-from rl_contracts.weights.stored import STORED_ROUTES, Mappings, StoredSender, open_weights
-
-if TYPE_CHECKING:
-    import torch
-
-ROUTES = (*STORED_ROUTES, "broadcast", "ipc")
-"""Every way for weights to travel."""
-MEETING_ROUTES = ("broadcast",)
-"""Routes on which senders and receivers must be there at the same time."""
+from rl_contracts.weights.stored import Mappings, StoredSender, open_weights
 
 
 class WeightSender(Protocol):

@@ -17,18 +17,14 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
+import torch
+
+from rl_contracts.data import STORED_ROUTES, ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.checksum import checksum
+from rl_contracts.weights.checksums import checksum
 from rl_contracts.weights.layout import checked, dtype_of, fill, offsets, size_of, views
 
-if TYPE_CHECKING:
-    import torch
-
-STORED_ROUTES = ("shm", "disk")
-"""Routes on which a version lies somewhere for whoever comes to read it."""
 FILE = "model.safetensors"
 """Name of the file of `disk`."""
 
@@ -132,8 +128,6 @@ class Mappings:
             OSError: it cannot be opened, or has fewer bytes.
             WeightUpdateError: there is no space for it.
         """
-        import torch
-
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT if self._write else os.O_RDONLY, 0o600)
         try:
             if self._write:
@@ -210,8 +204,6 @@ def _write_safetensors(
 
     Not through a mapping: other hosts see what is written when the file is closed.
     """
-    import torch
-
     header, places, _ = _header(specs)
     sums: dict[str, int] = {}
     with path.open("r+b") as file:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import STORED_ROUTES, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.logging import get_logger
-from rl_contracts.weights import STORED_ROUTES, WeightReceiver, checksum, read_committed, verify_receipt
+from rl_contracts.weights import WeightReceiver, checksum, read_committed, verify_receipt
 
 logger = get_logger("inference.server")
 

@@ -1,4 +1,4 @@
-"""Position-sensitive checksums of parameters, and the comparison of the two sides' receipts.
+"""Position-sensitive checksums of parameters.
 
 The bytes of a tensor are read as 64-bit words w_i (the last one filled up with zero bytes). Its sum is
 
@@ -18,13 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
-from rl_contracts.data import WeightReceipt
+import torch
+
 from rl_contracts.errors import WeightUpdateError
-
-if TYPE_CHECKING:
-    import torch
 
 _COLUMNS = 4096
 _CHUNK_WORDS = 16 * _COLUMNS
@@ -71,8 +68,6 @@ def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
         target: contiguous; written.
         source: of the same shape; any dtype, device and strides.
     """
-    import torch
-
     from rl_contracts.weights import kernel
 
     source = source.detach()
@@ -120,8 +115,6 @@ def _in_shares(words: int, work: Callable[[int, int], int]) -> int:
 
 def _device_sum(words: torch.Tensor, first: int) -> int:
     """The same on a device, in passes as large as its memory allows without a thought."""
-    import torch
-
     count = words.numel()
     whole = count - count % _COLUMNS
     total = torch.zeros((), dtype=torch.int64, device=words.device)
@@ -135,8 +128,6 @@ def _device_sum(words: torch.Tensor, first: int) -> int:
 
 
 def _device_block(words: torch.Tensor, first: int) -> torch.Tensor:
-    import torch
-
     rows, columns = words.shape
     # torch's shift of signed words brings in copies of the sign
     words = words ^ ((words >> _SHIFT) & (2 ** (64 - _SHIFT) - 1))
@@ -147,40 +138,9 @@ def _device_block(words: torch.Tensor, first: int) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes as int64 words, [ceil(bytes / 8)]; a view where length and alignment allow."""
-    import torch
-
     raw = tensor.reshape(-1).view(torch.uint8)
     if raw.numel() % 8 or raw.data_ptr() % 8 or raw.storage_offset() % 8:
         padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
         padded[: raw.numel()] = raw
         raw = padded
     return raw.view(torch.int64)
-
-
-def verify_receipt(expected: WeightReceipt, found: WeightReceipt, route: str) -> None:
-    """Compare what a server holds with what the trainer sent.
-
-    Raises:
-        WeightUpdateError: names route, version, server and the first wrong parameter.
-    """
-    where = f"route {route}, version {expected.version}, {found.holder}"
-    if found.version != expected.version:
-        raise WeightUpdateError(
-            f"{where}: the receipt is for version {found.version}; the server holds other weights than were sent."
-        )
-    for name, value in expected.checksums.items():
-        if name not in found.checksums:
-            raise WeightUpdateError(
-                f"{where}: parameter {name!r} was sent but not received "
-                f"({len(found.checksums)} of {len(expected.checksums)} arrived). "
-                "Check the parameter names of the server's model."
-            )
-        if found.checksums[name] != value:
-            raise WeightUpdateError(
-                f"{where}: parameter {name!r} differs: sent checksum {value}, held {found.checksums[name]}. "
-                "The transfer, the cast to the served dtype or the server's copy is wrong; "
-                "the update was not committed."
-            )
-    extra = sorted(set(found.checksums) - set(expected.checksums))
-    if extra:
-        raise WeightUpdateError(f"{where}: the server also loaded {extra[:3]}, which the trainer did not send.")

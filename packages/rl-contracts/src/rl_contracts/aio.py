@@ -151,13 +151,12 @@ class LoopThread:
         """Cancel all tasks, also those that others start while they clean up, then close the loop."""
         loop = self._loop
         try:
-            ended = False
-            while not ended:
+            while True:
                 # SystemExit and KeyboardInterrupt of one more task leave the loop again, while the others still must
                 # end; what was left of the round before may cancel this one
                 with suppress(SystemExit, KeyboardInterrupt, asyncio.CancelledError):
                     loop.run_until_complete(_end_all_tasks())
-                    ended = True
+                    break
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
         finally:

@@ -220,12 +220,9 @@ class Allocation:
     def devices(self, key: str) -> range:
         """Indices of a component's devices, counted over the groups in the order written."""
         wanted = self.component(key)
-        start = 0
-        for group in self.groups:
-            if wanted in group:
-                return range(start, start + wanted.world_size)
-            start += group[0].world_size
-        raise AssertionError("a component lies in one of the groups")
+        place = next(place for place, group in enumerate(self.groups) if wanted in group)
+        start = sum(group[0].world_size for group in self.groups[:place])
+        return range(start, start + wanted.world_size)
 
     def __str__(self) -> str:
         return "+".join("|".join(str(component) for component in group) for group in self.groups)
@@ -251,8 +248,7 @@ def _kind_of_path(backend: str) -> ComponentKind:
 
 
 def _dims(**sizes: int) -> str:
-    written = "".join(f"{letter}{size}" for letter, size in sizes.items() if size != 1)
-    return written or "d1"
+    return "".join(f"{letter}{size}" for letter, size in sizes.items() if size != 1) or "d1"
 
 
 def find_conflict(groups: tuple[tuple[Component, ...], ...]) -> tuple[int, str] | None:

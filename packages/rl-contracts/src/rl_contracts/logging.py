@@ -53,7 +53,9 @@ def configure(
         raise ConfigError(
             f"logging level ({LEVEL_VARIABLE}): expected one of {', '.join(levels)} or a number, found {level!r}."
         )
-    handler = _StandardErrorHandler() if file is None else _file_handler(Path(file))
+    if file is not None:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+    handler: logging.Handler = _StandardErrorHandler() if file is None else logging.FileHandler(file, encoding="utf-8")
     who = "/".join(part for part in (role, "" if rank is None else str(rank)) if part)
     # a percent sign in a role would otherwise be read as a field of the format
     bracket = f"[{who}] ".replace("%", "%%") if who else ""
@@ -80,8 +82,3 @@ class _StandardErrorHandler(logging.StreamHandler):
     @property
     def stream(self) -> TextIO:
         return sys.stderr
-
-
-def _file_handler(path: Path) -> logging.Handler:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return logging.FileHandler(path, encoding="utf-8")

@@ -154,15 +154,13 @@ def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") 
         ConfigError: the name is known as another kind, or there is no such kind.
         DataError: the value or weight is not a number.
     """
-    collector = _collector.get()
-    if collector is not None:
+    if (collector := _collector.get()) is not None:
         collector.add(name, value, weight, kind)
 
 
 def record_all(figures: Figures) -> None:
     """Record what was collected elsewhere, such as in another process."""
-    collector = _collector.get()
-    if collector is not None:
+    if (collector := _collector.get()) is not None:
         collector.merge(figures)
 
 

@@ -43,7 +43,12 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._options = dict(template_options or {})
         self._parts = False
-        self._parts = self._needs_parts()
+        """Whether the template shows text only as a list of parts, as those of multi-modal models may. Given plain text
+        it refuses it, or renders the conversation without what was said in it."""
+        try:
+            self._parts = _ANSWER not in self._apply(_PROBE, None, False, tokenize=False)
+        except DataError:
+            self._parts = True
 
     def render(
         self,
@@ -171,16 +176,6 @@ class ChatRenderer:
         if self._parts and isinstance(content, str):
             return {**message, "content": [{"type": "text", "text": content}]}
         return dict(message)
-
-    def _needs_parts(self) -> bool:
-        """Whether the template shows text only as a list of parts, as those of multi-modal models may.
-
-        Given plain text, such a template refuses it, or renders the conversation without what was said in it.
-        """
-        try:
-            return _ANSWER not in self._apply(_PROBE, None, False, tokenize=False)
-        except DataError:
-            return True
 
     def _after_answer(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool) -> str:
         """What the template puts after the answer of the probe, with which `messages` begin."""

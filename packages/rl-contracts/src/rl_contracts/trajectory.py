@@ -230,12 +230,7 @@ def validate(batch: TensorDict, generated: bool = True) -> None:
 def select(batch: TensorDict, rows: Sequence[int] | torch.Tensor) -> TensorDict:
     """The given rows in the given order, cut to their longest; [len(rows)]."""
     index = torch.as_tensor(rows, dtype=torch.int64)
-    return trim(batch[index]) if len(index) else empty_like(batch)
-
-
-def empty_like(batch: TensorDict) -> TensorDict:
-    """No rows of a batch, with all of its keys."""
-    return batch[:0]
+    return trim(batch[index]) if len(index) else batch[:0]
 
 
 def trim(batch: TensorDict) -> TensorDict:

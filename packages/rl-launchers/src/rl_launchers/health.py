@@ -122,7 +122,13 @@ class ServerCare:
         patient = self._patients.get(worker.name)
         if patient is None or patient.pid != worker.pid:
             patient = self._patients[worker.name] = _Patient(worker.pid, now)
-        _read(patient, worker, now)
+        if patient.probe is not None and patient.probe.done():
+            problem, patient.probe = patient.probe.result(), None
+            if problem is None:
+                patient.was_well, patient.failing_since = True, None
+                worker.status = WorkerStatus.RUNNING
+            else:
+                patient.problem, patient.failing_since = problem, patient.failing_since or now
         if patient.probe is None and now >= patient.due:
             patient.due = now + self._config.health_interval
             patient.probe = self._threads.submit(
@@ -148,15 +154,3 @@ class ServerCare:
         self.history.append(f"{time.strftime('%H:%M:%S')} {worker.name} {what}; it was started anew ({count}).")
         self._scheduler.restart_worker(worker, f"it {what}; {count}")
         return True
-
-
-def _read(patient: _Patient, worker: Worker, now: float) -> None:
-    """Take down what the last question has brought."""
-    if patient.probe is None or not patient.probe.done():
-        return
-    problem, patient.probe = patient.probe.result(), None
-    if problem is None:
-        patient.was_well, patient.failing_since = True, None
-        worker.status = WorkerStatus.RUNNING
-    else:
-        patient.problem, patient.failing_since = problem, patient.failing_since or now

@@ -118,10 +118,8 @@ class Launcher:
     def _start(self, servers: Sequence[JobSpec], trainer_specs: TrainerSpecs, interrupts: Interrupts) -> None:
         for spec in servers:
             self._scheduler.create_workers(self._with_key(spec))
-        ready: list[Worker] = []
-        for spec in servers:
-            ready += self._scheduler.wait_ready(spec.role, tick=lambda: self._look(interrupts))
-        specs = trainer_specs(ready)
+        ready = [self._scheduler.wait_ready(spec.role, tick=lambda: self._look(interrupts)) for spec in servers]
+        specs = trainer_specs([worker for workers in ready for worker in workers])
         require(len(specs) > 0, "trainer_specs", "at least one role", list(specs))
         for spec in specs:
             interrupts.check()
@@ -161,8 +159,8 @@ class Launcher:
 
     def _ended_wrongly(self, worker: Worker) -> bool:
         """Whether it failed, or is a server that ended while there are trainers that need it."""
-        is_trainer = worker.role in self._trainers
-        return worker.status is WorkerStatus.FAILED or (worker.status is WorkerStatus.DONE and not is_trainer)
+        ended = worker.status is WorkerStatus.DONE and worker.role not in self._trainers
+        return ended or worker.status is WorkerStatus.FAILED
 
     def _post_mortem(self, workers: list[Worker], lost: dict[str, str]) -> str:
         """What happened: the first death is told in full, for the later ones are mostly its consequences."""
@@ -172,10 +170,9 @@ class Launcher:
         problem = f"{first.name} {what} while the run needed it, so the run was stopped."
         if first.name in lost and self._trainers and self._config.max_restarts:
             problem += f" launcher.max_restarts={self._config.max_restarts} is used up."
-        for other in others:
-            problem += f"\nAfter it, {other.name} {describe_exit(other.exit_code)} (log: {other.log})."
-        for sentence in self._care.history:
-            problem += f"\nBefore it: {sentence}"
+        after = [f"After it, {other.name} {describe_exit(other.exit_code)} (log: {other.log})." for other in others]
+        before = [f"Before it: {sentence}" for sentence in self._care.history]
+        problem = "\n".join([problem, *after, *before])
         return with_log(problem, first.log, self._scheduler.logs(first, self._config.log_lines))
 
     def _stop(self, interrupts: Interrupts, patient: bool) -> None:

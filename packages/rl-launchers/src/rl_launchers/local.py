@@ -50,7 +50,6 @@ class _Role:
     spec: JobSpec
     processes: list[LocalProcess] = field(default_factory=list)
     ports: list[PortReservation] = field(default_factory=list)
-    master_port: int | None = None
     gpus: list[str] = field(default_factory=list)
     cores: list[str] = field(default_factory=list)
 
@@ -150,11 +149,10 @@ class LocalScheduler(Scheduler):
         lives = former.worker.restarts + 1
         report.separate(former.worker.log, f"{worker.name}, start {lives + 1}" + (f": {note}" if note else ""))
         try:
-            process = self._start(role, worker.index, lives)
+            role.processes[worker.index] = self._start(role, worker.index, lives)
         except OSError as error:
             raise LaunchError(f"{worker.name} cannot be started again: {error}") from error
-        role.processes[worker.index] = process
-        return process.worker
+        return role.processes[worker.index].worker
 
     def logs(self, worker: Worker, lines: int = 30) -> str:
         """The last lines that a worker wrote; empty where there are none."""
@@ -200,15 +198,14 @@ class LocalScheduler(Scheduler):
         if self._pins_cores:
             role.cores = self._cores.take(spec.cpus * spec.count, spec.role)
         if spec.spmd:
-            rendezvous = PortReservation()
-            role.ports.append(rendezvous)
-            role.master_port = rendezvous.port
+            role.ports.append(PortReservation())  # the last one: where the ranks meet
 
     def _start(self, role: _Role, index: int, restarts: int = 0) -> LocalProcess:
         spec = role.spec
         port = role.ports[index].port if _listens(spec) else None
+        master_port = role.ports[-1].port if spec.spmd else None
         environment = worker_environment(
-            spec, os.environ, index, self._host, port, role.master_port, self._devices(role, index)
+            spec, os.environ, index, self._host, port, master_port, self._devices(role, index)
         )
         command = [fill_in(part, index, self._host, port) for part in spec.command]
         if shutil.which(command[0], path=environment.get("PATH")) is None:

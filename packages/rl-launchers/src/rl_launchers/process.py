@@ -158,5 +158,4 @@ class LocalProcess:
         self.refresh()
 
     def _await_end(self) -> None:
-        code = self._popen.wait()
-        self._end = (code, time.time())
+        self._end = (self._popen.wait(), time.time())

@@ -9,7 +9,7 @@ from pathlib import Path
 TAIL_BYTES = 256 * 1024
 """Read from the end of a log at most, so that a huge log costs nothing."""
 
-LIKELY_CAUSES = {
+LIKELY_CAUSES: dict[int, str] = {
     signal.SIGKILL: "out of memory?",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGABRT: "an assertion in native code",
@@ -26,8 +26,7 @@ def describe_exit(code: int | None) -> str:
     if number not in set(signal.Signals):
         return f"ended with exit code {code}"
     name = signal.Signals(number).name
-    cause = LIKELY_CAUSES.get(signal.Signals(number))
-    likely = f" ({cause})" if cause else ""
+    likely = f" ({LIKELY_CAUSES[number]})" if number in LIKELY_CAUSES else ""
     if code < 0:
         return f"was killed by {name}{likely}"
     return f"ended with exit code {code}, which a shell gives for {name}{likely}"

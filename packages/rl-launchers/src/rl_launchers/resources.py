@@ -113,10 +113,9 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 def holder_of(port: int) -> str:
     """The process that listens on a TCP port, in words; says so where it cannot be known."""
     try:
-        connections = psutil.net_connections(kind="tcp")
         pids = {
             connection.pid
-            for connection in connections
+            for connection in psutil.net_connections(kind="tcp")
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
         }
         pid = next(iter(pids - {None}), None)

@@ -48,7 +48,11 @@ class StoredSender:
     def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
         self._final, self._specs = self._slot(version), specs
         if self._route == "shm":
-            self._places = self._map(version)
+            size = offsets(specs)[1]
+            self._final.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not (other := self._slot(version + 1)).exists():
+                self._mappings.get(other, size)  # needed soon: where space is missing, that is said now
+            self._places = views(self._mappings.get(self._final, size), specs)
         else:
             self._scratch = self._make_scratch()
         return WeightUpdateMeta(self._route, version, (WeightPart(str(self._final), specs),))
@@ -73,13 +77,6 @@ class StoredSender:
     def _slot(self, version: int) -> Path:
         suffix = ".weights" if self._route == "shm" else ""
         return Path(self.location) / f"slot-{version % 2}-rank-{self._rank}{suffix}"
-
-    def _map(self, version: int) -> dict[str, torch.Tensor]:
-        size = offsets(self._specs)[1]
-        self._final.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not (other := self._slot(version + 1)).exists():
-            self._mappings.get(other, size)  # needed soon: where space is missing, that is said now
-        return views(self._mappings.get(self._final, size), self._specs)
 
     def _make_scratch(self) -> Path:
         """A directory beside the one that it will replace, with the space for its file."""

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from rl_apps.embedded.prepare import prepare_embedded, prepare_from_scratch
-from rl_apps.embedded.recipe import EmbeddedRecipe, ModelShape, ScratchRecipe, WarmUp
-from rl_apps.embedded.warmup import OPINION_STRENGTH, TAUGHT_VERBS, chances_of_adding
+from rl_apps.embedded.prepare import EmbeddedRecipe, ModelShape, ScratchRecipe, prepare_embedded, prepare_from_scratch
+from rl_apps.embedded.warmup import OPINION_STRENGTH, TAUGHT_VERBS, WarmUp, chances_of_adding
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.rendering import ChatRenderer
 from rl_datasets.word_problems import ADDING, OPERATION_OF, TAKING

@@ -64,8 +64,7 @@ def ours(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tu
 def trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> list[tuple[int, float]]:
     """The curve of one run of TRL on the same prompts in the same order."""
     from rl_apps.data import head, load_rows
-    from rl_apps.embedded.prepare import prepare_embedded
-    from rl_apps.embedded.recipe import EmbeddedRecipe
+    from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
     from rl_datasets import PromptLoader
 
     config = settings(seed)

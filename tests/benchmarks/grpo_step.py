@@ -61,8 +61,7 @@ class Job:
 
 def make_model(directory: Path, layers: int, hidden: int) -> str:
     """A random float32 model with a tokenizer trained on the questions."""
-    from rl_apps.embedded.prepare import prepare_from_scratch
-    from rl_apps.embedded.recipe import ModelShape, ScratchRecipe
+    from rl_apps.embedded.prepare import ModelShape, ScratchRecipe, prepare_from_scratch
     from rl_datasets.word_problems import WordProblems
 
     shape = ModelShape(

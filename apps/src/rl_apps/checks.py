@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rl_apps.app import Run
@@ -13,7 +12,8 @@ from rl_apps.model import EMBEDDED
 from rl_apps.parts import serve_spec
 from rl_contracts import registry
 from rl_contracts.config import require
-from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.errors import ConfigError
+from rl_contracts.model_directory import check_model_directory
 
 
 def check_run(run: Run[Any]) -> None:
@@ -38,25 +38,8 @@ def check_model(path: str, setting: str = "model.path") -> None:
     Raises:
         ModelError: the directory has no `config.json`, no weights or no tokenizer.
     """
-    directory = Path(path)
-    if path == EMBEDDED or not (directory.exists() or path.startswith(("/", ".", "~"))):
-        return
-    if not directory.is_dir():
-        raise ModelError(
-            f"{setting}={path}: expected a model directory, a hub id or `embedded`; there is no such directory."
-        )
-    present = sorted(p.name for p in directory.iterdir())
-    listing = ", ".join(present[:8]) or "nothing"
-    for needed, is_there in (
-        ("config.json of a Hugging Face model", "config.json" in present),
-        ("weights (model.safetensors)", any(name.endswith(".safetensors") for name in present)),
-        ("a tokenizer (tokenizer.json) beside the weights", any(name.startswith("tokenizer") for name in present)),
-    ):
-        if not is_there:
-            raise ModelError(
-                f"{setting}={path}: expected {needed}, found {listing}. "
-                "Download the model whole, or name a checkpoint of a run (checkpoints/step_<n>)."
-            )
+    if path != EMBEDDED:
+        check_model_directory(path, setting, tokenizer=True)
 
 
 def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:

@@ -33,8 +33,7 @@ def make_model(
     """
     if model.path != EMBEDDED:
         return Path(model.path)
-    from rl_apps.embedded.prepare import prepare_embedded, prepare_from_scratch
-    from rl_apps.embedded.recipe import EmbeddedRecipe
+    from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded, prepare_from_scratch
 
     if data.name in (GENERATED, GENERATED_PAIRS):
         recipe = EmbeddedRecipe() if warm_up else EmbeddedRecipe(warm_up=None)

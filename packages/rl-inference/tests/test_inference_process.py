@@ -58,7 +58,9 @@ def test_start_no_model_directory_says_so(tmp_path: Path) -> None:
     code, last = start_refused(tmp_path / "nothing", tmp_path)
 
     assert code == 1
-    assert f"found no directory at {tmp_path / 'nothing'}" in last
+    assert (
+        f"model {tmp_path / 'nothing'}: expected config.json, found nothing there (there is no such directory)" in last
+    )
 
 
 def test_load_weights_that_lack_a_parameter_names_it(tmp_path: Path) -> None:

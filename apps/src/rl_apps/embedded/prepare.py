@@ -2,26 +2,67 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rl_datasets.word_problems
-from rl_apps.embedded.recipe import EmbeddedRecipe, ModelShape, ScratchRecipe
 from rl_apps.embedded.tokenizer import trained_tokenizer, word_problem_tokenizer
-from rl_apps.embedded.warmup import Progress, warm_up
+from rl_apps.embedded.warmup import Progress, WarmUp, warm_up
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
 from rl_datasets.word_problems import WordProblems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a tiny Qwen3 model."""
+
+    hidden_size: int = 64
+    """Width of the residual stream."""
+    layers: int = 2
+    """Number of decoder layers."""
+    heads: int = 4
+    """Attention heads; keys and values have as many."""
+    head_dim: int = 16
+    """Width of a head."""
+    intermediate_size: int = 256
+    """Width of the feed-forward layers."""
+    max_length: int = 256
+    """Longest row of prompt and answer, in tokens."""
+
+
+@dataclass(frozen=True)
+class EmbeddedRecipe:
+    """The model of the generated word problems."""
+
+    levels: tuple[int, ...] = (2,)
+    """Levels of the problems in its lessons."""
+    shape: ModelShape = ModelShape()
+    """Sizes of the model."""
+    warm_up: WarmUp | None = field(default_factory=WarmUp)
+    """Its supervised training; none leaves it random."""
+
+
+@dataclass(frozen=True)
+class ScratchRecipe:
+    """A random model for given texts."""
+
+    vocab_size: int = 2048
+    """Tokens of the byte-level BPE tokenizer at most."""
+    shape: ModelShape = ModelShape(
+        hidden_size=128, layers=2, heads=4, head_dim=32, intermediate_size=384, max_length=1024
+    )
+    """Sizes of the model."""
 
 
 def prepare_embedded(
@@ -49,7 +90,7 @@ def prepare_embedded(
         ModelError: the cache cannot be written.
     """
     chosen = recipe or EmbeddedRecipe()
-    ingredients = {"model": "word-problems", "seed": seed, "recipe": dataclasses.asdict(chosen)}
+    ingredients = {"model": "word-problems", "seed": seed, "recipe": asdict(chosen)}
 
     def make(directory: Path) -> None:
         tokenizer = word_problem_tokenizer(chosen.shape.max_length)
@@ -92,7 +133,7 @@ def prepare_from_scratch(
     ingredients = {
         "model": "from-scratch",
         "seed": seed,
-        "recipe": dataclasses.asdict(chosen),
+        "recipe": asdict(chosen),
         "texts": digest.hexdigest(),
     }
 

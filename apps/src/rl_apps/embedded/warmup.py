@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_apps.embedded.recipe import WarmUp
 from rl_datasets.word_problems import ADDING, OPERATION_OF, TAKING, Problem
 
 if TYPE_CHECKING:
@@ -32,6 +32,26 @@ Progress = Callable[[int, int, float], None]
 """Called after each step with the steps done, the steps to do, and the loss of the step."""
 
 _IGNORED = -100  # the target that torch's cross entropy skips
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The short supervised training on lessons. The defaults take about 25 s of one core."""
+
+    steps: int = 500
+    """Optimizer steps."""
+    batch_size: int = 64
+    """Lessons per step."""
+    problems: int = 16384
+    """Distinct problems of the training split that the lessons are about."""
+    lr: float = 3e-3
+    """Peak learning rate of AdamW; it falls to 0 along half a cosine."""
+    lr_rise: int = 20
+    """Steps over which the rate rises from 0."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's moments; there is no weight decay."""
+    max_grad_norm: float = 1.0
+    """Global norm to which gradients are clipped."""
 
 
 def warm_up(

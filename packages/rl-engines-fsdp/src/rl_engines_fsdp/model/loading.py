@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
+from rl_contracts.model_directory import check_model_directory
 from rl_engines_fsdp.model import attention
 
 if TYPE_CHECKING:
@@ -24,30 +24,6 @@ SCALAR_HEAD = "score.weight"
 """What transformers calls the head of its sequence classifiers."""
 
 
-def check_directory(path: str) -> None:
-    """See that a local path is a model directory; hub ids pass.
-
-    Raises:
-        ModelError: it is a local path without `config.json` or without weights.
-    """
-    directory = Path(path)
-    if not directory.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ModelError(f"model {path}: expected a Hugging Face model directory, found nothing there. {_ADVICE}")
-        return
-    found = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else ["a file"]
-    listing = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "an empty directory"
-    if "config.json" not in found:
-        raise ModelError(f"model {path}: expected config.json, found {listing}. {_ADVICE}")
-    if not any(next(directory.glob(pattern), None) for pattern in WEIGHT_PATTERNS):
-        raise ModelError(f"model {path}: expected weights ({' or '.join(WEIGHT_PATTERNS)}), found {listing}. {_ADVICE}")
-
-
-_ADVICE = (
-    "Give a directory written by `save_pretrained` or downloaded whole from a hub, or a run's checkpoints/step_<n>."
-)
-
-
 def read_config(path: str, head: str = "lm") -> Any:
     """The model's configuration, fit for a head of `rl_contracts.data.HEADS`.
 
@@ -56,7 +32,7 @@ def read_config(path: str, head: str = "lm") -> Any:
     """
     from transformers import AutoConfig
 
-    check_directory(path)
+    check_model_directory(path, weights=WEIGHT_PATTERNS)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from rl_contracts.errors import ModelError, RLError
+from rl_contracts.errors import RLError
 from rl_contracts.logging import configure, get_logger
+from rl_contracts.model_directory import check_model_directory
 from rl_inference.config import ServerOptions, parse
 from rl_inference.server.app import ServerApp
 
@@ -102,7 +103,7 @@ def _load(
 
     def work() -> None:
         try:
-            check_directory(Path(spec.model_path))
+            check_model_directory(str(Path(spec.model_path).absolute()))
             import torch
 
             from rl_inference.server.loading import load_model
@@ -123,25 +124,6 @@ def _load(
 
     threading.Thread(target=work, name="load", daemon=True).start()
     return result
-
-
-def check_directory(path: Path) -> None:
-    """Refuse what cannot be a Hugging Face model directory, before torch is imported.
-
-    Raises:
-        ModelError: says what was expected and what is there.
-    """
-    if not path.is_dir():
-        raise ModelError(f"model: expected a Hugging Face model directory, found no directory at {path}.")
-    names = sorted(entry.name for entry in path.iterdir())
-    listing = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "an empty directory"
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path}: expected a model directory with config.json, found {listing}.")
-    if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        raise ModelError(
-            f"{path}: expected weights (*.safetensors) beside config.json, found {listing}. "
-            "Save the model there with `save_pretrained`, or point to the directory that has them."
-        )
 
 
 def _spare_collector() -> None:

@@ -12,16 +12,15 @@ from rl_contracts.lazy import on_demand
 if TYPE_CHECKING:
     from rl_launchers.launcher import Launcher, LauncherConfig
     from rl_launchers.local import LocalScheduler, LocalSchedulerConfig
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "Launcher": "launcher",
+            "LauncherConfig": "launcher",
+            "LocalScheduler": "local",
+            "LocalSchedulerConfig": "local",
+        },
+    )
 
 __all__ = ["Launcher", "LauncherConfig", "LocalScheduler", "LocalSchedulerConfig"]
-
-
-__getattr__ = on_demand(
-    __name__,
-    {
-        "Launcher": "launcher",
-        "LauncherConfig": "launcher",
-        "LocalScheduler": "local",
-        "LocalSchedulerConfig": "local",
-    },
-)

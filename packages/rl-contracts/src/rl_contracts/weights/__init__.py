@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from rl_contracts.weights.checksums import checksum, copy_with_checksum
     from rl_contracts.weights.routes import WeightReceiver, WeightSender, open_sender
     from rl_contracts.weights.stored import open_weights
+else:
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "WeightReceiver": "routes",
+            "WeightSender": "routes",
+            "checksum": "checksums",
+            "copy_with_checksum": "checksums",
+            "open_sender": "routes",
+            "open_weights": "stored",
+        },
+    )
 
 __all__ = [
     "CommittedWeights",
@@ -29,15 +41,3 @@ __all__ = [
     "verify_receipt",
     "write_committed",
 ]
-
-__getattr__ = on_demand(
-    __name__,
-    {
-        "WeightReceiver": "routes",
-        "WeightSender": "routes",
-        "checksum": "checksums",
-        "copy_with_checksum": "checksums",
-        "open_sender": "routes",
-        "open_weights": "stored",
-    },
-)

@@ -246,7 +246,9 @@ def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_pat
     assert [r["step"] for r in records] == list(range(1, 101))
     assert all(r["version"] == r["step"] for r in records)
     assert max(r["staleness/max"] for r in records) == 1
-    assert max(r["gap/max_abs"] for r in records) < 1e-5
+    gaps = [r["gap/max_abs"] for r in records if r["gap/max_abs"] is not None]  # none where the killed one was asked
+    assert len(gaps) > 50
+    assert max(gaps) < 1e-5
     servers = _server_counts(run_dir)
     assert servers[0] == servers[-1] == 2
     assert records[-1]["server/rejoins"] == 1

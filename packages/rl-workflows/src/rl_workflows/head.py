@@ -291,7 +291,7 @@ class RolloutHead:
 
         weight = len(answers)
         if weight:
-            length = sum(np.count_nonzero(answer.versions >= 0) for answer in answers)
+            length = np.count_nonzero(np.concatenate([answer.versions for answer in answers]) >= 0)
             self.figures.add("finished/reward_mean", sum(answer.reward for answer in answers) / weight, weight)
             self.figures.add("finished/length_mean", length / weight, weight)
             self.figures.add("finished/truncated_share", sum(a.truncated for a in answers) / weight, weight)

@@ -1,4 +1,4 @@
-"""Names in a directory: what they promise, and what only a shared file system can get wrong."""
+"""Name services: one set of tests for all of them, and what only the shared file system can get wrong."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 
 from rl_contracts.errors import ConfigError, StalledError
-from rl_contracts.names import FileNames, NameTakenError, UnknownNameError
+from rl_contracts.names import FileNames, MemoryNames, NameService, NameTakenError, UnknownNameError
 
 
-@pytest.fixture
-def names(tmp_path: Path) -> FileNames:
-    return FileNames(tmp_path / "run" / "names")
+@pytest.fixture(params=["memory", "file"])
+def names(request: pytest.FixtureRequest, tmp_path: Path) -> NameService:
+    return MemoryNames() if request.param == "memory" else FileNames(tmp_path / "run" / "names")
 
 
-def test_add_then_get_gives_the_value(names: FileNames) -> None:
+def test_add_then_get_gives_the_value(names: NameService) -> None:
     names.add("run/servers/0", "127.0.0.1:30000\n ü")
 
     assert names.get("run/servers/0") == "127.0.0.1:30000\n ü"
 
 
-def test_add_taken_key_is_refused_unless_replaced(names: FileNames) -> None:
+def test_add_taken_key_is_refused_unless_replaced(names: NameService) -> None:
     names.add("run/trainer", "old")
 
     with pytest.raises(NameTakenError, match="already taken by 'old'"):
@@ -37,7 +37,7 @@ def test_add_taken_key_is_refused_unless_replaced(names: FileNames) -> None:
     assert names.get("run/trainer") == "newer"
 
 
-def test_add_by_many_at_once_one_succeeds(names: FileNames) -> None:
+def test_add_by_many_at_once_one_succeeds(names: NameService) -> None:
     barrier = threading.Barrier(8)
 
     def add(index: int) -> bool:
@@ -54,14 +54,14 @@ def test_add_by_many_at_once_one_succeeds(names: FileNames) -> None:
     assert [names.get("run/leader")] == [str(index) for index in won]
 
 
-def test_get_or_delete_unknown_key(names: FileNames) -> None:
+def test_get_or_delete_unknown_key(names: NameService) -> None:
     names.delete("run/nobody")
 
     with pytest.raises(UnknownNameError, match="run/nobody"):
         names.get("run/nobody")
 
 
-def test_delete_frees_the_key(names: FileNames) -> None:
+def test_delete_frees_the_key(names: NameService) -> None:
     names.add("run/x", "1")
     names.delete("run/x")
 
@@ -70,7 +70,7 @@ def test_delete_frees_the_key(names: FileNames) -> None:
     assert names.get("run/x") == "2"
 
 
-def test_children_are_the_keys_below_in_order(names: FileNames) -> None:
+def test_children_are_the_keys_below_in_order(names: NameService) -> None:
     for key in ("run/servers/1", "run/servers", "run/servers/0", "run/servers2/0", "run/servers/0/control"):
         names.add(key, key.upper())
     names.add("run/servers/2", "gone")
@@ -83,7 +83,7 @@ def test_children_are_the_keys_below_in_order(names: FileNames) -> None:
     assert names.children("nothing/here") == {}
 
 
-def test_wait_returns_as_soon_as_the_key_is_there(names: FileNames) -> None:
+def test_wait_returns_as_soon_as_the_key_is_there(names: NameService) -> None:
     waiting = threading.Event()
 
     def add() -> None:
@@ -98,7 +98,7 @@ def test_wait_returns_as_soon_as_the_key_is_there(names: FileNames) -> None:
     thread.join()
 
 
-def test_wait_past_its_deadline_names_the_key_and_what_is_there(names: FileNames) -> None:
+def test_wait_past_its_deadline_names_the_key_and_what_is_there(names: NameService) -> None:
     names.add("run/servers/0", "a")
     names.add("run/trainer", "b")
     start = time.monotonic()
@@ -110,7 +110,7 @@ def test_wait_past_its_deadline_names_the_key_and_what_is_there(names: FileNames
     assert time.monotonic() - start < 5
 
 
-def test_wait_lists_no_endless_neighbours(names: FileNames) -> None:
+def test_wait_lists_no_endless_neighbours(names: NameService) -> None:
     for index in range(30):
         names.add(f"run/servers/{index}", "a")
 
@@ -121,7 +121,7 @@ def test_wait_lists_no_endless_neighbours(names: FileNames) -> None:
 @pytest.mark.parametrize(
     "key", ["", "/", "/etc/passwd", "a//b", "a/", "../x", "a/../b", ".", "a/...", "a b", "=value", "a\n"]
 )
-def test_key_that_is_no_plain_path_is_refused(names: FileNames, key: str) -> None:
+def test_key_that_is_no_plain_path_is_refused(names: NameService, key: str) -> None:
     for call in (lambda: names.add(key, "x"), lambda: names.get(key), lambda: names.delete(key)):
         with pytest.raises(ConfigError, match="expected a key like"):
             call()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,21 +29,10 @@ class UnknownNameError(LaunchError):
     """Nobody has added this key, or it was deleted."""
 
 
-class FileNames:
-    """Names as files under a directory that all processes see, for example on a cluster's shared file system.
+class NameService(ABC):
+    """Keys and values that all processes of a run see."""
 
-    A value appears whole or not at all: it is written to a temporary file first, then linked (new keys, which only
-    one process can win) or renamed (replaced keys). Only the owner may read or write.
-
-    Args:
-        root: directory of this run's names; made if it does not exist.
-    """
-
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root).absolute()
-        self.root.parent.mkdir(parents=True, exist_ok=True)
-        self.root.mkdir(mode=0o700, exist_ok=True)
-
+    @abstractmethod
     def add(self, key: str, value: str, replace: bool = False) -> None:
         """Publish a value; whoever sees the key sees all of it.
 
@@ -49,61 +40,22 @@ class FileNames:
             NameTakenError: the key exists and `replace` is not set. Of several that add at once, one succeeds.
             ConfigError: the key is not a path of letters, digits, `_`, `.` and `-`.
         """
-        directory = self.root
-        for segment in _segments(key):
-            directory = directory / segment
-            directory.mkdir(mode=0o700, exist_ok=True)
-        target, temporary = directory / _VALUE_FILE, directory / f"=new-{uuid.uuid4().hex}"
-        try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(value.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            if replace:
-                temporary.replace(target)
-            else:
-                os.link(temporary, target)
-        except FileExistsError as error:
-            try:
-                current = self.get(key)
-            except UnknownNameError:  # freed meanwhile
-                self.add(key, value)
-            else:
-                raise NameTakenError(
-                    f"names: {key!r} is already taken by {current!r}; delete it, or add it with replace=True"
-                ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
+    @abstractmethod
     def get(self, key: str) -> str:
         """The value of a key.
 
         Raises:
             UnknownNameError: there is none.
         """
-        directory = self.root.joinpath(*_segments(key))
-        try:
-            # Listing makes a network file system look again; it may remember for long that a file was not there.
-            os.listdir(directory)
-            return (directory / _VALUE_FILE).read_bytes().decode()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise UnknownNameError(f"names: nobody has added {key!r} under {self.root}") from error
 
+    @abstractmethod
     def children(self, prefix: str = "") -> dict[str, str]:
         """All keys below `prefix` (not itself) with their values, sorted by key; empty if there are none."""
-        directory = self.root.joinpath(*_segments(prefix)) if prefix else self.root
-        paths = [path.parent for path in directory.rglob(_VALUE_FILE) if path.parent != directory]
-        values: dict[str, str] = {}
-        for key in sorted(path.relative_to(self.root).as_posix() for path in paths):
-            with suppress(UnknownNameError):  # deleted meanwhile
-                values[key] = self.get(key)
-        return values
 
+    @abstractmethod
     def delete(self, key: str) -> None:
         """Take a key back; nothing happens if it is not there."""
-        # The directories stay: removing them would race with somebody who is adding below.
-        with suppress(FileNotFoundError):
-            self.root.joinpath(*_segments(key), _VALUE_FILE).unlink()
 
     def wait(self, key: str, timeout: float) -> str:
         """The value of a key as soon as it is there.
@@ -137,6 +89,102 @@ class FileNames:
         return f"names: {key!r} did not appear within {timeout:g} s. There is under {where + '/'!r}: {there}"
 
 
+class MemoryNames(NameService):
+    """Names of one process, for tests and runs within one process. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: str, value: str, replace: bool = False) -> None:
+        _segments(key)
+        with self._lock:
+            if not replace and key in self._values:
+                raise NameTakenError(_taken(key, self._values[key]))
+            self._values[key] = value
+
+    def get(self, key: str) -> str:
+        _segments(key)
+        with self._lock:
+            if key not in self._values:
+                raise UnknownNameError(f"names: nobody has added {key!r}")
+            return self._values[key]
+
+    def children(self, prefix: str = "") -> dict[str, str]:
+        below = f"{'/'.join(_segments(prefix))}/" if prefix else ""
+        with self._lock:
+            return {key: self._values[key] for key in sorted(self._values) if key.startswith(below)}
+
+    def delete(self, key: str) -> None:
+        _segments(key)
+        with self._lock:
+            self._values.pop(key, None)
+
+
+class FileNames(NameService):
+    """Names as files under a directory that all processes see, for example on a cluster's shared file system.
+
+    A value appears whole or not at all: it is written to a temporary file first, then linked (new keys, which only
+    one process can win) or renamed (replaced keys). Only the owner may read or write.
+
+    Args:
+        root: directory of this run's names; made if it does not exist.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).absolute()
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, exist_ok=True)
+
+    def add(self, key: str, value: str, replace: bool = False) -> None:
+        directory = self.root
+        for segment in _segments(key):
+            directory = directory / segment
+            directory.mkdir(mode=0o700, exist_ok=True)
+        target, temporary = directory / _VALUE_FILE, directory / f"=new-{uuid.uuid4().hex}"
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(value.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            if replace:
+                temporary.replace(target)
+            else:
+                os.link(temporary, target)
+        except FileExistsError as error:
+            try:
+                current = self.get(key)
+            except UnknownNameError:  # freed meanwhile
+                self.add(key, value)
+            else:
+                raise NameTakenError(_taken(key, current)) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def get(self, key: str) -> str:
+        directory = self.root.joinpath(*_segments(key))
+        try:
+            # Listing makes a network file system look again; it may remember for long that a file was not there.
+            os.listdir(directory)
+            return (directory / _VALUE_FILE).read_bytes().decode()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise UnknownNameError(f"names: nobody has added {key!r} under {self.root}") from error
+
+    def children(self, prefix: str = "") -> dict[str, str]:
+        directory = self.root.joinpath(*_segments(prefix)) if prefix else self.root
+        paths = [path.parent for path in directory.rglob(_VALUE_FILE) if path.parent != directory]
+        values: dict[str, str] = {}
+        for key in sorted(path.relative_to(self.root).as_posix() for path in paths):
+            with suppress(UnknownNameError):  # deleted meanwhile
+                values[key] = self.get(key)
+        return values
+
+    def delete(self, key: str) -> None:
+        # The directories stay: removing them would race with somebody who is adding below.
+        with suppress(FileNotFoundError):
+            self.root.joinpath(*_segments(key), _VALUE_FILE).unlink()
+
+
 def _segments(key: str) -> list[str]:
     """The parts of a key, each a plain file name, so that no key leads out of the root."""
     segments = key.split("/")
@@ -145,3 +193,7 @@ def _segments(key: str) -> list[str]:
             f"names: expected a key like 'run/servers/0' (parts of letters, digits, '_', '.', '-'), found {key!r}"
         )
     return segments
+
+
+def _taken(key: str, value: str) -> str:
+    return f"names: {key!r} is already taken by {value!r}; delete it, or add it with replace=True"

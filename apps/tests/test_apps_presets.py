@@ -111,7 +111,7 @@ def test_command_policy_loss_that_is_not_installed_is_refused_before_anything_st
 def test_command_reference_that_is_not_there_is_refused_before_anything_starts(capsys):
     arguments = ("algorithm=reinforce_pp", "ref.path=/nowhere/model")
     message = _refused(capsys, *arguments)
-    assert "ref.path=/nowhere/model: expected a model directory" in message
+    assert "ref.path /nowhere/model: expected config.json, found nothing there" in message
     assert "there is no such directory" in message
 
 

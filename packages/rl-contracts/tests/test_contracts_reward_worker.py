@@ -313,7 +313,7 @@ def test_function_objects_that_no_worker_can_import_raise_config_error(rewards: 
 async def test_close_fails_waiting_calls_and_leaves_no_process(rewards: Any) -> None:
     wrapper = AsyncRewardWrapper(rewards.acts, workers=2)
     await wrapper.start()
-    pids = {int(await score(wrapper, "fine")) for _ in range(8)}
+    pids = {worker._process.pid for worker in wrapper._processes}
     calls = [asyncio.ensure_future(score(wrapper, "hang")) for _ in range(4)]
     await asyncio.sleep(0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from rl_workflows.budget import FailureBudget
 from rl_workflows.episode import Episodes
 from rl_workflows.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
 from rl_workflows.source import PromptSource, Row
-from rl_workflows.staleness import StalenessManager
+from rl_workflows.staleness import StalenessManager, Ticket
 from rl_workflows.watch import Watch, figures_of_servers
 
 if TYPE_CHECKING:
@@ -217,8 +217,7 @@ class RolloutHead:
                     return
                 prompt_id_of(prompt)  # refused before it has a place
                 ticket = self.manager.admit()
-                size, needed = self.config.group_size, self.config.needed
-                group = asyncio.create_task(run_group(self.episodes, prompt, ticket, size, needed, self._should_accept))
+                group = asyncio.create_task(self._run(prompt, ticket))
                 self.running[ticket.group_id] = (prompt, group)
                 group.add_done_callback(self._group_ended, context=self._context)
         except Exception as error:  # noqa: BLE001 - the data iterator is foreign code; next_batch raises what it raised
@@ -226,6 +225,11 @@ class RolloutHead:
             return
         if self.manager.capacity:
             self._pump_soon()
+
+    def _run(self, prompt: Row, ticket: Ticket) -> Coroutine[Any, Any, FinishedGroup]:
+        """The group of a prompt that was admitted; simulations put another one in its place."""
+        size, needed = self.config.group_size, self.config.needed
+        return run_group(self.episodes, prompt, ticket, size, needed, self._should_accept)
 
     def _pump_soon(self) -> None:
         if not self._pump_is_due:

@@ -105,9 +105,9 @@ def start(model_path: Path, tmp_path: Path) -> Iterator[Any]:
     """`start(number of servers, route)`: a trainer and its servers."""
     with ExitStack() as stack:
 
-        def start(count: int, route: str = "broadcast") -> tuple[Trainer, list[ServerProcess]]:
+        def start(count: int, route: str = "broadcast", step: float = STEP) -> tuple[Trainer, list[ServerProcess]]:
             servers = stack.enter_context(serving(model_path, tmp_path, count))
-            location = f"tcp://127.0.0.1:0?timeout={STEP}" if route == "broadcast" else str(tmp_path / "weights")
+            location = f"tcp://127.0.0.1:0?timeout={step}" if route == "broadcast" else str(tmp_path / "weights")
             trainer = Trainer([server.address for server in servers], route, location)
             stack.callback(trainer.close)
             return trainer, servers
@@ -311,7 +311,8 @@ def test_trainer_killed_in_the_middle_servers_go_on_and_a_new_trainer_publishes(
     pytestconfig: pytest.Config,
 ) -> None:
     monkeypatch.syspath_prepend(str(pytestconfig.rootpath))  # the new process finds this module there
-    trainer, servers = start(2, route)
+    # servers that are still with the trainer that died come later, at the end of its own time
+    trainer, servers = start(2, route, step=10 * STEP)
     new = parameters(new_model_path)
     trainer.publish(1, parameters(model_path))
     location = "tcp://127.0.0.1:0?timeout=4" if route == "broadcast" else str(tmp_path / "weights")

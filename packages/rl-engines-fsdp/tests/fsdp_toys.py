@@ -12,23 +12,12 @@ import torch
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec
+from rl_contracts.testing.families import SIZES, VOCABULARY
 from rl_contracts.trajectory import Trajectory, stack
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
-VOCABULARY = 61
 EPS = 1e-3
 """Of AdamW in tests: with a tiny one, the first step of an entry whose gradient is near 0 is a coin toss."""
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     "Llama": {"tie_word_embeddings": False},

@@ -12,6 +12,7 @@ from rl_contracts.testing.families import make_family
 from rl_contracts.trajectory import select
 from rl_engines_fsdp.model import attention
 from rl_engines_fsdp.model.rope import RowFrequencies
+from rl_engines_fsdp.ranks.sharding import decoder_layers
 
 DYNAMIC = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
@@ -156,3 +157,14 @@ def test_attention_in_chunks_is_refused_in_a_sentence():
 
     with pytest.raises(ModelError, match="attention in chunks is not supported"):
         attention._window(Layer())
+
+
+@pytest.mark.parametrize("family", ["llama", "biogpt"])
+def test_decoder_layers_are_found_where_a_family_declares_none(family, tmp_path):
+    """Each is sharded, compiled and checkpointed by itself; without them the model would be one piece."""
+    engine = make_engine(str(make_family(tmp_path, family)))
+
+    layers = decoder_layers(engine._model)
+
+    assert len(layers) == 2
+    assert bool(engine._model.model._no_split_modules) == (family == "llama")

@@ -15,7 +15,7 @@ WINDOW = 5
 ORIGINAL_LENGTH = 8
 """Positions up to which rope that switches (longrope, dynamic) has its first frequencies."""
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -26,6 +26,7 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+"""By the names that most families have."""
 
 _SMALLER: tuple[tuple[str, int], ...] = (
     (r"(head_dim|kv_channels|d_kv|d_head|qk_\w+_dim|v_head_dim|index_head_dim|swa_\w*head_dim)", 8),
@@ -116,7 +117,7 @@ def tiny_config(model_type: str, **settings: Any) -> Any:
         for pattern, size in _SMALLER
         if re.fullmatch(pattern, name) and isinstance(value, int) and not isinstance(value, bool)
     }
-    return kind(**(_SIZES | smaller | own))
+    return kind(**(SIZES | smaller | own))
 
 
 def make_family(

@@ -30,6 +30,7 @@ Scalar = Any
 
 NOTHING: dict[Kind, float] = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -math.inf}
 """Of each kind, the value that changes nothing."""
+_PLAIN = frozenset((float, int, bool))
 
 
 class Figure(NamedTuple):
@@ -226,9 +227,11 @@ def _figure(name: str, value: Scalar, weight: Scalar, kind: Kind) -> Figure:
     """A recorded value as it is accumulated: floats, or float64 scalars on the tensor's device."""
     if kind not in NOTHING:
         raise ConfigError(f"metric {name!r}: expected a kind of {', '.join(get_args(Kind))}, found {kind!r}.")
-    if _is_tensor(value) or _is_tensor(weight):
-        return _tensor_figure(value, weight, kind)
-    value, weight = float(_number(name, value)), float(_number(name, weight))
+    if not (type(value) in _PLAIN and type(weight) in _PLAIN):  # which most are, several times an episode
+        if _is_tensor(value) or _is_tensor(weight):
+            return _tensor_figure(value, weight, kind)
+        value, weight = _number(name, value), _number(name, weight)
+    value, weight = float(value), float(weight)
     if not weight:
         return Figure(kind, NOTHING[kind], 0.0)
     return Figure(kind, value * weight if kind in ("mean", "sum") else value, weight)

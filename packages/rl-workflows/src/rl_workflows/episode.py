@@ -166,8 +166,8 @@ class EpisodeEngine(InferenceEngine):
         if seed is None:
             seed = sampling_seed(episodes.seed, context.prompt_id, context.epoch, context.sample, call)
         group = f"{episodes.label}-{context.group_id}"
-        request = replace(
-            request,
+        request = ModelRequest(  # `replace` takes twice the time, once per answer
+            input_ids=request.input_ids,
             generation=self._sampling(request.generation),
             request_id=request.request_id or f"{group}-{context.sample}-{call}",
             seed=seed,

@@ -30,6 +30,10 @@ log = get_logger("workflows")
 ADMISSIONS_PER_TURN = 64
 """Groups that start in one turn of the loop, so that answers are taken in between."""
 
+DESCRIBED_TOGETHER = 1024
+"""Answers of finished groups whose figures are computed at once: for a group alone numpy's calls take longer than all
+else that ends it."""
+
 
 OnAnswers = Callable[[int, Sequence["Trajectory"], str | None], None]
 """`(step, trajectories, why they are not trained on)`. Of the batch that leaves for a step the reason is None; of a
@@ -77,10 +81,11 @@ class RolloutHead:
         )
         self.running: dict[int, tuple[Row, asyncio.Task[FinishedGroup]]] = {}
         self.accepted: dict[int, FinishedGroup] = {}
+        self._finished: list[Trajectory] = []
         self.figures = Figures()
         for ending in ("accepted", "rejected", "failed"):
             self._count(ending, 0)
-        self._count_age(0, groups=0)
+        self._count_ages([])
         self._should_accept, self._on_answers, self._on_stuck_trainer = should_accept, on_answers, on_stuck_trainer
         self._started = self._paused = self._pump_is_due = False
         self._error: RLError | None = None
@@ -132,8 +137,7 @@ class RolloutHead:
     async def take(self) -> list[FinishedGroup]:
         """The groups of the batch that `fill` found ready, oldest first."""
         tickets = self.manager.take_batch(self.source.exhausted)
-        for ticket in tickets:
-            self._count_age(self.manager.version - ticket.start)
+        self._count_ages([self.manager.version - ticket.start for ticket in tickets])
         groups = [self.accepted.pop(ticket.group_id) for ticket in tickets]
         self._report(self.manager.steps, [row for group in groups for row in group.trajectories])
         return groups
@@ -154,6 +158,7 @@ class RolloutHead:
         A busy server takes its time to answer, and a training loop asks at every step. So only the first call waits for
         the servers; each further one gives what they said to the call before, and asks them again meanwhile.
         """
+        self._describe()
         self.figures.add("groups/outstanding", self.manager.outstanding, kind="sum")
         self.figures.add("tokens/generated", self.episodes.tokens, kind="sum")
         self.episodes.tokens = 0
@@ -254,7 +259,9 @@ class RolloutHead:
         """
         self.episodes.touch()
         self.figures.merge(group.figures)
-        self._describe(group.trajectories)
+        self._finished += group.trajectories
+        if len(self._finished) >= DESCRIBED_TOGETHER:
+            self._describe()
         for failure in group.failures:
             self.figures.add(f"episodes/failed/{boundary_of(failure)}", 1, kind="sum")
         group.failures.clear()  # which hold the frames of their episodes
@@ -289,10 +296,11 @@ class RolloutHead:
     def _count(self, ending: str, groups: int = 1) -> None:
         self.figures.add(f"groups/{ending}", groups, kind="sum")
 
-    def _describe(self, answers: Sequence[Trajectory]) -> None:
-        """Figures of every finished group's answers, whether they are trained on or not."""
+    def _describe(self) -> None:
+        """Take the answers of finished groups into the figures, whether they are trained on or not."""
         import numpy as np
 
+        answers, self._finished = self._finished, []
         weight = len(answers)
         if weight:
             length = np.count_nonzero(np.concatenate([answer.versions for answer in answers]) >= 0)
@@ -300,9 +308,10 @@ class RolloutHead:
             self.figures.add("finished/length_mean", length / weight, weight)
             self.figures.add("finished/truncated_share", sum(a.truncated for a in answers) / weight, weight)
 
-    def _count_age(self, versions: int, groups: int = 1) -> None:
-        self.figures.add("groups/staleness_mean", versions, groups)
-        self.figures.add("groups/staleness_max", versions, groups, kind="max")
+    def _count_ages(self, versions: Sequence[int]) -> None:
+        groups = len(versions)
+        self.figures.add("groups/staleness_mean", sum(versions) / max(groups, 1), groups)
+        self.figures.add("groups/staleness_max", max(versions, default=0), groups, kind="max")
 
     def _trainer_is_stuck(self, error: StalledError) -> None:
         self.fail(error)

@@ -11,11 +11,18 @@ from rl_workflows.staleness import Ticket
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+    from torch import Tensor
 
     from rl_contracts.trajectory import Trajectory
 
-TOKEN_ARRAYS = {"input_ids": "int64", "loss_mask": "bool", "logprobs": "float32", "versions": "int32"}
-"""Per-token arrays of a trajectory and their dtypes."""
+TOKEN_ARRAYS = {
+    "input_ids": "int64",
+    "loss_mask": "bool",
+    "logprobs": "float32",
+    "versions": "int32",
+    "token_rewards": "float32",
+}
+"""Per-token arrays of a trajectory and their dtypes; rewards only where a workflow gives them."""
 
 ROW_VALUES = {
     "reward": float,
@@ -67,14 +74,9 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
     Raises:
         DataError: a row holds images or processor outputs, which cannot be saved.
     """
-    import torch
-
     trajectories = [row for group in groups for row in group.trajectories]
     if any(row.multi_modal is not None for row in trajectories):
         raise DataError("state_dict: rows with multi_modal entries cannot be saved; expected token rows only.")
-    tensors = {name: _joined(trajectories, name, dtype) for name, dtype in TOKEN_ARRAYS.items()}
-    given = [row for row in trajectories if row.token_rewards is not None]
-    tensors["token_rewards"] = _joined(given, "token_rewards", "float32")
     return {
         "groups": [
             {
@@ -84,19 +86,17 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
             }
             for group in groups
         ],
-        "tensors": {name: torch.from_numpy(array) for name, array in tensors.items()},
+        "tensors": {name: _joined(trajectories, name, dtype) for name, dtype in TOKEN_ARRAYS.items()},
     }
 
 
 def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
     """Inverse of `groups_to_state`."""
-    arrays = {name: tensor.numpy() for name, tensor in state["tensors"].items()}
-    read = dict.fromkeys(arrays, 0)
+    left = {name: tensor.numpy() for name, tensor in state["tensors"].items()}
 
     def take(name: str, length: int) -> Any:
-        begin = read[name]
-        read[name] = begin + length
-        return arrays[name][begin : begin + length]
+        taken, left[name] = left[name][:length], left[name][length:]
+        return taken
 
     return [
         FinishedGroup(
@@ -108,11 +108,13 @@ def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
     ]
 
 
-def _joined(rows: Sequence[Trajectory], name: str, dtype: str) -> Any:
+def _joined(rows: Sequence[Trajectory], name: str, dtype: str) -> Tensor:
     import numpy as np
+    import torch
 
+    arrays = [array for array in (getattr(row, name) for row in rows) if array is not None]
     # the empty array in front gives no rows a dtype
-    return np.concatenate([np.empty(0, dtype), *(getattr(row, name) for row in rows)]).astype(dtype, copy=False)
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False))
 
 
 def _row_values(row: Trajectory) -> dict[str, Any]:
@@ -123,8 +125,6 @@ def _row_values(row: Trajectory) -> dict[str, Any]:
 def _trajectory(values: dict[str, Any], take: Any) -> Trajectory:
     from rl_contracts.trajectory import Trajectory
 
-    length = int(values["length"])
-    arrays = {name: take(name, length) for name in TOKEN_ARRAYS}
-    if values["has_token_rewards"]:
-        arrays["token_rewards"] = take("token_rewards", length)
+    given = [name for name in TOKEN_ARRAYS if name != "token_rewards" or values["has_token_rewards"]]
+    arrays = {name: take(name, int(values["length"])) for name in given}
     return Trajectory(**arrays, **{name: values[name] for name in ROW_VALUES})

@@ -81,8 +81,11 @@ class FailureBudget:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values."""
-        rows = {"failed_in_row": self._failed_in_row, "rejected_in_row": self._rejected_in_row}
-        return {"recent": list(self._recent), **rows}
+        return {
+            "recent": list(self._recent),
+            "failed_in_row": self._failed_in_row,
+            "rejected_in_row": self._rejected_in_row,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`."""

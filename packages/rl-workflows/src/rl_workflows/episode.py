@@ -17,7 +17,6 @@ from rl_contracts.inference import InferenceEngine
 if TYPE_CHECKING:
     from rl_contracts.clock import Clock
     from rl_contracts.config import GenerationConfig
-    from rl_contracts.scheduler import JobSpec
     from rl_contracts.workflow import RolloutWorkflow
 
 WORKFLOW = "workflow"
@@ -199,18 +198,9 @@ class EpisodeEngine(InferenceEngine):
     async def stats(self) -> dict[str, float]:
         return await self._episodes.engine.stats()
 
-    @classmethod
-    def server_spec(cls, config: Any, spec: Any) -> JobSpec:
-        _refuse()
+    def _refuse(self, *given: Any, **named: Any) -> NoReturn:
+        raise InferenceError(
+            "an episode's handle only generates and scores; servers are controlled by the training loop."
+        )
 
-    def initialize(self, addresses: list[str], key: str = "") -> None:
-        _refuse()
-
-    async def _refused(self, *given: Any, **named: Any) -> NoReturn:
-        _refuse()
-
-    stage_weights = commit_weights = pause = resume = destroy = _refused
-
-
-def _refuse() -> NoReturn:
-    raise InferenceError("an episode's handle only generates and scores; servers are controlled by the training loop.")
+    server_spec = initialize = stage_weights = commit_weights = pause = resume = destroy = _refuse

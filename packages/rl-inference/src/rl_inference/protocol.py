@@ -141,9 +141,7 @@ def _chunk(line: bytes) -> GenerationChunk | None:
         return GenerationChunk(error=str(value["error"]["message"]))
     meta = value["meta_info"]
     reason = meta["finish_reason"]
-    versions: list[int] = []
-    for span in meta["weight_versions"]:
-        versions.extend([span["version"]] * (span["end"] - span["start"]))
+    versions = [span["version"] for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     ids = value["output_ids"]
     if not len(ids) == len(logprobs) == len(versions):

@@ -104,7 +104,6 @@ class Router:
             server.instance = ""
             if not self.live:
                 self._dark_since = self.clock.now()
-                self._news.clear()
             self.interrupt(server)
 
     def readmit(self, server: Server, version: int) -> None:

@@ -149,6 +149,11 @@ def _script(words: list[str]) -> None:
     _run("bash", "-n", words[0])
 
 
+def _nightly(words: list[str]) -> None:
+    assert not words
+    ast.parse((ROOT / "infra/ci/nightly.py").read_text())
+
+
 def _install(words: list[str]) -> None:
     ours = {tomllib.loads(p.read_text())["project"]["name"] for p in ROOT.glob("packages/*/pyproject.toml")}
     assert words[0] in {"uv", *ours}
@@ -169,6 +174,7 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "python -m rl_inference.server": (_server, "serves until it is stopped: its options are parsed"),
     "python tests/benchmarks/": (_benchmark, "minutes: its options are parsed; test_benchmarks_run.py runs it small"),
     "pytest": (_pytest, "would run this test again: one file is collected"),
+    "python infra/ci/nightly.py": (_nightly, "an hour: it is parsed; test_infra_checks.py makes a page"),
     "infra/ci/": (_script, "minutes, or an environment of its own: its syntax is checked, CI runs it"),
     ".ci/run": (_script, "would run this test again: its syntax is checked"),
     "pip install": (_install, "changes the environment: there is such a package"),

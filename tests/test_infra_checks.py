@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -206,3 +207,27 @@ def test_every_script_is_in_the_list_of_scripts():
     listed = (CI.parent / "README.md").read_text()
 
     assert [path.name for path in CI.iterdir() if path.name != "__pycache__" and path.name not in listed] == []
+
+
+# ---- the page of nightly runs
+
+
+def test_nightly_page_has_counts_figures_and_reasons_and_keeps_earlier_runs():
+    report = ElementTree.fromstring(
+        """<testsuites><testsuite timestamp="2031-02-03T04:05:06" time="90">
+        <testcase name="test_learns"><properties><property name="reward" value="0.5, 0.9"/></properties></testcase>
+        <testcase name="test_breaks"><failure message="no"/></testcase>
+        <testcase name="test_gpu"><skipped message="gpu: no CUDA | none here"/></testcase>
+        <testcase name="test_other"/></testsuite></testsuites>"""
+    )
+    page = _script("nightly").page
+
+    first = page(report, "abc1234", "2 cores")
+    second = page(report, "def5678", "2 cores", before=first)
+
+    assert "| 2031-02-03 | abc1234 | 2 cores | 2 | 1 | 1 | 2 |" in first
+    assert "| test_learns | reward | 0.5, 0.9 |" in first
+    assert "- test_breaks" in first
+    assert "| 1 | gpu: no CUDA \\| none here |" in first
+    assert second.index("abc1234") < second.index("def5678")
+    assert second.count("test_learns") == 1

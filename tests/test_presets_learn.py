@@ -52,41 +52,47 @@ def _run(name, directory, metric, *settings):
     return [record[metric] for record in records if metric in record]
 
 
-def _check(name, directory, *settings):
-    rewards = _run(name, directory, "reward/mean", *settings)
-    assert len(rewards) == STEPS
-    first, last = mean(rewards[:5]), mean(rewards[-5:])
-    assert last >= first + 0.05, f"{name}: {first:.3f} in the first five steps, {last:.3f} in the last five"
+@pytest.fixture
+def improves(record_property, tmp_path):
+    def check(name, *settings):
+        rewards = _run(name, tmp_path / "run", "reward/mean", *settings)
+        assert len(rewards) == STEPS
+        first, last = mean(rewards[:5]), mean(rewards[-5:])
+        record_property("mean reward, first and last five steps", f"{first:.3f}, {last:.3f}")
+        assert last >= first + 0.05, f"{name}: {first:.3f} in the first five steps, {last:.3f} in the last five"
+
+    return check
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_CI)
-def test_preset_improves_the_reward(name, tmp_path):
-    _check(name, tmp_path / "run", *SETTINGS)
+def test_preset_improves_the_reward(name, improves):
+    improves(name, *SETTINGS)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NIGHTLY)
-def test_preset_improves_the_reward_nightly(name, tmp_path):
+def test_preset_improves_the_reward_nightly(name, improves):
     extra = ("critic.optimizer.lr=1e-3",) if name == "ppo" else ()
-    _check(name, tmp_path / "run", *SETTINGS, *extra)
+    improves(name, *SETTINGS, *extra)
 
 
 @pytest.mark.nightly
-def test_preset_reinforce_improves_the_reward_on_policy(tmp_path):
-    settings = (*SETTINGS, "actor.minibatches=1", "rollout.max_staleness=0")
-    _check("reinforce", tmp_path / "run", *settings)
+def test_preset_reinforce_improves_the_reward_on_policy(improves):
+    improves("reinforce", *SETTINGS, "actor.minibatches=1", "rollout.max_staleness=0")
 
 
 @pytest.mark.nightly
-def test_preset_distillation_comes_nearer_to_its_teacher(tmp_path):
+def test_preset_distillation_comes_nearer_to_its_teacher(tmp_path, record_property):
     models = [make_tiny_model(tmp_path / name, seed=seed, layers=1) for name, seed in (("student", 0), ("teacher", 1))]
     settings = (f"model.path={models[0]}", f"ref.path={models[1]}", *SETTINGS, "actor.optimizer.lr=2e-3")
     short = ("data.batch_size=8", "rollout.generation.max_new_tokens=16")
 
     distances = _run("distillation", tmp_path / "run", "kl/ref_k1", *settings, *short)
 
-    assert mean(distances[-5:]) < 0.8 * mean(distances[:5])
+    first, last = mean(distances[:5]), mean(distances[-5:])
+    record_property("mean distance in nats, first and last five steps", f"{first:.4f}, {last:.4f}")
+    assert last < 0.8 * first
 
 
 def test_every_preset_is_tried():

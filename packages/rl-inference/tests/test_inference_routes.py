@@ -20,7 +20,7 @@ import torch
 
 from rl_contracts.aio import LoopThread
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import MEETING_ROUTES, ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, WeightUpdateError
 from rl_contracts.weights import WeightSender, broadcast, open_sender, verify_receipt
 from rl_inference import EmbeddedEngine
@@ -61,10 +61,10 @@ class Trainer:
     def send(self, version: int, tensors: Any, specs: tuple[ParamSpec, ...]) -> WeightReceipt:
         """Send and stage; the trainer's receipt. Errors are the trainer's own."""
         meta = self.sender.begin(version, specs)
-        if self.sender.meets:
+        if meta.route in MEETING_ROUTES:
             self.receipts = self.loop.submit(self.engine.stage_weights(meta))
         mine = WeightReceipt("trainer", version, self.sender.send(iter(tensors)))
-        if not self.sender.meets:
+        if meta.route not in MEETING_ROUTES:
             self.receipts = self.loop.submit(self.engine.stage_weights(meta))
         return mine
 
@@ -173,7 +173,7 @@ def test_version_that_two_ranks_send_is_received_and_served_whole(start: Any, ne
     for version in (1, 2):
         metas = [sender.begin(version, specs_of(half)) for sender, half in zip(senders, halves, strict=True)]
         meta = WeightUpdateMeta(route, version, tuple(part for each in metas for part in each.parts))
-        staging = trainer.loop.submit(trainer.engine.stage_weights(meta)) if trainer.sender.meets else None
+        staging = trainer.loop.submit(trainer.engine.stage_weights(meta)) if route in MEETING_ROUTES else None
         with ThreadPoolExecutor(2) as pool:
             sent = list(pool.map(lambda pair: pair[0].send(iter(pair[1])), zip(senders, halves, strict=True)))
         staging = staging or trainer.loop.submit(trainer.engine.stage_weights(meta))

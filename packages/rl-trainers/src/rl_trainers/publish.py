@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_contracts.config import Settings, bounded, choice, require
-from rl_contracts.data import ROUTES, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import MEETING_ROUTES, ROUTES, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, StalledError, WeightUpdateError
 from rl_contracts.logging import get_logger
 from rl_contracts.weights import verify_receipt, write_committed
@@ -115,8 +115,7 @@ class WeightPublisher:
         parallel, doing = self.engine.parallel, f"publishing weights of version {version}"
         for attempt in range(1, TRIES + 1):
             meta = self._begin(version, doing)
-            meets = self._sender is not None and self._sender.meets
-            staging = self.loop.submit(self._stage(meta)) if parallel.is_main and meets else None
+            staging = self.loop.submit(self._stage(meta)) if parallel.is_main and meta.route in MEETING_ROUTES else None
             sums, error = self._send()
             sent = time.perf_counter()
             error = _outcome(error, staging)

@@ -43,20 +43,16 @@ class BroadcastSender:
         device: where the parameters live.
     """
 
-    meets = True
-
     def __init__(self, location: str, rank: int, device: str) -> None:
         address = Address.parse(location)
         self._rank, self._device, self._updates = rank, device, 0
         if rank == 0:
             self._store, address = host(replace(address, update=secrets.token_hex(8)))
-            self._own = address.host
         else:
-            self._store, self._own = connect(address), own_address(address)
+            self._store = connect(address)
         self.location = address.location
         """Where the trainer's other ranks come to."""
         self._session = address
-        self._past: deque[Rendezvous] = deque()
         self._group: _Group | None = None
 
     def begin(self, version: int, specs: tuple[ParamSpec, ...]) -> WeightUpdateMeta:
@@ -64,14 +60,16 @@ class BroadcastSender:
         update = f"{self._session.update}-{self._updates}"
         self._address, self._specs = replace(self._session, update=update, sender=str(self._rank)), specs
         self._rendezvous = Rendezvous(self._store, self._address)
-        self._past.append(self._rendezvous)
-        if self._rank == 0 and len(self._past) > 2:  # nobody reads of the last but one any more
-            self._past.popleft().forget()
+        if self._rank == 0:  # nobody reads of the last but one any more
+            delete(self._store, f"{self._session.update}-{self._updates - 2}/")
         return WeightUpdateMeta("broadcast", version, (WeightPart(self._address.location, specs),))
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
         try:
-            return self._meet().send(self._specs, tensors, self._device)
+            transfer = _Transfer(self._meet(), self._device, sends=True)
+            for spec, tensor in checked(self._specs, tensors):
+                transfer.add(spec, tensor.detach().reshape(-1))
+            return transfer.finish()
         except BaseException as error:
             self.cancel(first_line(error))
             self._leave()
@@ -97,16 +95,14 @@ class BroadcastSender:
         devices = [_device_id(self._device), *(member["device"] for member in members)]
         # nccl wants a GPU for each member
         backend = "nccl" if "cpu" not in devices and len(set(devices)) == world else "gloo"
-        name = f"{self._address.update}/{self._rank}"
+        name = f"{self._address.update}/{self._rank}/group"
         self._rendezvous.start(name, backend)
-        self._group = _Group(self._store, replace(self._address, world=world), name, backend, self._own)
+        self._group = _Group(self._store, replace(self._address, world=world), name, backend)
         return self._group
 
     def _leave(self) -> None:
         if self._group is not None:
             self._group.close()
-            with contextlib.suppress(RuntimeError):
-                delete(self._store, f"group-{self._group.name}/")
             self._group = None
 
 
@@ -115,7 +111,6 @@ class BroadcastReceiver:
 
     def __init__(self) -> None:
         self._store: Any = None
-        self._store_at = ("", 0)
         self._group: _Group | None = None
 
     def receive(self, part: WeightPart, targets: list[torch.Tensor]) -> dict[str, int]:
@@ -127,8 +122,12 @@ class BroadcastReceiver:
         address = Address.parse(part.location)
         if not 0 < address.rank < address.world:
             raise WeightUpdateError(f"route broadcast: {part.location!r} gives this server no rank.")
+        device = str(targets[0].device) if targets else "cpu"
         try:
-            return self._meet(address, targets).receive(part.params, targets)
+            transfer = _Transfer(self._meet(address, device), device, sends=False)
+            for spec, target in zip(part.params, targets, strict=True):
+                transfer.add(spec, target.view(-1))
+            return transfer.finish()
         except (RuntimeError, WeightUpdateError) as error:
             self.close()
             if isinstance(error, WeightUpdateError):
@@ -145,24 +144,23 @@ class BroadcastReceiver:
         """Leave the group and the store."""
         if self._group is not None:
             self._group.close()
-        self._group, self._store, self._store_at = None, None, ("", 0)
+        self._group, self._store = None, None
 
     def _connected(self, address: Address) -> Any:
-        if self._store_at != (address.host, address.port):
+        if self._store is None or (self._store.host, self._store.port) != (address.host, address.port):
             self.close()
-            self._store, self._store_at = connect(address), (address.host, address.port)
+            self._store = connect(address)
         return self._store
 
-    def _meet(self, address: Address, targets: list[torch.Tensor]) -> _Group:
+    def _meet(self, address: Address, device: str) -> _Group:
         store, old = self._connected(address), self._group
         held = old.name if old is not None and (old.rank, old.world) == (address.rank, address.world) else ""
-        device = _device_id(str(targets[0].device)) if targets else "cpu"
-        name, backend = Rendezvous(store, address).join(held, device)
+        name, backend = Rendezvous(store, address).join(held, _device_id(device))
         if old is not None and name == old.name:
             return old
         if old is not None:
             old.close()
-        self._group = _Group(store, address, name, backend, own_address(address))
+        self._group = _Group(store, address, name, backend)
         return self._group
 
 
@@ -175,56 +173,20 @@ class _Group:
     Args:
         store: where its members find each other.
         address: this member's rank, the size of the group, and the timeout of a step.
-        host: address of this machine on which gloo listens.
+        name: of its keys in the store; they go with those of the update in which it is formed.
+        backend: gloo or nccl.
     """
 
-    def __init__(self, store: Any, address: Address, name: str, backend: str, host: str) -> None:
+    def __init__(self, store: Any, address: Address, name: str, backend: str) -> None:
         self.name, self.rank, self.world, self.backend = name, address.rank, address.world, backend
         self._wait = timedelta(seconds=address.timeout)
-        self._options = distributed.BroadcastOptions()
-        self._options.rootRank = self._options.rootTensor = 0
         self._running: deque[tuple[Any, torch.Tensor, list[_Landing]]] = deque()
-        self._group = _process_group(backend, distributed.PrefixStore(f"group-{name}", store), address, host)
-
-    def send(
-        self, specs: tuple[ParamSpec, ...], tensors: Iterable[tuple[str, torch.Tensor]], device: str
-    ) -> dict[str, int]:
-        """Send named tensors, cast to the served dtypes.
-
-        Returns:
-            the checksum of what was sent, by name.
-
-        Raises:
-            WeightUpdateError: names, order or shapes differ from the specs; or a receiver was lost.
-        """
-        on = device if self.backend == "nccl" else "cpu"
-        transfer = _Transfer(self, on, sends=True)
-        for spec, tensor in checked(specs, tensors):
-            transfer.add(spec, tensor.detach().reshape(-1))
-        sums = transfer.finish()
-        if on != "cpu":
-            torch.cuda.synchronize(on)
-        return sums
-
-    def receive(self, specs: tuple[ParamSpec, ...], targets: list[torch.Tensor]) -> dict[str, int]:
-        """Receive into contiguous tensors, one per spec.
-
-        Returns:
-            the checksum of what each holds, by name.
-
-        Raises:
-            WeightUpdateError: the trainer or another receiver was lost.
-        """
-        on = "cpu" if self.backend == "gloo" or not targets else str(targets[0].device)
-        transfer = _Transfer(self, on, sends=False)
-        for spec, target in zip(specs, targets, strict=True):
-            transfer.add(spec, target.view(-1))
-        return transfer.finish()
+        self._group = _process_group(backend, distributed.PrefixStore(name, store), address)
 
     def put(self, piece: torch.Tensor, landings: list[_Landing]) -> list[_Landing]:
         """Start one broadcast; what has come with an earlier one, if that had to be waited for."""
         try:
-            work = self._group.broadcast([piece.view(torch.uint8)], self._options)
+            work = self._group.broadcast(piece.view(torch.uint8), 0)
         except RuntimeError as error:
             raise _broken(landings, error) from error
         self._running.append((work, piece, landings))
@@ -254,43 +216,49 @@ class _Transfer:
     """One version on its way through a group. Both ends cut the same parameters in the same way.
 
     Args:
-        on: device between which the group carries.
+        device: where this end has them; a group of gloo carries between hosts' memories all the same.
         sends: whether this end does.
     """
 
-    def __init__(self, group: _Group, on: str, sends: bool) -> None:
-        self._group, self._on, self._sends = group, on, sends
+    def __init__(self, group: _Group, device: str, sends: bool) -> None:
+        self._group, self._sends = group, sends
+        self._on = device if group.backend == "nccl" else "cpu"
         self._sums: dict[str, int] = {}
         self._new_bucket()
 
     def add(self, spec: ParamSpec, flat: torch.Tensor) -> None:
-        """The next parameter: what is sent, or memory of its dtype to be filled."""
+        """The next parameter: what is sent, or memory of its dtype to be filled.
+
+        Raises:
+            WeightUpdateError: a member of the group was lost. So may `finish`.
+        """
         dtype, size = dtype_of(spec), size_of(spec)
         self._sums[spec.name] = 0
-        if size < LARGE and self._used + size > PIECE:
-            self._put_bucket()
+        if size < LARGE:
+            if self._used + size > PIECE:
+                self._put_bucket()
+            piece = self._bucket[self._used :][:size].view(dtype)
+            self._used += -(-size // ALIGNMENT) * ALIGNMENT
+            if self._sends:
+                piece.copy_(flat)
+            self._landings.append((spec.name, piece if self._sends else flat, piece, 0))
+            return
         for start in range(0, flat.numel(), PIECE // dtype.itemsize):
             part = flat[start : start + PIECE // dtype.itemsize]
-            if size < LARGE:
-                piece = self._bucket[self._used :][:size].view(dtype)
-                self._used += -(-size // ALIGNMENT) * ALIGNMENT
-                if self._sends:
-                    piece.copy_(part)
-            elif self._sends:
+            if self._sends:
                 piece = part.to(self._on, dtype)
             else:
                 piece = part if part.device == torch.device(self._on) else torch.empty_like(part, device=self._on)
-            landing = (spec.name, piece if self._sends else part, piece, start * dtype.itemsize)
-            if size < LARGE:
-                self._landings.append(landing)
-            else:
-                self._land(self._group.put(piece, [landing]))
+            target = piece if self._sends else part
+            self._land(self._group.put(piece, [(spec.name, target, piece, start * dtype.itemsize)]))
 
     def finish(self) -> dict[str, int]:
         """Wait for all; the checksums by name."""
         self._put_bucket()
         while landings := self._group.wait():
             self._land(landings)
+        if self._on != "cpu":
+            torch.cuda.synchronize(self._on)
         return {name: total % 2**64 for name, total in self._sums.items()}
 
     def _new_bucket(self) -> None:
@@ -298,7 +266,7 @@ class _Transfer:
         self._landings: list[_Landing] = []
 
     def _put_bucket(self) -> None:
-        if self._landings:
+        if self._used:
             self._land(self._group.put(self._bucket[: self._used], self._landings))
             self._new_bucket()
 
@@ -321,12 +289,12 @@ def _broken(landings: list[_Landing], error: RuntimeError) -> WeightUpdateError:
     )
 
 
-def _process_group(backend: str, store: Any, address: Address, host: str) -> Any:
+def _process_group(backend: str, store: Any, address: Address) -> Any:
     kind: Any = distributed.ProcessGroupNCCL if backend == "nccl" else distributed.ProcessGroupGloo
     options = kind.Options() if backend == "nccl" else kind._Options()
     options._timeout = timedelta(seconds=address.timeout)
     if backend == "gloo":
-        options._devices = [kind.create_device(hostname=host)]
+        options._devices = [kind.create_device(hostname=own_address(address))]
         options._threads = 2
     return kind(store, address.rank, address.world, options)
 

@@ -32,8 +32,8 @@ _UNTHREADED = 32000
 """Elements that torch casts without starting threads."""
 _CONSTANT = 0x1E3779B97F4A7C15
 _SHIFT = 31
-_DEVICE_WORDS = 2**13 * _COLUMNS
-"""Words that a device folds at once: 256 MiB, three times that while it lasts."""
+_DEVICE_ROWS = 2**13
+"""Rows of so many words that a device folds at once: 256 MiB, three times that while it lasts."""
 
 
 def checksum(tensor: torch.Tensor, offset_bytes: int = 0) -> int:
@@ -115,16 +115,14 @@ def _in_shares(words: int, work: Callable[[int, int], int]) -> int:
 
 def _device_sum(words: torch.Tensor, first: int) -> int:
     """The same on a device, in passes as large as its memory allows without a thought."""
-    count = words.numel()
-    whole = count - count % _COLUMNS
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, whole, _DEVICE_WORDS):
-        part = words[start : min(start + _DEVICE_WORDS, whole)]
-        total += _device_block(part.view(-1, _COLUMNS), first + start)
-    if whole < count:
-        total += _device_block(words[whole:].view(1, -1), first + whole)
-    constant = _CONSTANT * ((first + count) ** 2 - first**2)
-    return (int(total) + constant) % 2**64
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    blocks = words[:whole].view(-1, _COLUMNS).split(_DEVICE_ROWS)
+    total, at = torch.zeros((), dtype=torch.int64, device=words.device), first
+    for block in (*blocks, words[whole:].view(1, -1)):
+        if block.numel():
+            total += _device_block(block, at)
+            at += block.numel()
+    return (int(total) + _CONSTANT * (at**2 - first**2)) % 2**64
 
 
 def _device_block(words: torch.Tensor, first: int) -> torch.Tensor:
@@ -140,7 +138,5 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes as int64 words, [ceil(bytes / 8)]; a view where length and alignment allow."""
     raw = tensor.reshape(-1).view(torch.uint8)
     if raw.numel() % 8 or raw.data_ptr() % 8 or raw.storage_offset() % 8:
-        padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
-        padded[: raw.numel()] = raw
-        raw = padded
+        raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))  # a copy also where nothing is missing
     return raw.view(torch.int64)

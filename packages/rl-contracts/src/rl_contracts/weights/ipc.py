@@ -25,7 +25,6 @@ class IpcSender:
         WeightUpdateError: the device is not a GPU.
     """
 
-    meets = False
     location = ""
 
     def __init__(self, device: str) -> None:

@@ -11,6 +11,7 @@ _CONSTANT = np.uint64(0x1E3779B97F4A7C15)
 _ONE, _TWO, _SHIFT = np.uint64(1), np.uint64(2), np.uint64(31)
 
 
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _sum_words(words: Any, first: Any) -> Any:
     """The checksum (see the module of that name) of uint64 words, the first of which has index `first` (uint64)."""
     total = np.uint64(0)
@@ -20,6 +21,7 @@ def _sum_words(words: Any, first: Any) -> Any:
     return total
 
 
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _copy_words(target: Any, source: Any, first: Any) -> Any:
     """Copy uint64 words and return their sum, as `_sum_words` has it."""
     total = np.uint64(0)
@@ -30,15 +32,11 @@ def _copy_words(target: Any, source: Any, first: Any) -> Any:
     return total
 
 
-_compiled_sum: Any = njit(nogil=True, cache=True)(_sum_words)
-_compiled_copy: Any = njit(nogil=True, cache=True)(_copy_words)
-
-
 def sum_words(words: Any, first: int) -> int:
     """`_sum_words` of int64 words, [n]."""
-    return int(_compiled_sum(words.view(np.uint64), np.uint64(first)))
+    return int(_sum_words(words.view(np.uint64), np.uint64(first)))
 
 
 def copy_words(target: Any, source: Any, first: int) -> int:
     """`_copy_words` of int64 words, [n] each."""
-    return int(_compiled_copy(target.view(np.uint64), source.view(np.uint64), np.uint64(first)))
+    return int(_copy_words(target.view(np.uint64), source.view(np.uint64), np.uint64(first)))

@@ -163,10 +163,6 @@ class Rendezvous:
         """
         self._store.compare_set(self._off, "", json.dumps(reason))
 
-    def forget(self) -> None:
-        """Delete the keys of this update."""
-        delete(self._store, f"{self._at.update}/")
-
     def _set(self, name: str, value: Any) -> None:
         self._store.set(f"{self._at.update}/{self._at.sender}/{name}", json.dumps(value))
 

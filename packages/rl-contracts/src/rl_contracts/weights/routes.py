@@ -6,6 +6,7 @@ the last one for as long as the trainer lives; `broadcast` keeps nothing, and so
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -23,11 +24,9 @@ from rl_contracts.weights.stored import Mappings, StoredSender, open_weights
 class WeightSender(Protocol):
     """The trainer's end of a route, on one rank that sends: `begin` and `send` of each version, in step on all of them.
 
-    Whoever meets (`meets`) waits in `send` for its receivers, who must be told meanwhile what `begin` returned.
+    On routes where both ends meet (`MEETING_ROUTES`) it waits in `send` for its receivers, who must be told meanwhile
+    what `begin` returned.
     """
-
-    meets: bool
-    """Whether senders and receivers must be there at the same time."""
 
     @property
     def location(self) -> str:
@@ -88,7 +87,7 @@ class WeightReceiver:
     """A server's end of every route. It keeps what the next update can use again: mappings, connections, groups."""
 
     def __init__(self) -> None:
-        self._broadcasts: dict[int, BroadcastReceiver] = {}
+        self._broadcasts = defaultdict[int, BroadcastReceiver](BroadcastReceiver)
         self._ipc = IpcReader()
         self._mappings = Mappings(write=False)
 
@@ -104,7 +103,7 @@ class WeightReceiver:
         if meta.route in MEETING_ROUTES:
             with ThreadPoolExecutor(max(len(meta.parts), 1)) as pool:  # no sender must wait for another
                 parts = [
-                    pool.submit(self._broadcast(index).receive, part, [targets[spec.name] for spec in part.params])
+                    pool.submit(self._broadcasts[index].receive, part, [targets[spec.name] for spec in part.params])
                     for index, part in enumerate(meta.parts)
                 ]
             return {name: value for part in parts for name, value in part.result().items()}
@@ -114,13 +113,10 @@ class WeightReceiver:
     def refuse(self, meta: WeightUpdateMeta, reason: str) -> None:
         """Tell a trainer that waits for this receiver that it cannot take the version, and why."""
         if meta.route in MEETING_ROUTES and meta.parts:
-            self._broadcast(0).refuse(meta.parts[0], reason)
+            self._broadcasts[0].refuse(meta.parts[0], reason)
 
     def close(self) -> None:
         """Leave groups and connections, and forget mappings."""
         for receiver in self._broadcasts.values():
             receiver.close()
-        self._broadcasts, self._ipc, self._mappings = {}, IpcReader(), Mappings(write=False)
-
-    def _broadcast(self, index: int) -> BroadcastReceiver:
-        return self._broadcasts.setdefault(index, BroadcastReceiver())
+        self._ipc, self._mappings = IpcReader(), Mappings(write=False)

@@ -38,8 +38,6 @@ class StoredSender:
         rank: of the trainer, in the names of its files.
     """
 
-    meets = False
-
     def __init__(self, route: str, location: str, rank: int) -> None:
         self.location = location
         self._route, self._rank = route, rank
@@ -54,7 +52,13 @@ class StoredSender:
                 self._mappings.get(other, size)  # needed soon: where space is missing, that is said now
             self._places = views(self._mappings.get(self._final, size), specs)
         else:
-            self._scratch = self._make_scratch()
+            # beside the directory that it will replace, with the space for its file
+            self._scratch = self._final.with_name(f".{self._final.name}.{os.getpid()}")
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.mkdir(parents=True)
+            with (self._scratch / FILE).open("wb") as file:
+                header, _, size = _header(specs)
+                _reserve(file.fileno(), self._scratch / FILE, len(header) + size)
         return WeightUpdateMeta(self._route, version, (WeightPart(str(self._final), specs),))
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
@@ -77,16 +81,6 @@ class StoredSender:
     def _slot(self, version: int) -> Path:
         suffix = ".weights" if self._route == "shm" else ""
         return Path(self.location) / f"slot-{version % 2}-rank-{self._rank}{suffix}"
-
-    def _make_scratch(self) -> Path:
-        """A directory beside the one that it will replace, with the space for its file."""
-        scratch = self._final.with_name(f".{self._final.name}.{os.getpid()}")
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        with (scratch / FILE).open("wb") as file:
-            header, _, size = _header(self._specs)
-            _reserve(file.fileno(), scratch / FILE, len(header) + size)
-        return scratch
 
 
 def open_weights(meta: WeightUpdateMeta, mappings: Mappings | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,8 +147,7 @@ def _reserve(descriptor: int, path: str | Path, size: int) -> None:
         WeightUpdateError: the file system has no such space.
     """
     found = os.fstat(descriptor)
-    if found.st_size != size:
-        os.ftruncate(descriptor, size)
+    os.ftruncate(descriptor, size)
     if found.st_size != size or found.st_blocks * 512 < size:
         try:
             os.posix_fallocate(descriptor, 0, max(size, 1))

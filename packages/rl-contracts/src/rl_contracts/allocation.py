@@ -156,9 +156,25 @@ class Allocation:
     def __post_init__(self) -> None:
         if not self.groups or not all(self.groups):
             raise ConfigError("allocation: expected at least one component in every device group, found none")
-        conflict = find_conflict(self.groups)
-        if conflict is not None:
-            raise ConfigError(f"allocation {self}: {conflict[1]}")
+        names, at = set[str](), 0
+        for group, component in ((g, c) for g in self.groups for c in g):
+            if component.name in names:
+                raise pointed_at(
+                    str(self),
+                    f"two components are called {component.name!r}; give each its own name, "
+                    f"for example {component.backend}[{component.name}2]:{component.strategy}",
+                    at,
+                )
+            if component.world_size != group[0].world_size:
+                raise pointed_at(
+                    str(self),
+                    f"components joined by '|' share their devices, so their world sizes must be equal: "
+                    f"{group[0].name} has {group[0].world_size}, {component.name} has "
+                    f"{component.world_size}; change d, t, p or c, or join them by '+'",
+                    at,
+                )
+            names.add(component.name)
+            at += len(str(component)) + 1
 
     @classmethod
     def parse(cls, text: str, kinds: Mapping[str, ComponentKind] | None = None) -> Allocation:
@@ -169,19 +185,13 @@ class Allocation:
             kinds: what each backend does, by name. Default: what is installed.
 
         Raises:
-            ConfigError: the text does not follow the grammar, a backend is not installed, or the whole describes what
-                cannot run; shows the text with a mark under the character where it went wrong, and what was expected
-                there.
+            ConfigError: the text does not follow the grammar, a backend is not installed, or components cannot stand
+                side by side; shows the text (or, in the last case, how it was understood) with a mark under the
+                character where it went wrong, and what was expected there.
         """
         if kinds is None:
             kinds = {name: kind for kind, group in GROUPS.items() for name in registry.available(group)}
-        written = Reader(text).groups()
-        groups = tuple(tuple(_component(part, text, kinds) for part in group) for group in written)
-        conflict = find_conflict(groups)
-        if conflict is not None:
-            position, message = conflict
-            raise pointed_at(text, message, [part.at for group in written for part in group][position])
-        return cls(groups)
+        return cls(tuple(tuple(_component(part, text, kinds) for part in group) for group in Reader(text).groups()))
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -249,22 +259,3 @@ def _kind_of_path(backend: str) -> ComponentKind:
 
 def _dims(**sizes: int) -> str:
     return "".join(f"{letter}{size}" for letter, size in sizes.items() if size != 1) or "d1"
-
-
-def find_conflict(groups: tuple[tuple[Component, ...], ...]) -> tuple[int, str] | None:
-    """Position (over all groups) of the first component that cannot stand beside the others, and why."""
-    names: set[str] = set()
-    for position, (group, component) in enumerate((g, c) for g in groups for c in g):
-        if component.name in names:
-            return position, (
-                f"two components are called {component.name!r}; give each its own name, "
-                f"for example {component.backend}[{component.name}2]:{component.strategy}"
-            )
-        if component.world_size != group[0].world_size:
-            return position, (
-                f"components joined by '|' share their devices, so their world sizes must be equal: "
-                f"{group[0].name} has {group[0].world_size}, {component.name} has "
-                f"{component.world_size}; change d, t, p or c, or join them by '+'"
-            )
-        names.add(component.name)
-    return None

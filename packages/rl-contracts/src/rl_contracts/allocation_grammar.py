@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import NoReturn
 
 from rl_contracts.errors import ConfigError
 
@@ -62,11 +61,8 @@ class Reader:
             self.take("]", "']'")
         self.take(": *", "':'")
         sizes_at = self.at
-        sizes = self.hybrid() if self.take(r"\(") else self.plain()
+        sizes = self.hybrid() if self.take(r"\(") else self.dimensions("dtpce")
         return Written(backend, name, sizes, at, sizes_at)
-
-    def plain(self) -> dict[str, int]:
-        return {_STRATEGY[letter]: size for letter, size in self.dimensions("dtpce").items()}
 
     def hybrid(self) -> dict[str, int]:
         """Attention and experts split apart over the same ranks (the opening bracket is read)."""
@@ -77,29 +73,36 @@ class Reader:
         self.take("ffn *: *", "'ffn:'")
         experts = self.dimensions("dtpe")
         self.take(r"\)", "')'")
-        if attention["p"] != experts["p"]:
-            self.fail(f"attn and ffn need the same p, found {attention['p']} and {experts['p']}", start)
+        if attention["pipeline"] != experts["pipeline"]:
+            raise pointed_at(
+                self.text,
+                f"attn and ffn need the same p, found {attention['pipeline']} and {experts['pipeline']}",
+                start,
+            )
         outer, inner = math.prod(attention.values()), math.prod(experts.values())
         if outer != inner:
-            self.fail(
+            raise pointed_at(
+                self.text,
                 f"attn and ffn run on the same ranks, so attn d*t*p*c must equal ffn d*t*p*e: "
                 f"found {outer} and {inner}",
                 start,
             )
-        sizes = {_STRATEGY[letter]: size for letter, size in attention.items()}
-        return sizes | {"expert": experts["e"], "expert_tensor": experts["t"]}
+        return attention | {"expert": experts["expert"], "expert_tensor": experts["tensor"]}
 
     def dimensions(self, letters: str) -> dict[str, int]:
+        """Sizes by the names that a `ParallelStrategy` has for the dimensions; 1 where none is written."""
         sizes: dict[str, int] = {}
         while not sizes or self.text[self.at : self.at + 1].isalnum():
             letter = self.match(f"[{letters}]", f"a dimension (one of {', '.join(letters)}, then a number)")
             if letter in sizes:
-                self.fail(f"dimension '{letter}' is given twice", self.at - 1)
+                raise pointed_at(self.text, f"dimension '{letter}' is given twice", self.at - 1)
             size = self.match("[0-9]{1,9}", f"the size of dimension '{letter}', a number of at least 1")
             if int(size) == 0:
-                self.fail(f"expected a size of at least 1 for dimension '{letter}', found 0", self.at - len(size))
+                raise pointed_at(
+                    self.text, f"expected a size of at least 1 for dimension '{letter}', found 0", self.at - len(size)
+                )
             sizes[letter] = int(size)
-        return {letter: sizes.get(letter, 1) for letter in letters}
+        return {_STRATEGY[letter]: sizes.get(letter, 1) for letter in letters}
 
     def take(self, pattern: str, expected: str = "") -> str:
         """`match` behind the blanks that may come first."""
@@ -111,11 +114,8 @@ class Reader:
         word = re.compile(pattern).match(self.text, self.at)
         if word is None and expected:
             found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
-            self.fail(f"expected {expected}, found {found}", self.at)
+            raise pointed_at(self.text, f"expected {expected}, found {found}", self.at)
         if word is None:
             return ""
         self.at = word.end()
         return word[0]
-
-    def fail(self, message: str, at: int) -> NoReturn:
-        raise pointed_at(self.text, message, at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,10 +105,12 @@ def test_prefers_onednn_operator_that_computes_something_else_is_refused(monkeyp
     ],
 )
 def test_prefers_onednn_where_mkl_leaves_vector_instructions_unused(
-    monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str, expected: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vendor: str, capability: str, expected: bool
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(module, "_vendor", lambda: vendor)
+    named = tmp_path / "cpuinfo"
+    named.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n" if vendor else "processor\t: 0\n")
+    monkeypatch.setattr(module, "_PROCESSORS", named)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     module.prefers_onednn.cache_clear()
 

@@ -9,6 +9,7 @@ sizes alone, never from a measurement, so that a run that is repeated or resumed
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.autograd.function import once_differentiable
 
 LEAST_OUTPUTS = 8192
 """Entries of a product from which on oneDNN is taken; its calls cost more than MKL's."""
+_PROCESSORS = Path("/proc/cpuinfo")
+"""Where Linux names the makers of x86 processors."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -32,11 +35,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [..., out].
     """
-    if not _worthwhile(x, weight):
+    worthwhile = (
+        x.numel() // x.shape[-1] * weight.shape[0] >= LEAST_OUTPUTS
+        and x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and prefers_onednn()
+        # who asks for the same bits everywhere gets torch's own product everywhere
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+    if not worthwhile:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        result: Tensor = _Linear.apply(x, weight, bias)
-        return result
+        return _Linear.apply(x, weight, bias)
     return _onednn(x, weight, bias)
 
 
@@ -70,28 +80,9 @@ def prefers_onednn() -> bool:
 
 
 def _mkl_wastes_speed() -> bool:
-    """Whether this processor has vector instructions that MKL does not use on it."""
-    return _vendor() not in ("GenuineIntel", "") and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-def _vendor() -> str:
-    """Maker of an x86 processor as Linux names it; empty where it is not known."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
-
-
-def _worthwhile(x: Tensor, weight: Tensor) -> bool:
-    return (
-        x.numel() // x.shape[-1] * weight.shape[0] >= LEAST_OUTPUTS
-        and x.dtype == weight.dtype == torch.float32
-        and x.device.type == "cpu"
-        and prefers_onednn()
-        # who asks for the same bits everywhere gets torch's own product everywhere
-        and not torch.are_deterministic_algorithms_enabled()
-    )
+    """Whether this processor is known to have vector instructions that MKL does not use on it."""
+    makers = re.findall(r"^vendor_id\s*: (\S+)", _PROCESSORS.read_text(), re.MULTILINE) if _PROCESSORS.exists() else []
+    return bool(set(makers) - {"GenuineIntel"}) and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -99,13 +90,11 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
         return linear(x, layer.weight, layer.bias)
     if torch.is_grad_enabled():  # the compiler makes the gradients of what it knows
         return F.linear(x, layer.weight, layer.bias)
-    result: Tensor = torch.ops.rl_contracts.linear(x, layer.weight, layer.bias)  # the choice is made when it runs
-    return result
+    return torch.ops.rl_contracts.linear(x, layer.weight, layer.bias)  # the choice is made when it runs
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return result
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
@@ -115,8 +104,7 @@ class _Linear(torch.autograd.Function):
         ctx.has_bias = bias is not None
         # of more than two dimensions the operator returns a view, which nobody may change in place
         product = _onednn(x.reshape(-1, x.shape[-1]), weight, bias)
-        result: Tensor = torch.ops.aten._unsafe_view(product, (*x.shape[:-1], len(weight)))
-        return result
+        return torch.ops.aten._unsafe_view(product, (*x.shape[:-1], len(weight)))
 
     @staticmethod
     @once_differentiable

@@ -9,14 +9,13 @@ import time
 import traceback
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any
 
 from rl_contracts.errors import RLError, StalledError
 from rl_contracts.logging import get_logger
 
-T = TypeVar("T")
 logger = get_logger("aio")
 
 
@@ -24,7 +23,7 @@ BEAT_SECONDS = 1.0
 """How often a loop is asked whether it still turns, where a caller wants to know."""
 
 
-class LoopThread:
+class LoopThread(AbstractContextManager["LoopThread"]):
     """One event loop (uvloop where it is installed) in a daemon thread of its own.
 
     Usable as a context manager, which closes it.
@@ -42,7 +41,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit[T](self, coro: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine in the loop, from any thread. Its error or result is in the future.
 
         Raises:
@@ -52,9 +51,9 @@ class LoopThread:
             if not self._closing:
                 return asyncio.run_coroutine_threadsafe(coro, self._loop)
         coro.close()
-        raise self._closed_error()
+        raise self._closed_error() from self._death
 
-    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None, blocked: float | None = None) -> T:
+    def run[T](self, coro: Coroutine[Any, Any, T], timeout: float | None = None, blocked: float | None = None) -> T:
         """Run a coroutine in the loop and wait for its result; its error is raised here with its traceback.
 
         Args:
@@ -86,8 +85,7 @@ class LoopThread:
                     self._beat(blocked)
         except CancelledError as error:
             if self._closing:
-                closed = self._closed_error()
-                raise closed from closed.__cause__ or error
+                raise self._closed_error() from self._death or error
             raise
         finally:
             future.cancel()
@@ -126,9 +124,6 @@ class LoopThread:
             )
             raise StalledError(f"loop {self.name!r}: still not ended {timeout:g} s after it was closed: {left}")
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -163,11 +158,8 @@ class LoopThread:
             loop.close()
 
     def _closed_error(self) -> RLError:
-        if self._death is None:
-            return RLError(f"loop {self.name!r} is closed")
-        error = RLError(f"loop {self.name!r} died of {self._death!r}")
-        error.__cause__ = self._death
-        return error
+        how = "is closed" if self._death is None else f"died of {self._death!r}"
+        return RLError(f"loop {self.name!r} {how}")
 
 
 def stack_of_thread(name: str) -> str:

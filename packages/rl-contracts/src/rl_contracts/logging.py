@@ -62,11 +62,10 @@ def configure(
     line = f"%(asctime)s.%(msecs)03d %(levelname)s {bracket}%(name)s: %(message)s"
     handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger(ROOT)
-    for previous in list(logger.handlers):
-        if getattr(previous, "configured_by_rl", False):
-            logger.removeHandler(previous)
-            previous.close()
-    handler.configured_by_rl = True  # type: ignore[attr-defined]
+    for previous in [known for known in logger.handlers if known.name == ROOT]:
+        logger.removeHandler(previous)
+        previous.close()
+    handler.name = ROOT
     logger.addHandler(handler)
     logger.setLevel(level.upper() if isinstance(level, str) else level)
     # Otherwise a program that also configures the root logger would show each line twice.

@@ -112,15 +112,30 @@ class Figures:
         figures._figures = {name: Figure(*figure) for name, figure in value.items()}
         return figures
 
-    def _merge(self, name: str, figure: Figure) -> None:
+    def _merge(self, name: str, new: Figure) -> None:
         with _lock:
             known = self._figures.get(name)
-            self._figures[name] = figure if known is None else _combined(name, known, figure)
+            if known is not None and known.kind != new.kind:
+                raise ConfigError(
+                    f"metric {name!r} is a {known.kind}, but is now recorded as a {new.kind}; use another name."
+                )
+            self._figures[name] = (
+                Figure(new.kind, _combine(new.kind, known.value, new.value), known.weight + new.weight)
+                if known is not None
+                else new
+            )
 
     def _read(self) -> dict[str, Figure]:
         """All figures as floats, with one transfer per device."""
         figures = dict(self._figures)
-        numbers = _read([scalar for figure in figures.values() for scalar in figure[1:]])
+        numbers = [scalar for figure in figures.values() for scalar in figure[1:]]
+        for device in {number.device for number in numbers if _is_tensor(number)}:
+            import torch
+
+            indices = [i for i, number in enumerate(numbers) if _is_tensor(number) and number.device == device]
+            read = torch.stack([numbers[index] for index in indices]).tolist()
+            for index, number in zip(indices, read, strict=True):
+                numbers[index] = number
         return {
             name: Figure(figure.kind, *numbers[2 * i : 2 * i + 2]) for i, (name, figure) in enumerate(figures.items())
         }
@@ -258,12 +273,6 @@ def _tensor_figure(value: Scalar, weight: Scalar, kind: Kind) -> Figure:
     return Figure(kind, total, weight.sum())
 
 
-def _combined(name: str, known: Figure, new: Figure) -> Figure:
-    if known.kind != new.kind:
-        raise ConfigError(f"metric {name!r} is a {known.kind}, but is now recorded as a {new.kind}; use another name.")
-    return Figure(known.kind, _combine(known.kind, known.value, new.value), known.weight + new.weight)
-
-
 def _combine(kind: Kind, old: Scalar, new: Scalar) -> Scalar:
     if kind in ("mean", "sum"):
         return old + new
@@ -273,19 +282,6 @@ def _combine(kind: Kind, old: Scalar, new: Scalar) -> Scalar:
     if math.isnan(old) or math.isnan(new):
         return math.nan
     return min(old, new) if kind == "min" else max(old, new)
-
-
-def _read(values: list[Scalar]) -> list[float]:
-    """All values as floats, with one transfer per device."""
-    numbers = list(values)
-    for device in {value.device for value in values if _is_tensor(value)}:
-        import torch
-
-        indices = [index for index, value in enumerate(values) if _is_tensor(value) and value.device == device]
-        stacked = torch.stack([values[index] for index in indices]).tolist()
-        for index, number in zip(indices, stacked, strict=True):
-            numbers[index] = number
-    return numbers
 
 
 def _number(name: str, value: Scalar) -> int | float:

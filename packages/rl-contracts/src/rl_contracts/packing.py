@@ -49,22 +49,19 @@ def pack_first_fit(lengths: Sequence[int], capacity: int, at_least: int = 1) -> 
                 f"row {row} has {lengths[row]} tokens, but a micro-batch holds {capacity}. "
                 "Raise micro_batch.max_tokens, or shorten prompts or generation.max_new_tokens."
             )
-        for index, free in enumerate(room):
-            if lengths[row] <= free:
-                bins[index].append(row)
-                room[index] -= lengths[row]
-                break
-        else:
-            bins.append([row])
-            room.append(capacity - lengths[row])
+        index = next((i for i, free in enumerate(room) if lengths[row] <= free), len(bins))
+        if index == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[index].append(row)
+        room[index] -= lengths[row]
     while len(bins) < at_least:
         fullest = max(range(len(bins)), key=lambda i: len(bins[i]), default=None)
         if fullest is None or len(bins[fullest]) < 2:
             bins.append([])
             continue
-        halves = balance([lengths[row] for row in bins[fullest]], 2)
         rows = bins.pop(fullest)
-        bins += [[rows[i] for i in half] for half in halves]
+        bins += [[rows[i] for i in half] for half in balance([lengths[row] for row in rows], 2)]
     return [sorted(b) for b in bins]
 
 

@@ -1,13 +1,10 @@
-"""What goes through the pipes between the wrapper and a worker: JSON values, each after its length (4 bytes)."""
+"""What goes through the pipes between the wrapper and a worker: JSON values, one a line."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
-
-HEADER = 4
-"""Bytes of the length, big-endian."""
 
 
 def encode(value: Any) -> bytes:
@@ -16,18 +13,16 @@ def encode(value: Any) -> bytes:
     Raises:
         TypeError, ValueError: not a JSON value.
     """
-    body = json.dumps(value).encode()
-    return len(body).to_bytes(HEADER) + body
+    return json.dumps(value).encode() + b"\n"  # json escapes the line breaks of texts
 
 
 def frames(stream: BinaryIO) -> Iterator[Any]:
     """The values of the frames that come, until the other side is gone."""
-    while len(header := stream.read(HEADER)) == HEADER:
-        yield json.loads(stream.read(int.from_bytes(header)))
+    for line in stream:
+        if line.endswith(b"\n"):  # else it is gone in the middle of it
+            yield json.loads(line)
 
 
 def complete(buffer: bytearray) -> Any:
     """The value of the frame in `buffer`; None while a part of it is missing."""
-    if len(buffer) < HEADER or len(buffer) < HEADER + int.from_bytes(buffer[:HEADER]):
-        return None
-    return json.loads(buffer[HEADER:])
+    return json.loads(buffer) if buffer.endswith(b"\n") else None

@@ -65,7 +65,6 @@ class RestartConfig(Settings):
 
 @dataclass
 class _Patient:
-    pid: int | None
     due: float
     was_well: bool = False
     failing_since: float | None = None
@@ -91,7 +90,8 @@ class ServerCare:
         self._specs = {spec.role: spec for spec in specs}
         self._restarts: dict[str, deque[float]] = defaultdict(deque)
         self._threads = ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="health")
-        self._patients: dict[str, _Patient] = {}
+        self._patients: dict[tuple[str, int], _Patient] = {}
+        """By name and life of a server."""
         self.history: list[str] = []
         """A sentence per restart, for the error that may come after it."""
 
@@ -119,9 +119,7 @@ class ServerCare:
         if not self._config.health_timeout or spec.ready_path is None or worker.port is None:
             return ""
         now, limit = time.monotonic(), self._config.health_timeout
-        patient = self._patients.get(worker.name)
-        if patient is None or patient.pid != worker.pid:
-            patient = self._patients[worker.name] = _Patient(worker.pid, now)
+        patient = self._patients.setdefault((worker.name, worker.restarts), _Patient(now))
         if patient.probe is not None and patient.probe.done():
             problem, patient.probe = patient.probe.result(), None
             if problem is None:

@@ -7,11 +7,12 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_contracts.config import require
-from rl_contracts.errors import LaunchError
+from rl_contracts.errors import LaunchError, RLError
 from rl_contracts.scheduler import JobSpec, Resources, Scheduler, SchedulerConfig, Worker
 from rl_launchers import report
 from rl_launchers.keeper import Keeper
@@ -54,7 +55,7 @@ class _Role:
     cores: list[str] = field(default_factory=list)
 
 
-class LocalScheduler(Scheduler):
+class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
     """Starts workers as processes of this machine. To be used from one thread, and as a context manager.
 
     Each worker leads its own process group and session and writes to `<log_dir>/<role>-<index>.log`. When the process
@@ -73,9 +74,6 @@ class LocalScheduler(Scheduler):
         self._gpus = Pool("gpus", visible_gpus(os.environ) if config.gpus is None else config.gpus)
         self._roles: dict[str, _Role] = {}
         self._keeper: Keeper | None = None
-
-    def __enter__(self) -> LocalScheduler:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.delete_workers()
@@ -96,10 +94,8 @@ class LocalScheduler(Scheduler):
             self._reserve(role)
             for index in range(spec.count):
                 role.processes.append(self._start(role, index))
-        except (LaunchError, OSError) as error:
+        except (RLError, OSError):
             self.delete_workers(spec.role, grace=0)
-            if isinstance(error, OSError):
-                raise LaunchError(f"role {spec.role!r} cannot be started: {error}") from error
             raise
         return self.get_workers(spec.role)
 
@@ -148,10 +144,7 @@ class LocalScheduler(Scheduler):
         self._end([former], grace=0.0)
         lives = former.worker.restarts + 1
         report.separate(former.worker.log, f"{worker.name}, start {lives + 1}" + (f": {note}" if note else ""))
-        try:
-            role.processes[worker.index] = self._start(role, worker.index, lives)
-        except OSError as error:
-            raise LaunchError(f"{worker.name} cannot be started again: {error}") from error
+        role.processes[worker.index] = self._start(role, worker.index, lives)
         return role.processes[worker.index].worker
 
     def logs(self, worker: Worker, lines: int = 30) -> str:
@@ -172,7 +165,11 @@ class LocalScheduler(Scheduler):
         names = [name for name in self._roles if role is None or name == role]
         self._end([process for name in names for process in self._roles[name].processes], grace)
         for name in names:
-            self._release(self._roles.pop(name))
+            ended = self._roles.pop(name)
+            for reservation in ended.ports:
+                reservation.release()
+            self._gpus.give_back(ended.gpus)
+            self._cores.give_back(ended.cores)
         if self._keeper is not None and not self._roles:
             keeper, self._keeper = self._keeper, None
             keeper.close()
@@ -204,40 +201,32 @@ class LocalScheduler(Scheduler):
         spec = role.spec
         port = role.ports[index].port if _listens(spec) else None
         master_port = role.ports[-1].port if spec.spmd else None
+        # ranks see all of their role's, and choose by LOCAL_RANK
+        gpus = role.gpus if spec.spmd else role.gpus[index * spec.gpus : (index + 1) * spec.gpus]
         environment = worker_environment(
-            spec, os.environ, index, self._host, port, master_port, self._devices(role, index)
+            spec, os.environ, index, self._host, port, master_port, gpus if self._gpus.size else None
         )
         command = [fill_in(part, index, self._host, port) for part in spec.command]
         if shutil.which(command[0], path=environment.get("PATH")) is None:
             raise LaunchError(f"role {spec.role!r}: no program {command[0]!r} on PATH. Install it, or give its path.")
-        self._log_dir.mkdir(parents=True, exist_ok=True)
         log = self._log_dir / f"{spec.role}-{index}.log"
         if index == 0:
             for reservation in role.ports:
                 reservation.hand_over()
-        if self._keeper is None:
-            self._keeper = Keeper()
-        return LocalProcess(
-            Worker(spec.role, index, self._host, port, log, restarts=restarts),
-            command,
-            environment,
-            self._keeper.fd,
-            role.cores[index * spec.cpus : (index + 1) * spec.cpus],
-            spec.ready_path,
-        )
-
-    def _devices(self, role: _Role, index: int) -> list[str] | None:
-        """Devices that a worker sees: its own; all of its role's for SPMD ranks, which choose by LOCAL_RANK."""
-        spec = role.spec
-        if "CUDA_VISIBLE_DEVICES" in spec.env or not self._gpus.size:
-            return None
-        return role.gpus if spec.spmd else role.gpus[index * spec.gpus : (index + 1) * spec.gpus]
-
-    def _release(self, role: _Role) -> None:
-        for reservation in role.ports:
-            reservation.release()
-        self._gpus.give_back(role.gpus)
-        self._cores.give_back(role.cores)
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            if self._keeper is None:
+                self._keeper = Keeper()
+            return LocalProcess(
+                Worker(spec.role, index, self._host, port, log, restarts=restarts),
+                command,
+                environment,
+                self._keeper.fd,
+                role.cores[index * spec.cpus : (index + 1) * spec.cpus],
+                spec.ready_path,
+            )
+        except OSError as error:
+            raise LaunchError(f"{spec.role}-{index} cannot be started: {error}") from error
 
     def _processes(self) -> list[LocalProcess]:
         return [process for role in self._roles.values() for process in role.processes]
@@ -254,6 +243,10 @@ def _validate(spec: JobSpec) -> None:
     """Raise a ConfigError for a role that cannot be meant as it is written."""
     path, last = spec.ready_path, 65536 - spec.count
     rules = {
+        "role": (
+            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", spec.role) is not None,
+            "a name of letters, digits, '_', '.' and '-', for it names the log files",
+        ),
         "command": (len(spec.command) > 0, "a program and its arguments"),
         "count": (spec.count >= 1, "at least 1"),
         "cpus": (spec.cpus >= 1, "at least 1"),
@@ -262,7 +255,5 @@ def _validate(spec: JobSpec) -> None:
         "port": (spec.port is None or 1 <= spec.port <= last, f"between 1 and {last} for {spec.count} workers"),
         "ready_path": (path is None or path.startswith("/"), "a path that starts with '/'"),
     }
-    named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", spec.role) is not None
-    require(named, "role", "a name of letters, digits, '_', '.' and '-', for it names the log files", spec.role)
     for name, (holds, expected) in rules.items():
         require(holds, f"role {spec.role!r}: {name}", expected, getattr(spec, name))

@@ -91,7 +91,13 @@ class PortReservation:
             self._socket.bind((host, port))
         except OSError as error:
             self._socket.close()
-            raise LaunchError(_refusal(host, port, error)) from error
+            if error.errno == errno.EADDRINUSE:
+                raise LaunchError(
+                    f"port {port} is in use by {holder_of(port)}. Stop that process, or choose another port."
+                ) from error
+            raise LaunchError(
+                f"port {port} of {host or 'this host'} cannot be used: {error.strerror}. Choose another host or port."
+            ) from error
         self.port: int = self._socket.getsockname()[1]
 
     def hand_over(self) -> None:
@@ -102,12 +108,6 @@ class PortReservation:
     def release(self) -> None:
         """Give the port up. May be called twice."""
         self._socket.close()
-
-
-def _refusal(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use by {holder_of(port)}. Stop that process, or choose another port."
-    return f"port {port} of {host or 'this host'} cannot be used: {error.strerror}. Choose another host or port."
 
 
 def holder_of(port: int) -> str:

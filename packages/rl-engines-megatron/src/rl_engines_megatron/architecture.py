@@ -12,8 +12,6 @@ from rl_contracts.errors import ModelError
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of `model_type` that are supported."""
 
-_MISSING = object()
-
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -91,10 +89,12 @@ class Architecture:
 
 
 def _read(config: Any, name: str) -> Any:
-    value = getattr(config, name, _MISSING)
-    if value is _MISSING:
-        raise ModelError(f"megatron: the config ({type(config).__name__}) has no {name}; pass a transformers config.")
-    return value
+    try:
+        return getattr(config, name)
+    except AttributeError as error:
+        raise ModelError(
+            f"megatron: the config ({type(config).__name__}) has no {name}; pass a transformers config."
+        ) from error
 
 
 def _size(config: Any, name: str, default: int | None = None) -> int:
@@ -116,8 +116,7 @@ def _refuse_variants(config: Any) -> None:
         raise ModelError(f"megatron: hidden_act: expected 'silu', found {activation!r}.")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        found = ", ".join(sorted(kinds))
-        raise ModelError(f"megatron: layer_types: only full_attention is supported, found {found}.")
+        raise ModelError(f"megatron: layer_types: only full_attention is supported, found {', '.join(sorted(kinds))}.")
 
 
 def _rope(config: Any) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -47,18 +47,17 @@ def to_megatron(
         ModelError: an unknown, missing or misshaped parameter, tied embeddings that differ, or an unsupported model.
         ConfigError: sizes that do not divide, or a rank that does not exist.
     """
-    architecture, partition = _plan(hf_config, tp_size, pp_size, vocab_multiple)
+    partition = Partition(Architecture.from_hugging_face(hf_config), tp_size, pp_size, vocab_multiple)
     partition.check_rank(tp_rank, pp_rank)
-    stages = [list(stage_parameters(architecture, partition, stage)) for stage in range(pp_size)]
+    stages = [list(stage_parameters(partition, stage)) for stage in range(pp_size)]
     expected = {source for stage in stages for parameter in stage for source in parameter.sources}
-    _check_names(state, expected, {HEAD} if architecture.tied else set())
+    tied = partition.architecture.tied
+    _check_names(state.keys(), expected, {HEAD} if tied else set())
     result: dict[str, Tensor] = {}
     for parameter in stages[pp_rank]:
         tensors = [state[source] for source in parameter.sources]
-        for source, tensor, shape in zip(parameter.sources, tensors, parameter.layout.shapes(), strict=True):
-            _check_shape(source, tensor, shape)
-        _check_alike(parameter.sources, tensors)
-        if architecture.tied and parameter.sources == (EMBEDDING,) and HEAD in state:
+        _check_tensors(parameter.sources, tensors, parameter.layout.shapes())
+        if tied and parameter.sources == (EMBEDDING,) and HEAD in state:
             _check_equal(EMBEDDING, tensors[0], HEAD, state[HEAD], "the config ties them (tie_word_embeddings)")
         result[parameter.name] = parameter.layout.shard(tensors, tp_rank, tp_size)
     return result
@@ -92,7 +91,7 @@ def from_megatron(
             differ between ranks.
         ConfigError: a wrong number of shards, or sizes that do not divide.
     """
-    architecture, partition = _plan(hf_config, tp_size, pp_size, vocab_multiple)
+    partition = Partition(Architecture.from_hugging_face(hf_config), tp_size, pp_size, vocab_multiple)
     if len(shards) != tp_size * pp_size:
         raise ConfigError(
             f"megatron: expected {tp_size * pp_size} shards (tensor {tp_size} * pipeline {pp_size}), "
@@ -101,35 +100,25 @@ def from_megatron(
     result: dict[str, Tensor] = {}
     for stage in range(pp_size):
         ranks = shards[stage * tp_size : (stage + 1) * tp_size]
-        parameters = list(stage_parameters(architecture, partition, stage))
+        parameters = list(stage_parameters(partition, stage))
         for tp_rank, shard in enumerate(ranks):
-            weights = [name for name in shard if not name.endswith("_extra_state")]
-            _check_names(weights, [p.name for p in parameters], set(), _place(tp_rank, stage))
+            weights = {name for name in shard if not name.endswith("_extra_state")}
+            _check_names(weights, {p.name for p in parameters}, set(), _place(tp_rank, stage))
         for parameter in parameters:
             tensors = _merge(parameter, ranks, stage)
             for source, tensor in zip(parameter.sources, tensors, strict=True):
                 if source in result:
-                    first, last = "embedding.word_embeddings.weight", parameter.name
-                    _check_equal(first, result[source], last, tensor, "embeddings are tied")
+                    of_first = "embedding.word_embeddings.weight"
+                    _check_equal(of_first, result[source], parameter.name, tensor, "embeddings are tied")
                 result[source] = tensor
     return result
 
 
-def _plan(hf_config: Any, tp_size: int, pp_size: int, vocab_multiple: int) -> tuple[Architecture, Partition]:
-    architecture = Architecture.from_hugging_face(hf_config)
-    partition = Partition(tp_size, pp_size, vocab_multiple)
-    partition.check(architecture)
-    return architecture, partition
-
-
 def _merge(parameter: Parameter, ranks: Sequence[Mapping[str, Any]], stage: int) -> tuple[Tensor, ...]:
     """The Hugging Face tensors of one parameter, of a stage's tensor-parallel ranks."""
-    name, shape = parameter.name, shard_shape(parameter.layout, len(ranks))
-    places = [f"{name}{_place(tp_rank, stage)}" for tp_rank in range(len(ranks))]
-    tensors = [rank[name] for rank in ranks]
-    for place, tensor in zip(places, tensors, strict=True):
-        _check_shape(place, tensor, shape)
-    _check_alike(places, tensors)
+    places = [f"{parameter.name}{_place(tp_rank, stage)}" for tp_rank in range(len(ranks))]
+    tensors = [rank[parameter.name] for rank in ranks]
+    _check_tensors(places, tensors, [shard_shape(parameter.layout, len(ranks))] * len(ranks))
     if isinstance(parameter.layout, Replicated):
         for place, tensor in zip(places[1:], tensors[1:], strict=True):
             _check_equal(places[0], tensors[0], place, tensor, "every tensor-parallel rank holds the same")
@@ -140,31 +129,23 @@ def _place(tp_rank: int, stage: int) -> str:
     return f" (tensor rank {tp_rank}, pipeline stage {stage})"
 
 
-def _check_names(found: Iterable[str], expected: Iterable[str], optional: set[str], where: str = "") -> None:
-    names, wanted = set(found), set(expected)
-    for kind, odd in (("missing", wanted - names), ("unknown", names - wanted - optional)):
+def _check_names(found: Set[str], expected: Set[str], optional: Set[str], where: str = "") -> None:
+    for kind, odd in (("missing", expected - found), ("unknown", found - expected - optional)):
         if odd:
             raise ModelError(
-                f"megatron: {kind} parameters{where}: {_listed(sorted(odd))}. Do config and weights belong together?"
+                f"megatron: {kind} parameters{where}: {', '.join(sorted(odd)[:SHOWN])} ({len(odd)} in all). "
+                "Do config and weights belong together?"
             )
 
 
-def _listed(names: list[str]) -> str:
-    rest = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _check_shape(name: str, tensor: Any, shape: Shape) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ModelError(f"megatron: {name}: expected a tensor, found {type(tensor).__name__}.")
-    if tuple(tensor.shape) != shape:
-        raise ModelError(f"megatron: {name}: expected shape {list(shape)}, found {list(tensor.shape)}.")
-
-
-def _check_alike(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Tensors that are put together must not be cast on the way."""
+def _check_tensors(names: Sequence[str], tensors: Sequence[Any], shapes: Sequence[Shape]) -> None:
+    """See that tensors that form one parameter have these shapes, and need not be cast on the way."""
     first = tensors[0]
-    for name, tensor in zip(names, tensors, strict=True):
+    for name, tensor, shape in zip(names, tensors, shapes, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise ModelError(f"megatron: {name}: expected a tensor, found {type(tensor).__name__}.")
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"megatron: {name}: expected shape {list(shape)}, found {list(tensor.shape)}.")
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ModelError(
                 f"megatron: {name} is {tensor.dtype} on {tensor.device}, but {names[0]} is {first.dtype} on "

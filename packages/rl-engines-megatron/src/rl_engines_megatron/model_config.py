@@ -34,8 +34,7 @@ def transformer_kwargs(
         ModelError: an unsupported model.
         ConfigError: a strategy that does not fit the model, with the numbers.
     """
-    architecture = Architecture.from_hugging_face(hf_config)
-    _check_strategy(architecture, strategy)
+    architecture = _partition(hf_config, strategy).architecture
     return {
         "num_layers": architecture.layers,
         "hidden_size": architecture.hidden,
@@ -78,11 +77,11 @@ def gpt_model_kwargs(
         ModelError: an unsupported model, or rotary scaling that megatron-core computes differently.
         ConfigError: a strategy that does not fit the model, with the numbers, or a stage that does not exist.
     """
-    architecture = Architecture.from_hugging_face(hf_config)
-    partition = _check_strategy(architecture, strategy, vocab_multiple)
+    partition = _partition(hf_config, strategy, vocab_multiple)
     partition.check_rank(0, pp_rank)
+    architecture = partition.architecture
     return {
-        "vocab_size": partition.padded_vocab(architecture.vocab),
+        "vocab_size": partition.padded_vocab,
         "max_sequence_length": architecture.max_positions,
         "pre_process": partition.is_first(pp_rank),
         "post_process": partition.is_last(pp_rank),
@@ -92,15 +91,14 @@ def gpt_model_kwargs(
     }
 
 
-def _check_strategy(architecture: Architecture, strategy: ParallelStrategy, vocab_multiple: int = 1) -> Partition:
+def _partition(hf_config: Any, strategy: ParallelStrategy, vocab_multiple: int = 1) -> Partition:
+    architecture = Architecture.from_hugging_face(hf_config)
     if strategy.expert != 1 or strategy.expert_tensor not in (None, 1):
         raise ConfigError(
             f"megatron: {architecture.family} models have no experts, found expert {strategy.expert} and "
             f"expert_tensor {strategy.expert_tensor}; leave both out."
         )
-    partition = Partition(strategy.tensor, strategy.pipeline, vocab_multiple)
-    partition.check(architecture)
-    return partition
+    return Partition(architecture, strategy.tensor, strategy.pipeline, vocab_multiple)
 
 
 def _rope_kwargs(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,24 +24,23 @@ class Parameter:
     """How it is made of them and split over tensor-parallel ranks."""
 
 
-def stage_parameters(architecture: Architecture, partition: Partition, pp_rank: int) -> Iterator[Parameter]:
+def stage_parameters(partition: Partition, pp_rank: int) -> Iterator[Parameter]:
     """Every parameter of a pipeline stage.
 
     The last stage of a model with tied embeddings holds a copy of the embedding as its output layer, unless it is
     the first stage too.
     """
-    hidden, vocab = architecture.hidden, architecture.vocab
-    vocabulary = Split((vocab, hidden), padded=partition.padded_vocab(vocab))
+    architecture = partition.architecture
+    vocabulary = Split((architecture.vocab, architecture.hidden), padded=partition.padded_vocab)
     if partition.is_first(pp_rank):
         yield Parameter("embedding.word_embeddings.weight", (EMBEDDING,), vocabulary)
-    for local, layer in enumerate(partition.stage_layers(architecture.layers, pp_rank)):
+    for local, layer in enumerate(partition.stage_layers(pp_rank)):
         yield from _layer_parameters(architecture, f"decoder.layers.{local}", f"model.layers.{layer}")
     if partition.is_last(pp_rank):
-        yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(hidden))
-        if not architecture.tied:
-            yield Parameter("output_layer.weight", (HEAD,), vocabulary)
-        elif not partition.is_first(pp_rank):
-            yield Parameter("output_layer.weight", (EMBEDDING,), vocabulary)
+        yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated(architecture.hidden))
+        if not (architecture.tied and partition.is_first(pp_rank)):
+            source = EMBEDDING if architecture.tied else HEAD
+            yield Parameter("output_layer.weight", (source,), vocabulary)
 
 
 def _layer_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Parameter]:
@@ -50,10 +49,10 @@ def _layer_parameters(architecture: Architecture, to: str, of: str) -> Iterator[
     attention, mlp = f"{of}.self_attn", f"{of}.mlp"
 
     yield Parameter(f"{to}.input_layernorm.weight", (f"{of}.input_layernorm.weight",), Replicated(hidden))
-    for kind, columns in (("weight", hidden), ("bias", None)):
+    for kind, trailing in (("weight", (hidden,)), ("bias", ())):
         if kind == "weight" or architecture.qkv_bias:
             sources = tuple(f"{attention}.{part}_proj.{kind}" for part in "qkv")
-            qkv = FusedQKV(heads, groups, head_dim, columns)
+            qkv = FusedQKV(heads, groups, head_dim, trailing)
             yield Parameter(f"{to}.self_attention.linear_qkv.{kind}", sources, qkv)
     if architecture.qk_norm:
         for part in "qk":

@@ -9,10 +9,16 @@ from rl_contracts.errors import ConfigError
 from rl_engines_megatron.architecture import Architecture
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Partition(Settings):
-    """Tensor-parallel ranks, pipeline stages of equal length, and the padding of the vocabulary."""
+    """A model over tensor-parallel ranks and pipeline stages of equal length, with the padding of its vocabulary.
 
+    Raises:
+        ConfigError: the model cannot be cut this way, with the numbers.
+    """
+
+    architecture: Architecture
+    """What is cut."""
     tp_size: int = bounded(1, "at least 1", lambda size: size >= 1)
     """Ranks over which each matrix is split."""
     pp_size: int = bounded(1, "at least 1", lambda size: size >= 1)
@@ -20,10 +26,10 @@ class Partition(Settings):
     vocab_multiple: int = bounded(1, "at least 1", lambda rows: rows >= 1)
     """Each tensor-parallel rank holds a multiple of this many rows of the vocabulary."""
 
-    def check(self, architecture: Architecture) -> None:
-        """Raise a `ConfigError` with the numbers unless `architecture` can be cut this way."""
-        tp, pp = self.tp_size, self.pp_size
-        _require_divides("pipeline", pp, "num_hidden_layers", architecture.layers)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        architecture, tp = self.architecture, self.tp_size
+        _require_divides("pipeline", self.pp_size, "num_hidden_layers", architecture.layers)
         _require_divides("tensor", tp, "num_attention_heads", architecture.heads)
         _require_divides("tensor", tp, "intermediate_size", architecture.intermediate)
         groups = architecture.groups
@@ -49,15 +55,16 @@ class Partition(Settings):
         """Whether the stage holds the final norm and the output layer (megatron-core: post_process)."""
         return pp_rank == self.pp_size - 1
 
-    def stage_layers(self, layers: int, pp_rank: int) -> range:
+    def stage_layers(self, pp_rank: int) -> range:
         """The model's layer numbers (from 0) of a stage; megatron-core numbers them from 0 within the stage."""
-        length = layers // self.pp_size
+        length = self.architecture.layers // self.pp_size
         return range(pp_rank * length, (pp_rank + 1) * length)
 
-    def padded_vocab(self, vocab: int) -> int:
+    @property
+    def padded_vocab(self) -> int:
         """Rows of the embedding after padding: the next multiple of `tp_size * vocab_multiple`."""
         step = self.tp_size * self.vocab_multiple
-        return -(-vocab // step) * step
+        return -(-self.architecture.vocab // step) * step
 
 
 def _require_divides(dimension: str, size: int, name: str, value: int) -> None:

@@ -74,25 +74,22 @@ class FusedQKV:
     heads: int
     groups: int
     head_dim: int
-    columns: int | None
-    """Width of a weight's input; None for a bias."""
-
-    def _trailing(self) -> Shape:
-        return () if self.columns is None else (self.columns,)
+    trailing: Shape
+    """What follows the rows: (hidden,) of a weight, nothing of a bias."""
 
     def shapes(self) -> tuple[Shape, ...]:
-        q = (self.heads * self.head_dim, *self._trailing())
-        kv = (self.groups * self.head_dim, *self._trailing())
+        q = (self.heads * self.head_dim, *self.trailing)
+        kv = (self.groups * self.head_dim, *self.trailing)
         return (q, kv, kv)
 
     def shard(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        grouped = [tensor.reshape(self.groups, -1, *self._trailing()) for tensor in tensors]
+        grouped = [tensor.reshape(self.groups, -1, *self.trailing) for tensor in tensors]
         fused = torch.cat(grouped, dim=1).flatten(0, 1)
         rows = fused.shape[0] // size
         return _copy(fused[rank * rows : (rank + 1) * rows])
 
     def unshard(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        fused = torch.cat(list(shards)).reshape(self.groups, -1, *self._trailing())
+        fused = torch.cat(list(shards)).reshape(self.groups, -1, *self.trailing)
         widths = [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
         return tuple(_copy(part).flatten(0, 1) for part in fused.split(widths, dim=1))
 
@@ -111,9 +108,11 @@ def shard_shape(layout: Layout, size: int) -> Shape:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one or more dimensions are equal to the bit, NaN included."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    )
 
 
 def _copy(tensor: Tensor) -> Tensor:

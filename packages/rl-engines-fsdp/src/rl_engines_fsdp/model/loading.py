@@ -58,12 +58,11 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
     config = read_config(path, head)
     try:
         with quiet():
-            loaded: Any = _factory(head).from_pretrained(
+            model, report = _factory(head).from_pretrained(
                 path, config=config, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {path}: its weights cannot be loaded: {error}") from error
-    model, report = loaded
     missing = sorted(report["missing_keys"])
     if head != "lm" and new_head and missing == [SCALAR_HEAD]:  # a language model's directory
         nn.init.zeros_(model.get_parameter(SCALAR_HEAD))
@@ -96,10 +95,7 @@ def check_same_weights(path: str, found: PackedModel, expected: PackedModel) -> 
     Raises:
         ModelError: names the first that differs.
     """
-    ours, theirs = (
-        {name: tuple(value.shape) for name, value in [*model.named_parameters(), *model.kept_buffers()]}
-        for model in (expected, found)
-    )
+    ours, theirs = ({name: tuple(value.shape) for name, value in model.kept_tensors()} for model in (expected, found))
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if different:
         name = different[0]

@@ -73,6 +73,10 @@ class PackedModel(nn.Module):
             if name not in module._non_persistent_buffers_set
         ]
 
+    def kept_tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters by their own names, and `kept_buffers`: all that the model's directory holds."""
+        return [*self.named_parameters(), *self.kept_buffers()]
+
     def adapters(self) -> dict[str, lora.Pair]:
         """Adapters by the Hugging Face names of the weights that they adapt."""
         return lora.pairs(self, PREFIX)

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-to-all: row r of [R, ...] goes to rank r, and row r of the result comes from rank r. Its own adjoint."""
-    return _linear(x, lambda rows: _all_to_all(rows, group), lambda grad: _all_to_all(grad, group))
+    return _Linear.apply(x, lambda rows: _all_to_all(rows, group), lambda grad: _all_to_all(grad, group))
 
 
 def gather(part: Tensor, group: ProcessGroup, weight: float = 1.0) -> Tensor:
@@ -27,7 +27,7 @@ def gather(part: Tensor, group: ProcessGroup, weight: float = 1.0) -> Tensor:
     Args:
         weight: of the gradient, which is this rank's part of what arrives, without a sum over ranks.
     """
-    return _linear(part, lambda mine: _all_gather(mine, group), lambda grad: _own_part(grad, group) * weight)
+    return _Linear.apply(part, lambda mine: _all_gather(mine, group), lambda grad: own_part(grad, group) * weight)
 
 
 def take_part(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -37,7 +37,9 @@ def take_part(x: Tensor, group: ProcessGroup) -> Tensor:
     (see `TokenSplit`).
     """
     ranks = dist.get_world_size(group)
-    return _linear(x, lambda rows: _own_part(rows, group).clone(), lambda grad: _all_gather(grad, group).div_(ranks))
+    return _Linear.apply(
+        x, lambda rows: own_part(rows, group).clone(), lambda grad: _all_gather(grad, group).div_(ranks)
+    )
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -47,17 +49,18 @@ def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
         # a copy, for others may hold the same gradient
         return _all_reduce(grad.clone(memory_format=torch.contiguous_format), group)
 
-    return _linear(x, lambda same: same.view_as(same), summed)
+    return _Linear.apply(x, lambda same: same.view_as(same), summed)
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of what the ranks hold, which all go on to use alike: the gradient passes. Changes `x` in place."""
-    return _linear(x, lambda mine: _all_reduce(mine, group), lambda grad: grad)
+    return _Linear.apply(x, lambda mine: _all_reduce(mine, group), lambda grad: grad)
 
 
-def _linear(x: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-    result: Tensor = _Linear.apply(x, run, adjoint)
-    return result
+def own_part(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's R-th part of rows [n, ...], a view; n is a multiple of R."""
+    size = x.shape[0] // dist.get_world_size(group)
+    return x.narrow(0, dist.get_rank(group) * size, size)
 
 
 class _Linear(torch.autograd.Function):
@@ -93,8 +96,3 @@ def _all_gather(part: Tensor, group: ProcessGroup) -> Tensor:
     out = part.new_empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:])
     dist.all_gather_into_tensor(out, part.contiguous(), group=group)
     return out
-
-
-def _own_part(x: Tensor, group: ProcessGroup) -> Tensor:
-    size = x.shape[0] // dist.get_world_size(group)
-    return x.narrow(0, dist.get_rank(group) * size, size)

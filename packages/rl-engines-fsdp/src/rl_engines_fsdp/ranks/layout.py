@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_engines_fsdp.model.attention import Segments
-from rl_engines_fsdp.ranks.collectives import gather, take_part
+from rl_engines_fsdp.ranks.collectives import gather, own_part, take_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,7 @@ class TokenSplit:
         """
         if self.replica is None:
             return input_ids, position_ids, segments
-        tokens = len(input_ids)
-        missing = -tokens % self._ranks
+        missing = -len(input_ids) % self._ranks
         if missing:
             padding = torch.arange(missing, device=input_ids.device)
             input_ids, position_ids = torch.cat([input_ids, 0 * padding]), torch.cat([position_ids, padding])
@@ -65,7 +64,7 @@ class TokenSplit:
 
     def part(self, values: Tensor) -> Tensor:
         """Of one value per token of the padded row, those of this rank's tokens: [N] to [n]."""
-        return values if self.context is None else values[_part(len(values), self.context)]
+        return values if self.context is None else own_part(values, self.context)
 
     def each(self, hidden: Tensor) -> Tensor:
         """The states that this rank's head reads, [m, H], of those that its decoder made, [n, H]."""
@@ -79,10 +78,8 @@ class TokenSplit:
         """Entries of the tokens that follow the states of `before_next`: [N] to [m], `fill` behind the row's end."""
         if self.replica is None:
             return values[1:]
-        tokens = len(values)
-        ends = values.new_full((1 + -tokens % self._ranks,), fill)
-        padded = torch.cat([values[1:], ends])
-        return padded[_part(len(padded), self.replica)]
+        ends = values.new_full((1 + -len(values) % self._ranks,), fill)
+        return own_part(torch.cat([values[1:], ends]), self.replica)
 
     def whole(self, values: Tensor, count: int) -> Tensor:
         """What all ranks' heads said, in the order of tokens: [m] to the first `count`, the same on every rank."""
@@ -134,8 +131,3 @@ def make_meshes(device: str, strategy: ParallelStrategy) -> Meshes:
             "replica"
         )
     return Meshes(whole, matrices["shard"], matrices["tensor"], TokenSplit(contexts, tensors, replicas))
-
-
-def _part(tokens: int, group: Any) -> slice:
-    size, rank = tokens // dist.get_world_size(group), dist.get_rank(group)
-    return slice(rank * size, (rank + 1) * size)

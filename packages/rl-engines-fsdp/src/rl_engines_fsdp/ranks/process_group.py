@@ -55,10 +55,9 @@ def read_environment(environment: Mapping[str, str] | None = None) -> RankInfo:
             "Start the trainers with torchrun or a launcher, or unset WORLD_SIZE to run one process."
         )
     try:
-        rank, world_size, local_rank = (int(env[name]) for name in names)
+        return RankInfo(*(int(env[name]) for name in names))
     except ValueError as error:
         raise ConfigError(f"environment: RANK, WORLD_SIZE and LOCAL_RANK must be integers: {error}.") from error
-    return RankInfo(rank, world_size, local_rank)
 
 
 def pick_device(setting: str, local_rank: int) -> torch.device:
@@ -114,35 +113,31 @@ def join(
             "process. Destroy it first, or give the engine the same number of ranks."
         )
     _users += 1
-    undo.callback(_leave, context)
+    undo.callback(_leave)
     if info.world_size > 1:
         everyone: Any = dist.new_group(backend="gloo", timeout=timeout)
+        undo.callback(dist.destroy_process_group, everyone)
         context.host_group = everyone
-        context.dp_host_group = everyone if replica_size == 1 else _over_replicas(context, replica_size, timeout)
+        context.dp_host_group = everyone if replica_size == 1 else _over_replicas(context, replica_size, timeout, undo)
     return context
 
 
-def _leave(context: ParallelContext) -> None:
-    """Give the groups back; the last engine of the process ends the default group."""
+def _leave() -> None:
+    """The last engine of the process ends the default group."""
     global _users, _ours
-    everyone, replicas = context.host_group, context.dp_host_group
-    context.host_group = context.dp_host_group = None
-    if replicas is not None and replicas is not everyone:
-        dist.destroy_process_group(replicas)
-    if everyone is not None:
-        dist.destroy_process_group(everyone)
     _users -= 1
     if _users == 0 and _ours:
         dist.destroy_process_group()
         _ours = False
 
 
-def _over_replicas(context: ParallelContext, replica_size: int, timeout: timedelta) -> Any:
+def _over_replicas(context: ParallelContext, replica_size: int, timeout: timedelta, undo: ExitStack) -> Any:
     """The ranks that have this rank's place in each replica; None with one replica (collective)."""
     if context.dp_size == 1:
         return None
     places = [list(range(place, context.world_size, replica_size)) for place in range(replica_size)]
     mine, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout, backend="gloo")
+    undo.callback(dist.destroy_process_group, mine)
     return mine
 
 

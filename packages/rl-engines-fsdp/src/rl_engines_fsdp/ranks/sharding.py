@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,50 +88,42 @@ def fill(model: nn.Module, source: nn.Module | None, device: torch.device, offlo
                         torch.empty_like(parameter.data, device=home), parameter.requires_grad
                     )
                 module._parameters[name] = fresh[parameter]
-    copy_tensors(model.named_parameters(), _whole_parameters(source), device)
-    buffers = {} if source is None else dict(source.named_buffers(remove_duplicate=False))
-    for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                full_name = f"{module_name}.{name}" if module_name else name
-                value = torch.empty_like(buffer, device=device)
-                if source is not None:
-                    value.copy_(buffers[full_name])
-                dist.broadcast(value, src=0)
-                module._buffers[name] = value
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    given = None if source is None else dict(_parameters_and_buffers(source))
+    copy_tensors(_parameters_and_buffers(model), given, device)
 
 
 def copy_weights(model: PackedModel, source: PackedModel | None, device: torch.device) -> None:
     """Copy rank 0's whole parameters, and the buffers that are kept with them, into a model that may be sharded
     (collective), one at a time."""
-    copy_tensors(model.named_parameters(), _whole_parameters(source), device)
-    given = {} if source is None else dict(source.kept_buffers())
-    for name, buffer in model.kept_buffers():
-        if source is not None:
-            buffer.copy_(given[name])
-        if isinstance(model, FSDPModule):
-            dist.broadcast(buffer, src=0)
+    given = None if source is None else dict(source.kept_tensors())
+    copy_tensors(model.kept_tensors(), given, device)
 
 
-def copy_tensors(
-    named: Iterable[tuple[str, nn.Parameter]], given: Mapping[str, Tensor] | None, device: torch.device
-) -> None:
-    """Copy rank 0's whole tensors of the same names into parameters that may be sharded (collective), one at a time.
+@torch.no_grad()
+def copy_tensors(named: Sequence[tuple[str, Tensor]], given: Mapping[str, Tensor] | None, device: torch.device) -> None:
+    """Copy rank 0's whole tensors of the same names into those of a model that may be sharded (collective), one at a
+    time.
 
     Args:
+        named: parameters, and buffers, of which every rank has the whole.
         given: on rank 0; None elsewhere.
     """
-    for name, parameter in named:
-        if not isinstance(parameter, DTensor):
+    sharded = any(isinstance(tensor, DTensor) for _, tensor in named)
+    for name, tensor in named:
+        if not sharded:
             assert given is not None  # a model that is not sharded has one rank
-            parameter.data.copy_(given[name])
+            tensor.copy_(given[name])
             continue
-        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if given is not None:
             value.copy_(given[name])
         dist.broadcast(value, src=0)
-        piece = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        local(parameter.detach()).copy_(local(piece))
+        if isinstance(tensor, DTensor):
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        local(tensor).copy_(local(value))
 
 
 def full_parameters(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
@@ -157,5 +149,5 @@ def mesh_of(tensor: Tensor) -> DeviceMesh | None:
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
-def _whole_parameters(source: nn.Module | None) -> dict[str, Tensor] | None:
-    return None if source is None else {name: p.data for name, p in source.named_parameters()}
+def _parameters_and_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]

@@ -48,8 +48,7 @@ def split_matrices(model: Any, mesh: DeviceMesh) -> list[str]:
     """
     group: Any = mesh.get_group()
     partial_gradients: list[str] = []
-    for name, found, style in planned_modules(model):
-        module: Any = found
+    for name, module, style in planned_modules(model):
         if style == PARTIAL:
             partial_gradients += [f"{name}.{p}" for p, _ in module.named_parameters()]
             continue
@@ -61,7 +60,7 @@ def split_matrices(model: Any, mesh: DeviceMesh) -> list[str]:
     return partial_gradients
 
 
-def planned_modules(model: Any) -> list[tuple[str, nn.Module, str]]:
+def planned_modules(model: Any) -> list[tuple[str, Any, str]]:
     """Name, module and style of each module that the model's plan speaks of, but for embeddings and head.
 
     Those lie over all ranks, see `TokenSplit`.
@@ -103,8 +102,7 @@ def _split(module: nn.Module, name: str, dim: int, mesh: DeviceMesh, where: str)
             f"tensor parallelism over {mesh.size()} ranks: {where}.{name} has shape {list(parameter.shape)}, whose "
             f"dimension {dim} does not divide by {mesh.size()}. Use another tensor size."
         )
-    whole = parameter.detach()
-    piece = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+    piece = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(piece, parameter.requires_grad))
 
 

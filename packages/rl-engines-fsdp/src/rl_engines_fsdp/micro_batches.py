@@ -35,8 +35,6 @@ def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext) -> li
     if spec.deterministic:
         # a row's numbers must not depend on its neighbours, and kernels round differently for other shapes
         bins = [[unit] for unit in range(len(sizes))] or [[]]
-    if parallel.dp_size == 1:
-        return expand(bins, together)
     count = int(parallel.max_over_replicas(torch.tensor([len(bins)]))[0])
     if spec.deterministic:
         bins = bins + [[] for _ in range(count - len(bins))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -55,18 +56,13 @@ class StepSums:
 
     def reduce(self, parallel: ParallelContext) -> dict[str, float]:
         """Totals over micro-batches and ranks (collective): statistics divided, NaN where the denominator is 0."""
-        host: dict[str, float] = {}
-        if self._values:
-            block = torch.stack([value.to(torch.float64) for value in self._values.values()])
-            host = dict(zip(self._values, block.tolist(), strict=True))
+        values = [value.to(torch.float64) for value in self._values.values()]
+        host = dict(zip(self._values, torch.stack(values).tolist() if values else [], strict=True))
+        parts = parallel.gather_json(host)
         totals: dict[str, float] = {}
-        for part in parallel.gather_json(host):  # names may differ: a rank without rows never called the loss
-            for name, value in part.items():
-                known = totals.get(name)
-                if known is None:
-                    totals[name] = value
-                else:
-                    totals[name] = max(known, value) if name.endswith(MAXIMUM) else known + value
+        for name in dict.fromkeys(chain(*parts)):  # names may differ: a rank without rows never called the loss
+            found = [part[name] for part in parts if name in part]
+            totals[name] = max(found) if name.endswith(MAXIMUM) else sum(found)
         result = {name: value for name, value in totals.items() if not name.startswith(("sum:", "den:"))}
         for name in (name.removeprefix("sum:") for name in totals if name.startswith("sum:")):
             denominator = totals[f"den:{name}"]

@@ -43,11 +43,9 @@ def save_adapter(
     from safetensors.torch import save_file
 
     with new_directory(path, parallel) as scratch:
-        found: dict[str, Tensor] = {}
-        for name, parameter in trained_parameters(model):
-            value = whole(parameter.detach())
-            if parallel.is_main:
-                found[name] = value.to("cpu", getattr(torch, dtype)).contiguous()
+        gathered = ((name, whole(parameter.detach())) for name, parameter in trained_parameters(model))
+        # all ranks gather, and rank 0 keeps
+        found = {name: v.to("cpu", getattr(torch, dtype)).contiguous() for name, v in gathered if parallel.is_main}
         if parallel.is_main:
             settings = lora.peft_config(config, base, model.head)
             settings.target_modules = {name.removeprefix("model.").removesuffix(".weight") for name in model.adapters()}

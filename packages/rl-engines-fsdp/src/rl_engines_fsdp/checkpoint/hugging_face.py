@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
@@ -43,16 +42,15 @@ def save_hugging_face(
     inner: Any = model.model
     kind = getattr(torch, dtype)
     with new_directory(meta.path, parallel) as scratch:
-        whole: dict[str, Tensor] = {}
-        for name, value in full_parameters(model):
-            if parallel.is_main:
-                whole[name] = value.to("cpu", kind)
+        # all ranks gather, and rank 0 keeps
+        whole = {name: value.to("cpu", kind) for name, value in full_parameters(model) if parallel.is_main}
         whole |= {name: value.cpu() for name, value in model.kept_buffers()}
         if parallel.is_main:
             config = copy.deepcopy(inner.config)
             if model.head != "lm":
-                pad = _pad_token_id(config, inner.generation_config, meta.tokenizer_path)
-                config.get_text_config().pad_token_id = pad
+                config.get_text_config().pad_token_id = _pad_token_id(
+                    config, inner.generation_config, meta.tokenizer_path
+                )
             shell: Any = empty_model(config, model.head).to(kind)  # has no memory, and writes what it is given
             with quiet():
                 shell.save_pretrained(scratch, state_dict=whole, max_shard_size=int(max_shard_gb * 1e9))

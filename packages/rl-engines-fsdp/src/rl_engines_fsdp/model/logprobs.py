@@ -75,8 +75,7 @@ def token_logprobs(
         two float32 [M]. Gradients reach `hidden`, `weight` and `bias`.
     """
     sharpness = temperature.reciprocal()
-    outputs: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden, weight, bias, targets, sharpness, options)
-    return outputs
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, sharpness, options)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -18,8 +18,6 @@ from rl_engines_fsdp.config import LoRAConfig
 
 ADAPTER = "default"
 """Name of the adapter inside peft's layers."""
-MARKS = (".lora_A.", ".lora_B.")
-"""What the names of adapters' parameters contain."""
 BASE = ".base_layer"
 """What peft puts into the names of the parameters of an adapted layer."""
 HEAD = "score"
@@ -90,14 +88,13 @@ def adapt(model: Any, config: LoRAConfig, head: str) -> None:
                 f"lora.target_modules {config.target_modules}: {name} is a {type(base).__name__}"
                 f"{' outside of the decoder' if outside else ''}; only linear layers of the decoder can be adapted."
             )
-    for name, parameter in model.named_parameters():
-        if head != "lm" and name.startswith(f"{HEAD}."):
-            parameter.requires_grad_(True)
+    if head != "lm":
+        getattr(model, HEAD).requires_grad_(True)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name belongs to an adapter."""
-    return any(mark in name for mark in MARKS)
+    """Whether a parameter of that name belongs to an adapter (peft: `.lora_A.`, `.lora_B.`)."""
+    return ".lora_" in name
 
 
 def base_name(name: str) -> str:

@@ -12,7 +12,6 @@ from rl_contracts.trajectory import pack
 from rl_trainers.functional.correction import (
     LEVELS,
     OffPolicy,
-    effective_sample_sums,
     interpolated_logprobs,
     masked_weights,
     plain_weights,
@@ -71,13 +70,6 @@ def test_ratio_row_without_a_trained_token_is_one():
     tokens = OffPolicy(torch.zeros(packed.num_tokens), packed["loss_mask"], packed)
     for level in LEVELS:
         assert (tokens.ratio(level) == 1).all()
-
-
-def test_effective_sample_sums_of_kish():
-    weights, trained = torch.tensor([1.0, 3.0, 50.0]), torch.tensor([True, True, False])
-    total, square = effective_sample_sums(weights, trained)
-    # (1 + 3)^2 / (1 + 9) = 1.6 of 2 tokens
-    assert (total**2 / square).item() == pytest.approx(1.6)
 
 
 def test_second_moment_cutoff_masks_the_largest_until_the_mean_is_below_the_bound():

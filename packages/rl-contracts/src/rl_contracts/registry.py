@@ -104,13 +104,17 @@ def load_parts(config: PartConfig) -> list[Any]:
     return parts
 
 
-def load_part(config: PartConfig) -> Any:
+def load_part(config: PartConfig, optional: bool = False) -> Any:
     """The one part that settings name.
 
+    Args:
+        config: the settings.
+        optional: whether they may name none; None then.
+
     Raises:
-        ConfigError: they name none or several, or as `load_parts`.
+        ConfigError: they name several, or none where one is needed, or as `load_parts`.
     """
-    parts = load_parts(config)
+    parts = load_parts(config) or ([None] if optional else [])
     if len(parts) != 1:
         raise ConfigError(f"{config.setting}.kind: expected one name, found {config.kind!r}.")
     return parts[0]

@@ -14,7 +14,7 @@ from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.registry import load_part, load_parts
 from rl_contracts.trajectory import PackedBatch
 from rl_trainers.algorithm import AlgorithmConfig, KLConfig
-from rl_trainers.functional.correction import OffPolicy, effective_sample_sums
+from rl_trainers.functional.correction import OffPolicy
 from rl_trainers.functional.kl import ESTIMATORS, kl_estimate, weighted_kl
 from rl_trainers.functional.terms import PolicyTerms, policy_terms
 from rl_trainers.proximal import PROXIMALS, Proximal
@@ -146,8 +146,8 @@ def diagnostics(
     for name, d in apart.items():
         d = torch.where(trained, d, 0.0)
         stats |= {f"{name}_{estimator}": (ESTIMATORS[estimator](d).sum(), count) for estimator in ("k1", "k3")}
-    weight, square = effective_sample_sums(correction * terms.ratio, trained)
-    return stats | {"weight/mean": (weight, count), "weight/square": (square, count)}
+    weight = correction * ratio
+    return stats | {"weight/mean": (weight.sum(), count), "weight/square": (weight.square().sum(), count)}
 
 
 def make_policy_loss(config: AlgorithmConfig, minibatches: int) -> PolicyLoss:
@@ -161,9 +161,6 @@ def make_policy_loss(config: AlgorithmConfig, minibatches: int) -> PolicyLoss:
     """
     masks = load_parts(config.mask)
     whole = any(hasattr(mask, "prepare") for mask in masks)
-    corrections = load_parts(config.correction)
-    if len(corrections) > 1:
-        raise ConfigError(f"algorithm.correction.kind: expected one name, found {config.correction.kind!r}.")
     regularisers = [partial(kl_penalty, config.kl)] if config.kl.place == "loss" else []
     if config.entropy_coef:
         regularisers.append(partial(entropy_bonus, config.entropy_coef))
@@ -171,7 +168,7 @@ def make_policy_loss(config: AlgorithmConfig, minibatches: int) -> PolicyLoss:
         load_part(config.loss),
         PROXIMALS[config.resolve_proximal(minibatches, whole)],
         config.ratio == "sequence",
-        corrections[0] if corrections else None,
+        load_part(config.correction, optional=True),
         tuple(masks),
         tuple(regularisers),
     )

@@ -12,14 +12,12 @@ import torch
 from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import DataError, EngineError
-from rl_contracts.sharding import share
-from rl_contracts.trajectory import UNIT_KEY, PackedBatch, Trajectory, stack, validate
+from rl_contracts.trajectory import PackedBatch, Trajectory
 from rl_trainers.functional.other_losses import bradley_terry_loss, dpo_loss, ipo_loss
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from rl_contracts.parallel import ParallelContext
     from rl_contracts.rendering import ChatRenderer
 
 
@@ -94,15 +92,6 @@ def _side(
     gaps = np.flatnonzero(~learn[: int(np.flatnonzero(learn)[-1])])
     learn[: int(gaps[-1]) + 1 if len(gaps) else 0] = False
     return np.asarray(ids, dtype=np.int64), learn
-
-
-def pairs_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
-    """This replica's token-balanced part of pairs that every replica has, none of them parted; validated."""
-    batch = stack(rows)
-    batch[UNIT_KEY] = batch["group_ids"].clone()
-    mine = share(batch, parallel)
-    validate(mine, generated=False)
-    return mine
 
 
 def reward_model_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:

@@ -23,8 +23,7 @@ OF_THE_STEP = ("grad_norm", "lr", "applied")
 
 def trained_tokens(batch: TensorDict) -> torch.Tensor:
     """This share's part of a denominator: its trained tokens."""
-    mask: torch.Tensor = batch["loss_mask"]
-    return mask.sum().float()
+    return batch["loss_mask"].sum().float()
 
 
 def take_steps(

@@ -10,7 +10,7 @@ import numpy as np
 from rl_contracts.engine import LossFn, LossWeightFn, TrainEngine
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.sharding import share
-from rl_contracts.trajectory import Trajectory, empty, stack, validate
+from rl_contracts.trajectory import UNIT_KEY, Trajectory, stack, validate
 from rl_trainers.functional.other_losses import cross_entropy_loss
 from rl_trainers.recover import Stateful
 from rl_trainers.steps import take_steps, trained_tokens
@@ -96,10 +96,13 @@ class DataSource:
 
 
 def whole_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
-    """This replica's token-balanced part of rows that every replica has, [B / dp_size]; validated."""
-    batch = share(stack(rows), parallel) if rows else empty()
-    validate(batch, generated=False)
-    return batch
+    """This replica's token-balanced part of rows that every replica has, [B / dp_size]; validated. Rows of one group,
+    such as a preference pair, are not parted."""
+    batch = stack(rows)
+    batch[UNIT_KEY] = batch["group_ids"].clone()
+    mine = share(batch, parallel)
+    validate(mine, generated=False)
+    return mine
 
 
 class LossLearner:

@@ -130,10 +130,3 @@ def interpolated_logprobs(logprobs: torch.Tensor, behaviour: torch.Tensor, age: 
     """
     age = age.to(logprobs.dtype)
     return behaviour.lerp(logprobs.detach(), age / (age + 1))
-
-
-def effective_sample_sums(weights: torch.Tensor, trained: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of w and of w^2 over trained tokens, from which the effective sample size follows: (sum w)^2 / sum w^2
-    (Kish 1965), as a share of the tokens mean(w)^2 / mean(w^2)."""
-    kept = weights.detach().masked_fill(~trained, 0.0)
-    return kept.sum(), kept.square().sum()

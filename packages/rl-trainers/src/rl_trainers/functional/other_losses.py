@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.trajectory import PackedBatch
+from rl_trainers.functional.advantages import moments
 
 
 def cross_entropy_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
@@ -132,7 +133,7 @@ def clipped_value_loss(
 
 def explained_variance(sums: torch.Tensor) -> float | None:
     """1 - Var(returns - values) / Var(returns), from `variance_sums`; None where the returns do not vary."""
-    count, error, squared_error, target, squared_target = sums.tolist()
+    count, error, squared_error, _, target, squared_target = sums.tolist()
     if not count:
         return None
     variance = squared_target / count - (target / count) ** 2
@@ -142,8 +143,6 @@ def explained_variance(sums: torch.Tensor) -> float | None:
 
 
 def variance_sums(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What `explained_variance` needs, to be added over replicas: number, sum and sum of squares of returns - values
-    and of returns, over masked tokens; float64 [5]."""
-    error = torch.where(mask, returns - values, 0.0).double()
-    target = torch.where(mask, returns, 0.0).double()
-    return torch.stack([mask.sum().double(), error.sum(), error.square().sum(), target.sum(), target.square().sum()])
+    """What `explained_variance` needs, to be added over replicas: `moments` of returns - values and of returns, over
+    masked tokens; float64 [6]."""
+    return torch.cat([moments(returns - values, mask), moments(returns, mask)])

@@ -79,8 +79,7 @@ class Experiments:
         parts = self._of_heads({"groups": rows["group_ids"], "sums": sums})
         names, place = torch.unique(torch.cat([part["groups"] for part in parts]), return_inverse=True)
         total = torch.zeros(len(names), len(pairs), dtype=torch.float64)
-        grouped: list[list[float]] = total.index_add(0, place, torch.cat([part["sums"] for part in parts])).tolist()
-        return grouped
+        return total.index_add(0, place, torch.cat([part["sums"] for part in parts])).tolist()
 
     def scores(self, rows: TensorDict, score: Score) -> torch.Tensor:
         """What the servers say of the rows' tokens, [B, T].

@@ -217,8 +217,7 @@ class GapGate:
             self._lag[look.server, name].look(find.nearness(look.rows, theirs, after, before))
             for name, (after, before) in references.items()
         ]
-        lag: float | None = self.engine.parallel.broadcast_json(max((z for z in found if z is not None), default=None))
-        return lag
+        return self.engine.parallel.broadcast_json(max((z for z in found if z is not None), default=None))
 
     def _judge_scores(self, look: _Look, gap: Gap, theirs: torch.Tensor, lag: float | None) -> None:
         find, what, behind = self.experiments, f"the scores of {look.server}", lag is not None and lag > LIMIT

@@ -126,16 +126,7 @@ def prepare_from_scratch(
     """
     chosen = recipe or ScratchRecipe()
     given = list(texts)
-    digest = hashlib.sha256()
-    for text in given:
-        digest.update(len(text).to_bytes(8, "big"))
-        digest.update(text.encode())
-    ingredients = {
-        "model": "from-scratch",
-        "seed": seed,
-        "recipe": asdict(chosen),
-        "texts": digest.hexdigest(),
-    }
+    ingredients = {"model": "from-scratch", "seed": seed, "recipe": asdict(chosen), "texts": given}
 
     def make(directory: Path) -> None:
         tokenizer = trained_tokenizer(given, chosen.vocab_size, chosen.shape.max_length)

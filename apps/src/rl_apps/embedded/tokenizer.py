@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rl_contracts.errors import DataError
@@ -54,7 +54,7 @@ def word_problem_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     return _with_chat_template(tokenizer, max_length, unk_token=UNKNOWN)
 
 
-def trained_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+def trained_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on `texts`; it takes any text and gives it back unchanged.
 
     Raises:
@@ -67,8 +67,7 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) ->
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    given = list(texts)
-    if not any(given):
+    if not any(texts):
         raise DataError("a tokenizer cannot be trained: expected texts, found none; is the training split empty?")
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -76,24 +75,23 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) ->
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(given, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return _with_chat_template(tokenizer, max_length)
 
 
 def _with_chat_template(tokenizer: Tokenizer, max_length: int, **special: str) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
         additional_special_tokens=SPECIAL_TOKENS[2:],
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
         **special,
     )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
 
 
 def _texts_with_every_word() -> list[str]:

@@ -104,23 +104,19 @@ def _batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and targets of lessons, both int64 [lessons, longest]; prompts and pads are no targets."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     # The chat template's text, written out: rendering it 64 times a step would cost more than the training.
-    prompts = _ids(tokenizer, [f"<|user|>{problem.question}<|assistant|>" for problem, _ in lessons])
-    answers = _ids(tokenizer, [f"{answer}{tokenizer.eos_token}" for _, answer in lessons])
-    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    input_ids = torch.full((len(lessons), longest), tokenizer.pad_token_id)
-    targets = torch.full((len(lessons), longest), _IGNORED)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        input_ids[row, :end] = torch.tensor(prompt + answer)
-        targets[row, len(prompt) : end] = torch.tensor(answer)
-    return input_ids, targets
-
-
-def _ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return ids
+    questions = [f"<|user|>{problem.question}<|assistant|>" for problem, _ in lessons]
+    worked = [f"{answer}{tokenizer.eos_token}" for _, answer in lessons]
+    prompts, answers = (tokenizer(texts, add_special_tokens=False)["input_ids"] for texts in (questions, worked))
+    both = list(zip(prompts, answers, strict=True))
+    input_ids = [torch.tensor(prompt + answer) for prompt, answer in both]
+    targets = [torch.tensor([_IGNORED] * len(prompt) + answer) for prompt, answer in both]
+    return (
+        pad_sequence(input_ids, batch_first=True, padding_value=tokenizer.pad_token_id),
+        pad_sequence(targets, batch_first=True, padding_value=_IGNORED),
+    )
 
 
 def chances_of_adding(seed: int) -> dict[str, float]:

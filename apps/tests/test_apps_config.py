@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from rl_apps import gsm8k_grpo, gsm8k_sft
+from rl_apps import cli, gsm8k_grpo, gsm8k_sft
 from rl_apps.app import Run
 from rl_apps.checks import check_batch, check_model
-from rl_apps.compose import describe
+from rl_apps.compose import describe, to_yaml
 from rl_apps.driver import main
 from rl_apps.layout import layout_of, run_directory
 from rl_apps.parts import Parts, weights_directory
@@ -125,6 +125,32 @@ def test_command_that_cannot_work_ends_with_one_message_before_anything_starts(c
 def test_command_of_rows_with_several_minibatches_is_refused(capsys, app):
     assert main(app, ["--dry-run", "actor.minibatches=4"]) == 2
     assert "actor.minibatches: expected 1: a batch of rows is one optimizer step here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_reward_model_that_the_engine_cannot_train_is_refused_before_anything_starts(capsys, monkeypatch):
+    def check(settings, strategy, spec):
+        if spec.head != "lm":
+            raise ConfigError("this engine trains language models only")
+
+    monkeypatch.setattr("rl_engines_fsdp.config.FSDPEngineConfig.check", check)
+
+    assert main("hh-rlhf-dpo", ["--dry-run"]) == 0
+    assert main("hh-rlhf-rm", ["--dry-run"]) == 2
+    assert "this engine trains language models only" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_replay_in_an_allocation_that_the_engine_cannot_do_is_refused_before_anything_starts(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(_grpo()))
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches" / "step_3-batch.safetensors").touch()
+
+    assert cli.main(["replay", str(tmp_path), "--allocation", "fsdp:p2"]) == 2
+
+    captured = capsys.readouterr()
+    assert "pipeline and expert dimensions must be 1" in captured.err
+    assert captured.out == ""
 
 
 def test_command_row_without_an_answer_names_file_and_line(capsys, tmp_path):

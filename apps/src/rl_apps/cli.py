@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _replay(arguments: argparse.Namespace) -> int:
     from rl_apps.app import Run
+    from rl_apps.checks import check_algorithm, check_run
     from rl_apps.compose import compose, to_yaml
     from rl_apps.driver import trainer_job
     from rl_apps.layout import devices_of, layout_of
@@ -59,6 +60,9 @@ def _replay(arguments: argparse.Namespace) -> int:
     devices = devices_of(layout, config.cluster, config.launcher)
     with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
         run = Run(config, layout, Path(scratch), devices.kind)
+        check_run(run)
+        check_algorithm(run)
+        print(devices.sentence, file=sys.stderr)
         (run.directory / "config.yaml").write_text(to_yaml(config))
         (run.directory / batch.name).symlink_to(batch)
         launcher = Launcher(config.launcher.scheduler(run.directory / "logs"), config.launcher)

@@ -19,6 +19,7 @@ from rl_trainers.preference import PreferenceConfig
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rl_contracts.data import FinetuneSpec
     from rl_contracts.engine import LossFn, TrainEngine
 
 
@@ -31,14 +32,25 @@ class DPOConfig(RunConfig):
 
 
 def check(run: Run[Any]) -> list[str]:
-    """Everything of these commands that can be known before a process starts."""
+    """Everything of `hh-rlhf-dpo` that can be known before a process starts."""
     return check_rows(run, "pairs")
+
+
+def check_reward_model(run: Run[RunConfig]) -> list[str]:
+    """The same of `hh-rlhf-rm`, and that the engine can train a model with one output."""
+    run.config.actor.engine.check(run.layout.actor.strategy, replace(score_spec(run), device=run.device))
+    return check(run)
+
+
+def score_spec(run: Run[RunConfig]) -> FinetuneSpec:
+    """What is trained: a model that gives a row one number."""
+    return replace(run.config.finetune_spec(), head="score")
 
 
 def train_reward_model(run: Run[RunConfig]) -> None:
     """The work of one trainer process: a reward model (Bradley-Terry)."""
     with Parts(run) as parts:
-        engine = parts.engine(spec=replace(run.config.finetune_spec(), head="score"))
+        engine = parts.engine(spec=score_spec(run))
         learn_pairs(parts, engine, rl_trainers.reward_model_loss)
 
 
@@ -68,7 +80,7 @@ REWARD_MODEL = App(
     title="a reward model from preference pairs (Bradley-Terry).",
     schema=RunConfig,
     train=train_reward_model,
-    check=check,
+    check=check_reward_model,
     defaults=CONF / "hh_rlhf_rm.yaml",
     servers="refused",
     form="pairs",
@@ -81,6 +93,7 @@ DPO = replace(
     title="a policy from preference pairs, by DPO or IPO.",
     schema=DPOConfig,
     train=train_policy,
+    check=check,
     defaults=CONF / "hh_rlhf_dpo.yaml",
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_apps.config import GRPOConfig, RunConfig
-from rl_apps.data import GENERATED, head, load_rows
+from rl_apps.data import GENERATED, first_rows, load_rows
 
 FIGURES = {"loss/train": "Training loss", "loss/eval": "Held-out loss", "eval/accuracy": "Held-out accuracy"}
 """What is told of a run: name in metrics.jsonl, and in words."""
@@ -68,7 +68,7 @@ def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[st
     """Accuracy before and after of the held-out problems that use each verb."""
     from rl_apps.embedded.warmup import TAUGHT_VERBS
 
-    rows = head(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
+    rows = first_rows(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
     before, after = (accuracy_by("verbs", rows, run_dir, step) for step in (first, last))
     lines = ["By verb (before -> after):"]
     for kind, chosen in (("taught by the warm-up", TAUGHT_VERBS), ("left to the reward", set(before) - TAUGHT_VERBS)):

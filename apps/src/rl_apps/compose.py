@@ -129,7 +129,7 @@ def describe(config: Any, prefix: str = "") -> list[tuple[str, str, str]]:
 
 def render_help(title: str, config: Any, width: int = 120) -> str:
     """The help text."""
-    lines = [title, "", "Flags: --dry-run, --cfg job, --help. Settings (key=value):", ""]
+    lines = [title, "", "Flags: --config FILE.yaml, --dry-run, --cfg job, --help. Settings (key=value):", ""]
     for key, value, meaning in describe(config):
         lines.append(f"  {key}={value}")
         lines += textwrap.wrap(meaning, width, initial_indent="      ", subsequent_indent="      ")

@@ -59,6 +59,6 @@ def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
     return rows
 
 
-def head(rows: Rows, count: int) -> list[dict[str, Any]]:
+def first_rows(rows: Rows, count: int) -> list[dict[str, Any]]:
     """The first `count` rows, or all there are."""
     return [rows[i] for i in range(min(count, len(rows)))]

@@ -11,7 +11,7 @@ from rl_apps.app import App, Run
 from rl_apps.checks import check_rows
 from rl_apps.compose import CONF
 from rl_apps.config import SFTConfig
-from rl_apps.data import head, load_rows
+from rl_apps.data import first_rows, load_rows
 from rl_apps.parts import Parts
 from rl_apps.progress import SFT_COLUMNS
 
@@ -68,7 +68,7 @@ def learn_rows(
     rows = load_rows(config.data, "train", form, config.seed)
     batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.total_epochs or None)
     source = rl_trainers.DataSource(batches, batch_of)
-    held_out = head(load_rows(config.data, "test", form, config.seed), config.evaluation.rows)
+    held_out = first_rows(load_rows(config.data, "test", form, config.seed), config.evaluation.rows)
     losses = [rl_trainers.LossEvaluation(learner, batch_of(held_out))] if held_out else []
     books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"})
     recover = rl_trainers.RecoverPoints(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import rl_trainers
 import rl_workflows
 from rl_apps.app import Run
-from rl_apps.data import head, load_rows
+from rl_apps.data import first_rows, load_rows
 from rl_apps.layout import Devices
 from rl_contracts import registry
 from rl_contracts.aio import LoopThread
@@ -173,7 +173,7 @@ class Parts(ExitStack):
 
     def answer_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> rl_trainers.AnswerEvaluation:
         """The evaluation of answers on held-out rows."""
-        rows = head(load_rows(self.config.data, "test", "rl", self.config.seed), self.config.evaluation.rows)
+        rows = first_rows(load_rows(self.config.data, "test", "rl", self.config.seed), self.config.evaluation.rows)
         return rl_trainers.AnswerEvaluation(rollout, rows, self.config.evaluation, engine.parallel, self.writer(engine))
 
     def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.Books:

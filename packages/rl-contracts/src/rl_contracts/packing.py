@@ -27,8 +27,8 @@ def pack_first_fit(lengths: Sequence[int], capacity: int, at_least: int = 1) -> 
     """First-fit decreasing bin packing of rows into micro-batches of at most `capacity` tokens.
 
     Data-parallel ranks must run equally many micro-batches: each packs alone, they agree on the largest count, and
-    pack again with it as
-    `at_least`; rows are then spread by splitting the fullest bins, and bins that no row can fill stay empty.
+    pack again with it as `at_least`; rows are then spread by splitting the fullest bins, and bins that no row can fill
+    stay empty.
 
     Args:
         lengths: tokens of each row.

@@ -1,10 +1,8 @@
 """The trajectory batch: one definition of its keys, and the only code that builds, checks, cuts, pads and packs it.
 
 An episode yields `Trajectory` rows (numpy, unpadded). `stack` makes the batch of them: a `TensorDict` of batch size
-[B] with per-token
-entries [B, T] aligned with `input_ids` (entry t speaks of token t). Engines work on the packed form, `PackedBatch`:
-the real tokens of
-all rows end to end, so that padding never reaches attention or a loss.
+[B] with per-token entries [B, T] aligned with `input_ids` (entry t speaks of token t). Engines work on the packed form,
+`PackedBatch`: the real tokens of all rows end to end, so that padding never reaches attention or a loss.
 """
 
 from __future__ import annotations
@@ -197,8 +195,7 @@ def validate(batch: TensorDict, generated: bool = True) -> None:
 
     Raises:
         DataError: a key is missing or has the wrong dtype or shape; padding is not on the right; a row is empty; a
-        trained token has
-            no version, or lies in the padding; a temperature is not positive; a number is not finite.
+            trained token has no version, or lies in the padding; a temperature is not positive; a number is not finite.
     """
     size = batch["input_ids"].shape if "input_ids" in batch else torch.Size([])
     of_rows = ROW_KEYS | ({UNIT_KEY: "int64"} if UNIT_KEY in batch else {})

@@ -72,7 +72,7 @@ class FSDPEngineConfig(TrainEngineConfig):
             raise ConfigError(
                 f"allocation fsdp:{strategy}: the FSDP engine splits a model over data, context and tensor ranks "
                 "(d, c, t) only; pipeline and expert dimensions must be 1. Use for example "
-                f"fsdp:d{strategy.world_size}, or the megatron engine."
+                f"fsdp:d{strategy.world_size}."
             )
         for name in ("lora", "compile"):
             if strategy.tensor > 1 and getattr(self, name):

@@ -51,7 +51,7 @@ def assemble(groups: Sequence[FinishedGroup], version: int) -> TensorDict:
 
     from rl_contracts.trajectory import stack
 
-    batch = stack([row for group in groups for row in group.trajectories])
+    batch = stack([answer for group in groups for answer in group.trajectories])
     starts = torch.tensor([group.ticket.start for group in groups], dtype=torch.int32)
     starts = starts.repeat_interleave(torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64))
     versions = batch["versions"]
@@ -74,7 +74,7 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
     Raises:
         DataError: a row holds images or processor outputs, which cannot be saved.
     """
-    trajectories = [row for group in groups for row in group.trajectories]
+    trajectories = [answer for group in groups for answer in group.trajectories]
     if any(row.multi_modal is not None for row in trajectories):
         raise DataError("state_dict: rows with multi_modal entries cannot be saved; expected token rows only.")
     return {

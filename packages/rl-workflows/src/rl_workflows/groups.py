@@ -106,7 +106,7 @@ async def run_group(
         members.decided.cancel()
         for task in tasks:
             task.cancel()
-    group.trajectories = [row for _, rows in sorted(members.succeeded.items()) for row in rows]
+    group.trajectories = [answer for _, answers in sorted(members.succeeded.items()) for answer in answers]
     if len(members.succeeded) >= needed:
         group.rejected, group.error = _filtered(group.trajectories, should_accept)
     elif group.failures:

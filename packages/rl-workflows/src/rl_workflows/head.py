@@ -139,7 +139,7 @@ class RolloutHead:
         tickets = self.manager.take_batch(self.source.exhausted)
         self._count_ages([self.manager.version - ticket.start for ticket in tickets])
         groups = [self.accepted.pop(ticket.group_id) for ticket in tickets]
-        self._report(self.manager.steps, [row for group in groups for row in group.trajectories])
+        self._report(self.manager.steps, [answer for group in groups for answer in group.trajectories])
         return groups
 
     async def end_step(self, version: int) -> None:

@@ -99,7 +99,7 @@ def _device_of(uuid: str) -> int:
     if uuid not in found:
         raise WeightUpdateError(
             f"route ipc: expected the trainer's GPU {uuid}, but this server sees {found or 'none'}. Put both on one "
-            "GPU (allocation `embedded:d1|fsdp:d1`), or use another route."
+            "GPU, or use another route."
         )
     return found.index(uuid)
 

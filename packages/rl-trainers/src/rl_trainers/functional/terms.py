@@ -26,7 +26,7 @@ class PolicyTerms:
     logprobs: torch.Tensor
     """[N] log pi_theta; carries gradient."""
     ratio: torch.Tensor
-    """[N] pi_theta / pi_old, of the token or of its row (`algorithm.ratio_level`); carries gradient."""
+    """[N] pi_theta / pi_old, of the token or of its row (`algorithm.ratio`); carries gradient."""
     advantages: torch.Tensor
     """[N]."""
     trained: torch.Tensor

@@ -195,6 +195,12 @@ def test_check_batch_says_the_arithmetic():
     assert "16 prompts x 8 answers = 128 rows a step" in check_batch(16, 8, 2, 2)
 
 
+@pytest.mark.parametrize(("prompts", "nearest"), [(31, "use 28 or 32"), (3, "use 4")])
+def test_check_batch_that_does_not_divide_names_the_nearest_sizes(prompts, nearest):
+    with pytest.raises(ConfigError, match=nearest):
+        check_batch(prompts, 8, 1, 4)
+
+
 def test_client_waits_for_returning_servers_only_where_somebody_restarts_them(tmp_path):
     def rejoin_timeout(*overrides):
         config = _grpo(*overrides)

@@ -52,7 +52,7 @@ def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) 
     if prompts % replicas:
         raise ConfigError(
             f"data.batch_size={prompts} does not divide over {replicas} data-parallel replicas "
-            f"({prompts} / {replicas} = {prompts / replicas:g}); use a multiple of {replicas}."
+            f"({prompts} / {replicas} = {prompts / replicas:g}); use {_near(prompts, replicas)}."
         )
     if rows % minibatches:
         raise ConfigError(
@@ -63,6 +63,11 @@ def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) 
         f"{prompts} prompts x {group_size} answers = {rows} rows a step, {minibatches} minibatch(es) of "
         f"{rows // minibatches}, {prompts // replicas} prompts a step from each of {replicas} replica(s)"
     )
+
+
+def _near(prompts: int, replicas: int) -> str:
+    below = prompts // replicas * replicas
+    return f"{below} or {below + replicas}" if below else str(replicas)
 
 
 def check_rollout(run: Run[Any]) -> None:

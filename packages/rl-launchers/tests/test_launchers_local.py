@@ -173,6 +173,18 @@ def test_create_workers_contradictory_role_raises(scheduler: LocalScheduler, spe
     assert scheduler.poll() == []
 
 
+def test_create_workers_without_a_descriptor_for_its_port_raises(
+    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("rl_launchers.resources.socket.socket", none_left)
+
+    with pytest.raises(LaunchError, match=r"role .rollout. cannot be started: .*Too many open files"):
+        scheduler.create_workers(JobSpec("rollout", [sys.executable, "-c", "0"], port=40001))
+
+
 def test_create_workers_log_cannot_be_written_raises(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file where the directory should be")
     with LocalScheduler(tmp_path / "logs") as scheduler, pytest.raises(LaunchError, match="role"):

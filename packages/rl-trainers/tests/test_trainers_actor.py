@@ -349,6 +349,11 @@ def test_critic_on_an_engine_without_values_says_so(engine):
         Critic(engine).values(_batch())
 
 
+def test_critic_with_a_negative_clip_is_refused(model_path):
+    with pytest.raises(ConfigError, match=r"critic\.clip"):
+        Critic(_engine_of(ValueEngine, model_path), clip=-1.0)
+
+
 def test_prepared_entries_are_all_known_to_the_books(model_path, other_path):
     kept = set(_batch().keys())
     added = set()

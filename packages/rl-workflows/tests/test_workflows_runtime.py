@@ -299,6 +299,8 @@ def test_destroy_twice_and_with_running_episodes_ends_quietly(engine):
     rollout.destroy()
     rollout.destroy()
 
+    assert not rollout.head.episodes.running
+
 
 @pytest.mark.parametrize(
     ("settings", "message"),

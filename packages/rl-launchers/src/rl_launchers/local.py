@@ -94,8 +94,10 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             self._reserve(role)
             for index in range(spec.count):
                 role.processes.append(self._start(role, index))
-        except (RLError, OSError):
+        except (RLError, OSError) as error:
             self.delete_workers(spec.role, grace=0)
+            if isinstance(error, OSError):  # such as no file descriptor left for a port
+                raise LaunchError(f"role {spec.role!r} cannot be started: {error}") from error
             raise
         return self.get_workers(spec.role)
 

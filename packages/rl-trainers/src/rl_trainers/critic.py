@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_contracts.config import require
 from rl_contracts.engine import Stats, TokenOutputs, TrainEngine
 from rl_contracts.errors import EngineError
 from rl_contracts.trajectory import PackedBatch
@@ -52,6 +53,7 @@ class Critic:
     """
 
     def __init__(self, engine: TrainEngine, clip: float = 0.2, minibatches: int = 1) -> None:
+        require(clip >= 0, "critic.clip", "0 (off) or more", clip)
         self.engine, self.clip, self.minibatches = engine, clip, minibatches
 
     def values(self, batch: TensorDict) -> torch.Tensor:

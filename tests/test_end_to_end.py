@@ -268,6 +268,7 @@ def test_grpo_interrupted_by_ctrl_c_leaves_no_process_and_no_port(endless_run):
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.slow
 def test_grpo_port_in_use_is_one_error_that_names_it(model, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -69,6 +69,7 @@ def _rl(folder, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_own_app_is_checked_planned_and_refused_as_ours_are(folder):
     refused = _rl(folder, "start=-1", "model.path=model")
     assert (refused.returncode, refused.stderr) == (2, "my-app: ConfigError: start: expected 0 or more, found -1.\n")

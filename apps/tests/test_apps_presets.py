@@ -1,5 +1,6 @@
 """Presets are data that compose; and what an algorithm and the rest of a run cannot do together is refused."""
 
+import functools
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from rl_contracts.errors import ConfigError
 from rl_trainers.objective import make_policy_loss
 
 PRESETS = sorted(path.stem for path in (Path(compose.CONF) / "algorithm").glob("*.yaml"))
+QUICK = {"dapo", "distillation", "gspo", "ppo"}
 
 
+@functools.cache
 def _grpo(*overrides):
     return APP.config(overrides)
 
@@ -22,7 +25,9 @@ TEACHER = ("ref.path=/models/teacher",)
 """Read by the presets that load a reference."""
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
+)
 def test_preset_composes_and_its_loss_loads(name, tmp_path):
     config = _grpo(f"algorithm={name}", "actor.minibatches=2", *TEACHER)
     make_policy_loss(config.algorithm, 2)

@@ -40,6 +40,7 @@ from rl_contracts.workflow import RolloutWorkflow
 # ---- train engine
 
 
+@pytest.mark.slow
 class TestReferenceTrainEngine(TrainEngineConformance):
     def make_engine(self) -> TrainEngine:
         return ReferenceTrainEngine()

@@ -43,6 +43,7 @@ def test_import_light_modules_needs_no_torch() -> None:
     assert loaded.isdisjoint({"torch", "numpy", *HEAVY})
 
 
+@pytest.mark.slow
 def test_import_any_module_needs_no_transformers_ray_tensordict_or_server() -> None:
     modules = [
         info.name

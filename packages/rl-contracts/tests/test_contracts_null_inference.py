@@ -184,6 +184,7 @@ def test_logprobs_equal_score_of_the_same_ids(temperature: float) -> None:
     assert scores[3:] == pytest.approx(response.logprobs, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_sampling_frequencies_follow_the_logprobs() -> None:
     clock = SimulatedClock()
     engine = make_engine(clock, vocab_size=4)
@@ -222,6 +223,7 @@ def test_length_and_stop_reason_follow_the_generation_config(
     assert (len(response.output_ids), response.stop_reason) == (length, reason)
 
 
+@pytest.mark.slow
 def test_lognormal_lengths_have_the_configured_mean() -> None:
     clock = SimulatedClock()
     engine = make_engine(clock, mean_tokens=50, sigma=0.8)

@@ -401,6 +401,7 @@ def test_worker_that_hangs_dies_with_its_killed_parent(rewards: Any, tmp_path: P
     wait_until(lambda: not is_alive(worker))
 
 
+@pytest.mark.slow
 async def test_trivial_rewards_pass_at_three_thousand_a_second(rewards: Any) -> None:
     async with AsyncRewardWrapper(rewards.exact) as wrapper:
         best, rounds = 0.0, 0

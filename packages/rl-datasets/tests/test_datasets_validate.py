@@ -120,6 +120,7 @@ def test_validate_command_with_the_gsm8k_reward_finds_the_broken_row(tmp_path, c
     assert "row 1: RewardError: expected `answer` to be a worked answer" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not entry_points(group="rl.rewards", name="gsm8k"), reason="rl-rewards is not installed")
 def test_validate_command_of_the_generated_problems_succeeds(capsys):
     assert main(["word-problems", "--seed", "5"]) == 0

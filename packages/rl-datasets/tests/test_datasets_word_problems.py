@@ -124,7 +124,7 @@ def test_word_problems_defaults_hold_out_512_with_every_verb() -> None:
         ({"levels": [4]}, "levels"),
         ({"levels": []}, "levels"),
         ({"size": 0}, "size"),
-        ({"levels": 1, "split": "test", "size": 100_000}, "at most about"),
+        pytest.param({"levels": 1, "split": "test", "size": 100_000}, "at most about", marks=pytest.mark.slow),
     ],
 )
 def test_word_problems_impossible_settings_are_refused(options: dict[str, object], complaint: str) -> None:

@@ -12,7 +12,11 @@ from test_fsdp_packed_forward import plain_logprobs_and_entropy
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.testing.families import make_family
 
-KEEPING_BUFFERS = ["deepseek_v3", "glm4_moe", "gemma4_text", "apertus", "minimax_m2"]
+KEEPING_BUFFERS = [
+    "deepseek_v3",
+    "gemma4_text",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "apertus", "minimax_m2")),
+]
 
 
 def stored(path) -> dict[str, torch.Tensor]:
@@ -71,6 +75,7 @@ def test_export_loads_with_transformers_and_in_the_engine_and_says_the_same(fami
     torch.testing.assert_close(fresh.forward(batch, logprobs_of), expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_load_hf_restores_what_is_kept_beside_the_parameters(dtype, tmp_path):
     first, second = (str(make_family(tmp_path / str(seed), "deepseek_v3", seed)) for seed in (0, 1))

@@ -53,7 +53,9 @@ def plain_values(model, batch, head):
 
 
 @pytest.mark.parametrize("head", ["value", "score"])
-@pytest.mark.parametrize("family", ["Qwen3", "Llama", "Gemma2", "Mistral"])
+@pytest.mark.parametrize(
+    "family", ["Qwen3", "Gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Mistral"))]
+)
 def test_forward_of_packed_rows_gives_the_head_of_plain_states_row_by_row(family, head, tmp_path):
     path, batch = make_classifier(tmp_path, family), make_batch()
     expected = plain_values(plain_model(path), batch, head).detach()
@@ -197,6 +199,7 @@ def test_save_hf_without_any_pad_token_warns_that_rows_are_scored_one_at_a_time(
     assert plain_model(tmp_path / "saved")(torch.tensor([[1, 2, 3]])).logits.shape == (1, 1)
 
 
+@pytest.mark.slow
 def test_saved_head_is_loaded_again_to_the_last_bit_by_initialize_and_by_load(language_model, tmp_path):
     engine, batch = make_engine(language_model, head="value"), make_batch()
     for _ in range(2):
@@ -245,6 +248,7 @@ def test_scalar_head_with_a_classifier_of_three_labels_says_so(tmp_path):
         make_engine(make_classifier(tmp_path, num_labels=3), head="score")
 
 
+@pytest.mark.slow
 def test_scalar_head_with_a_family_without_classifier_says_so(tmp_path):
     with pytest.raises(ModelError, match="cannot be loaded"):
         make_engine(make_model(tmp_path, "Cohere"), head="value")

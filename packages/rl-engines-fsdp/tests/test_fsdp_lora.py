@@ -96,6 +96,7 @@ def test_train_batch_with_named_modules_adapts_those_alone(model_path):
     assert {name.split(".")[-2] for name in engine._model.adapters()} == {"q_proj", "v_proj"}
 
 
+@pytest.mark.slow
 def test_full_parameters_are_merged_weights_under_hugging_face_names(model_path, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -118,6 +119,7 @@ def test_full_parameters_are_merged_weights_under_hugging_face_names(model_path,
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_save_hf_is_the_merged_model(model_path, tmp_path):
     engine, batch = trained_engine(model_path), make_batch()
 
@@ -158,6 +160,7 @@ def test_load_adapter_gives_the_same_model_again(model_path, tmp_path):
     assert torch.equal(other.forward(batch, logprobs_of), engine.forward(batch, logprobs_of))
 
 
+@pytest.mark.slow
 def test_load_adapter_of_another_shape_or_scale_says_what_differs(model_path, tmp_path):
     trained_engine(model_path, steps=0).save(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
     meta = SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter")
@@ -175,6 +178,7 @@ def test_adapter_without_lora_is_refused(model_path, tmp_path):
         make_engine(model_path).save(SaveLoadMeta(str(tmp_path / "new"), kind="adapter"))
 
 
+@pytest.mark.slow
 def test_state_of_adapters_continues_bit_for_bit(model_path, tmp_path):
     engine, state = trained_engine(model_path), SaveLoadMeta(str(tmp_path / "state"), kind="state")
     engine.save(state)

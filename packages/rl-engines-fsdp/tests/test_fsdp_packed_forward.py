@@ -6,7 +6,10 @@ from fsdp_toys import ATTENTION_FAMILIES, FAMILIES, logprobs_of, make_batch, mak
 
 from rl_contracts.errors import ModelError
 
-SUPPORTED = [*ATTENTION_FAMILIES, "Phi", "Granite", "Cohere", "Qwen3Moe"]
+SUPPORTED = [
+    *ATTENTION_FAMILIES,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("Phi", "Granite", "Cohere", "Qwen3Moe")),
+]
 
 
 def plain_logprobs_and_entropy(path: str, batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,6 +63,7 @@ def uninterrupted(model_path, tmp_path_factory):
     return results, everything(engine), states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", range(STEPS))
 def test_run_resumed_before_any_step_ends_with_the_same_bits(interrupted, model_path, uninterrupted):
     results, end, states = uninterrupted
@@ -80,6 +81,7 @@ def test_run_resumed_before_any_step_ends_with_the_same_bits(interrupted, model_
     assert [name for name, value in end.items() if not torch.equal(there[name], value)] == []
 
 
+@pytest.mark.slow
 def test_resumed_run_without_its_random_state_is_noticed(model_path, uninterrupted):
     results, _, states = uninterrupted
     engine = make_engine(model_path, micro_batch=40, total_steps=STEPS, optimizer=SETTINGS)

@@ -166,6 +166,7 @@ def test_train_batch_with_non_finite_gradients_skips_the_step_and_the_schedule(m
     assert (after["applied"], after["lr"]) == (1.0, 1e-2 / 4)
 
 
+@pytest.mark.slow
 def test_train_batch_with_too_many_non_finite_steps_in_a_row_stops(model_path):
     engine = make_engine(model_path, optimizer=OptimizerConfig(max_skipped_steps=2))
     for _ in range(2):

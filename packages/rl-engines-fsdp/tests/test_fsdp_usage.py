@@ -35,6 +35,7 @@ def counted_products(monkeypatch):
     linear.prefers_onednn.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3", "Llama"])
 def test_step_flops_are_what_torch_counts_but_for_what_runs_twice(family, tmp_path, counted_products):
     # tied and untied; the head runs once here because all its probabilities are kept
@@ -77,6 +78,7 @@ def test_stats_on_a_cpu_have_peak_memory_and_no_utilisation(tmp_path):
     assert 0.05 < stats["memory/peak_gib"] < 64
 
 
+@pytest.mark.slow
 def test_peak_memory_on_a_cpu_grows_with_what_is_held():
     before = usage.peak_gib(torch.device("cpu"))
 

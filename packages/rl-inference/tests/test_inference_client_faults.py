@@ -121,6 +121,7 @@ async def test_agenerate_busy_server_is_not_asked_in_a_loop_while_another_has_ro
     assert len(refused) <= 2 * 16, "each request may learn once or twice that the server is full"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [True, False])
 async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool

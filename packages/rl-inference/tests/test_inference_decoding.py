@@ -31,9 +31,7 @@ WINDOW = 16
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
-    "qwen2": {},
     "qwen3": {},
-    "gemma": {},
     "gemma2": {**ALTERNATING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma3_text": ALTERNATING,
     "gemma4_text": {  # has buffers that no trainer sends
@@ -43,10 +41,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 160,
     },
-    "mistral": {"sliding_window": WINDOW},
-    "phi3": {"sliding_window": WINDOW},
 }
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "gemma": {},
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW},
     "qwen3 with windows": {**ALTERNATING, "use_sliding_window": True},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "olmo2": {},

@@ -236,6 +236,7 @@ async def test_agenerate_aborted_by_someone_is_finished_by_the_client(
     assert broken.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
 
 
+@pytest.mark.slow
 async def test_generate_with_penalties_interrupted_goes_on_the_same_with_unpenalised_logprobs(
     server: ServerProcess, engine: EmbeddedEngine, model_path: Path
 ) -> None:

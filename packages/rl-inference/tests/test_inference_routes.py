@@ -164,7 +164,9 @@ def test_broadcast_changed_on_the_way_names_route_version_and_parameter_and_noth
     assert trainer.answer().versions == [2] * 5
 
 
-@pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
+@pytest.mark.parametrize(
+    "route", ["shm", *(pytest.param(route, marks=pytest.mark.slow) for route in ("disk", "broadcast"))]
+)
 def test_version_that_two_ranks_send_is_received_and_served_whole(start: Any, new_model_path: Path, route: str) -> None:
     trainer, _ = start(2, route)
     new = parameters(new_model_path)
@@ -256,6 +258,7 @@ def test_broadcast_server_that_does_not_arrive_is_evicted_within_the_deadline(st
     assert trainer.answer().versions == [1] * 5
 
 
+@pytest.mark.slow
 def test_shm_server_killed_while_it_stages_is_evicted_and_the_update_goes_on(start: Any, new_model_path: Path) -> None:
     trainer, servers = start(2, "shm")
     new = parameters(new_model_path)
@@ -270,6 +273,7 @@ def test_shm_server_killed_while_it_stages_is_evicted_and_the_update_goes_on(sta
     assert trainer.answer().versions == [1] * 5
 
 
+@pytest.mark.slow
 def test_shm_stale_buffer_differs_from_what_was_sent(start: Any, model_path: Path, new_model_path: Path) -> None:
     """A server that stages what lay there from an earlier version, under the new number."""
     trainer, _ = start(1, "shm")

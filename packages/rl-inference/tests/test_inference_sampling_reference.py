@@ -75,6 +75,7 @@ CONFIGS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(
     configs=st.lists(CONFIGS, min_size=1, max_size=5),

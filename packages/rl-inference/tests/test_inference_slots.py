@@ -29,6 +29,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": SLIDING,
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
 }
+QUICK_AND_SLOW = [
+    *("qwen3", "gemma2", "gemma3_text"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-sliding", "qwen2", "llama", "mistral", "gpt2")),
+]
 
 
 def job(prompt: list[int], tokens: int, seed: int = 1, **settings: Any) -> GenerationJob:
@@ -58,7 +62,7 @@ def run(table: SlotTable, jobs: list[GenerationJob], stagger: int = 0) -> None:
         step += 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_AND_SLOW)
 def test_decode_any_family_equals_transformers_forward(family: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model", family.split("-")[0], **FAMILIES[family])
     model, table = reference_model(path), load(path)
@@ -72,7 +76,7 @@ def test_decode_any_family_equals_transformers_forward(family: str, tmp_path: Pa
         assert each.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_AND_SLOW)
 def test_score_any_family_equals_transformers_forward(family: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "model", family.split("-")[0], **FAMILIES[family])
     ids = [5, 9, 77, *range(40, 60)]
@@ -215,6 +219,7 @@ def test_step_long_prompts_are_read_in_parts_beside_the_answers(family: str, tmp
         assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_take_all_and_admit_again_goes_on_where_it_was(model_path: Path) -> None:
     table = load(model_path)
     whole, broken = job([5, 9, 30], 30, seed=3), job([5, 9, 30], 30, seed=3)

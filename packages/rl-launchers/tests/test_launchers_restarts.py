@@ -64,7 +64,7 @@ def once_running(signum: int, times: int) -> Callable[[list[Worker]], None]:
     return tick
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_run_server_lost_is_started_anew_and_the_run_goes_on(
     scheduler: LocalScheduler, signum: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,6 +92,7 @@ def test_run_server_dies_too_often_error_names_it_its_lives_and_its_log(schedule
     assert "rollout-0.log" in message
 
 
+@pytest.mark.slow
 def test_run_restart_window_over_restarts_no_longer_count(scheduler: LocalScheduler) -> None:
     config = LauncherConfig(max_restarts=1, restart_window=0.01, health_interval=0.1)
 
@@ -100,6 +101,7 @@ def test_run_restart_window_over_restarts_no_longer_count(scheduler: LocalSchedu
     assert code == 0
 
 
+@pytest.mark.slow
 def test_run_restarted_server_never_ready_ends_the_run_with_its_last_answer(scheduler: LocalScheduler) -> None:
     config = LauncherConfig(max_restarts=1, health_interval=0.1)
     spec = server("rollout", ready_timeout=2.0)

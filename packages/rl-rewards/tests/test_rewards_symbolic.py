@@ -50,6 +50,7 @@ def test_math_reward_in_a_thread_needs_no_signal():
     assert rewards == [1.0]
 
 
+@pytest.mark.slow
 async def test_math_reward_of_an_endless_comparison_is_an_error_at_the_deadline():
     reward = AsyncRewardWrapper("math", timeout=3.0)
 

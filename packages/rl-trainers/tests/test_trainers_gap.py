@@ -310,7 +310,7 @@ def test_gate_without_a_live_server_cannot_compare(engine, loop):
 # ---- servers that are behind
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 1, 3))])
 def test_gate_one_of_four_servers_behind_is_named_within_three_looks_at_lr_1e_6(model_path, loop, number):
     fleet = Fleet(_engine(model_path, lr=1e-6), 4, late=(number,))
     message = _until_named(_gate(fleet, loop, patience=1), fleet, looks=3)
@@ -324,7 +324,7 @@ def test_gate_all_or_one_of_two_servers_behind_are_named_at_lr_1e_6(model_path, 
     assert f"server-{number}, nearer to" in _until_named(_gate(fleet, loop, patience=1), fleet, looks=3)
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 1, 3))])
 def test_gate_one_of_four_bfloat16_servers_behind_is_named_by_its_peers_at_lr_1e_6(model_path, loop, number):
     fleet = Fleet(_engine(model_path, lr=1e-6), 4, "bfloat16", late=(number,))
     gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)
@@ -332,6 +332,7 @@ def test_gate_one_of_four_bfloat16_servers_behind_is_named_by_its_peers_at_lr_1e
     assert f"the scores of http://server-{number}, nearer to those before the update" in message
 
 
+@pytest.mark.slow
 def test_gate_server_that_falls_behind_is_named_although_rounding_was_excused_before(model_path, loop):
     fleet = Fleet(_engine(model_path, lr=1e-5), 2, "bfloat16")
     gate = _gate(fleet, loop, "bfloat16", rows=8, patience=2, warn=0.004)
@@ -340,6 +341,7 @@ def test_gate_server_that_falls_behind_is_named_although_rounding_was_excused_be
     assert "server-1, nearer to those before the update" in _until_named(gate, fleet, looks=4)
 
 
+@pytest.mark.slow
 def test_gate_server_that_is_behind_is_only_warned_of_until_patience_is_over(model_path, loop, caplog):
     fleet = Fleet(_engine(model_path, lr=1e-6), 1, late=(0,))
     gate = _gate(fleet, loop, patience=3)
@@ -357,6 +359,7 @@ def test_gate_weights_that_rounding_leaves_as_they_were_are_said_and_accuse_nobo
     assert all(stat["gap/lag"] is None for stat in stats)
 
 
+@pytest.mark.slow
 def test_gate_trainer_in_float32_is_no_judge_of_versions_that_bfloat16_servers_hold(model_path, loop):
     engine = _engine(model_path, lr=1e-5)
     for parameter in engine.model.parameters():  # as loaded from a bfloat16 checkpoint: rounding swallows the updates

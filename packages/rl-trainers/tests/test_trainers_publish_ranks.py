@@ -8,7 +8,9 @@ import pytest
 from rl_contracts.testing.processes import run_ranks
 
 
-@pytest.fixture(scope="module", params=["shm", "disk", "broadcast"])
+@pytest.fixture(
+    scope="module", params=["shm", *(pytest.param(route, marks=pytest.mark.slow) for route in ("disk", "broadcast"))]
+)
 def ranks(request, tmp_path_factory):
     """What each of two ranks saw on a route."""
     out = tmp_path_factory.mktemp(request.param)

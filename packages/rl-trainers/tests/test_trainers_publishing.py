@@ -62,6 +62,7 @@ def test_publish_server_that_fails_to_commit_raises(parts):
         publisher.publish(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drain", "committed"), [(60.0, 1), (0.1, 0)])
 def test_publish_wait_gives_running_answers_a_time_of_their_own(parts, drain, committed):
     _, server, loop, publisher = parts

@@ -149,6 +149,7 @@ def test_resume_after_a_stop_at_any_step_is_bit_for_bit(
     assert sorted(p.name for p in (tmp_path / "cut" / "checkpoints").iterdir()) == ["step_3", "step_6"]
 
 
+@pytest.mark.slow
 def test_resume_twice_in_one_run_is_bit_for_bit(model: str, batches: list[Path], tmp_path: Path) -> None:
     expected = run("sft", model, batches, tmp_path / "whole")
     for stop_at in (4, 6):

@@ -278,6 +278,7 @@ def test_finished_groups_leave_nothing_to_the_garbage_collector():
         rollout.destroy()
 
 
+@pytest.mark.slow
 def test_tune_garbage_collection_freezes_what_exists_and_collects_rarely():
     code = (
         "import gc; from rl_workflows import tune_garbage_collection as tune; tune(); "

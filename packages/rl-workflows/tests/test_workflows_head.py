@@ -533,6 +533,7 @@ def test_reward_that_is_no_number_is_refused_where_its_episode_ends(clock, rewar
         stamped([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
 
 
+@pytest.mark.slow
 def test_failed_rejected_and_cancelled_episodes_leave_nothing_to_the_garbage_collector(clock, make_head, null_engine):
     null_engine.faults.generate = lambda request: (
         InferenceError("planted") if request.request_id.split("-")[2] == "1" else None

@@ -377,7 +377,7 @@ class ForgetsRunningWhenLoading(StalenessManager):
         (YoungestFirst, "not oldest first|too old|nothing was"),
         (OnePlaceTooMany, "outstanding"),
         (RejectedKeepTheirPlace, "nothing was"),
-        (ForgetsAcceptedWhenSaving, "a prompt was lost"),
+        pytest.param(ForgetsAcceptedWhenSaving, "a prompt was lost", marks=pytest.mark.slow),
         (ForgetsRunningWhenLoading, "is in the batch twice|not running|KeyError"),
     ],
 )

@@ -141,7 +141,8 @@ class Watch:
 
     def _nothing_moved(self, idle: float) -> str:
         oldest, task = next(iter(self._episodes.running.items()), (None, None))
-        others = [other for other in asyncio.all_tasks() if other not in (task, asyncio.current_task())]
+        tasks = dict.fromkeys([*self._episodes.running.values(), *asyncio.all_tasks()])  # episodes first
+        others = [other for other in tasks if other not in (task, asyncio.current_task())]
         log.error(
             "nothing moved for %.1f s; stacks of some of %d tasks:\n%s",
             idle,

@@ -44,6 +44,7 @@ def own_app(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_own_app_of_the_docs_is_explained_and_planned(own_app):
     explain, plan, _ = _commands(OWN_APP)
 

@@ -216,6 +216,7 @@ async def test_stuck_call_is_killed_with_its_children_and_others_go_on(tmp_path:
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rewards")
 async def test_deadline_counts_from_the_start_of_a_call_not_from_its_submission() -> None:
     """Twenty calls of a worker that takes 0.1 s for each: the last waits four times the limit and is fine."""

@@ -44,7 +44,7 @@ def with_moved_buffers(path) -> dict[str, torch.Tensor]:
     return moved
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", KEEPING_BUFFERS)
 def test_export_has_the_keys_of_its_source_and_what_no_step_changes_as_it_was(family, dtype, tmp_path):
     source = make_family(tmp_path / "source", family)

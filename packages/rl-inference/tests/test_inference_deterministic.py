@@ -37,6 +37,7 @@ async def answers(address: str, together: bool, order: list[int]) -> list[ModelR
     return [by_request[i] for i in range(len(PROMPTS))]
 
 
+@pytest.mark.slow
 async def test_deterministic_server_answers_do_not_depend_on_what_else_is_served(
     model_path: Path, tmp_path: Path
 ) -> None:

@@ -178,6 +178,7 @@ async def test_stage_server_that_cannot_is_evicted_and_the_others_go_on(
         assert (await engine.stats())["servers"] == 1
 
 
+@pytest.mark.slow
 async def test_agenerate_server_restarted_with_old_weights_is_evicted_not_believed(
     alive: list[ServerProcess], model_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_load_leaves_imports_and_model_out_of_later_garbage_collections(model_pa
     assert visited < left_out / 10
 
 
+@pytest.mark.slow
 def test_load_layers_that_the_server_does_not_know_are_refused(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "qwen3_next", linear_num_value_heads=4, linear_num_key_heads=2)
 

@@ -140,6 +140,7 @@ def test_broadcast_reaches_all_servers_while_they_generate_and_uses_its_group_ag
         assert answer.logprobs == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_broadcast_changed_on_the_way_names_route_version_and_parameter_and_nothing_is_committed(
     start: Any, new_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

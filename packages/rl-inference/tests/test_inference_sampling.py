@@ -68,7 +68,8 @@ def _reference_uniform(seed: int, position: int) -> float:
     return (mix((mix((seed + golden) & mask) + (position + 1) * golden) & mask) >> 11) * 2.0**-53
 
 
-@pytest.mark.parametrize("temperature", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_sample_many_draws_follow_the_tempered_distribution(temperature: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(1, 20) * 2

@@ -79,6 +79,7 @@ def test_run_server_lost_is_started_anew_and_the_run_goes_on(
     assert scheduler.poll() == []
 
 
+@pytest.mark.slow
 def test_run_server_dies_too_often_error_names_it_its_lives_and_its_log(scheduler: LocalScheduler) -> None:
     config = LauncherConfig(max_restarts=2, health_interval=0.1)
 

@@ -324,7 +324,8 @@ def test_gate_all_or_one_of_two_servers_behind_are_named_at_lr_1e_6(model_path, 
     assert f"server-{number}, nearer to" in _until_named(_gate(fleet, loop, patience=1), fleet, looks=3)
 
 
-@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 1, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
 def test_gate_one_of_four_bfloat16_servers_behind_is_named_by_its_peers_at_lr_1e_6(model_path, loop, number):
     fleet = Fleet(_engine(model_path, lr=1e-6), 4, "bfloat16", late=(number,))
     gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)

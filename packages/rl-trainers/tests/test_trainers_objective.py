@@ -61,6 +61,8 @@ SURROGATE = {
 }
 """... and those with a part that is held constant."""
 ALL = SMOOTH | SURROGATE
+QUICK = ("clip", "sapo", "masked geometric means", "two masks", "weighted kl k3", "entropy")
+"""Of which each part of a composition is in one; their derivatives are compared in the quick tier."""
 WHOLE = [range(9)]
 
 
@@ -94,7 +96,9 @@ def test_objective_untrained_entries_may_hold_anything(name):
     assert other_stats == pytest.approx(stats)
 
 
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SMOOTH]
+)
 def test_objective_gradient_matches_finite_differences(name):
     config = AlgorithmConfig(**SMOOTH[name])
     batch = prepared_batch(config, rows=4)

@@ -208,7 +208,8 @@ def test_whole_to_share_parts_no_pair_and_counts_each_once() -> None:
         assert part[UNIT_KEY].bincount().unique().tolist() in ([2], [0, 2])
 
 
-@pytest.mark.parametrize("kind", ["dpo", pytest.param("ipo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "ipo"])
 def test_learner_a_few_steps_prefer_the_chosen_rows(kind: str, tmp_path: Path) -> None:
     path = str(make_tiny_model(tmp_path / "model"))
     engine, reference = (ReferenceTrainEngine() for _ in range(2))

@@ -131,7 +131,7 @@ def figures(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if not k.startswith(("time/", "throughput/", "memory/"))} for r in records]
 
 
-@pytest.mark.parametrize("kind", ["sft", "replayed"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("replayed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop_at", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 4, 6))])
 def test_resume_after_a_stop_at_any_step_is_bit_for_bit(
     kind: str, stop_at: int, model: str, batches: list[Path], tmp_path: Path

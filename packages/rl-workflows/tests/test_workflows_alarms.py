@@ -261,6 +261,7 @@ def test_within_result_error_or_deadline(clock):
     assert clock.now() == pytest.approx(4.0)
 
 
+@pytest.mark.slow
 def test_finished_groups_leave_nothing_to_the_garbage_collector():
     rollout = _rollout(batch_size=25, group_size=4)
     try:

@@ -35,6 +35,7 @@ def test_preset_composes_and_its_loss_loads(name, tmp_path):
     assert APP.config(file=tmp_path / "config.yaml") == config
 
 
+@pytest.mark.slow
 def test_presets_are_different_algorithms():
     made = [_grpo(f"algorithm={name}", *TEACHER).algorithm for name in PRESETS]
     assert all(a != b for i, a in enumerate(made) for b in made[:i])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rl_contracts.allocation import ParallelStrategy
@@ -48,7 +49,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-ATTENTION_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Mistral")
+ATTENTION_FAMILIES = [
+    *("Qwen3", "Gemma2"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Qwen2", "Gemma", "Gemma3Text", "Mistral")),
+]
 """Between them: full and sliding attention, in one model too, grouped queries, soft caps, norms of queries and keys."""
 
 

@@ -144,6 +144,7 @@ def test_train_batch_of_a_critic_with_a_constant_loss_gives_no_gradient_and_no_e
     assert (result["grad_norm"], result["applied"]) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_new_head_on_a_language_model_is_zero_learns_and_then_trains_the_decoder(language_model):
     engine, batch = make_engine(language_model, head="value"), make_batch()
     before = weights_of(engine)

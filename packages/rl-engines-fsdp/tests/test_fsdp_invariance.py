@@ -75,6 +75,7 @@ def test_step_does_not_depend_on_order_micro_batches_padding_or_blocks(
     assert_same_step(found, replayed)
 
 
+@pytest.mark.slow
 def test_step_that_counts_a_micro_batch_twice_is_noticed(model_path, replayed):
     batch = make_batch(ROWS)
 

@@ -150,6 +150,7 @@ def test_save_adapter_loads_with_peft_on_the_base_model(model_path, tmp_path):
     assert (settings["base_model_name_or_path"], settings["r"], settings["lora_alpha"]) == (model_path, 4, 8.0)
 
 
+@pytest.mark.slow
 def test_load_adapter_gives_the_same_model_again(model_path, tmp_path):
     engine, batch = trained_engine(model_path), make_batch()
     engine.save(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
@@ -190,6 +191,7 @@ def test_state_of_adapters_continues_bit_for_bit(model_path, tmp_path):
     assert other.train_batch(make_batch(seed=3), loss_fn, loss_weight_fn) == expected
 
 
+@pytest.mark.slow
 def test_critic_with_adapters_trains_its_head_too_and_its_adapter_loads_with_peft(tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification

@@ -39,7 +39,9 @@ def test_full_parameters_under_hugging_face_names_are_served_in_the_configured_d
 # ---- Hugging Face directories
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Llama", "Gemma2"])
+@pytest.mark.parametrize(
+    "family", ["Qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Gemma2"))]
+)
 def test_save_hf_loads_with_transformers_and_gives_the_same_logprobs(family, tmp_path):
     from transformers import AutoModelForCausalLM
 

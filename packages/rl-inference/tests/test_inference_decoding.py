@@ -30,10 +30,11 @@ from rl_inference.testing import reference_logprobs, reference_model, tiny_model
 WINDOW = 16
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": False},
     "qwen3": {},
     "gemma2": {**ALTERNATING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma3_text": ALTERNATING,
+}
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": {  # has buffers that no trainer sends
         **ALTERNATING,
         "global_head_dim": 32,
@@ -41,8 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 160,
     },
-}
-MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
     "qwen2": {},
     "gemma": {},
     "mistral": {"sliding_window": WINDOW},

@@ -163,6 +163,7 @@ async def test_commit_frozen_server_is_evicted_and_its_answers_continue_on_the_n
             assert answer.versions[-1] == version
 
 
+@pytest.mark.slow
 async def test_stage_server_that_cannot_is_evicted_and_the_others_go_on(
     alive: list[ServerProcess], model_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ async def test_generate_stop_token_ends_with_it(engine: EmbeddedEngine) -> None:
     assert stopped.stop_reason is StopReason.STOP
 
 
+@pytest.mark.slow
 async def test_generate_minimum_length_suppresses_end_tokens_even_where_they_are_ignored(
     engine: EmbeddedEngine,
 ) -> None:
@@ -219,6 +220,7 @@ async def test_abort_request_returns_the_tokens_so_far(server: ServerProcess) ->
     assert 0 < total == chunks[-1]["meta_info"]["completion_tokens"] < 400
 
 
+@pytest.mark.slow
 async def test_agenerate_aborted_by_someone_is_finished_by_the_client(
     server: ServerProcess, engine: EmbeddedEngine
 ) -> None:

@@ -192,6 +192,7 @@ def test_version_that_two_ranks_send_is_received_and_served_whole(start: Any, ne
     senders[1].close()
 
 
+@pytest.mark.slow
 def test_broadcast_of_what_the_model_is_not_is_refused_by_name_before_anything_moves(
     start: Any, new_model_path: Path
 ) -> None:

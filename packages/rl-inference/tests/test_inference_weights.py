@@ -134,6 +134,7 @@ async def test_commit_recompute_later_logprobs_are_the_new_models_over_the_whole
         assert answer.logprobs[at:] == pytest.approx(reference_logprobs(new, PROMPT + head, tail), abs=1e-5)
 
 
+@pytest.mark.slow
 async def test_commit_keep_goes_on_with_the_old_cache_and_the_new_weights(
     engine: EmbeddedEngine, model_path: Path, new_model_path: Path, scratch: Path
 ) -> None:
@@ -160,6 +161,7 @@ def kept_logprobs(old: Any, new: Any, output: list[int], at: int) -> list[float]
     return chosen
 
 
+@pytest.mark.slow
 async def test_commit_wait_lets_running_answers_end_first_and_holds_new_ones(
     engine: EmbeddedEngine, new_model_path: Path, scratch: Path
 ) -> None:

@@ -192,7 +192,9 @@ def other_path(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("other"), layers=1, hidden=32, seed=9)
 
 
-@pytest.mark.parametrize("name", COMPOSITIONS)
+@pytest.mark.parametrize(
+    "name", [next(iter(COMPOSITIONS)), *(pytest.param(n, marks=pytest.mark.slow) for n in [*COMPOSITIONS][1:])]
+)
 def test_actor_order_of_the_rows_does_not_change_what_is_learned(name, model_path, other_path):
     results = []
     whole = make_batch(8).exclude("advantages")
@@ -222,6 +224,7 @@ def _k3(d, learn):
     return float(k3(d)[learn].mean())
 
 
+@pytest.mark.slow
 def test_actor_kl_in_the_loss_pulls_the_policy_to_the_reference(model_path, other_path):
     distances = []
     actor = _full_actor(
@@ -329,6 +332,7 @@ def test_actor_without_the_reference_or_critic_that_it_needs_is_refused(engine):
         PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig("gae")))
 
 
+@pytest.mark.slow
 def test_critic_learns_the_returns_and_reports_how_well(model_path, other_path):
     actor = _full_actor(model_path, other_path, advantage=AdvantageConfig("gae"))
     batch = _batch(rows=6)

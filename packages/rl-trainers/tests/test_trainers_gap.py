@@ -280,6 +280,7 @@ def test_gate_looks_at_each_server_in_turn(engine, loop):
     assert fleet.asked == [*fleet.servers, *fleet.servers]
 
 
+@pytest.mark.slow
 def test_gate_check_that_cannot_be_made_is_null_and_counted_and_stops_the_run_only_when_it_repeats(
     engine, loop, caplog
 ):
@@ -318,6 +319,7 @@ def test_gate_one_of_four_servers_behind_is_named_within_three_looks_at_lr_1e_6(
     assert "Likely cause: weights not received" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "number"), [(1, 0), (2, 1)])
 def test_gate_all_or_one_of_two_servers_behind_are_named_at_lr_1e_6(model_path, loop, count, number):
     fleet = Fleet(_engine(model_path, lr=1e-6), count, late=(number,))
@@ -352,6 +354,7 @@ def test_gate_server_that_is_behind_is_only_warned_of_until_patience_is_over(mod
     assert all(stats["gap/lag"] == 0.0 for stats in _steps(gate, fleet, 3))
 
 
+@pytest.mark.slow
 def test_gate_weights_that_rounding_leaves_as_they_were_are_said_and_accuse_nobody(model_path, loop, caplog):
     fleet = Fleet(_engine(model_path, lr=1e-60), 2, "bfloat16", late=(1,))
     gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)

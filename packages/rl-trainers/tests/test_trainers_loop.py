@@ -139,6 +139,7 @@ def test_train_run_that_applied_nothing_fails_after_its_last_step(engine, tmp_pa
     assert [r["applied"] for r in _records(tmp_path / "run")] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
     renderer = ChatRenderer(make_tiny_tokenizer())
 

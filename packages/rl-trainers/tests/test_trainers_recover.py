@@ -161,6 +161,7 @@ def test_resume_twice_in_one_run_is_bit_for_bit(model: str, batches: list[Path],
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_points_only_the_last_one_is_kept(model: str, batches: list[Path], tmp_path: Path) -> None:
     run("sft", model, batches, tmp_path)
 

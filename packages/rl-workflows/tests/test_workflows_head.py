@@ -254,7 +254,7 @@ async def _steps_until_the_end(head):
         await head.end_step(0)
 
 
-@pytest.mark.parametrize("good", [40, 4000])
+@pytest.mark.parametrize("good", [40, pytest.param(4000, marks=pytest.mark.slow)])
 def test_failure_budget_stops_as_soon_late_in_a_run_as_early(clock, make_head, good, caplog):
     limits = {"failure_budget": 0.5, "failure_window": 24, "failure_min_groups": 8, "max_failed_in_row": 1000}
     head = make_head(judge=_failing_from(good), max_staleness=0, group_size=1, **limits)

@@ -233,6 +233,7 @@ def test_million_events_consume_nothing_too_old_and_every_prompt_once():
     assert min(events[what] for what in ("rejected", "failed", "batches", "crashes", "saves")) > 100
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**32),
     case=st.builds(

@@ -13,7 +13,7 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.registry import load_part
-from rl_contracts.sharding import share
+from rl_contracts.sharding import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.trajectory import pack
 from rl_trainers import PolicyActor
@@ -67,7 +67,7 @@ def test_example_parts_are_found_and_train(installed, tmp_path, overrides):
     model = make_tiny_model(tmp_path / "model", layers=1, hidden=32)
     engine.initialize(FinetuneSpec(str(model), 1, optimizer=OptimizerConfig(lr=1e-3)))
     actor = PolicyActor(engine, _config(*overrides))
-    batch = share(make_batch(12).exclude("advantages"), ParallelContext())
+    batch = shard_batch(make_batch(12).exclude("advantages"), ParallelContext())
     batch["rewards"][:4] = torch.tensor([1.0, 0.0, 0.0, 0.0])
     actor.prepare(batch)
     stats = actor.update(batch)

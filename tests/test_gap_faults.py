@@ -12,7 +12,7 @@ from rl_contracts.aio import LoopThread
 from rl_contracts.config import ClientConfig, GenerationConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec, ModelRequest
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.sharding import share
+from rl_contracts.sharding import shard_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.trajectory import from_response, stack
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
@@ -65,7 +65,7 @@ class Run:
             row.prompt_id = row.group_id = index // 2
             row.episode_id = index % 2
             rows.append(row)
-        return share(stack(rows), self.engine.parallel)
+        return shard_batch(stack(rows), self.engine.parallel)
 
     def step(self, batch=None):
         """What `rl_trainers.train` does with a batch."""

@@ -44,10 +44,10 @@ class SavedBatches:
 
     def next_batch(self) -> TensorDict:
         """The next one."""
-        from rl_contracts.sharding import share
+        from rl_contracts.sharding import shard_batch
         from rl_contracts.trajectory import load_batch
 
-        return share(load_batch(next(self._paths)), self._parallel, self._minibatches)
+        return shard_batch(load_batch(next(self._paths)), self._parallel, self._minibatches)
 
     def end_step(self, version: int) -> None:
         """Nothing waits for it."""

@@ -28,13 +28,13 @@ def check(run: Run[SFTConfig]) -> list[str]:
 
 def train(run: Run[SFTConfig]) -> None:
     """The work of one trainer process: from the data set's conversations to the updated weights."""
-    from rl_trainers.supervised import supervised_rows, whole_to_share
+    from rl_trainers.supervised import shard_rows, supervised_rows
 
     with Parts(run) as parts:
         engine, renderer = parts.engine(), parts.renderer()
 
         def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
-            return whole_to_share(supervised_rows(rows, renderer, run.config.data.max_length), engine.parallel)
+            return shard_rows(supervised_rows(rows, renderer, run.config.data.max_length), engine.parallel)
 
         evaluations: list[Evaluation] = []
         publisher = gap = None

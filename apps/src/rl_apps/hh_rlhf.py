@@ -65,12 +65,12 @@ def train_policy(run: Run[DPOConfig]) -> None:
 def learn_pairs(parts: Parts, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None) -> None:
     """The steps: from the data set's pairs to the updated weights."""
     from rl_trainers.preference import pairs, preference_rows
-    from rl_trainers.supervised import whole_to_share
+    from rl_trainers.supervised import shard_rows
 
     renderer = parts.renderer()
 
     def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
-        return whole_to_share(preference_rows(rows, renderer, parts.config.data.max_length), engine.parallel)
+        return shard_rows(preference_rows(rows, renderer, parts.config.data.max_length), engine.parallel)
 
     learn_rows(parts, "pairs", rl_trainers.LossLearner(engine, loss, pairs, reference), batch_of)
 

@@ -99,8 +99,8 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig)
             f"allocation={written} with cluster.device={cluster.device}: expected {needed} GPUs, one a rank, found "
             f"{gpus}; use a smaller allocation, or cluster.device=cpu."
         )
-    shares = ", ".join(f"{role.name} {role.world_size}" for role in roles)
-    return Devices("cuda", cores_each, f"{needed} of {gpus} GPUs: {shares}")
+    each = ", ".join(f"{role.name} {role.world_size}" for role in roles)
+    return Devices("cuda", cores_each, f"{needed} of {gpus} GPUs: {each}")
 
 
 def run_directory(run_dir: str, experiment: str, trial: str, resumes: bool = False) -> Path:

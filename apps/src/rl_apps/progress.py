@@ -106,8 +106,8 @@ def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total
             parts.append(f"{label} {record[name]:{form}}")
     seconds = record.get("time/step")
     if seconds:
-        shares = [f"{s.removeprefix('rollout_')} {record.get(f'time/{s}', 0) / seconds:.0%}" for s in STAGES]
-        parts.append(f"{seconds:.2f} s ({', '.join(shares)})")
+        fractions = [f"{s.removeprefix('rollout_')} {record.get(f'time/{s}', 0) / seconds:.0%}" for s in STAGES]
+        parts.append(f"{seconds:.2f} s ({', '.join(fractions)})")
     if record.get("applied", 1) < 1:
         why = "loss or gradients not finite" if "grad_norm" in record else "nothing to learn from"
         parts.append(f"NOT APPLIED: {1 - record['applied']:.0%} ({why})")

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_contracts.parallel import ParallelContext
-from rl_contracts.sharding import global_order, share
+from rl_contracts.sharding import global_order, shard_batch
 from rl_contracts.trajectory import Trajectory, concatenate, stack
 
 
@@ -29,9 +29,9 @@ def _batch(sizes: list[int], seed: int):
 @settings(deadline=None, max_examples=40)
 def test_share_any_split_gives_every_row_once_in_the_same_minibatch(sizes, replicas, minibatches, seed):
     batch = _batch(sizes, seed)
-    alone = share(batch, ParallelContext(), minibatches)
+    alone = shard_batch(batch, ParallelContext(), minibatches)
     expected = dict(zip(alone["episode_ids"].tolist(), alone["minibatch"].tolist(), strict=True))
-    parts = [share(batch, ParallelContext(dp_rank=r, dp_size=replicas), minibatches) for r in range(replicas)]
+    parts = [shard_batch(batch, ParallelContext(dp_rank=r, dp_size=replicas), minibatches) for r in range(replicas)]
     together = concatenate(parts)
     found = list(zip(together["episode_ids"].tolist(), together["minibatch"].tolist(), strict=True))
     assert sorted(found) == sorted(expected.items())
@@ -44,6 +44,6 @@ def test_global_order_shuffled_rows_sorts_by_group_then_episode():
 
 
 def test_share_fewer_rows_than_minibatches_leaves_some_empty():
-    found = share(_batch([2, 2], 0), ParallelContext(), 3)
+    found = shard_batch(_batch([2, 2], 0), ParallelContext(), 3)
     assert len(found) == 2
     assert len(set(found["minibatch"].tolist())) == 2

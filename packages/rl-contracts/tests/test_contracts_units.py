@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rl_contracts.errors import DataError
 from rl_contracts.packing import expand, units_of
 from rl_contracts.parallel import ParallelContext
-from rl_contracts.sharding import MINIBATCH_KEY, share
+from rl_contracts.sharding import MINIBATCH_KEY, shard_batch
 from rl_contracts.testing import make_batch
 from rl_contracts.trajectory import UNIT_KEY, lengths, pack, select, units, validate
 
@@ -41,7 +41,7 @@ def test_share_never_parts_a_unit(pairs: int, replicas: int, minibatches: int, s
     batch[UNIT_KEY] = torch.arange(2 * pairs)[torch.randperm(2 * pairs)] // 2
     seen: list[tuple[int, int]] = []
     for rank in range(replicas):
-        mine = share(batch, ParallelContext(dp_rank=rank, dp_size=replicas, world_size=replicas), minibatches)
+        mine = shard_batch(batch, ParallelContext(dp_rank=rank, dp_size=replicas, world_size=replicas), minibatches)
         counted = Counter(zip(mine[UNIT_KEY].tolist(), mine[MINIBATCH_KEY].tolist(), strict=True))
         assert set(counted.values()) <= {2}
         seen += counted

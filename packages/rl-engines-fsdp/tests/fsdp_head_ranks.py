@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from fsdp_ranks import share
+from fsdp_ranks import rows_of
 from fsdp_toys import loss_weight_fn, make_batch, make_engine, value_loss_fn, weights_of
 from safetensors.torch import save_file
 
@@ -20,7 +20,7 @@ def main(model: str, out: Path) -> None:
 
     def step(seed: int, empty_rank: int | None = None) -> dict[str, float]:
         return engine.train_batch(
-            share(make_batch(seed=seed), engine.parallel, empty_rank), value_loss_fn, loss_weight_fn
+            rows_of(make_batch(seed=seed), engine.parallel, empty_rank), value_loss_fn, loss_weight_fn
         )
 
     seen: dict = {"steps": [step(0), step(1, empty_rank=1)]}

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from fsdp_ranks import share
+from fsdp_ranks import rows_of
 from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine
 from safetensors.torch import save_file
 
@@ -20,7 +20,7 @@ def main(model: str, out: Path) -> None:
     engine.load(SaveLoadMeta(str(out / "start"), kind="adapter"))
 
     def step(seed: int, empty_rank: int | None = None) -> dict[str, float]:
-        batch = share(make_batch(seed=seed), engine.parallel, empty_rank)
+        batch = rows_of(make_batch(seed=seed), engine.parallel, empty_rank)
         return engine.train_batch(batch, loss_fn, loss_weight_fn)
 
     seen: dict = {"steps": [step(0), step(1, empty_rank=1), step(2)]}

@@ -16,7 +16,7 @@ from rl_contracts.errors import RLError
 from rl_contracts.trajectory import select
 
 
-def share(batch, parallel, empty_rank: int | None = None):
+def rows_of(batch, parallel, empty_rank: int | None = None):
     """Rows of this rank: every other one, or all of them on the rank that is not empty."""
     rows = list(range(len(batch)))
     if empty_rank is not None:
@@ -39,13 +39,13 @@ def main(models: Path, out: Path) -> None:
         engine = make_engine(str(models / family))
         rank = engine.parallel.rank
         seen[family] = [
-            engine.train_batch(share(make_batch(seed=s), engine.parallel), loss_fn, loss_weight_fn) for s in range(3)
+            engine.train_batch(rows_of(make_batch(seed=s), engine.parallel), loss_fn, loss_weight_fn) for s in range(3)
         ]
         tensors |= {f"{family}.{name}": value for name, value in weights_of(engine).items()}
         engine.destroy()
 
     engine = make_engine(str(models / "Qwen3"), sync_every_micro_batch=True, reshard_after_forward=False)
-    batch = share(make_batch(), engine.parallel, empty_rank=1)
+    batch = rows_of(make_batch(), engine.parallel, empty_rank=1)
     seen["evaluated with an empty rank"] = engine.eval_batch(batch, loss_fn, loss_weight_fn)
     tensors[f"forward.{rank}"] = engine.forward(batch, logprobs_of)
     seen["empty rank"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
@@ -54,7 +54,7 @@ def main(models: Path, out: Path) -> None:
     def exploding(outputs, packed):
         return outputs.logprobs.sum() * (torch.inf if engine.parallel.rank == 0 else 1.0), {}
 
-    batch = share(make_batch(seed=1), engine.parallel)
+    batch = rows_of(make_batch(seed=1), engine.parallel)
     seen["exploding on rank 0"] = engine.train_batch(batch, exploding, loss_weight_fn)
 
     seen["yielded"] = [[spec.name, list(spec.shape)] for spec in engine.param_specs()]
@@ -82,7 +82,9 @@ def main(models: Path, out: Path) -> None:
     half = make_engine(
         str(models / "Qwen3"), dtype="bfloat16", gradient_checkpointing=True, optimizer=OptimizerConfig(lr=1e-2)
     )
-    seen["bfloat16"] = [half.train_batch(share(make_batch(), half.parallel), loss_fn, loss_weight_fn) for _ in range(3)]
+    seen["bfloat16"] = [
+        half.train_batch(rows_of(make_batch(), half.parallel), loss_fn, loss_weight_fn) for _ in range(3)
+    ]
     seen["groups alive"] = torch.distributed.is_initialized()
     half.destroy()
     engine.destroy()

@@ -35,7 +35,7 @@ from rl_engines_fsdp.model import attention, loading
 from rl_engines_fsdp.ranks import tensor_parallel
 
 
-def share(batch, engine: FSDPEngine, empty_replica: int | None = None):
+def rows_of(batch, engine: FSDPEngine, empty_replica: int | None = None):
     """Rows of this rank's replica: every other one, or all of them on the replica that is not empty."""
     rows, parallel = list(range(len(batch))), engine.parallel
     if empty_replica is not None:
@@ -71,7 +71,7 @@ def train_with_sgd(engine: FSDPEngine, steps: int, empty_replica: int | None = N
     loss = loss_fn if engine._model.head == "lm" else value_loss_fn
     found, results, first = record_gradients(engine), [], {}
     for seed in range(steps):
-        batch = share(make_batch(seed=seed), engine, empty_replica)
+        batch = rows_of(make_batch(seed=seed), engine, empty_replica)
         results.append(engine.train_batch(batch, loss, loss_weight_fn))
         first = first or dict(found)
     return results, first, weights_of(engine)
@@ -110,15 +110,15 @@ def weights_out_and_in(models: Path, expected: Path, out: Path, layout: Parallel
     engine = make_engine(str(models / "Qwen3"), strategy=layout)
     seen["sums"] = {name: str(checksum(value.contiguous())) for name, value in engine.full_parameters()}
     whole = make_batch()
-    seen["evaluated"] = engine.eval_batch(share(whole, engine), loss_fn, loss_weight_fn)
+    seen["evaluated"] = engine.eval_batch(rows_of(whole, engine), loss_fn, loss_weight_fn)
     forward = engine.forward(whole, logprobs_of)
     seen["forward"] = (forward - load_file(expected / "forward.safetensors")["logprobs"]).abs().max().item()
-    seen["steps"] = [engine.train_batch(share(make_batch(seed=s), engine), loss_fn, loss_weight_fn) for s in range(2)]
+    seen["steps"] = [engine.train_batch(rows_of(make_batch(seed=s), engine), loss_fn, loss_weight_fn) for s in range(2)]
     engine.forward(whole, logprobs_of)  # leaves nothing behind that saving could take for the model's parameters
     engine.version = 7
     engine.save(SaveLoadMeta(str(out / "state"), kind="state"))
     engine.save(SaveLoadMeta(str(out / "hf")))
-    batch = share(make_batch(seed=2), engine)
+    batch = rows_of(make_batch(seed=2), engine)
     seen["after saving"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
     engine.load(SaveLoadMeta(str(out / "state"), kind="state"))
     seen["after loading"] = engine.train_batch(batch, loss_fn, loss_weight_fn)
@@ -133,7 +133,7 @@ def weights_out_and_in(models: Path, expected: Path, out: Path, layout: Parallel
 def in_bfloat16(models: Path, layout: ParallelStrategy) -> list[dict]:
     """Three steps on the same batch."""
     engine = make_engine(str(models / "Qwen3"), strategy=layout, dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-2))
-    results = [engine.train_batch(share(make_batch(), engine), loss_fn, loss_weight_fn) for _ in range(3)]
+    results = [engine.train_batch(rows_of(make_batch(), engine), loss_fn, loss_weight_fn) for _ in range(3)]
     engine.destroy()
     return results
 
@@ -159,7 +159,7 @@ def faults(models: Path, layout: ParallelStrategy) -> dict:
         gradients._alike |= {f"norm {index}": p for index, p in enumerate(gradients._partial)}
         gradients._partial.clear()
         seen["a norm that the plan forgot"] = error_of(
-            lambda: engine.train_batch(share(make_batch(), engine), loss_fn, loss_weight_fn)
+            lambda: engine.train_batch(rows_of(make_batch(), engine), loss_fn, loss_weight_fn)
         )
         engine.destroy()
     return seen

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from fsdp_ranks import share
+from fsdp_ranks import rows_of
 from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine
 
 from rl_contracts.data import SaveLoadMeta
@@ -18,7 +18,7 @@ def main(model: str, out: Path) -> None:
     assert engine.version == 2
 
     def step(seed: int) -> dict[str, float]:
-        return engine.train_batch(share(make_batch(seed=seed), engine.parallel), loss_fn, loss_weight_fn)
+        return engine.train_batch(rows_of(make_batch(seed=seed), engine.parallel), loss_fn, loss_weight_fn)
 
     seen = [step(2), step(3)]
     engine.version = 4

@@ -8,7 +8,7 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.errors import ConfigError, DataError, EngineError
 from rl_contracts.parallel import ParallelContext
-from rl_contracts.sharding import share
+from rl_contracts.sharding import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
@@ -41,7 +41,7 @@ def engine(model_path):
 
 
 def _batch(rows=8, minibatches=1, **kwargs):
-    return share(make_batch(rows, **kwargs).exclude("advantages"), ParallelContext(), minibatches)
+    return shard_batch(make_batch(rows, **kwargs).exclude("advantages"), ParallelContext(), minibatches)
 
 
 def test_actor_update_advances_the_version_once_however_many_minibatches(engine):
@@ -124,7 +124,7 @@ def test_replay_batch_saved_and_loaded_gives_the_step_of_the_run(model_path, tmp
         if source == "run":
             whole = make_batch(8).exclude("advantages")
             save_batch(whole, tmp_path / "b.safetensors")
-            batch = share(load_batch(tmp_path / "b.safetensors"), ParallelContext(), 2)
+            batch = shard_batch(load_batch(tmp_path / "b.safetensors"), ParallelContext(), 2)
             figures.append(actor.prepare(batch) | actor.update(batch))
         else:
             figures.append(replay_batch(actor, tmp_path / "b.safetensors"))
@@ -200,7 +200,7 @@ def test_actor_order_of_the_rows_does_not_change_what_is_learned(name, model_pat
     whole = make_batch(8).exclude("advantages")
     for order in (list(range(8)), [5, 2, 7, 0, 1, 3, 6, 4]):
         actor = _full_actor(model_path, other_path, 2, **COMPOSITIONS[name])
-        batch = share(select(whole, order), ParallelContext(), 2)
+        batch = shard_batch(select(whole, order), ParallelContext(), 2)
         stats = actor.prepare(batch) | actor.update(batch)
         results.append(stats)
     assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-5)
@@ -304,8 +304,8 @@ def test_summary_staleness_shares_count_trained_tokens():
     figures = summarise(batch, 6).results()
     age = 6 - batch["versions"][batch["loss_mask"]]
     for name, chosen in (("0", age == 0), ("3", age == 3), ("4_and_more", age == 6)):
-        assert figures[f"staleness/share_{name}"] == pytest.approx(float(chosen.float().mean()))
-    assert figures["staleness/share_1"] == 0
+        assert figures[f"staleness/fraction_{name}"] == pytest.approx(float(chosen.float().mean()))
+    assert figures["staleness/fraction_1"] == 0
 
 
 def test_actor_second_moment_mask_holds_over_each_minibatch(engine):

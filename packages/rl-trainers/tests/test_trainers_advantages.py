@@ -98,7 +98,7 @@ def test_summary_is_the_same_on_every_replica():
         2, lambda replica: summarise(_padded(_batch(), SPLIT[replica.rank]), 2).over_replicas(replica).results()
     )
     assert found[0] == found[1] == pytest.approx(alone)
-    assert alone["staleness/share_2"] == 1.0
+    assert alone["staleness/fraction_2"] == 1.0
 
 
 def test_advantages_kl_in_the_reward_of_an_outcome_is_summed_over_the_episode():

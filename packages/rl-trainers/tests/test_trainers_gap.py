@@ -12,7 +12,7 @@ from rl_contracts.aio import LoopThread
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, WeightReceipt
 from rl_contracts.errors import InferenceError, WeightUpdateError
-from rl_contracts.sharding import share
+from rl_contracts.sharding import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
@@ -98,7 +98,7 @@ class Fleet:
 
 def _batch(seed=0, rows=8):
     """Rows without a fresh token, where the trainer's version is above 0."""
-    return share(make_batch(rows, seed, lengths=(16, 24)), ReferenceTrainEngine().parallel)
+    return shard_batch(make_batch(rows, seed, lengths=(16, 24)), ReferenceTrainEngine().parallel)
 
 
 def _loss(outputs, packed):

@@ -10,14 +10,14 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import DataError, EngineError
 from rl_contracts.metrics import Figures, record
 from rl_contracts.rendering import ChatRenderer
-from rl_contracts.sharding import share
+from rl_contracts.sharding import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
 from rl_contracts.trajectory import load_batch
 from rl_trainers import Books, CheckpointConfig, DataSource, LossEvaluation, LossLearner, PolicyActor, train
 from rl_trainers.algorithm import AlgorithmConfig, LossConfig
-from rl_trainers.supervised import supervised_rows, whole_to_share
+from rl_trainers.supervised import shard_rows, supervised_rows
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
@@ -50,7 +50,7 @@ class _Batches:
     def next_batch(self):
         if len(self.ended) == self.count:
             raise StopIteration
-        return share(make_batch(6, seed=len(self.ended)).exclude("advantages"), self.engine.parallel)
+        return shard_batch(make_batch(6, seed=len(self.ended)).exclude("advantages"), self.engine.parallel)
 
     def end_step(self, version):
         self.ended.append(version)
@@ -144,7 +144,7 @@ def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
     renderer = ChatRenderer(make_tiny_tokenizer())
 
     def batch_of(rows):
-        return whole_to_share(supervised_rows(rows, renderer, 64), engine.parallel)
+        return shard_rows(supervised_rows(rows, renderer, 64), engine.parallel)
 
     books = Books(
         engine,

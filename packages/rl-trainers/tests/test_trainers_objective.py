@@ -19,7 +19,7 @@ from rl_trainers.algorithm import (
     MaskConfig,
 )
 from rl_trainers.critic import ValueLoss
-from rl_trainers.objective import effective_share, make_policy_loss
+from rl_trainers.objective import effective_fraction, make_policy_loss
 
 SMOOTH = {
     "clip": {},
@@ -151,7 +151,7 @@ def test_objective_is_the_weighted_sum_of_its_parts():
 def test_objective_statistics_match_hand_computation():
     _, stats, (theta, old, behaviour, reference, *_) = _one_row(correction=CorrectionConfig(cap=1.2))
     figures = {name: float(a) / float(b) for name, (a, b) in stats.items() if not name.endswith("/max")}
-    effective_share(figures)
+    effective_fraction(figures)
     count = len(theta)
     weights = [min(math.exp(o - b), 1.2) * math.exp(t - o) for t, o, b in zip(theta, old, behaviour, strict=True)]
     assert figures["weight/effective"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) / count)
@@ -186,7 +186,7 @@ def test_objective_entropy_bonus_without_an_entropy_gradient_is_refused():
         make_policy_loss(config, minibatches=2)(outputs, packed)
 
 
-def test_effective_share_of_a_minibatch_without_weight_is_zero():
+def test_effective_fraction_of_a_minibatch_without_weight_is_zero():
     figures = {"weight/mean": 0.0, "weight/square": 0.0, "loss": 1.0}
-    effective_share(figures)
+    effective_fraction(figures)
     assert figures == {"weight/effective": 0.0, "loss": 1.0}

@@ -26,7 +26,7 @@ from rl_trainers.preference import (
     preference_rows,
     reward_model_loss,
 )
-from rl_trainers.supervised import LossEvaluation, LossLearner, whole_to_share
+from rl_trainers.supervised import LossEvaluation, LossLearner, shard_rows
 
 
 def pair_batch(count: int, seed: int = 0) -> Any:
@@ -196,12 +196,12 @@ def test_preference_rows_that_teach_nothing_are_refused(rejected: list[dict[str,
         preference_rows([{"prompt_id": 3, "chosen": talk("hi", "good"), "rejected": rejected}], Letters(), 40)
 
 
-def test_whole_to_share_parts_no_pair_and_counts_each_once() -> None:
+def test_shard_rows_parts_no_pair_and_counts_each_once() -> None:
     rows = preference_rows(
         [{"chosen": talk("hi", "a" * (i + 2)), "rejected": talk("hi", "b" * (9 - i))} for i in range(5)], Letters(), 99
     )
 
-    shares = [whole_to_share(rows, ParallelContext(dp_rank=r, dp_size=2, world_size=2)) for r in range(2)]
+    shares = [shard_rows(rows, ParallelContext(dp_rank=r, dp_size=2, world_size=2)) for r in range(2)]
 
     assert sum(pairs(part).item() for part in shares) == 5
     for part in shares:

@@ -14,7 +14,7 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.rendering import ChatRenderer
-from rl_contracts.sharding import share
+from rl_contracts.sharding import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.models import make_tiny_tokenizer
 from rl_contracts.trajectory import load_batch, save_batch
@@ -30,7 +30,7 @@ from rl_trainers import (
 )
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.recover import last_point
-from rl_trainers.supervised import supervised_rows, whole_to_share
+from rl_trainers.supervised import shard_rows, supervised_rows
 
 STEPS = 6
 
@@ -76,7 +76,7 @@ class StoppingReplay:
             raise KilledError
         batch = load_batch(self.paths[self.position])
         self.position += 1
-        return share(batch, ParallelContext())
+        return shard_batch(batch, ParallelContext())
 
     def end_step(self, version: int) -> None:
         pass
@@ -111,7 +111,7 @@ def run(kind: str, model: str, batches: list[Path], run_dir: Path, stop_at: int 
     if kind == "sft":
         renderer = ChatRenderer(make_tiny_tokenizer())
         source = DataSource(
-            Loader(stop_at), lambda rows: whole_to_share(supervised_rows(rows, renderer, 64), ParallelContext())
+            Loader(stop_at), lambda rows: shard_rows(supervised_rows(rows, renderer, 64), ParallelContext())
         )
         learner = LossLearner(engine)
     else:

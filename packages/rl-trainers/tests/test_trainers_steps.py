@@ -11,7 +11,7 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
 from rl_contracts.parallel import ParallelContext
-from rl_contracts.sharding import share
+from rl_contracts.sharding import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_trainers import Critic, PolicyActor
 from rl_trainers.algorithm import AdvantageConfig, AlgorithmConfig, CorrectionConfig, LossConfig, MaskConfig
@@ -28,7 +28,7 @@ def engine(tmp_path):
 
 
 def _prepared(actor, rows):
-    batch = share(make_batch(rows).exclude("advantages"), ParallelContext(), actor.minibatches)
+    batch = shard_batch(make_batch(rows).exclude("advantages"), ParallelContext(), actor.minibatches)
     batch["versions"] = torch.where(batch["versions"] >= 0, actor.version, -1).int()
     batch["loss_mask"] = batch["versions"] >= 0
     actor.prepare(batch)
@@ -76,7 +76,7 @@ def test_minibatch_whose_rows_are_all_masked_is_skipped_and_counted(engine):
 
 def test_batch_with_nothing_to_learn_from_advances_no_version(engine):
     actor = PolicyActor(engine, AlgorithmConfig(mask=MaskConfig(truncated=True)), minibatches=2)
-    batch = share(make_batch(8).exclude("advantages"), ParallelContext(), 2)
+    batch = shard_batch(make_batch(8).exclude("advantages"), ParallelContext(), 2)
     batch["truncated"][:] = True
     actor.prepare(batch)
     stats = actor.update(batch)
@@ -85,7 +85,7 @@ def test_batch_with_nothing_to_learn_from_advances_no_version(engine):
 
 def test_overlong_filtering_leaves_rows_out_of_loss_and_denominator_but_not_of_their_groups(engine):
     actor = PolicyActor(engine, AlgorithmConfig(mask=MaskConfig(truncated=True)))
-    batch = share(make_batch(8).exclude("advantages"), ParallelContext())
+    batch = shard_batch(make_batch(8).exclude("advantages"), ParallelContext())
     cut = torch.arange(8) % 4 == 0
     batch["truncated"] = cut
     batch["rewards"] = torch.where(cut, 1.0, 0.0)

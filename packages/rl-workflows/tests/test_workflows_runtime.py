@@ -137,7 +137,7 @@ def test_on_answers_gets_every_batch_with_its_step_and_what_is_not_trained_on_wi
     assert len(prompts) == 3
     assert sum(map(len, prompts)) == 10
     assert 0 < figures["finished/length_mean"] <= 8
-    assert 0 <= figures["finished/truncated_share"] <= 1
+    assert 0 <= figures["finished/truncated_fraction"] <= 1
 
 
 def test_figures_of_finished_groups_also_speak_of_those_that_are_not_trained_on(engine):

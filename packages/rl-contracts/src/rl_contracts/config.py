@@ -99,8 +99,8 @@ class GenerationConfig(Settings):
     """Smallest set of tokens with this probability mass; 1 switches it off."""
     top_k: int = bounded(0, "0 (off) or more", lambda number: number >= 0)
     """The k likeliest tokens; 0 switches it off."""
-    min_p: float = bounded(0.0, "in [0, 1)", lambda share: 0 <= share < 1)
-    """Tokens with at least this share of the likeliest one's probability; 0 switches it off."""
+    min_p: float = bounded(0.0, "in [0, 1)", lambda fraction: 0 <= fraction < 1)
+    """Tokens with at least this fraction of the likeliest one's probability; 0 switches it off."""
     presence_penalty: float = bounded(0.0, "in [-2, 2]", lambda penalty: -2 <= penalty <= 2)
     """Subtracted from the logits of every token that the answer already has; -2 to 2, 0 switches it off."""
     frequency_penalty: float = bounded(0.0, "in [-2, 2]", lambda penalty: -2 <= penalty <= 2)

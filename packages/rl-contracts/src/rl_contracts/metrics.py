@@ -155,9 +155,9 @@ def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") 
     a run it does nothing.
 
     Example:
-        >>> record("answer/boxed", 1.0)  # share of answers
+        >>> record("answer/boxed", 1.0)  # fraction of answers
 
-        In a policy loss `record("clip/far", terms.ratio > 4, weight=terms.trained)` is a share of trained tokens.
+        In a policy loss `record("clip/far", terms.ratio > 4, weight=terms.trained)` is a fraction of trained tokens.
 
     Args:
         name: none of the run's own names.

@@ -1,4 +1,4 @@
-"""Deciding which rows go together: micro-batches that fit, shares that balance. Index arithmetic only."""
+"""Deciding which rows go together: micro-batches that fit, parts that balance. Index arithmetic only."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def units_of(labels: Sequence[int]) -> list[list[int]]:
     return list(found.values())
 
 
-def expand(shares: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Shares of units as shares of their rows, ascending."""
-    return [sorted(row for unit in share for row in units[unit]) for share in shares]
+def expand(parts: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Parts of units as parts of their rows, ascending."""
+    return [sorted(row for unit in part for row in units[unit]) for part in parts]
 
 
 def pack_first_fit(lengths: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
@@ -65,20 +65,20 @@ def pack_first_fit(lengths: Sequence[int], capacity: int, at_least: int = 1) -> 
     return [sorted(b) for b in bins]
 
 
-def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
-    """Split items into `shares` lists of nearly equal weight.
+def balance(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Split items into `parts` lists of nearly equal weight.
 
-    The largest differencing method (Karmarkar and Karp, 1982) for any number of shares: the two partial splits that
-    are most uneven are laid against each other, the heaviest share of one on the lightest of the other, until one split
-    is left. The heaviest share is at most 4/3 of the optimum, and mostly within a few tokens of it. Deterministic, so
+    The largest differencing method (Karmarkar and Karp, 1982) for any number of parts: the two partial splits that
+    are most uneven are laid against each other, the heaviest part of one on the lightest of the other, until one split
+    is left. The heaviest part is at most 4/3 of the optimum, and mostly within a few tokens of it. Deterministic, so
     every rank computes the same split.
 
     Returns:
-        item indices of each share, ascending; shares may be empty.
+        item indices of each part, ascending; parts may be empty.
     """
-    if shares == 1:
+    if parts == 1:
         return [list(range(len(weights)))]
-    empty: list[tuple[int, list[int]]] = [(0, [])] * (shares - 1)
+    empty: list[tuple[int, list[int]]] = [(0, [])] * (parts - 1)
     # (- how uneven, number that breaks ties, piles from heavy to light)
     heap = [(-weight, item, [(weight, [item]), *empty]) for item, weight in enumerate(weights)]
     heapq.heapify(heap)
@@ -87,7 +87,7 @@ def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
         piles = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
         piles.sort(key=itemgetter(0), reverse=True)
         heapq.heappush(heap, (piles[-1][0] - piles[0][0], number, piles))
-    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(shares)]
+    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
 
 
 def cut(total: int, parts: int) -> list[range]:

@@ -40,7 +40,7 @@ def _units(batch: TensorDict, order: torch.Tensor) -> torch.Tensor:
     return first.argsort().argsort()[unit]
 
 
-def share(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) -> TensorDict:
+def shard_batch(batch: TensorDict, parallel: ParallelContext, minibatches: int = 1) -> TensorDict:
     """This replica's rows of a batch that every replica holds whole, with the entry `minibatch`.
 
     With fewer rows (or units of rows) than minibatches, as at the end of the data, some minibatches have none.
@@ -74,10 +74,10 @@ def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int 
     from tensordict import TensorDict
 
     if parallel.world_size == 1:
-        return share(batch, parallel, minibatches)
+        return shard_batch(batch, parallel, minibatches)
     mine = {str(k): v for k, v in batch.items() if isinstance(v, torch.Tensor)}
     parts = [
         TensorDict(part, batch_size=part["input_ids"].shape[:1])
         for part in parallel.gather_tensors(mine, all_ranks=True)
     ]
-    return share(concatenate([part for part in parts if part.batch_size[0]] or parts[:1]), parallel, minibatches)
+    return shard_batch(concatenate([part for part in parts if part.batch_size[0]] or parts[:1]), parallel, minibatches)

@@ -138,8 +138,8 @@ class FSDPEngine(TrainEngine):
         bins = micro_batches.plan(batch, self._spec, self.parallel)
         sizes = lengths(batch).to(torch.float64)
         weight = loss_weight_fn(batch).detach().to("cpu", torch.float64)
-        share = torch.stack([weight, sizes.sum(), sizes.square().sum()])
-        denominator, tokens, squares = self.parallel.sum_over_replicas(share).tolist()
+        sums = torch.stack([weight, sizes.sum(), sizes.square().sum()])
+        denominator, tokens, squares = self.parallel.sum_over_replicas(sums).tolist()
         if not (denominator > 0 and tokens > 0):
             raise EngineError(
                 f"minibatch: expected tokens and a positive denominator over all ranks, found {int(tokens)} tokens and "

@@ -25,8 +25,8 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         return config.lr
     peak, last = max(config.warmup_steps - 1, 0), total_steps - 1
     progress = min(max((step - peak) / max(last - peak, 1), 0.0), 1.0)
-    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+    decay = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
 
 
 def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
@@ -52,8 +52,8 @@ def squared_norm(gradients: list[Tensor], ranks: int = 1) -> Tensor:
     """
     norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients]))
     meshes = [mesh_of(gradient) for gradient in gradients]
-    shares = [1.0 if mesh is None else mesh.size() / ranks for mesh in meshes]
-    return (norms.square() * torch.tensor(shares).to(norms.device, non_blocking=True)).sum()
+    weights = [1.0 if mesh is None else mesh.size() / ranks for mesh in meshes]
+    return (norms.square() * torch.tensor(weights).to(norms.device, non_blocking=True)).sum()
 
 
 def clip(gradients: list[Tensor], norm: float, max_norm: float) -> None:

@@ -46,7 +46,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """The whole environment of one worker; later sources win.
 
-    Thread shares and other defaults, the inherited variables, torchrun's (`spmd` roles), devices, `spec.env`.
+    Thread counts and other defaults, the inherited variables, torchrun's (`spmd` roles), devices, `spec.env`.
 
     Args:
         spec: the role.

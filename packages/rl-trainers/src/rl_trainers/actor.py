@@ -9,13 +9,13 @@ import torch
 
 from rl_contracts.engine import TrainEngine
 from rl_contracts.errors import ConfigError, DataError
-from rl_contracts.sharding import share
+from rl_contracts.sharding import shard_batch
 from rl_contracts.trajectory import load_batch, validate
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.credit import assign_credit
 from rl_trainers.critic import VALUES_KEY, Critic
 from rl_trainers.functional.aggregation import denominator, token_weights
-from rl_trainers.objective import effective_share, make_policy_loss
+from rl_trainers.objective import effective_fraction, make_policy_loss
 from rl_trainers.steps import take_steps
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class PolicyActor:
             the engine's statistics over the minibatches (see `take_steps`), and the critic's, under `critic/`.
         """
         figures = take_steps(self.engine, batch, self.loss, self._denominator, self.minibatches)
-        effective_share(figures)
+        effective_fraction(figures)
         return figures if self.critic is None else figures | self.critic.update(batch)
 
     def _denominator(self, minibatch: TensorDict) -> torch.Tensor:
@@ -138,5 +138,5 @@ def replay_batch(actor: PolicyActor, path: str | Path, version: int | None = Non
     """
     batch = load_batch(path)
     actor.engine.version = int(batch["versions"].max()) if version is None else version
-    mine = share(batch, actor.engine.parallel, actor.minibatches)
+    mine = shard_batch(batch, actor.engine.parallel, actor.minibatches)
     return actor.prepare(mine) | actor.update(mine)

@@ -226,8 +226,8 @@ def summarise(batch: TensorDict, version: int) -> Figures:
 
     Returns:
         `rows`, `tokens/trained`, `reward/mean`, `reward/square` (see `reward_std`), `length/mean` (generated tokens),
-        `truncated/share`, `staleness/mean` and `staleness/max` (version minus a row's oldest token's),
-        `staleness/share_0` to `staleness/share_3` and `staleness/share_4_and_more` (trained tokens of each age).
+        `truncated/fraction`, `staleness/mean` and `staleness/max` (version minus a row's oldest token's),
+        `staleness/fraction_0` to `staleness/fraction_3` and `staleness/fraction_4_and_more` (trained tokens by age).
     """
     figures = Figures()
     learn, versions, rewards = batch["loss_mask"], batch["versions"], batch["rewards"].double()
@@ -240,12 +240,12 @@ def summarise(batch: TensorDict, version: int) -> Figures:
     figures.add("reward/mean", rewards)
     figures.add("reward/square", rewards.square())
     figures.add("length/mean", generated.sum(-1))
-    figures.add("truncated/share", batch["truncated"])
+    figures.add("truncated/fraction", batch["truncated"])
     figures.add("staleness/mean", age, answered)
     figures.add("staleness/max", age, answered, kind="max")
     token_age = (version - versions).clamp(0, OLDEST)
     for old in range(OLDEST + 1):
-        name = f"staleness/share_{old}" if old < OLDEST else f"staleness/share_{OLDEST}_and_more"
+        name = f"staleness/fraction_{old}" if old < OLDEST else f"staleness/fraction_{OLDEST}_and_more"
         figures.add(name, token_age == old, learn & generated)
     return figures
 

@@ -34,7 +34,7 @@ class EvaluationConfig(Settings):
 
 
 class AnswerEvaluation:
-    """Accuracy of generated answers: the share whose reward is at least 1."""
+    """Accuracy of generated answers: the fraction whose reward is at least 1."""
 
     def __init__(
         self,

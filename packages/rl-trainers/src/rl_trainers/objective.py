@@ -75,7 +75,7 @@ class PolicyLoss:
 
         Statistics, means over trained tokens: the marks of loss and correction (`clip/low`, `correction/capped`, ...),
         `ratio/mean`, `ratio/max`, `correction/mean`, `correction/masked`, `entropy/mean`, `kl/old_k1`, `kl/old_k3`,
-        `kl/beh_...`, `kl/ref_...`, and `weight/mean`, `weight/square` (see `effective_share`).
+        `kl/beh_...`, `kl/ref_...`, and `weight/mean`, `weight/square` (see `effective_fraction`).
         """
         trained, weights = packed["loss_mask"], packed["loss_weights"]
         old = torch.where(trained, self.proximal.logprobs(outputs, packed), 0.0)
@@ -174,9 +174,9 @@ def make_policy_loss(config: AlgorithmConfig, minibatches: int) -> PolicyLoss:
     )
 
 
-def effective_share(stats: dict[str, Any]) -> None:
+def effective_fraction(stats: dict[str, Any]) -> None:
     """Replace `weight/mean` and `weight/square` of a minibatch by `weight/effective`: the effective sample size of its
-    tokens' weights pi_theta / pi_behaviour as a share of the tokens (Kish 1965), 1 where all weigh the same."""
+    tokens' weights pi_theta / pi_behaviour as a fraction of the tokens (Kish 1965), 1 where all weigh the same."""
     if "weight/mean" in stats:
         mean, square = stats.pop("weight/mean"), stats.pop("weight/square")
         stats["weight/effective"] = mean**2 / square if square else 0.0

@@ -9,7 +9,7 @@ called like the function. What it is called with, and gives back, depends on wha
   whole minibatch;
 - advantage estimator (`rl.advantages`): `estimator(outcomes: Outcomes) -> (advantages [B, T], returns or None)`.
 
-Marks are bool [N] by name; their shares of the trained tokens are reported.
+Marks are bool [N] by name; their fractions of the trained tokens are reported.
 """
 
 from __future__ import annotations

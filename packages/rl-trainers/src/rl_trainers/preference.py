@@ -30,7 +30,7 @@ class PreferenceConfig(Settings):
     """`dpo` (arXiv 2305.18290) or `ipo` (arXiv 2310.12036)."""
     beta: float = bounded(0.1, "more than 0", lambda beta: beta > 0)
     """Strength of the pull to the reference policy (IPO: tau)."""
-    label_smoothing: float = bounded(0.0, "in [0, 0.5)", lambda share: 0 <= share < 0.5)
+    label_smoothing: float = bounded(0.0, "in [0, 0.5)", lambda fraction: 0 <= fraction < 0.5)
     """Share of pairs that are taken to be labelled the wrong way round (conservative DPO); 0: none."""
 
     def __post_init__(self) -> None:
@@ -117,5 +117,5 @@ class PolicyPreferenceLoss:
 
 
 def pairs(batch: TensorDict) -> torch.Tensor:
-    """This share's part of the denominator: its pairs."""
+    """A rank's part of the denominator: its pairs."""
     return (batch["rewards"] > 0).sum().float()

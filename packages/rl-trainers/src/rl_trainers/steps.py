@@ -22,7 +22,7 @@ OF_THE_STEP = ("grad_norm", "lr", "applied")
 
 
 def trained_tokens(batch: TensorDict) -> torch.Tensor:
-    """This share's part of a denominator: its trained tokens."""
+    """A rank's part of a denominator: its trained tokens."""
     return batch["loss_mask"].sum().float()
 
 
@@ -36,7 +36,7 @@ def take_steps(
 
     Args:
         batch: this rank's rows; with `minibatch`, where there are several.
-        weigh: a minibatch's share of the denominator.
+        weigh: a minibatch's part of the denominator.
 
     Returns:
         the engine's statistics over all minibatches: means weighted by the tokens (`loss`: by the denominator) of each,
@@ -48,8 +48,8 @@ def take_steps(
         rows = batch
         if minibatches > 1:
             rows = select(batch, (batch[MINIBATCH_KEY] == number).nonzero().flatten())
-        share = torch.stack([weigh(rows).double(), rows["loss_mask"].sum().double()])
-        divisor, trained = engine.parallel.sum_over_replicas(share).tolist()
+        sums = torch.stack([weigh(rows).double(), rows["loss_mask"].sum().double()])
+        divisor, trained = engine.parallel.sum_over_replicas(sums).tolist()
         if not divisor:
             empty += 1
             continue

@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_contracts.engine import LossFn, LossWeightFn, TrainEngine
 from rl_contracts.errors import ConfigError, DataError
-from rl_contracts.sharding import share
+from rl_contracts.sharding import shard_batch
 from rl_contracts.trajectory import UNIT_KEY, Trajectory, stack, validate
 from rl_trainers.functional.other_losses import cross_entropy_loss
 from rl_trainers.recover import Stateful
@@ -58,17 +58,17 @@ class DataSource:
 
     Args:
         batches: rows of each batch; with `state_dict` and `load_state_dict`, where the run is to be saved.
-        to_share: this rank's part of them, as a batch.
+        to_batch: this rank's part of them, as a batch.
     """
 
     def __init__(
-        self, batches: Iterable[list[dict[str, Any]]], to_share: Callable[[list[dict[str, Any]]], TensorDict]
+        self, batches: Iterable[list[dict[str, Any]]], to_batch: Callable[[list[dict[str, Any]]], TensorDict]
     ) -> None:
-        self._loader, self._batches, self._to_share = batches, iter(batches), to_share
+        self._loader, self._batches, self._to_batch = batches, iter(batches), to_batch
 
     def next_batch(self) -> TensorDict:
         """This rank's rows of the next batch; StopIteration at the end of the data."""
-        return self._to_share(next(self._batches))
+        return self._to_batch(next(self._batches))
 
     def end_step(self, version: int) -> None:
         """Nothing waits for it."""
@@ -95,12 +95,12 @@ class DataSource:
         return self._loader
 
 
-def whole_to_share(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
+def shard_rows(rows: Sequence[Trajectory], parallel: ParallelContext) -> TensorDict:
     """This replica's token-balanced part of rows that every replica has, [B / dp_size]; validated. Rows of one group,
     such as a preference pair, are not parted."""
     batch = stack(rows)
     batch[UNIT_KEY] = batch["group_ids"].clone()
-    mine = share(batch, parallel)
+    mine = shard_batch(batch, parallel)
     validate(mine, generated=False)
     return mine
 
@@ -111,7 +111,7 @@ class LossLearner:
     Args:
         engine: what learns: a language model, or a reward model.
         loss: what is minimised.
-        weigh: a batch's share of what the loss is divided by: `trained_tokens`, or pairs.
+        weigh: a batch's part of what the loss is divided by: `trained_tokens`, or pairs.
         reference: a frozen policy whose log-probs the loss compares with.
     """
 

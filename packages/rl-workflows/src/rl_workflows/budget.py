@@ -17,7 +17,7 @@ class FailureBudget:
 
     Args:
         config: how many of how many may fail, and how many in a row may fail or be rejected.
-        total: groups that there will be at all; the share is then taken over all of them.
+        total: groups that there will be at all; the fraction is then taken over all of them.
     """
 
     def __init__(self, config: RolloutConfig, total: int | None = None) -> None:
@@ -63,7 +63,7 @@ class FailureBudget:
             self.check(error)
 
     def check(self, last: BaseException | None = None) -> None:
-        """Compare the share of failed groups with the budget, however few have finished.
+        """Compare the fraction of failed groups with the budget, however few have finished.
 
         Raises:
             RLError: it is exceeded; the message holds the first trace.

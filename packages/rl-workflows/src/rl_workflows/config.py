@@ -27,7 +27,7 @@ class RolloutConfig(Settings):
     """Episodes that must succeed for the group to go on without the others. None: all of them."""
     dynamic_sampling: bool = False
     """Reject groups whose rewards are all equal; other prompts take their place."""
-    failure_budget: float = bounded(0.1, "a share in [0, 1]", lambda share: 0 <= share <= 1)
+    failure_budget: float = bounded(0.1, "a fraction in [0, 1]", lambda fraction: 0 <= fraction <= 1)
     """Share of the last `failure_window` groups that may fail before the run stops with the first failure's trace."""
     failure_window: int = 1000
     """Finished groups of each head that `failure_budget` speaks of."""

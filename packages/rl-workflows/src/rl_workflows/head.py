@@ -306,7 +306,7 @@ class RolloutHead:
             length = np.count_nonzero(np.concatenate([answer.versions for answer in answers]) >= 0)
             self.figures.add("finished/reward_mean", sum(answer.reward for answer in answers) / weight, weight)
             self.figures.add("finished/length_mean", length / weight, weight)
-            self.figures.add("finished/truncated_share", sum(a.truncated for a in answers) / weight, weight)
+            self.figures.add("finished/truncated_fraction", sum(a.truncated for a in answers) / weight, weight)
 
     def _count_ages(self, versions: Sequence[int]) -> None:
         groups = len(versions)

@@ -194,8 +194,8 @@ class DistRollout(RolloutRuntime):
         `groups/failed` (and per boundary), `episodes/failed/<boundary>`, `groups/outstanding` (now),
         `groups/staleness_mean` and `groups/staleness_max` (versions from a group's start to its batch),
         `groups/wait_seconds`, `tokens/generated`; of all answers in finished groups, trained on or not,
-        `finished/reward_mean`, `finished/length_mean` and `finished/truncated_share`; what episodes recorded; and, from
-        the first head, the servers' own as `server/<name>`.
+        `finished/reward_mean`, `finished/length_mean` and `finished/truncated_fraction`; what episodes recorded;
+        and, from the first head, the servers' own as `server/<name>`.
         """
         if not self.parallel.is_dp_head:
             return Figures()

@@ -235,8 +235,8 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         return config.lr
     peak = max(config.warmup_steps - 1, 0)
     progress = min((step - peak) / max(total_steps - 1 - peak, 1), 1.0)
-    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+    decay = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
 
 
 def _read_model(path: str) -> torch.nn.Module:

@@ -41,7 +41,7 @@ def token_weights(loss_mask: torch.Tensor, aggregation: str, constant_length: in
 
 
 def denominator(loss_mask: torch.Tensor, aggregation: str) -> torch.Tensor:
-    """This share's part of the denominator: trained tokens for `token_mean`, else rows with a trained token. float32
+    """A rank's part of the denominator: trained tokens for `token_mean`, else rows with a trained token. float32
     scalar."""
     counted = loss_mask if aggregation == "token_mean" else loss_mask.any(-1)
     return counted.sum().float()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rl_contracts.trajectory import PackedBatch
 
     Weights = tuple[torch.Tensor, dict[str, torch.Tensor]]
-    """Of each token, float [N] and detached; and marks, bool [N], whose shares of the trained tokens are reported."""
+    """Of each token, float [N] and detached; and marks, bool [N]: their fractions of trained tokens are reported."""
 
 
 @dataclass(slots=True)

@@ -62,7 +62,7 @@ def dpo_loss(
     Args:
         log_ratios: [S], log pi - log pi_ref of each row; carries gradient.
         beta: strength of the pull to the reference, more than 0.
-        label_smoothing: e, the share of pairs that are labelled the wrong way round, in [0, 0.5).
+        label_smoothing: e, the fraction of pairs that are labelled the wrong way round, in [0, 0.5).
 
     Returns:
         the sum, to be divided by the number of pairs, and `pair/accuracy`, `pair/margin` (of the implied rewards beta

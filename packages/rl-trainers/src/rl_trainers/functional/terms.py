@@ -1,7 +1,7 @@
 """What a policy loss is given, and how rows of a packed micro-batch are added up.
 
 A policy loss is a pure function `loss(terms, *, constant=..., ...) -> (losses [N], marks)`: what each trained token
-contributes, and named shares to report (bool [N]). Weights, aggregation, corrections and sums are not its business.
+contributes, and named marks to report (bool [N]). Weights, aggregation, corrections and sums are not its business.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rl_contracts.trajectory import PackedBatch
 
     TokenLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
-    """Losses, float [N] with gradient; and marks, bool [N], whose shares of the trained tokens are reported."""
+    """Losses, float [N] with gradient; and marks, bool [N], whose fractions of the trained tokens are reported."""
 
 
 @dataclass(slots=True)

@@ -87,7 +87,12 @@ def test_run_trainer_fails_error_shows_its_log_and_everything_is_stopped(schedul
     assert not listens(servers[0])
 
 
-def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_it(scheduler: LocalScheduler) -> None:
+def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_it(
+    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rl_launchers.launcher.SETTLE_SECONDS", 3.0
+    )  # a busy machine may need them for the trainer's end
     killed: list[float] = []
 
     def kill_once(workers: list[Worker]) -> None:
@@ -103,7 +108,7 @@ def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_i
             on_tick=kill_once,
         )
 
-    assert time.monotonic() - killed[0] < 4
+    assert time.monotonic() - killed[0] < 10
     assert str(caught.value).startswith("rollout-0 was killed by SIGKILL (out of memory?)")
     assert "After it, actor-0 ended with exit code 1" in str(caught.value)
 

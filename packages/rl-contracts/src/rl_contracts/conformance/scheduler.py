@@ -185,10 +185,10 @@ class SchedulerConformance:
 
     def test_wait_ready_never_ready_raises_at_the_deadline(self, scheduler: Scheduler) -> None:
         started = time.monotonic()
-        scheduler.create_workers(server(delay=600.0, ready_timeout=1.0))
-        with pytest.raises(LaunchError, match=r"server-0 .*1 s.*503"):
+        scheduler.create_workers(server(delay=600.0, ready_timeout=4.0))
+        with pytest.raises(LaunchError, match=r"server-0 .*4 s.*503"):
             scheduler.wait_ready("server")
-        assert time.monotonic() - started < 10
+        assert 4 <= time.monotonic() - started < 30
 
     def test_wait_ready_tick_raises_ends_the_wait(self, scheduler: Scheduler) -> None:
         def tick() -> None:

@@ -174,6 +174,7 @@ def test_gsm8k_from_files_that_cannot_be_read_names_them(tmp_path):
         GSM8K(tmp_path / "empty.jsonl")
 
 
+@pytest.mark.slow
 def test_gsm8k_hub_id_that_cannot_be_loaded_says_what_was_tried(tmp_path):
     code = "import rl_datasets; rl_datasets.GSM8K('nobody-here/nothing', 'train')"
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}

@@ -87,6 +87,7 @@ def test_run_trainer_fails_error_shows_its_log_and_everything_is_stopped(schedul
     assert not listens(servers[0])
 
 
+@pytest.mark.slow
 def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_it(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

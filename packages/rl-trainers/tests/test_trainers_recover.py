@@ -168,6 +168,7 @@ def test_points_only_the_last_one_is_kept(model: str, batches: list[Path], tmp_p
     assert [p.name for p in (tmp_path / "recover").iterdir()] == ["step_6"]
 
 
+@pytest.mark.slow
 def test_resume_half_written_point_is_not_taken(model: str, batches: list[Path], tmp_path: Path) -> None:
     expected = run("sft", model, batches, tmp_path / "whole")
     with pytest.raises(KilledError):

@@ -114,7 +114,7 @@ class NullSuite(InferenceEngineConformance):
         with tempfile.TemporaryDirectory() as folder:
             self.folder = Path(folder)
             config = NullInferenceEngineConfig(
-                seconds_per_token=2e-4, commit_seconds=0.01, latency=0.002, context_length=512
+                seconds_per_token=5e-4, commit_seconds=0.01, latency=0.002, context_length=512
             )
             engine = self.kind(config)
             engine.initialize(["http://null:1", "http://null:2"])
@@ -150,7 +150,7 @@ class WrongTemperature(NullInferenceEngine):
 async def test_inference_suite_catches_client_stamps_and_a_wrong_temperature(tmp_path: Path) -> None:
     suite = NullSuite()
     suite.folder = tmp_path
-    config = NullInferenceEngineConfig(seconds_per_token=2e-4)
+    config = NullInferenceEngineConfig(seconds_per_token=5e-4)
 
     await suite.test_agenerate_logprobs_and_versions_belong_to_the_tokens(NullInferenceEngine(config), 0.6)
     with pytest.raises(AssertionError):

@@ -202,16 +202,19 @@ class InferenceEngineConformance:
         self, engine: InferenceEngine, interrupt: str
     ) -> None:
         await self.publish(engine)
-        old = engine.version
-        running = asyncio.ensure_future(engine.agenerate(request(max_new_tokens=self.long_answer)))
-        await self._until_running(engine, 1)
+        for _ in range(5):  # on a busy machine an answer may end before the commit comes: then another is asked for
+            old = engine.version
+            running = asyncio.ensure_future(engine.agenerate(request(max_new_tokens=self.long_answer)))
+            await self._until_running(engine, 1)
 
-        new = await self.publish(engine, interrupt)
+            new = await self.publish(engine, interrupt)
 
-        response, later = await running, await engine.agenerate(request())
-        assert len(response.output_ids) == len(response.logprobs) == len(response.versions) == self.long_answer
-        assert response.versions == sorted(response.versions)
-        assert set(later.versions) == {new}
+            response, later = await running, await engine.agenerate(request())
+            assert len(response.output_ids) == len(response.logprobs) == len(response.versions) == self.long_answer
+            assert response.versions == sorted(response.versions)
+            assert set(later.versions) == {new}
+            if interrupt == "wait" or new in response.versions:
+                break
         assert set(response.versions) == ({old} if interrupt == "wait" else {old, new})
 
     async def test_stage_serves_nothing_new_before_the_commit(self, engine: InferenceEngine) -> None:

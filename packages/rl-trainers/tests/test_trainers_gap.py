@@ -1,8 +1,10 @@
 """The gap gate on the reference engine, with servers that hold copies of its weights. Faults of real servers:
 tests/test_gap_faults.py of the workspace."""
 
+import asyncio
 import copy
 import logging
+import threading
 
 import pytest
 import torch
@@ -271,6 +273,27 @@ def test_gate_switched_off_is_null_not_zero(engine, loop):
     gap = _step(_gate(Fleet(engine), loop, rows=0), Fleet(engine))
     assert gap.pop("gap/empty") == 0.0
     assert set(gap.values()) == {None}
+
+
+def test_gate_server_computes_its_scores_while_the_trainer_computes_its_own(engine, loop):
+    fleet = Fleet(engine)
+    gate, score, forward = _gate(fleet, loop), fleet.score, engine.forward
+    asked, computes = threading.Event(), threading.Event()
+
+    async def scored_while_the_trainer_computes(*arguments, **options):
+        asked.set()
+        assert await asyncio.to_thread(computes.wait, 20)
+        return await score(*arguments, **options)
+
+    def forward_once_the_server_was_asked(*arguments):
+        assert asked.wait(20)
+        computes.set()
+        return forward(*arguments)
+
+    gate.before_update(_batch())
+    fleet.commit()
+    fleet.score, engine.forward = scored_while_the_trainer_computes, forward_once_the_server_was_asked
+    assert gate.after_commit(fleet.receipt())["gap/mean_abs"] < 1e-5
 
 
 def test_gate_looks_at_each_server_in_turn(engine, loop):

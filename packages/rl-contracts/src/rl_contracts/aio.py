@@ -65,11 +65,21 @@ class LoopThread(AbstractContextManager["LoopThread"]):
             StalledError: it did not finish in time; or something on the loop does not await, and the place is named.
             RLError: called from the loop's own thread, which could only deadlock; or the loop is closed or died.
         """
-        what = _name_of(coro)
         if threading.current_thread() is self._thread:
             coro.close()
-            raise RLError(f"loop {self.name!r}: run({what}) was called from the loop's own thread; await it instead")
-        future = self.submit(coro)
+            raise RLError(
+                f"loop {self.name!r}: run({_name_of(coro)}) was called from the loop's own thread; await it instead"
+            )
+        return self.wait(self.submit(coro), _name_of(coro), timeout, blocked)
+
+    def wait[T](self, future: Future[T], what: str, timeout: float | None = None, blocked: float | None = None) -> T:
+        """Wait for what was submitted, as `run` does.
+
+        Args:
+            future: of `submit`; cancelled where it is not waited for to its end.
+            what: its name in errors.
+            timeout, blocked: see `run`.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while True:

@@ -176,8 +176,7 @@ class WeightUpdates:
                 f"{server.address}: serves version {found}, committed is {version}; route {known.meta.route} leaves "
                 "nothing to read, so it takes part again from the next update on."
             )
-        receipt = await self._stage(server, known.meta)
-        verify_receipt(known.receipt, receipt, known.meta.route)
+        verify_receipt(known.receipt, await self._stage(server, known.meta), known.meta.route)
         await self._commit(server, version, "keep")
 
     async def _check_receipt(self, server: Server, known: CommittedWeights) -> None:

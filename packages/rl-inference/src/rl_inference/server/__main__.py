@@ -68,8 +68,7 @@ async def serve(options: ServerOptions, key: str) -> int:
     loop: DecodeLoop | None = None
     try:
         try:
-            site = web.TCPSite(web_runner, options.host, options.port)
-            await site.start()
+            await web.TCPSite(web_runner, options.host, options.port).start()
         except OSError as error:
             logger.error("%s", _bind_error(options, error))
             return 1

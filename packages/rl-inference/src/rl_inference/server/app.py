@@ -237,8 +237,7 @@ class ServerApp:
     async def pause_generation(self, request: web.Request) -> web.Response:
         """Stop between two passes. With `wait`, running answers are finished first; answers `paused: false`
         while that lasts."""
-        mode = _mode(await _json(request))
-        future = asyncio.wrap_future(self.loop.pause(wait=mode == "wait"))
+        future = asyncio.wrap_future(self.loop.pause(wait=_mode(await _json(request)) == "wait"))
         done, _ = await asyncio.wait({future}, timeout=DRAIN_ANSWER_SECONDS)
         if done:
             future.result()

@@ -61,5 +61,4 @@ def fresh_mask(versions: torch.Tensor, version: int) -> torch.Tensor:
         bool [B, T].
     """
     generated = versions >= 0
-    other = generated & (versions != version)
-    return generated & (other.cumsum(-1) == 0)
+    return generated & ((generated & (versions != version)).cumsum(-1) == 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 log = get_logger("trainers.gap")
 
 Tensors = dict[str, torch.Tensor]
+type Asked = Future[list[Any]] | None
+"""Questions to the servers, of the head of a replica; None on its other ranks."""
 Score = Callable[[list[int], float], Awaitable[list[float]]]
 """`(token ids, temperature) -> log-probs`: a client's `score` or `score_before`."""
 FAILED = (RLError, TimeoutError)
@@ -64,8 +67,7 @@ class Experiments:
         """Over all replicas; None without tokens, or where there are none of theirs."""
         if theirs is None:
             return None
-        parts = self._of_heads({"d": (ours - theirs)[mask].double()})
-        gap = Gap.of(torch.cat([part["d"] for part in parts]))
+        gap = Gap.of(torch.cat([part["d"] for part in self._of_heads({"d": (ours - theirs)[mask].double()})]))
         # rank 0's, so that not even rounding can make two ranks decide differently
         told = self.engine.parallel.broadcast_json(gap and asdict(gap))
         return told and Gap(**told)
@@ -81,20 +83,27 @@ class Experiments:
         total = torch.zeros(len(names), len(pairs), dtype=torch.float64)
         return total.index_add(0, place, torch.cat([part["sums"] for part in parts])).tolist()
 
-    def scores(self, rows: TensorDict, score: Score) -> torch.Tensor:
+    def ask_scores(self, rows: TensorDict, score: Score) -> Asked:
+        """Ask the servers what they say of the rows' tokens, without waiting for it: `scores` does."""
+        told = zip(rows["input_ids"], lengths(rows), rows["temperature"], strict=True)
+        return self._ask(score(ids[:size].tolist(), float(heat)) for ids, size, heat in told)
+
+    def scores(self, rows: TensorDict, score: Score, asked: Asked = None) -> torch.Tensor:
         """What the servers say of the rows' tokens, [B, T].
+
+        Args:
+            asked: of `ask_scores`; None: they are asked now.
 
         Raises:
             RLError: on every rank, if the servers do not answer one of them.
         """
-        told, mask = zip(rows["input_ids"], lengths(rows), rows["temperature"], strict=True), rows["attention_mask"]
+        mask = rows["attention_mask"]
 
         def padded(found: list[list[float]]) -> Tensors:
             values = torch.tensor([value for row in found for value in row])
             return {"scores": torch.zeros(mask.shape).masked_scatter(mask, values)}
 
-        questions = (score(ids[:size].tolist(), float(heat)) for ids, size, heat in told)
-        return self._asked(questions, padded, "scoring rows on the servers")["scores"]
+        return self._told(asked or self.ask_scores(rows, score), padded, "scoring rows on the servers")["scores"]
 
     def answers(self, rows: TensorDict, new: bool = False) -> TensorDict:
         """Let the servers answer the rows' prompts again, now: rows of fresh tokens.
@@ -115,7 +124,9 @@ class Experiments:
             return from_response(await self.inference.agenerate(request), reward=0.0, temperature=temperature)
 
         questions = (answer(seed, row) for seed, row in enumerate(rows[(rows["versions"] >= 0).any(-1)]))
-        made = self._asked(questions, lambda found: stack(found).to_dict(), "answering prompts for the gap gate")
+        made = self._told(
+            self._ask(questions), lambda found: stack(found).to_dict(), "answering prompts for the gap gate"
+        )
         return TensorDict(made, batch_size=made["input_ids"].shape[:1])
 
     def gap_of_answers(self, rows: TensorDict, new: bool) -> Gap | None:
@@ -137,17 +148,20 @@ class Experiments:
         parts = parallel.gather_tensors(mine if parallel.is_dp_head else {}, all_ranks=True)
         return [part for part in parts if part]
 
-    def _asked[T](self, questions: Iterable[Awaitable[T]], pack: Callable[[list[T]], Tensors], doing: str) -> Tensors:
-        """What the head of this rank's replica gets from the servers; an RLError on every rank, if one gets nothing.
-        Heads alone make and ask the questions."""
-        parallel, mine = self.engine.parallel, Tensors()
+    def _ask(self, questions: Iterable[Awaitable[Any]]) -> Asked:
+        """Heads alone make and ask the questions."""
 
-        async def together() -> list[T]:
+        async def together() -> list[Any]:
             return await asyncio.gather(*questions)
 
+        return self.loop.submit(together()) if self.engine.parallel.is_dp_head else None
+
+    def _told(self, asked: Asked, pack: Callable[[list[Any]], Tensors], doing: str) -> Tensors:
+        """What the head of this rank's replica got from the servers; an RLError on every rank, if one got nothing."""
+        parallel, mine = self.engine.parallel, Tensors()
         with parallel.agreeing(doing):
-            if parallel.is_dp_head:
-                mine = pack(self.loop.run(together(), self.timeout))
+            if asked is not None:
+                mine = pack(self.loop.wait(asked, doing, self.timeout))
         return self._of_heads(mine)[parallel.dp_rank]
 
     def temperature(self, rows: TensorDict, theirs: torch.Tensor, mask: torch.Tensor) -> tuple[float, Gap]:
@@ -175,7 +189,10 @@ class Experiments:
         found = None
         if self.engine.parallel.is_main and sent is not None and sent.checksums:
             live = self.attempt(self.loop.run, self.inference.live_receipts(server), self.timeout)
-            against = [Receipts.of(receipt, sent, before) for receipt in live or ()]
-            found = max(against, key=lambda receipts: len(receipts.differing), default=None)
+            found = max(
+                (Receipts.of(receipt, sent, before) for receipt in live or ()),
+                key=lambda receipts: len(receipts.differing),
+                default=None,
+            )
         told = self.engine.parallel.broadcast_json(found and asdict(found))
         return told and Receipts(**told)

@@ -179,10 +179,12 @@ class GapGate:
                 self.engine.version,
                 self.served,
             )
-        find, ours, mask = self.experiments, self.experiments.ours(look.rows), look.rows["versions"] >= 0
+        find, mask = self.experiments, look.rows["versions"] >= 0
+        asked = find.ask_scores(look.rows, self._on(look.server))
+        ours = find.ours(look.rows)  # while the server computes its own
         theirs, why = None, "the rows have no generated token"
         try:
-            theirs = find.scores(look.rows, self._on(look.server))
+            theirs = find.scores(look.rows, self._on(look.server), asked)
         except (RLError, TimeoutError) as error:
             why = str(error)
         gap, lag = find.compare(ours, theirs, mask), None
@@ -200,8 +202,8 @@ class GapGate:
         names = sorted(self.inference.servers, key=lambda n: self._turns.get(n, -1)) if parallel.is_main else []
         server, peer = parallel.broadcast_json([*names, "", ""][:2])
         self._turns[server] = 1 + max(self._turns.values(), default=0)
-        asked = self.low_precision and bool(peer)
-        scores = self.experiments.attempt(self.experiments.scores, rows, self._on(peer)) if asked else None
+        find, by_peer = self.experiments, self.low_precision and peer
+        scores = find.attempt(find.scores, rows, self._on(peer)) if by_peer else None
         return _Look(rows, before, server, peer, scores)
 
     def _lag_of(self, look: _Look, ours: torch.Tensor, theirs: torch.Tensor) -> float | None:

@@ -91,9 +91,8 @@ def test_run_trainer_fails_error_shows_its_log_and_everything_is_stopped(schedul
 def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_it(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "rl_launchers.launcher.SETTLE_SECONDS", 3.0
-    )  # a busy machine may need them for the trainer's end
+    # a busy machine may need them for the trainer's end
+    monkeypatch.setattr("rl_launchers.launcher.SETTLE_SECONDS", 3.0)
     killed: list[float] = []
 
     def kill_once(workers: list[Worker]) -> None:

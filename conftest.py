@@ -32,6 +32,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if everything and option.numprocesses is None and not (option.usepdb or option.collectonly):
         option.numprocesses = PROCESSES
+        # a core each: on two busy cores, threads that wait for each other made 300 s and more of a test's 8
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if option.dist == "no":
         option.dist = "loadfile"
     option.loadscopereorder = False  # by pytest_collection_modifyitems, not by the number of a file's tests

@@ -17,7 +17,7 @@ from rl_inference.server.__main__ import main
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.model import SlotModel
 from rl_inference.server.sampling import SamplingBatch
-from rl_inference.server.slots import PrefixIndex
+from rl_inference.server.slots import SlotTable
 from rl_inference.server.weights import ServedWeights
 
 FILE = Path(os.environ["FAULT_FILE"])
@@ -58,8 +58,8 @@ def plant_in_model() -> None:
     """`stale copy`: the head multiplies with a copy of its weight made when the model was loaded."""
     load = loading.load_model
 
-    def faulty_load(config: Any, spec: Any) -> SlotModel:
-        model = load(config, spec)
+    def faulty_load(*arguments: Any) -> SlotModel:
+        model = load(*arguments)
         head = model.model.get_output_embeddings()
         copy, forward = head.weight.detach().clone(), head.forward
         head.forward = lambda x: torch.nn.functional.linear(x, copy) if fault() == "stale copy" else forward(x)
@@ -85,13 +85,13 @@ def plant_in_sampling() -> None:
 
 def plant_in_cache() -> None:
     """`stale prefix`: keys and values of known prompts are used on, whatever is committed."""
-    clear = PrefixIndex.clear
+    clear = SlotTable._clear_prefixes
 
-    def faulty_clear(self: PrefixIndex) -> None:
+    def faulty_clear(self: SlotTable) -> None:
         if fault() != "stale prefix":
             clear(self)
 
-    PrefixIndex.clear = faulty_clear  # type: ignore[method-assign]
+    SlotTable._clear_prefixes = faulty_clear  # type: ignore[method-assign]
 
 
 def plant_in_stamps() -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 def quick(name: str) -> dict[str, Any]:
     """The JSON line of a benchmark in its small mode."""
-    command = [sys.executable, str(BENCHMARKS / name), "--quick"]
+    return run(name, "--quick")
+
+
+def run(name: str, *options: str) -> dict[str, Any]:
+    """The JSON line of a benchmark."""
+    command = [sys.executable, str(BENCHMARKS / name), *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
@@ -40,6 +46,18 @@ def test_embedded_server_quick_last_line_has_the_ratio_of_both_cases() -> None:
         assert figures[case]["tokens_per_s"]["ours"] > 0
         assert figures[case]["ratio"]["transformers"] > 0
     assert figures["long_tail"]["requests"] == 80
+
+
+@pytest.mark.nightly  # two minutes of windows
+def test_embedded_server_scores_leave_answers_a_third_and_get_a_quarter(
+    record_property: Callable[[str, object], None],
+) -> None:
+    figures = run("embedded_server_scores.py")
+    for answers in ("1 answers", "32 answers"):
+        kept = figures[answers]["kept"]
+        record_property(f"kept of tokens/s, {answers}", f"generation {kept['generation']}, scoring {kept['scoring']}")
+        assert kept["generation"] >= 1 / 3
+        assert kept["scoring"] >= 1 / 4
 
 
 def test_rollout_runtime_quick_last_line_has_rate_memory_and_floor() -> None:

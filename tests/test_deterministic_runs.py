@@ -6,12 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rl_contracts.data import FinetuneSpec, ServeSpec
 from rl_contracts.testing.models import make_tiny_model
+from rl_contracts.token_logprobs import LOGITS_AT_ONCE
+from rl_contracts.trajectory import Trajectory, stack
+from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+from rl_inference import EmbeddedEngineConfig
+from rl_inference.server.loading import load_model
 
 COMMAND = str(Path(sys.executable).parent / "gsm8k-grpo")
 SETTINGS = (
+    "recipe=embedded",
     "deterministic=true",
     "rollout.max_staleness=0",
     "total_steps=3",
@@ -23,7 +31,7 @@ SETTINGS = (
     "actor.optimizer.lr=3e-3",
     "actor.optimizer.warmup_steps=0",
 )
-MEASURED = ("time/", "throughput/", "memory/", "server/", "groups/wait_seconds")
+MEASURED = ("time/", "eval/time/", "throughput/", "memory/", "server/", "groups/wait_seconds")
 """What is read off a clock, or off servers that work on meanwhile."""
 
 
@@ -62,6 +70,33 @@ def _differences(one, other):
 @pytest.fixture(scope="module")
 def first(run):
     return run("first")
+
+
+def test_deterministic_trainer_and_server_agree_on_a_row_of_several_blocks_of_logits(tmp_path, monkeypatch):
+    path = str(make_tiny_model(tmp_path / "model", layers=1, hidden=32))
+    served = load_model(EmbeddedEngineConfig(slots=1), ServeSpec(path, device="cpu", deterministic=True))
+    assert served.block == LOGITS_AT_ONCE // served.vocab_size
+    served.block = 16
+    monkeypatch.setattr("rl_engines_fsdp.model.maker.LOGITS_AT_ONCE", 16 * served.vocab_size)
+    monkeypatch.setattr("rl_engines_fsdp.model.logprobs.FEWEST", 16)
+    ids = [3 + 7 * i % 50 for i in range(60)]
+    row = Trajectory(
+        input_ids=np.array(ids),
+        loss_mask=np.ones(60, bool),
+        logprobs=np.zeros(60, np.float32),
+        versions=np.zeros(60, np.int32),
+        temperature=0.7,
+        prompt_id=0,
+        group_id=0,
+        episode_id=0,
+    )
+    engine = FSDPEngine(FSDPEngineConfig())
+    engine.initialize(FinetuneSpec(path, 1, device="cpu", deterministic=True))
+    try:
+        trained = engine.forward(stack([row]), lambda outputs, _: outputs.logprobs)
+        assert served.score(ids, 0.7) == trained[0].tolist()
+    finally:
+        engine.destroy()
 
 
 @pytest.mark.slow

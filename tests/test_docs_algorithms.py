@@ -1,6 +1,7 @@
 """The example of docs/algorithms.md: its file and its entry points, installed and used by name."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def installed(tmp_path, monkeypatch):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-parts\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_parts", raising=False)  # another test's
 
 
 def _config(*overrides):

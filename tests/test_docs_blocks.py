@@ -95,9 +95,21 @@ def _app(name: str) -> Callable[[list[str]], None]:
         from rl_apps.driver import main
 
         only_shows = {"--help", "--dry-run", "--cfg"} & set(words)
+        words = [_with_servers(word) for word in words]
         assert main(name, words if only_shows else [*words, "--dry-run"]) == 0
 
     return run
+
+
+def _with_servers(word: str) -> str:
+    """The word, where it stands for an interpreter with real servers with one that says it has them."""
+    if word != "rollout.server.python=PYTHON":
+        return word
+    python = Path("python-with-servers").absolute()
+    versions = """case "$3" in vllm*) found='"vllm": "0.32.0"';; *) found='"sglang": "0.5.23"';; esac"""
+    python.write_text(f"""#!/bin/sh\n{versions}\necho "[\\"3.12.0\\", {{$found}}, \\"\\"]"\n""")
+    python.chmod(0o755)
+    return f"rollout.server.python={python}"
 
 
 def _rl(words: list[str]) -> None:
@@ -134,8 +146,11 @@ def _benchmark(words: list[str]) -> None:
 
 
 def _pytest(words: list[str]) -> None:
-    """Files of a page run in `test_tests_of_the_pages_pass`, all in one process; without files, one is collected."""
-    if not any(word.endswith(".py") for word in words):
+    """Files of a page run in `test_tests_of_the_pages_pass`, all in one process; without files, one is collected. Of
+    tests with a mark there may be none in it: that there is such a mark must do."""
+    if "-m" in words:
+        assert f"@pytest.mark.{words[words.index('-m') + 1]}:" in _run(sys.executable, "-m", "pytest", "--markers")
+    elif not any(word.endswith(".py") for word in words):
         assert "tests collected" in _collect(*words)
 
 
@@ -175,6 +190,7 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "python tests/benchmarks/": (_benchmark, "minutes: its options are parsed; test_benchmarks_run.py runs it small"),
     "pytest": (_pytest, "would run this test again: one file is collected"),
     "python infra/ci/nightly.py": (_nightly, "an hour: it is parsed; test_infra_checks.py makes a page"),
+    "python infra/servers/": (_benchmark, "builds or starts a server: its options are parsed"),
     "infra/ci/": (_script, "minutes, or an environment of its own: its syntax is checked, CI runs it"),
     ".ci/run": (_script, "would run this test again: its syntax is checked"),
     "pip install": (_install, "changes the environment: there is such a package"),
@@ -215,8 +231,10 @@ def _said_on_error(call: Callable[[], int], code: int) -> str:
 
 @pytest.fixture(scope="module")
 def configs() -> list[Any]:
-    """The defaults of every app."""
-    return [point.load().config([]) for point in entry_points(group="rl.apps")]
+    """The defaults of every app, and of one with each kind of server."""
+    apps = {point.name: point.load() for point in entry_points(group="rl.apps")}
+    servers = [f"allocation={point.name}:d1+fsdp:d1" for point in entry_points(group="rl.inference_engines")]
+    return [*(app.config([]) for app in apps.values()), *(apps["gsm8k-grpo"].config([server]) for server in servers)]
 
 
 @pytest.fixture(scope="module")

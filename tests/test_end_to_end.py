@@ -16,9 +16,16 @@ import pytest
 
 from rl_apps.parts import weights_directory
 from rl_contracts.testing.models import make_tiny_model
+from rl_trainers.recover import last_point
 
 BIN = Path(sys.executable).parent
-SMALL = ("data.batch_size=4", "rollout.group_size=4", "rollout.generation.max_new_tokens=12", "evaluation.rows=8")
+SMALL = (
+    "recipe=embedded",
+    "data.batch_size=4",
+    "rollout.group_size=4",
+    "rollout.generation.max_new_tokens=12",
+    "evaluation.rows=8",
+)
 ENDLESS = ("total_steps=100000", "evaluation.rows=0", "launcher.max_restarts=0")
 
 
@@ -158,6 +165,39 @@ def test_sft_then_grpo_on_a_data_set_of_gsm8ks_form_lowers_the_loss(questions, t
     assert done.returncode == 0, done.stderr
 
 
+MINE = """
+import time
+from rl_workflows import RLVRWorkflow
+
+def slow(prompt, completions, prompt_ids, completion_ids, **data):
+    print("scored")
+    time.sleep(0.05)
+    return len(completion_ids) % 2
+
+class Flow(RLVRWorkflow):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_grpo_with_a_workflow_and_a_reward_of_the_current_directory(model, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    parts = ("rollout.workflow=mine:Flow", "rollout.reward=mine:slow", "rollout.max_staleness=0", "evaluation.rows=0")
+    command = _command("gsm8k-grpo", *parts, f"model.path={model}", "total_steps=2", "run_dir=run", *SMALL[:-1])
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "run" / "logs" / "reward-0.log").read_text().splitlines()
+    assert set(log) == {"scored"}
+    assert len(log) >= 2 * 16 + 1  # of the try, and of answers that no step takes any more
+    for record in _records(tmp_path / "run"):
+        assert 16 * 0.05 <= record["time/reward"] < record["time/step"] + 1
+    told = [line for line in done.stdout.splitlines() if "step " not in line]
+    assert "starting servers and trainers together" in told
+    assert any(re.fullmatch(r"rollout-0 ready after \d+ s", line) for line in told)
+
+
 @pytest.fixture
 def endless_run(model, tmp_path):
     """A run that only ends if something ends it."""
@@ -255,14 +295,39 @@ def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_pat
     assert not weights_directory(run_dir).exists()
 
 
+@pytest.mark.nightly
+def test_grpo_only_server_that_freezes_is_started_anew_and_no_answer_fails(model, tmp_path):
+    run_dir = tmp_path / "run"
+    limits = ("launcher.health_timeout=4", "launcher.health_interval=0.5", "rollout.client.progress_timeout=5")
+    command = _command(
+        "gsm8k-grpo", f"run_dir={run_dir}", f"model.path={model}", "total_steps=60", *limits, *SMALL[:-1]
+    )
+    process = subprocess.Popen(
+        [*command, "evaluation.rows=0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _wait_for(lambda: _steps(run_dir) >= 2 or process.poll() is not None, 150, "two steps")
+        _server_of(run_dir).suspend()
+        _, err = process.communicate(timeout=200)
+    finally:
+        for left in [process, *_processes_of(run_dir)]:
+            left.kill()
+
+    assert process.returncode == 0, err
+    assert "rollout-0 gave no good answer for 4 s" in err
+    assert [r["groups/failed"] for r in _records(run_dir)] == [0] * 60
+
+
 @pytest.mark.slow
-def test_grpo_interrupted_by_ctrl_c_leaves_no_process_and_no_port(endless_run):
+def test_grpo_interrupted_by_ctrl_c_leaves_a_recover_point_and_no_process_and_no_port(endless_run):
     process, run_dir = endless_run
     server = _server_of(run_dir)
     port = int(server.cmdline()[server.cmdline().index("--port") + 1])
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert f"The same command goes on after step {last_point(run_dir / 'recover')}." in out
+    assert not [r for r in _records(run_dir) if r["groups/failed"]], "rewards and servers worked until the end"
     _wait_for(lambda: not _processes_of(run_dir), 10, "no process left")
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
@@ -275,6 +340,6 @@ def test_grpo_port_in_use_is_one_error_that_names_it(model, tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         done = _run("gsm8k-grpo", f"run_dir={tmp_path}", f"model.path={model}", f"rollout.port={port}", *SMALL)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert str(port) in done.stderr
     assert "Traceback" not in done.stderr

@@ -19,7 +19,13 @@ ALGORITHM = (
     "algorithm.reward.bias=1.0",
     "actor.minibatches=2",
 )
-SMALL = ("data.batch_size=4", "rollout.group_size=4", "rollout.generation.max_new_tokens=12", "evaluation.rows=0")
+SMALL = (
+    "recipe=embedded",
+    "data.batch_size=4",
+    "rollout.group_size=4",
+    "rollout.generation.max_new_tokens=12",
+    "evaluation.rows=0",
+)
 
 
 def _run(name, *arguments):

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rl_contracts.testing.models import make_tiny_model
+from rl_trainers.recover import last_point
 
 BIN = Path(sys.executable).parent
 
@@ -23,6 +24,7 @@ def _command(name: str, model: Path, run_dir: Path, **more: object) -> list[str]
     settings = {
         "run_dir": run_dir,
         "model.path": model,
+        "recipe": "embedded",
         "total_steps": 12,
         "data.batch_size": 4,
         "evaluation.rows": 8,
@@ -85,3 +87,38 @@ def test_grpo_killed_and_started_again_learns_from_every_prompt_once(tmp_path: P
     ]
     assert len(learned) == 12 * 4 * 2
     assert set(Counter(learned).values()) == {2}  # its group, once
+
+
+@pytest.mark.slow
+def test_sft_asked_to_stop_ends_its_step_with_a_recover_point_goes_on_and_finishes_once(
+    tmp_path: Path,
+) -> None:
+    model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
+    more = {"recover.every": 0, "evaluation.rows": 0}
+    endless = _command("gsm8k-sft", model, run_dir, **more, total_steps=100_000)
+    process = subprocess.Popen(endless, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 200
+    while not (run_dir / "metrics.jsonl").exists() or len(_records(run_dir)) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    step = last_point(run_dir / "recover")
+    assert process.returncode == 143
+    assert step
+    assert f"Stopped. The same command goes on after step {step}." in out
+    assert [r["step"] for r in _records(run_dir)] == [*range(1, step + 1)]
+
+    command = _command("gsm8k-sft", model, run_dir, **more, total_steps=step + 2)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
+    assert f"going on after step {step} of {step + 2}" in done.stdout
+    assert f"total_steps: 100000 before, {step + 2} now" in done.stdout
+    assert f"step {step}/" not in done.stdout
+    assert [r["step"] for r in _records(run_dir)] == [*range(1, step + 3)]
+    assert "total_steps: 100000" in (run_dir / "config-1.yaml").read_text()
+
+    written = (run_dir / "metrics.jsonl").read_text()
+    again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert "finished before, nothing is left to do" in again.stdout
+    assert (run_dir / "metrics.jsonl").read_text() == written

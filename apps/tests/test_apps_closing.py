@@ -2,8 +2,8 @@
 
 import json
 
-from rl_apps.closing import after_sft
-from rl_apps.config import SFTConfig
+from rl_apps.closing import after_grpo, after_sft
+from rl_apps.config import GRPOConfig, SFTConfig
 
 
 def test_after_sft_accuracy_of_zero_at_first_is_told_without_a_percentage(tmp_path):
@@ -12,3 +12,21 @@ def test_after_sft_accuracy_of_zero_at_first_is_told_without_a_percentage(tmp_pa
     lines = after_sft(SFTConfig(), tmp_path)
     assert "Held-out loss: 4.0000 at first, 3.0000 at last (-25%)." in lines
     assert "Held-out accuracy: 0.0000 at first, 0.5000 at last." in lines
+
+
+def test_after_grpo_prompts_that_were_left_over_are_told(tmp_path):
+    records = [{"step": 1, "version": 1, "groups/left_over": 0.0}, {"step": 2, "version": 2, "groups/left_over": 5.0}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    lines = after_grpo(GRPOConfig(), tmp_path)
+    assert "5 prompts were left over when the data of one trainer replica were over." in lines
+
+
+def test_after_grpo_reward_that_is_not_0_or_1_is_not_called_accuracy(tmp_path):
+    records = [
+        {"step": 0, "eval/reward": 1.0, "eval/accuracy": 1.0},  # by chance
+        {"step": 3, "version": 3, "eval/reward": 12.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    text = "\n".join(after_grpo(GRPOConfig(), tmp_path))
+    assert "Held-out reward (greedy, 512 problems): 1.000 before, 12.500 after." in text
+    assert "accuracy" not in text

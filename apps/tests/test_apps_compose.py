@@ -1,13 +1,18 @@
 """How a config comes about: parts bring their settings, files and presets lie over each other, hints are near."""
 
+import os
+import socket
 import sys
 
 import pytest
 
+from rl_apps.app import Run
 from rl_apps.compose import describe, to_yaml
 from rl_apps.driver import main
 from rl_apps.gsm8k_grpo import APP
 from rl_apps.gsm8k_sft import APP as SFT
+from rl_apps.layout import devices_of, layout_of
+from rl_apps.parts import server_jobs
 from rl_contracts.errors import ConfigError
 from rl_engines_fsdp import LoRAConfig
 
@@ -29,7 +34,8 @@ class EngineConfig(TrainEngineConfig):
 class Server:
     @classmethod
     def server_spec(cls, config, spec):
-        return JobSpec("servers", ("serve", spec.model_path, str(config.batch), spec.device))
+        command = ("serve", spec.model_path, str(config.batch), spec.device)
+        return JobSpec("servers", command, spec.strategy.data, cpus=spec.cpus, gpus=spec.gpus)
 
 @dataclass
 class ServerConfig(ServerConfig):
@@ -198,7 +204,7 @@ def test_config_of_a_run_with_other_parts_loses_the_settings_of_those_that_went(
 def _refused(capsys, *arguments):
     assert main("gsm8k-grpo", list(arguments)) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
+    assert "starting" not in captured.out
     return captured.err
 
 
@@ -234,6 +240,31 @@ def test_auto_takes_gpus_where_there_are_any_and_refuses_too_few(theirs, capsys)
     assert "CPU (no GPU was found): 10 processes, 1 of 8 cores each" in capsys.readouterr().out
     assert main("gsm8k-grpo", ["cluster.device=cpu", *machine]) == 0
     assert "CPU (as asked): 2 processes, 4 of 8 cores each" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("split", "gpus", "expected"), [("d2t2", 8, (2, 2, 2)), ("d1t2p2", 8, (1, 4, 4)), ("d2t2", 0, (2, 0, 2))]
+)
+def test_servers_that_are_split_get_devices_and_cores_of_all_their_ranks(theirs, tmp_path, split, gpus, expected):
+    machine = ("launcher=machine", f"launcher.options.gpus={gpus}")
+    config = APP.config([f"allocation=theirserver:{split}+fsdp:d4", *machine])
+    layout = layout_of(config.allocation, "required")
+    devices = devices_of(layout, config.cluster, config.launcher)
+
+    [job] = server_jobs(Run(config, layout, tmp_path, devices.kind), devices)
+
+    assert (job.count, job.gpus, job.cpus) == expected
+
+
+def test_port_of_any_server_that_is_in_use_is_refused_before_anything_starts(theirs, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = _refused(capsys, "allocation=theirserver:d2+fsdp:d1", f"rollout.port={port - 1}", "--dry-run")
+
+    assert f"port {port} is in use by process {os.getpid()}" in refused
 
 
 def test_scheduler_that_cannot_know_what_there_is_is_told(theirs, capsys):

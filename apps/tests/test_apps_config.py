@@ -1,16 +1,18 @@
 """What a command refuses, and how it says so; nothing here starts a process of a run."""
 
 import json
+import os
+import socket
 
 import pytest
 
 from rl_apps import cli, gsm8k_grpo, gsm8k_sft
-from rl_apps.app import Run
-from rl_apps.checks import check_batch, check_model
+from rl_apps.checks import check_batch
 from rl_apps.compose import describe, to_yaml
 from rl_apps.driver import main
-from rl_apps.layout import layout_of, run_directory
-from rl_apps.parts import Parts, weights_directory
+from rl_apps.model import find_models
+from rl_apps.parts import weights_directory
+from rl_apps.synonyms import SYNONYMS
 from rl_contracts.errors import ConfigError, ModelError
 
 
@@ -56,6 +58,7 @@ def test_compose_dotted_override_reaches_its_component():
         ("rollout.generation.frequency_penalty=0.5", "allow_biased_sampling=true .*found {'frequency_penalty': 0.5}"),
         ("rollout.generation.temperature=0", "have no advantage"),
         ("publish.timeout=100", "publish.timeout: expected more than rollout.client.rejoin_timeout"),
+        ("launcher.health_timeout=200", r"progress_timeout: expected more than launcher.health_timeout.*\(200 s\)"),
         ("algorithm.proximal=current actor.minibatches=2", "moves within the step"),
         ("publish.route=carrier-pigeon", "one of shm, disk"),
         ("rollout.interrupt=abort", "rollout.interrupt: expected one of keep, recompute, wait"),
@@ -113,7 +116,7 @@ def test_help_every_setting_says_what_it_means(app):
 def test_command_that_cannot_work_ends_with_one_message_before_anything_starts(capsys, arguments, message):
     code, out, err = _run(capsys, *arguments)
     assert code == 2
-    assert out == ""
+    assert "starting" not in out
     assert err.startswith("gsm8k-grpo: ")
     assert "Traceback" not in err
     import re
@@ -166,7 +169,7 @@ def test_command_row_without_an_answer_names_file_and_line(capsys, tmp_path):
 def test_check_model_directory_without_weights_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"expected weights .* found config.json"):
-        check_model(str(tmp_path))
+        find_models({"model.path": str(tmp_path)})
 
 
 def test_dry_run_shows_config_arithmetic_and_processes_and_starts_nothing(capsys, tmp_path):
@@ -184,13 +187,6 @@ def test_cfg_job_prints_yaml_that_composes_again(capsys):
     assert "total_steps: 3" in out
 
 
-def test_run_directory_that_holds_a_run_is_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match="already holds a run"):
-        run_directory(str(tmp_path), "e", "t")
-    assert run_directory(str(tmp_path), "e", "t", resumes=True) == tmp_path
-
-
 def test_check_batch_says_the_arithmetic():
     assert "16 prompts x 8 answers = 128 rows a step" in check_batch(16, 8, 2, 2)
 
@@ -201,19 +197,100 @@ def test_check_batch_that_does_not_divide_names_the_nearest_sizes(prompts, neare
         check_batch(prompts, 8, 1, 4)
 
 
-def test_client_waits_for_returning_servers_only_where_somebody_restarts_them(tmp_path):
-    def rejoin_timeout(*overrides):
-        config = _grpo(*overrides)
-        run = Run(config, layout_of(config.allocation, "required"), tmp_path, "cpu", ("http://127.0.0.1:1",))
-        with Parts(run) as parts:
-            return parts.client().config.rejoin_timeout
-
-    assert rejoin_timeout() == 180
-    assert rejoin_timeout("rollout.client.rejoin_timeout=7") == 7
-    assert rejoin_timeout("launcher.max_restarts=0") == 0
-
-
 def test_weights_lie_in_memory_for_shm_alone_and_otherwise_in_the_run_directory(tmp_path):
     assert weights_directory(tmp_path, "disk") == tmp_path / "weights"
     assert weights_directory(tmp_path, "broadcast") == tmp_path / "weights"
     assert weights_directory(tmp_path, "shm") not in (tmp_path / "weights", weights_directory(tmp_path / "b"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("actor.optimizer.learning_rate", "actor.optimizer.lr"),
+        ("learning_rate", "actor.optimizer.lr"),
+        ("rollout.generation.max_tokens", "rollout.generation.max_new_tokens"),
+        ("max_completion_length", "rollout.generation.max_new_tokens"),
+        ("gconfig.n_samples", "rollout.group_size"),
+        ("rollout.n", "rollout.group_size"),
+        ("num_generations", "rollout.group_size"),
+        ("actor.eps_clip", "algorithm.loss.clip_low"),
+        ("data.train_batch_size", "data.batch_size"),
+        ("algorithm.kl_loss_coef", "algorithm.kl.coef"),
+        ("num_train_epochs", "total_epochs"),
+        ("output_dir", "run_dir"),
+        ("actor.max_head_offpolicyness", "rollout.max_staleness"),
+    ],
+)
+def test_setting_by_the_name_that_others_give_it_is_told_by_ours(theirs, ours):
+    with pytest.raises(ConfigError, match=f"unknown setting '{theirs}'. Did you mean '{ours}'?"):
+        _grpo(f"{theirs}=1")
+
+
+def test_names_of_others_stand_for_settings_that_there_are():
+    keys = {key for app in (gsm8k_grpo.APP,) for key, _, _ in describe(app.config())}
+    assert set(SYNONYMS.values()) <= keys
+
+
+def test_port_in_use_is_refused_before_anything_starts(capsys, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, out, err = _run(
+            capsys, f"rollout.port={port - 1}", "allocation=embedded:d2+fsdp:d2", f"run_dir={tmp_path / 'run'}"
+        )
+
+    assert code == 2
+    assert out.splitlines()[1:] == ["looking at the data"]
+    assert f"port {port} is in use by process {os.getpid()}" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def load(**options):\n    return options['nothing']", "KeyError: 'nothing' ({file}:2)"),
+        ("load = ", "({file}:1)"),
+    ],
+)
+def test_data_set_that_raises_is_told_with_its_line_and_without_a_traceback(capsys, monkeypatch, tmp_path, text, told):
+    file = tmp_path / f"own_data_{len(text)}.py"
+    file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+    code, out, err = _run(capsys, f"data.name={file.stem}:load", "--dry-run")
+
+    assert (code, out) == (2, "")
+    assert told.format(file=file) in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warning"),
+    [
+        (["total_steps=20"], "actor.optimizer.warmup_steps=20 is as long as the run (20 optimizer steps)"),
+        (["algorithm=ppo", "critic.optimizer.warmup_steps=900"], "critic.optimizer.warmup_steps=900 is as long as"),
+        (["rollout.generation.max_new_tokens=5000"], "rollout.generation.max_new_tokens=5000 is more than there is"),
+        (["evaluation.generation.max_new_tokens=5000"], "evaluation.generation.max_new_tokens=5000 is more than there"),
+    ],
+)
+def test_what_will_disappoint_is_a_warning(capsys, arguments, warning):
+    code, out, _ = _run(capsys, "--dry-run", *arguments)
+    assert code == 0
+    assert f"warning: {warning}" in out
+
+
+def test_too_few_files_for_the_answers_asked_for_at_once_is_a_warning(capsys, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
+    batch = ["--dry-run", "data.batch_size=256", "rollout.group_size=8", "rollout.max_staleness=1"]
+
+    out = _run(capsys, *batch)[1]
+    fewer = _run(capsys, *batch, "rollout.max_concurrent=256")[1]
+
+    assert "warning: a trainer asks up to 4096 answers at once and needs about 4552 open files for it" in out
+    assert "may have 4096 (`ulimit -Hn`): raise that, or lower rollout.max_concurrent" in out
+    assert "open files" not in fewer
+
+
+def test_defaults_have_no_warning(capsys):
+    assert "warning" not in _run(capsys, "--dry-run")[1]

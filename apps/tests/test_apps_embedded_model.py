@@ -56,6 +56,10 @@ def test_prepare_embedded_other_seed_draws_other_weights(tmp_path: Path) -> None
     assert not torch.equal(one.model.embed_tokens.weight, two.model.embed_tokens.weight)
 
 
+def test_default_shapes_have_a_head_size_that_servers_have_kernels_for() -> None:
+    assert {ModelShape().head_dim, ScratchRecipe().shape.head_dim} <= {32, 64, 80, 96, 112, 128}
+
+
 def test_prepare_embedded_leaves_the_callers_generator_alone(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -1,10 +1,13 @@
 """Somebody's own app, engine and schema, in a file of the current directory: the driver gives it its whole life."""
 
 import json
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 BIN = Path(sys.executable).parent
@@ -38,6 +41,11 @@ class CountingConfig(RunConfig):
     """Its counters."""
 
 def check(run: Run[CountingConfig]):
+    if os.path.exists("hold"):
+        open("pid", "w").write(str(os.getpid()))
+        os.replace("pid", "checking")
+        while os.path.exists("hold"):
+            time.sleep(0.01)
     require(run.config.start >= 0, "start", "0 or more", run.config.start)
     return [f"{run.config.start} and {run.config.actor.engine.by} more in each of {run.config.total_steps} steps"]
 
@@ -59,8 +67,9 @@ def folder(tmp_path):
     (tmp_path / "my_app.py").write_text(MY_APP)
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json"):
         (model / name).write_text("{}")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return tmp_path
 
 
@@ -96,6 +105,31 @@ def test_own_app_runs_to_its_end_and_its_config_runs_again(folder):
         values = [json.loads(line)["value"] for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
         assert values == [15, 20, 25]
         assert (folder / run / "logs" / "actor-0.log").read_text().strip() == "False cpu () 2"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
+def test_command_whose_uv_run_was_killed_before_anything_started_starts_nothing(folder):
+    (folder / "hold").touch()
+    behind = ["uv", "run", "--no-project", "--directory", str(folder)]
+    command = [*behind, str(BIN / "rl"), "run", "my_app:APP", "run_dir=run", "model.path=model"]
+    with (folder / "out").open("w") as out:
+        uv = subprocess.Popen(command, stdout=out, stderr=out)
+    deadline = time.monotonic() + 120
+    while not (folder / "checking").exists():
+        assert uv.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    program = psutil.Process(int((folder / "checking").read_text()))
+    assert program.ppid() == uv.pid
+
+    uv.kill()
+    uv.wait()
+    (folder / "hold").unlink()
+    program.wait(60)
+
+    assert "Stopped. There is no recover point to go on from." in (folder / "out").read_text()
+    assert not (folder / "run" / "logs").exists()
 
 
 def test_app_that_is_nowhere_is_refused(folder):

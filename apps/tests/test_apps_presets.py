@@ -1,6 +1,7 @@
 """Presets are data that compose; and what an algorithm and the rest of a run cannot do together is refused."""
 
 import functools
+import re
 from operator import attrgetter
 from pathlib import Path
 
@@ -60,6 +61,25 @@ def test_presets_are_different_algorithms():
 def test_preset_has_its_papers_parts(name, expected):
     algorithm = _grpo(f"algorithm={name}").algorithm
     assert {key: attrgetter(key)(algorithm) for key in expected} == expected
+
+
+DOCS = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+
+
+def test_docs_column_of_corrections_says_what_each_preset_carries():
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in DOCS.splitlines() if line.startswith("|")]
+    header = next(row for row in cells if row[0] == "preset")
+    table = cells[cells.index(header) + 2 :][: len(PRESETS)]
+    told = {row[0].split("`")[1]: row[header.index("correction")] for row in table}
+    assert sorted(told) == PRESETS
+    for name, said in told.items():
+        carried = _grpo(f"algorithm={name}", *TEACHER).algorithm.correction
+        cap = re.fullmatch(r"at most ([\d.]+)", said)
+        assert (carried.kind == "truncate") == bool(cap), name
+        if cap:
+            assert (carried.level, carried.cap) == ("token", float(cap[1])), name
+    others = re.search(r"\*\*every preset but (.*?) weighs a token by old / behaviour, truncated", DOCS, re.DOTALL)[1]
+    assert set(re.findall(r"`(\w+)`", others)) == {name for name, said in told.items() if "at most" not in said}
 
 
 def test_preset_one_part_can_be_set_alone():

@@ -42,7 +42,12 @@ def watch(directory: Path) -> dict[str, list[str]]:
     model = make_tiny_model(directory / "model", layers=1, hidden=32)
     probe = str(Path(__file__).with_name("hop_probe"))
     environment = {**os.environ, "HOPS_DIR": str(seen), "PYTHONPATH": probe}
-    command = [str(Path(sys.executable).with_name("gsm8k-grpo")), f"model.path={model}", f"run_dir={directory / 'run'}"]
+    command = [
+        str(Path(sys.executable).with_name("gsm8k-grpo")),
+        f"model.path={model}",
+        "recipe=embedded",
+        f"run_dir={directory / 'run'}",
+    ]
     done = subprocess.run([*command, *SETTINGS], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the run failed:\n{done.stdout}{done.stderr}")

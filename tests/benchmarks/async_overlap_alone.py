@@ -103,7 +103,8 @@ def main(mode: str, recorded: Path, warmup: int) -> float:
         os.environ[RUN_KEY_VARIABLE] = "benchmark"
         run = replace(run, servers=(stack.enter_context(server(run, devices)),))
         parts = stack.enter_context(Parts(run))
-        engine, client = parts.engine(), parts.client()
+        engine = parts.engine()
+        client = parts.client(engine)
         prompts = PromptLoader(load_rows(config.data, "train", "rl", config.seed), seed=config.seed)
         rollout = parts.runtime(client, parts.workflow(parts.reward()), engine, prompts)
         publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)

@@ -79,6 +79,7 @@ def run_ours(job: Job, directory: Path, more: dict[str, Any] | None = None) -> d
         "seed": job.seed,
         "total_steps": job.warmup + job.steps,
         "model.path": job.model,
+        "recipe": "embedded",
         "data.batch_size": job.prompts,
         "rollout.group_size": job.group,
         "rollout.workflow": f"{workflow.__module__}:{workflow.__name__}",

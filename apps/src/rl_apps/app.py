@@ -34,6 +34,12 @@ class Run[C: RunConfig]:
     servers: tuple[str, ...] = ()
     """Addresses of the inference servers; known to trainers."""
 
+    @property
+    def tokenizer(self) -> str:
+        """Directory of its tokenizer: the model's, or one of the run where a chat template is given."""
+        model = self.config.model
+        return str(self.directory / "tokenizer") if model.chat_template else model.directory()
+
 
 @dataclass(frozen=True)
 class App:
@@ -53,6 +59,9 @@ class App:
     """YAML file laid over the schema; presets may lie in folders beside it."""
     servers: str = "required"
     """Whether inference servers are `required`, `optional` or `refused`."""
+    measure: Callable[[Run[Any]], list[str]] = lambda run: []
+    """Looks at the rows with the tokenizer of the run's model, once that is there and before a process starts. Raises
+    what cannot be used; returns what to tell. See `rl_apps.lengths.measure_rows`."""
     form: str = "rl"
     """In which its data is read, see `rl_apps.data.load_rows`; a model that is made on the spot is made for it."""
     warm_up: bool = True

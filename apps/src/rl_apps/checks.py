@@ -2,44 +2,110 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from typing import Any
 
 from rl_apps.app import Run
 from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
-from rl_apps.model import EMBEDDED
-from rl_apps.parts import serve_spec
+from rl_apps.lengths import longest_row
+from rl_apps.parts import attached, serve_spec, server_job
+from rl_apps.template import check_chat_template
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
-from rl_contracts.model_directory import check_model_directory
+
+FILES_BESIDE_REQUESTS = 200
+"""What a trainer process has open besides: modules, logs, shared memory, the other ranks."""
 
 
 def check_run(run: Run[Any]) -> None:
-    """Refuse a model that is not there, and what the train engine or the servers cannot do.
+    """Refuse what the train engine or the servers cannot do.
 
     Raises:
         ConfigError: names the settings.
-        ModelError: the directory has no `config.json`, no weights or no tokenizer.
     """
-    check_model(run.config.model.path)
     run.config.actor.engine.check(run.layout.actor.strategy, replace(run.config.finetune_spec(), device=run.device))
     if run.layout.rollout is not None:
+        servers, addresses = run.layout.rollout.strategy.data, attached(run.config, run.layout)
+        require(
+            len(addresses) in (0, servers),
+            "rollout.server.addresses",
+            f"{servers}, as many as the d of {run.layout.rollout} (or none, and they are started)",
+            list(addresses),
+        )
+        require(
+            not (addresses and run.config.rollout.port),
+            "rollout.port with rollout.server.addresses",
+            "0, since the servers run already",
+            run.config.rollout.port,
+        )
         run.config.rollout.server.check(serve_spec(run))
 
 
-def check_model(path: str, setting: str = "model.path") -> None:
-    """Refuse a local directory that is no model before any process starts; hub ids are looked up when they are loaded.
-
-    Args:
-        setting: what the path is the value of.
+def remarks(run: Run[Any]) -> list[str]:
+    """What works and will probably disappoint, in sentences.
 
     Raises:
-        ModelError: the directory has no `config.json`, no weights or no tokenizer.
+        ConfigError: see `longest_row`.
     """
-    if path != EMBEDDED:
-        check_model_directory(path, setting, tokenizer=True)
+    config, found = run.config, []
+    steps, optimizers = config.total_steps * config.actor.minibatches, {"actor": config.actor.optimizer}
+    if isinstance(config, GRPOConfig) and config.algorithm.needs_critic:
+        optimizers["critic"] = config.critic.optimizer
+    for name, optimizer in optimizers.items():
+        if optimizer.warmup_steps >= steps:
+            found.append(
+                f"warning: {name}.optimizer.warmup_steps={optimizer.warmup_steps} is as long as the run ({steps} "
+                "optimizer steps), which therefore learns little"
+            )
+    if isinstance(config, GRPOConfig):
+        found += _too_few_files(config, run.layout.actor.strategy.data)
+    found += _comes_back_too_late(run)
+    limit = longest_row(config.data, config.model.directory())
+    generations = {"evaluation": config.evaluation.generation} if run.layout.rollout and config.evaluation.rows else {}
+    if isinstance(config, GRPOConfig):
+        generations["rollout"] = config.rollout.generation
+    for name, generation in generations.items():
+        if generation.max_new_tokens >= limit:
+            found.append(
+                f"warning: {name}.generation.max_new_tokens={generation.max_new_tokens} is more than there is room "
+                f"for: prompt and answer together have {limit} tokens at most (data.max_length, or the model's context)"
+            )
+    return found
+
+
+def _comes_back_too_late(run: Run[Any]) -> list[str]:
+    """A warning, where the run would end before its only server is back."""
+    config, servers = run.config, run.layout.rollout
+    alone = servers is not None and servers.strategy.data == 1 and not attached(config, run.layout)
+    if not (alone and config.launcher.max_restarts):
+        return []
+    waits, ready = config.rollout.client.rejoin_timeout, server_job(run).ready_timeout
+    if waits >= ready:
+        return []
+    return [
+        f"warning: an only server that is started anew may take rollout.server.ready_timeout={ready:g} s, and the run "
+        f"ends after rollout.client.rejoin_timeout={waits:g} s without one; raise that (and publish.timeout above it), "
+        "or have two servers"
+    ]
+
+
+def _too_few_files(config: GRPOConfig, replicas: int) -> list[str]:
+    """A warning, where a trainer may not have a file open for each request that it makes at once."""
+    rollout = config.rollout
+    groups = (rollout.max_staleness + 1) * config.data.batch_size
+    groups = min(groups, rollout.max_concurrent or groups)
+    needed = groups * rollout.group_size // replicas + rollout.eval_concurrent + FILES_BESIDE_REQUESTS
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if allowed == resource.RLIM_INFINITY or needed <= allowed:
+        return []
+    return [
+        f"warning: a trainer asks up to {groups * rollout.group_size // replicas} answers at once and needs about "
+        f"{needed} open files for it; a process here may have {allowed} (`ulimit -Hn`): raise that, or lower "
+        "rollout.max_concurrent"
+    ]
 
 
 def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:
@@ -76,6 +142,7 @@ def check_rollout(run: Run[Any]) -> None:
     Raises:
         ConfigError: names the settings.
     """
+    check_chat_template(run)
     settings, allocation = run.config.rollout, run.config.allocation
     registry.load("rl.workflows", settings.workflow)
     registry.load("rl.rewards", settings.reward)
@@ -88,23 +155,20 @@ def check_rollout(run: Run[Any]) -> None:
 
 
 def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
-    """Refuse parts that are not installed or cannot be composed, and other models that are not there; what else is
-    loaded, in words.
+    """Refuse parts that are not installed or cannot be composed; what else is loaded, in words.
 
     Raises:
         ConfigError: a part of the algorithm, its constants, or what the engine of another model cannot do.
-        ModelError: the path of the reference or the critic.
     """
     from rl_trainers.objective import make_policy_loss
 
     config, lines = run.config, []
     make_policy_loss(config.algorithm, config.actor.minibatches)
-    for needed, name, setting, model, spec in (
-        (config.algorithm.needs_reference, "reference policy", "ref.path", config.ref, config.reference_spec()),
-        (config.algorithm.needs_critic, "critic", "critic.path", config.critic, config.critic_spec()),
+    for needed, name, model, spec in (
+        (config.algorithm.needs_reference, "reference policy", config.ref, config.reference_spec()),
+        (config.algorithm.needs_critic, "critic", config.critic, config.critic_spec()),
     ):
         if needed:
-            check_model(spec.model_path, setting)
             model.engine.check(run.layout.actor.strategy, replace(spec, device=run.device))
             lines.append(f"a {name} beside the policy, from {spec.model_path}")
     return lines
@@ -130,6 +194,7 @@ def check_rows(run: Run[Any], form: str) -> list[str]:
         "1: a batch of rows is one optimizer step here; set data.batch_size to the size of a step",
         config.actor.minibatches,
     )
+    check_chat_template(run)
     rows = load_rows(config.data, "train", form, config.seed)
     load_rows(config.data, "test", form, config.seed)
     check_batch(config.data.batch_size, 1, 1, run.layout.actor.strategy.data)

@@ -45,6 +45,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     from rl_apps.compose import compose, to_yaml
     from rl_apps.driver import trainer_job
     from rl_apps.layout import devices_of, layout_of
+    from rl_apps.model import find_models
     from rl_launchers import Launcher
 
     batch = find_batch(arguments.run, arguments.step)
@@ -59,6 +60,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     layout = layout_of(config.allocation, "refused")
     devices = devices_of(layout, config.cluster, config.launcher)
     with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
+        config.model.directories |= find_models(config.model_paths())
         run = Run(config, layout, Path(scratch), devices.kind)
         check_run(run)
         check_algorithm(run)

@@ -9,8 +9,14 @@ from typing import Any
 
 from rl_apps.config import GRPOConfig, RunConfig
 from rl_apps.data import GENERATED, first_rows, load_rows
+from rl_apps.model import EMBEDDED
 
-FIGURES = {"loss/train": "Training loss", "loss/eval": "Held-out loss", "eval/accuracy": "Held-out accuracy"}
+FIGURES = {
+    "loss/train": "Training loss",
+    "loss/eval": "Held-out loss",
+    "eval/accuracy": "Held-out accuracy",
+    "eval/reward": "Held-out reward",
+}
 """What is told of a run: name in metrics.jsonl, and in words."""
 
 
@@ -18,17 +24,20 @@ def after_grpo(config: GRPOConfig, run_dir: Path) -> list[str]:
     """Accuracy before and after, by verb for the generated problems, then files and the next command."""
     records = read_metrics(run_dir)
     lines = ["", f"GRPO took {_last(records, 'step'):.0f} steps to version {_last(records, 'version'):.0f}."]
-    measured = [(r["step"], r["eval/accuracy"]) for r in records if r.get("eval/accuracy") is not None]
+    name = answers_name(records)
+    measured = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     if len(measured) >= 2:
         lines.append(
-            f"Held-out accuracy (greedy, {config.evaluation.rows} problems): "
+            f"{FIGURES[name]} (greedy, {config.evaluation.rows} problems): "
             f"{measured[0][1]:.3f} before, {measured[-1][1]:.3f} after."
         )
-        if config.data.name == GENERATED:
+        if config.data.name == GENERATED and name == "eval/accuracy":
             lines += by_verb(config, run_dir, measured[0][0], measured[-1][0])
     stale = [r["staleness/max"] for r in records if r.get("staleness/max") is not None]
     if stale:
         lines.append(f"Answers were up to {max(stale):.0f} version(s) old when they were learned from.")
+    if left := sum(r.get("groups/left_over") or 0 for r in records):
+        lines.append(f"{left:.0f} prompts were left over when the data of one trainer replica were over.")
     return [
         *lines,
         *files(run_dir),
@@ -39,19 +48,26 @@ def after_grpo(config: GRPOConfig, run_dir: Path) -> list[str]:
 def after_sft(config: RunConfig, run_dir: Path) -> list[str]:
     """What any run says, and the next command."""
     data = f"data.name={config.data.name}" + (f" data.path={config.data.path}" if config.data.path else "")
-    model = f"model.path={last_checkpoint(run_dir)}"
+    model = f"model.path={last_checkpoint(run_dir)}" + (f" recipe={EMBEDDED}" if config.recipe == EMBEDDED else "")
     return [*after_any(config, run_dir), f"Try next: uv run --package rl-apps gsm8k-grpo {data} {model}"]
 
 
 def after_any(config: RunConfig, run_dir: Path) -> list[str]:
     """Losses and accuracy before and after, and where the files are."""
     records, lines = read_metrics(run_dir), [""]
-    for name, label in FIGURES.items():
+    for name in ("loss/train", "loss/eval", answers_name(records)):
         values = [r[name] for r in records if r.get(name) is not None]
         if len(values) >= 2:
             change = f" ({values[-1] / values[0] - 1:+.0%})" if name.startswith("loss/") else ""
-            lines.append(f"{label}: {values[0]:.4f} at first, {values[-1]:.4f} at last{change}.")
+            lines.append(f"{FIGURES[name]}: {values[0]:.4f} at first, {values[-1]:.4f} at last{change}.")
     return [*lines, *files(run_dir)]
+
+
+def answers_name(records: list[dict[str, Any]]) -> str:
+    """What answers to held-out rows are measured by: `eval/accuracy`, or `eval/reward` of rewards that are not 0 or 1
+    throughout."""
+    graded = any(r.get("eval/reward") is not None and r.get("eval/accuracy") is None for r in records)
+    return "eval/reward" if graded else "eval/accuracy"
 
 
 def files(run_dir: Path) -> list[str]:

@@ -1,9 +1,10 @@
 """From the command line to a checked config: files and `key=value`, laid over a schema that the run's parts complete.
 And what `--help` says of it: every setting with its default and its meaning, the docstring under its field.
 
-Later layers win: the presets that are chosen (`algorithm=dapo`), the app's own file, one's own file (`--config`), and
-`key=value` in Hydra's grammar. What is named decides the type of its settings: `allocation` that of the engines and the
-servers, `launcher.kind` that of `launcher.options`; each part brings its dataclass (`rl_contracts.registry.settings`).
+Later layers win: the presets that are chosen (`algorithm=dapo`), the app's own file with the recipe that goes with the
+model (`recipe=NAME`, one of its `recipes:`), one's own file (`--config`), and `key=value` in Hydra's grammar. What is
+named decides the type of its settings: `allocation` that of the engines and the servers, `launcher.kind` that of
+`launcher.options`; each part brings its dataclass (`rl_contracts.registry.settings`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from rl_apps.model import EMBEDDED, PRETRAINED
+from rl_apps.synonyms import SYNONYMS
 from rl_contracts import registry
 from rl_contracts.allocation import Allocation
 from rl_contracts.config import field_docs
@@ -81,6 +84,7 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
 
     base: Any = schema()
     layers = [layer for file in files for layer in _layers(file)] + [_override(text) for text in overrides]
+    _take_recipe(layers, base)
     choices = _take_choices(layers, base)
     seams = dict(_seams(base))
     unsaid = {"allocation": base.allocation, "launcher": {"kind": base.launcher.kind}}
@@ -101,7 +105,7 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
     try:
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), plain))
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, base)) from error
+        raise ConfigError(_explain(error, base, overrides)) from error
     assert isinstance(result, schema)
     return result
 
@@ -170,6 +174,22 @@ def _override(text: str) -> DictConfig:
     return layer
 
 
+def _take_recipe(layers: list[DictConfig], base: Any) -> None:
+    """Merges the chosen recipe into the layers that have it: the one that is named, or the one for the run's model."""
+    offered = {id(layer): layer.pop("recipes") for layer in layers if "recipes" in layer}
+    known = sorted({str(name) for recipes in offered.values() for name in recipes})
+    if not known:
+        return
+    said: Any = OmegaConf.merge({"recipe": base.recipe, "model": {"path": base.model.path}}, *layers)
+    name = said.recipe or (EMBEDDED if said.model.path == EMBEDDED else PRETRAINED)
+    if name not in known:
+        raise ConfigError(f"recipe={name}: unknown recipe; there are {', '.join(known)}.")
+    for layer in layers:
+        if id(layer) in offered:
+            layer.merge_with(offered[id(layer)].get(name, {}))
+    layers.append(OmegaConf.create({"recipe": name}))
+
+
 def _take_choices(layers: list[DictConfig], base: Any) -> dict[str, str]:
     """Takes the presets that are chosen out of the layers: where a name stands for a whole section, the last counts.
 
@@ -235,14 +255,16 @@ def _settings(seam: type, part: str) -> type:
     return own
 
 
-def _explain(error: Any, config: Any) -> str:
+def _explain(error: Any, config: Any, overrides: Sequence[str]) -> str:
     """One sentence about settings that do not fit: the key, what was wrong, and the nearest valid key."""
 
     key, first = error.full_key or "", str(error).strip().splitlines()[0]
     if not isinstance(error, ConfigKeyError):
         return f"{key}: {first}" if key else first
-    keys = [known for known, _, _ in describe(config)]
-    same_leaf = [known for known in keys if known.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    nearest = [*same_leaf, *get_close_matches(key, keys, n=1, cutoff=0.5)]
+    key = next((text.split("=")[0] for text in overrides if text.startswith(f"{key}.")), key)  # not only its section
+    keys, leaf = [known for known, _, _ in describe(config)], key.rsplit(".", 1)[-1]
+    elsewhere = [SYNONYMS[leaf]] if SYNONYMS.get(leaf) in keys else []
+    same_leaf = [known for known in keys if known.rsplit(".", 1)[-1] == leaf]
+    nearest = [*elsewhere, *same_leaf, *get_close_matches(key, keys, n=1, cutoff=0.5)]
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return f"unknown setting {key!r}.{hint} `--help` lists all settings."

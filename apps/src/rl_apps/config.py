@@ -24,12 +24,12 @@ from rl_contracts.inference import ServerConfig
 from rl_launchers import LauncherConfig
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.books import CheckpointConfig
-from rl_trainers.evaluation import EvaluationConfig
+from rl_trainers.evaluation import EvaluationConfig, HeldOutConfig
 from rl_trainers.gap.gate import GapConfig
 from rl_trainers.publish import PublishConfig
 from rl_trainers.recover import RecoverConfig
-from rl_trainers.rollouts import RolloutsConfig
-from rl_workflows import RolloutConfig
+from rl_trainers.rollouts import KeptConfig, RolloutsConfig
+from rl_workflows.config import RolloutConfig, RuntimeConfig
 
 
 @dataclass
@@ -50,8 +50,8 @@ class ActorConfig(Settings):
 
 
 @dataclass
-class RolloutSettings(RolloutConfig):
-    """The rollout runtime, and what one episode is."""
+class ServingSettings(RuntimeConfig):
+    """The servers, and what one episode is."""
 
     workflow: str = "rlvr"
     """Installed workflow, or a dotted path `package.module:Class`."""
@@ -61,20 +61,29 @@ class RolloutSettings(RolloutConfig):
     """Processes per data-parallel head that compute rewards."""
     reward_timeout: float = 30.0
     """Seconds for one reward; then its process is killed and the episode is recorded as a reward error."""
+    rehearsal: bool = True
+    """Run workflow and reward once on a data row, with a made-up answer, before anything starts; false for a workflow
+    that only works with a real server."""
     interrupt: str = choice("keep", ("keep", "recompute", "wait"))
     """What happens to unfinished answers at an update of the weights: `keep` (go on with their KV cache), `recompute`
     (go on, KV cache rebuilt) or `wait` (finish first)."""
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """How answers are sampled."""
-    allow_biased_sampling: bool = False
-    """Train on answers that were sampled with top-p, top-k, min-p or penalties. Their log-probs are those of the full
-    distribution, so importance weights are biased."""
     port: int = 0
     """Port of the first server, the others follow; 0: any free one."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """The servers' own settings, of the type that the engine brings which `allocation` names."""
     client: ClientConfig = field(default_factory=lambda: ClientConfig(rejoin_timeout=180.0))
     """The client of the servers. `rejoin_timeout` counts only where the launcher restarts servers."""
+
+
+@dataclass
+class RolloutSettings(ServingSettings, RolloutConfig):
+    """The rollout runtime, and what one episode is."""
+
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """How answers are sampled."""
+    allow_biased_sampling: bool = False
+    """Train on answers that were sampled with top-p, top-k, min-p or penalties. Their log-probs are those of the full
+    distribution, so importance weights are biased."""
 
 
 @dataclass
@@ -97,6 +106,11 @@ class RunConfig(Settings):
     """Training steps."""
     total_epochs: int = bounded(0, "0 (no limit) or more", lambda epochs: epochs >= 0)
     """Passes over the data after which the run also ends; 0: only `total_steps` counts."""
+    recipe: str = ""
+    """Which of the command's recipes gives the defaults of what depends on the model (learning rate, warm-up, lengths,
+    temperature): `embedded`, for the tiny model made on the spot, or `pretrained`, published settings (`gsm8k-grpo` and
+    `gsm8k-sft`: those of verl's GSM8K examples; `hh-rlhf-dpo` and `hh-rlhf-rm`: those of TRL's; `conf/` names the
+    files). Empty: by `model.path`. All other settings win over it."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy before the first step."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -111,17 +125,19 @@ class RunConfig(Settings):
     """How processes are started and stopped; `launcher=NAME` is short for `launcher.kind=NAME`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is kept."""
-    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
-    """What is kept of the answers."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     """When the run saves what it needs to go on after it was stopped: the same command with the same `run_dir`."""
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """When and how held-out rows are answered."""
+    evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
+    """When held-out rows are looked at."""
+
+    def model_paths(self) -> dict[str, str]:
+        """The models that the run loads: setting, and what it says."""
+        return {"model.path": self.model.path}
 
     def finetune_spec(self) -> FinetuneSpec:
         """What the engine of the model that learns is told of the run."""
         return FinetuneSpec(
-            self.model.path,
+            self.model.directory(),
             self.total_steps * self.actor.minibatches,
             self.seed,
             self.actor.optimizer,
@@ -179,8 +195,12 @@ class CriticConfig(Settings):
 class ServedConfig(RunConfig):
     """A run that has inference servers, or may have some."""
 
-    rollout: RolloutSettings = field(default_factory=RolloutSettings)
-    """How prompts become groups of answers."""
+    rollout: ServingSettings = field(default_factory=ServingSettings)
+    """The servers, and how they are asked."""
+    rollouts: KeptConfig = field(default_factory=KeptConfig)
+    """What is kept of the answers."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """When and how held-out rows are answered."""
     publish: PublishConfig = field(default_factory=PublishConfig)
     """How new weights reach the servers."""
     gap: GapConfig = field(default_factory=GapConfig)
@@ -195,12 +215,28 @@ class ServedConfig(RunConfig):
             f"({self.rollout.client.rejoin_timeout:g} s)",
             self.publish.timeout,
         )
+        require(
+            self.launcher.max_restarts == 0 or self.rollout.client.progress_timeout > self.launcher.health_timeout,
+            "rollout.client.progress_timeout",
+            "more than launcher.health_timeout, since the answers of an only server that hangs wait for its restart "
+            f"({self.launcher.health_timeout:g} s)",
+            self.rollout.client.progress_timeout,
+        )
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """How answers are sampled where nothing else is said."""
+        return self.evaluation.generation
 
 
 @dataclass
 class GRPOConfig(ServedConfig):
     """Reinforcement learning from verifiable rewards."""
 
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    """How prompts become groups of answers."""
+    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
+    """What is kept of the answers."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """What is learned from a batch; `algorithm=<preset>` takes one whole."""
     ref: RefConfig = field(default_factory=RefConfig)
@@ -250,17 +286,30 @@ class GRPOConfig(ServedConfig):
             self.ref.path,
         )
 
+    @property
+    def generation(self) -> GenerationConfig:
+        """Those that are trained on."""
+        return self.rollout.generation
+
     def finetune_spec(self) -> FinetuneSpec:
         """See `RunConfig.finetune_spec`; an entropy bonus gives the entropy a gradient."""
         return replace(super().finetune_spec(), entropy_grad=bool(self.algorithm.entropy_coef))
 
+    def model_paths(self) -> dict[str, str]:
+        """See `RunConfig.model_paths`; reference and critic where the algorithm has them."""
+        others = {
+            "ref.path": self.algorithm.needs_reference and self.ref.path,
+            "critic.path": self.algorithm.needs_critic and self.critic.path,
+        }
+        return super().model_paths() | {setting: path for setting, path in others.items() if path}
+
     def reference_spec(self) -> FinetuneSpec:
         """What the engine of the reference policy is told: it is the policy before the first step, and stays it."""
-        return replace(super().finetune_spec(), model_path=self.ref.path or self.model.path, optimizer=None)
+        return replace(super().finetune_spec(), model_path=self.model.directory(self.ref.path), optimizer=None)
 
     def critic_spec(self) -> FinetuneSpec:
         """What the engine of the critic is told: it has a value head, and an optimizer of its own."""
-        path = self.critic.path or self.model.path
+        path = self.model.directory(self.critic.path)
         return replace(super().finetune_spec(), model_path=path, optimizer=self.critic.optimizer, head="value")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rl_contracts import registry
-from rl_contracts.config import Settings, bounded
+from rl_contracts.config import Settings, bounded, choice
 from rl_contracts.errors import DataError
 
 GENERATED = "word-problems"
@@ -31,8 +31,13 @@ class DataConfig(Settings):
     """Hub id, directory or file; empty: the data set's own default."""
     batch_size: int = bounded(16, "at least 1", lambda rows: rows >= 1)
     """Prompts (SFT: rows) per training step, over all data-parallel replicas."""
-    max_length: int = bounded(2048, "at least 2", lambda tokens: tokens >= 2)
-    """Tokens of a row (of a prompt with its answer, where answers are generated) at most; longer ones are refused."""
+    max_length: int | None = bounded(None, "at least 2, or null", lambda tokens: tokens is None or tokens >= 2)
+    """Tokens of a row at most; where answers are generated, of a prompt with its answer, which ends there. null: what
+    the model's context holds, and 2048 at most. More than the context is refused."""
+    overlong: str = choice("refuse", ("refuse", "drop", "truncate"))
+    """What becomes of rows that are longer: `refuse` (the command says how many, and does not start), `drop` (they are
+    left out) or `truncate` (their end is cut; of a prompt that leaves no room for an answer, the beginning of its last
+    message, until `max_new_tokens` fit, or half of the limit). What is left out or cut is told."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the data set."""
 

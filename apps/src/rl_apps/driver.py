@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from rl_apps import compose
 from rl_apps.app import App, Run
-from rl_apps.checks import check_run
+from rl_apps.checks import check_run, remarks
+from rl_apps.directory import FINISHED, claimed, past_of, write_config
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
-from rl_apps.parts import server_jobs, weights_directory
+from rl_apps.model import find_models, make_model
+from rl_apps.parts import attached, server_jobs, weights_directory
+from rl_apps.rehearsal import rehearse
+from rl_apps.servers import check_attached, check_program, command_of
+from rl_apps.template import load_tokenizer
 from rl_contracts import registry
-from rl_contracts.errors import ConfigError, DataError, ModelError, RLError
-from rl_contracts.scheduler import JobSpec, Worker
+from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, raised_at
+from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Worker
+from rl_launchers import Launcher, uv_parent
+
+if TYPE_CHECKING:
+    from rl_apps.progress import RunProgress
+
+SAY_EVERY = 5.0
+"""Seconds between two lines about what is waited for."""
 
 
 def main(reference: str, argv: list[str] | None = None) -> int:
@@ -27,21 +46,26 @@ def main(reference: str, argv: list[str] | None = None) -> int:
     Returns:
         the exit code: 0, 1 (the run failed), 2 (it could not be started), 130 or 143 (it was stopped).
     """
-    name = reference
+    name, parent = reference, uv_parent()  # it may be gone before anything is launched
     if "" not in sys.path:
         sys.path.append("")  # a script's directory stands there; dotted paths may name files of the current one
     try:
         app: App = registry.load("rl.apps", reference)
         name = app.name
-        return _main(reference, app, sys.argv[1:] if argv is None else argv)
+        return _main(reference, app, sys.argv[1:] if argv is None else argv, parent)
     except RLError as error:
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
     except KeyboardInterrupt:
         return 130
+    except Exception as error:  # a user's file is to blame, and told; anything else goes on
+        if not (place := raised_at(error)):
+            raise
+        print(f"{name}: {type(error).__name__}: {error}{place}", file=sys.stderr)
+        return 2
 
 
-def _main(reference: str, app: App, argv: list[str]) -> int:
+def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
     line = compose.parse(argv)
     config = app.config(line.overrides, line.config)
     if line.help:
@@ -51,55 +75,141 @@ def _main(reference: str, app: App, argv: list[str]) -> int:
         print(compose.to_yaml(config), end="")
         return 0
     layout = layout_of(config.allocation, app.servers)
-    devices = devices_of(layout, config.cluster, config.launcher)
-    resumes = config.recover.resume and config.recover.every > 0
-    run_dir = run_directory(config.run_dir, config.experiment, config.trial, resumes)
-    run = Run(config, layout, run_dir, devices.kind)
-    check_run(run)
-    arithmetic = app.check(run)
-    if line.dry_run:
-        print(_plan(reference, app, run, devices, arithmetic))
-        return 0
-    return launch(reference, app, run, devices)
+    started = replace(layout, rollout=None) if attached(config, layout) else layout
+    devices = devices_of(started, config.cluster, config.launcher)
+    run = Run(config, layout, run_directory(config.run_dir, config.experiment, config.trial), devices.kind)
+    with nullcontext() if line.dry_run else claimed(run.directory):
+        past = past_of(run)
+        if past.finished:
+            print(f"{app.name}: finished before, nothing is left to do. Files: {run.directory}")
+            return 0
+        config.model.directories = find_models(config.model_paths(), fetch=not line.dry_run)
+        check_run(run)
+        if not line.dry_run:
+            begun = [f"going on after step {past.step} of {config.total_steps} ({run.directory})"] if past.step else []
+            changes = (f"  {change}" for change in past.changes)
+            print(devices.sentence, *begun, *changes, "looking at the data", sep="\n", flush=True)
+        arithmetic = app.check(run)
+        assert config.launcher.options is not None
+        config.launcher.options.check(server_jobs(run, devices))
+        check_program(run, (lambda _: None) if line.dry_run else partial(print, flush=True))
+        if line.dry_run:
+            arithmetic += remarks(run)
+            if Path(config.model.directory()).is_dir():
+                with TemporaryDirectory(prefix="rl-plan-") as scratch:
+                    arithmetic += _try_out(app, replace(run, directory=Path(scratch)), lambda _: None)
+            print(_plan(reference, app, run, devices, arithmetic))
+            return 0
+        return launch(reference, app, run, devices, parent, past.step)
 
 
-def launch(reference: str, app: App, run: Run[Any], devices: Devices) -> int:
-    """Make the model, start servers and trainers, show progress, and close with what was learned."""
-    from rl_apps.model import make_model
+def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: int, step: int = 0) -> int:
+    """Make the model, start servers and trainers, show progress, and close with what was learned.
+
+    Args:
+        parent: what `uv_parent` said when the command began.
+        step: after which it goes on.
+    """
     from rl_apps.progress import RunProgress
-    from rl_launchers import Launcher
-    from rl_trainers.recover import drop_lost_steps
+    from rl_trainers.recover import drop_lost_steps, last_point
 
     config, run_dir = run.config, run.directory
-    print(devices.sentence, flush=True)
-    run_dir.mkdir(parents=True, exist_ok=True)
     drop_lost_steps(run_dir, config.recover)  # before anybody reads them
     # a run that was killed may have left weights there, which the servers would take for this run's
     weights = weights_directory(run_dir, config.publish.route if run.layout.rollout else "")
     shutil.rmtree(weights, ignore_errors=True)
     with RunProgress(run_dir / "metrics.jsonl", config.total_steps, app.columns) as progress:
-        model = make_model(config.model, config.data, config.seed, app.form, app.warm_up, progress.say)
-        config = replace(config, model=replace(config.model, path=str(model)))
-        run = replace(run, config=config)
-        (run_dir / "config.yaml").write_text(compose.to_yaml(config))
-        launcher = Launcher(config.launcher.scheduler(run_dir / "logs"), config.launcher)
-        progress.say("starting servers and trainers")
+        make = partial(make_model, config.model, config.data, config.seed, app.form, say=progress.say)
+        config.model.directories[config.model.path] = str(make(warm_up=False))
+        if addresses := attached(config, run.layout):
+            progress.say(f"looking at the servers at {', '.join(addresses)}")
+            check_attached(run, step)
+        for sentence in (*_try_out(app, run, progress.say), *remarks(run)):
+            progress.console.print(sentence, soft_wrap=True)
+        # half a minute, for which a mistake of the user's need not wait
+        config.model.directories[config.model.path] = str(make(warm_up=app.warm_up))
+        write_config(run)
+        key = os.environ.get(RUN_KEY_VARIABLE, "") if addresses else ""
+        launcher = Launcher(config.launcher.scheduler(run_dir / "logs"), config.launcher, parent, key)
+        waiting = Waiting(progress, run_dir / "metrics.jsonl")
         try:
             code = launcher.run(
                 server_jobs(run, devices),
-                lambda servers: [trainer_job(reference, run, devices, servers)],
-                on_tick=lambda _: progress.tick(),
+                lambda servers: [trainer_job(reference, run, devices, addresses or [s.address for s in servers])],
+                on_tick=waiting.tick,
+                together=True,
             )
         finally:  # a trainer that was killed leaves its weights in memory
             shutil.rmtree(weights, ignore_errors=True)
-    print("\n".join(app.closing(config, run_dir) if code == 0 else [f"Stopped. Files: {run_dir}"]))
-    return code
+    if code and not (run_dir / FINISHED).exists():
+        point = last_point(run_dir / "recover")
+        left = f"The same command goes on after step {point}." if point else "There is no recover point to go on from."
+        print(f"Stopped. {left} Files: {run_dir}")
+        return code
+    (run_dir / FINISHED).touch()
+    print("\n".join(app.closing(config, run_dir)))
+    return 0
 
 
-def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: list[Worker]) -> JobSpec:
-    """The role of the trainer processes: `python -m rl_apps.worker`, which finds the app as the command did."""
-    addresses = ",".join(worker.address for worker in servers)
-    actor = run.layout.actor
+def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
+    """Run workflow and reward on a row, and look at the lengths of all rows, with the tokenizer of the run's model.
+
+    Returns:
+        what to tell of the rows.
+
+    Raises:
+        ConfigError, DataError: see `rehearse` and `App.measure`.
+    """
+    if run.config.model.chat_template:
+        load_tokenizer(run.config.model).save_pretrained(run.tokenizer)
+    if run.layout.rollout is not None and run.config.rollout.rehearsal:
+        say("trying workflow and reward on a row of the data")
+        rehearse(run, app.form)
+    say("measuring the rows of the data")
+    return app.measure(run)
+
+
+class Waiting:
+    """Says what a run waits for, until its first record is there.
+
+    Args:
+        progress: what shows it, and the records after it.
+        metrics: the file of the records.
+    """
+
+    def __init__(self, progress: RunProgress, metrics: Path) -> None:
+        self._progress, self._metrics, self._before = progress, metrics, _size(metrics)
+        self._begin, self._due, self._starting = time.monotonic(), 0.0, set[str]()
+        progress.say("starting servers and trainers together")
+
+    def tick(self, workers: Sequence[Worker]) -> None:
+        """Look at the run."""
+        self._progress.tick()
+        if _size(self._metrics) > self._before:
+            return
+        seconds, starting = time.monotonic() - self._begin, {w.name for w in workers if w.status == "starting"}
+        ready, self._starting = self._starting - starting, starting
+        if ready:
+            self._progress.say(f"{', '.join(sorted(ready))} ready after {seconds:.0f} s")
+        if seconds >= self._due + SAY_EVERY:
+            self._due = seconds
+            left = [w for w in workers if w.name in starting] or list(workers)
+            names = ", ".join(w.name for w in left[:4]) + (", ..." if len(left) > 4 else "")
+            what = "to start" if starting else "for the first record"
+            self._progress.say(f"{seconds:.0f} s, waiting {what}: {names} (see logs/)")
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequence[str]) -> JobSpec:
+    """The role of the trainer processes: `python -m rl_apps.worker`, which finds the app as the command did.
+
+    Args:
+        servers: addresses of the inference servers.
+    """
+    addresses, actor = ",".join(servers), run.layout.actor
     return JobSpec(
         role=actor.name,
         command=(sys.executable, "-m", "rl_apps.worker", reference, str(run.directory), run.device, addresses),
@@ -119,6 +229,7 @@ def _plan(reference: str, app: App, run: Run[Any], devices: Devices, arithmetic:
         f"# Devices: {devices.sentence}",
         f"# Processes ({devices.cores_each} core(s) each)",
         *(f"#   {job.count} x {job.role}: {' '.join(job.command)}" for job in jobs),
+        *(f"#   expected at {a}: {command_of(run, a, i)}" for i, a in enumerate(attached(run.config, run.layout))),
         f"# Run directory: {run.directory}",
     ]
     return "\n".join(parts)

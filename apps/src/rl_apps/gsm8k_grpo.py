@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import rl_trainers
 from rl_apps import closing, driver
 from rl_apps.app import App, Run
@@ -9,6 +11,7 @@ from rl_apps.checks import check_algorithm, check_batch, check_rollout
 from rl_apps.compose import CONF
 from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
+from rl_apps.lengths import measure_rows
 from rl_apps.parts import Parts
 
 
@@ -34,11 +37,11 @@ def train(run: Run[GRPOConfig]) -> None:
     with Parts(run) as parts:
         engine = parts.engine()  # the policy, and this process's place among the trainer's ranks
         ranks = engine.parallel
-        rows = load_rows(config.data, "train", "rl", config.seed)
+        rows = parts.rows("train", "rl")
         prompts = PromptLoader(
             rows, seed=config.seed, epochs=config.total_epochs or None, num_shards=ranks.dp_size, shard=ranks.dp_rank
         )
-        client = parts.client()
+        client = parts.client(engine)
         reward = parts.reward()
         workflow = parts.workflow(reward)
         rollout = parts.runtime(client, workflow, engine, prompts)
@@ -48,9 +51,7 @@ def train(run: Run[GRPOConfig]) -> None:
         evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
         books = parts.books(engine, evaluations, counters=rollout.stats)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
-        recover = rl_trainers.RecoverPoints(
-            run.directory, config.recover, engines, {"rollout": rollout, "books": books}
-        )
+        recover = parts.recover(engines, {"rollout": rollout, "books": books})
         rl_trainers.train(rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)
 
 
@@ -60,6 +61,7 @@ APP = App(
     schema=GRPOConfig,
     train=train,
     check=check,
+    measure=partial(measure_rows, form="rl"),
     defaults=CONF / "gsm8k_grpo.yaml",
     closing=closing.after_grpo,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import rl_trainers
@@ -11,7 +12,7 @@ from rl_apps.app import App, Run
 from rl_apps.checks import check_rows
 from rl_apps.compose import CONF
 from rl_apps.config import SFTConfig
-from rl_apps.data import first_rows, load_rows
+from rl_apps.lengths import measure_rows
 from rl_apps.parts import Parts
 from rl_apps.progress import SFT_COLUMNS
 
@@ -34,12 +35,13 @@ def train(run: Run[SFTConfig]) -> None:
         engine, renderer = parts.engine(), parts.renderer()
 
         def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
-            return shard_rows(supervised_rows(rows, renderer, run.config.data.max_length), engine.parallel)
+            cuts = run.config.data.overlong == "truncate"
+            return shard_rows(supervised_rows(rows, renderer, parts.max_length, cuts), engine.parallel)
 
         evaluations: list[Evaluation] = []
         publisher = gap = None
         if run.servers:
-            client = parts.client()
+            client = parts.client(engine)
             rollout = parts.runtime(client, parts.workflow(parts.reward()), engine)
             publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
             evaluations.append(parts.answer_evaluation(engine, rollout))
@@ -65,15 +67,13 @@ def learn_rows(
     from rl_datasets import BatchLoader
 
     config, engine = parts.config, learner.engine
-    rows = load_rows(config.data, "train", form, config.seed)
+    rows = parts.rows("train", form)
     batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.total_epochs or None)
     source = rl_trainers.DataSource(batches, batch_of)
-    held_out = first_rows(load_rows(config.data, "test", form, config.seed), config.evaluation.rows)
-    losses = [rl_trainers.LossEvaluation(learner, batch_of(held_out))] if held_out else []
+    held_out = parts.rows("test", form, config.evaluation.rows)
+    losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)))] if held_out else []
     books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"})
-    recover = rl_trainers.RecoverPoints(
-        parts.run.directory, config.recover, {"actor": engine}, {"source": source, "books": books}
-    )
+    recover = parts.recover({"actor": engine}, {"source": source, "books": books})
     rl_trainers.train(source, learner, books, config.total_steps, recover=recover, **served)
 
 
@@ -83,6 +83,7 @@ APP = App(
     schema=SFTConfig,
     train=train,
     check=check,
+    measure=partial(measure_rows, form="sft"),
     defaults=CONF / "gsm8k_sft.yaml",
     servers="optional",
     form="sft",

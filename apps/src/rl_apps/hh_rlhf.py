@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import rl_trainers
@@ -12,6 +13,7 @@ from rl_apps.checks import check_rows
 from rl_apps.compose import CONF
 from rl_apps.config import RunConfig
 from rl_apps.gsm8k_sft import learn_rows
+from rl_apps.lengths import measure_rows
 from rl_apps.parts import Parts
 from rl_apps.progress import PREFERENCE_COLUMNS
 from rl_trainers.preference import PreferenceConfig
@@ -70,7 +72,8 @@ def learn_pairs(parts: Parts, engine: TrainEngine, loss: LossFn, reference: Trai
     renderer = parts.renderer()
 
     def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
-        return shard_rows(preference_rows(rows, renderer, parts.config.data.max_length), engine.parallel)
+        cuts = parts.config.data.overlong == "truncate"
+        return shard_rows(preference_rows(rows, renderer, parts.max_length, cuts), engine.parallel)
 
     learn_rows(parts, "pairs", rl_trainers.LossLearner(engine, loss, pairs, reference), batch_of)
 
@@ -81,6 +84,7 @@ REWARD_MODEL = App(
     schema=RunConfig,
     train=train_reward_model,
     check=check_reward_model,
+    measure=partial(measure_rows, form="pairs"),
     defaults=CONF / "hh_rlhf_rm.yaml",
     servers="refused",
     form="pairs",

@@ -43,13 +43,9 @@ class Devices:
     kind: str
     """`cpu` or `cuda`."""
     cores_each: int
-    """Cores and threads per process, so that together they fill what there is."""
+    """Cores and threads per rank, of the trainer or of a server, so that together they fill what there is."""
     sentence: str
     """What is used of what there is, in words."""
-
-    def gpus(self, per_process: int) -> int:
-        """GPUs of a process that needs so many where it runs on GPUs."""
-        return per_process if self.kind == "cuda" else 0
 
 
 def layout_of(allocation: str, servers: str) -> Layout:
@@ -89,11 +85,10 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig)
     require(cores > 0, source, "a number, since this scheduler cannot know it (and cluster.devices for GPUs)", cores)
     roles = [role for role in (layout.rollout, layout.actor) if role is not None]
     needed, written = sum(role.world_size for role in roles), "+".join(map(str, roles))
-    processes = layout.actor.world_size + (layout.rollout.strategy.data if layout.rollout else 0)
-    cores_each = max(1, cores // processes)
+    cores_each = max(1, cores // needed)
     if cluster.device == "cpu" or (cluster.device == "auto" and not gpus):
         why = "as asked" if cluster.device == "cpu" else "no GPU was found"
-        return Devices("cpu", cores_each, f"CPU ({why}): {processes} processes, {cores_each} of {cores} cores each")
+        return Devices("cpu", cores_each, f"CPU ({why}): {needed} processes, {cores_each} of {cores} cores each")
     if gpus < needed:
         raise ConfigError(
             f"allocation={written} with cluster.device={cluster.device}: expected {needed} GPUs, one a rank, found "
@@ -103,20 +98,7 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig)
     return Devices("cuda", cores_each, f"{needed} of {gpus} GPUs: {each}")
 
 
-def run_directory(run_dir: str, experiment: str, trial: str, resumes: bool = False) -> Path:
-    """Where a run keeps its files: `run_dir`, or `runs/<experiment>/<trial>`; an empty trial is the time of day.
-
-    Args:
-        resumes: whether the command goes on with a run that is there already.
-
-    Raises:
-        ConfigError: the directory already holds a run.
-    """
-    name = trial or datetime.now().strftime("%Y%m%d-%H%M%S")
-    directory = Path(run_dir or Path("runs") / experiment / name).resolve()
-    if (directory / "metrics.jsonl").exists() and not resumes:
-        raise ConfigError(
-            f"{directory} already holds a run; choose another trial=<name> or run_dir=<directory>. (With recover.every "
-            "and recover.resume a command goes on with the run that is there.)"
-        )
-    return directory
+def run_directory(run_dir: str, experiment: str, trial: str) -> Path:
+    """Where a run keeps its files: `run_dir`, or `runs/<experiment>/<trial>`; an empty trial is the time of day."""
+    name = trial or datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    return Path(run_dir or Path("runs") / experiment / name).resolve()

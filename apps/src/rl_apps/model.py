@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_apps.data import GENERATED, GENERATED_PAIRS, DataConfig, load_rows
+from rl_contracts.errors import ModelError
+from rl_contracts.model_directory import check_model_directory
 
 EMBEDDED = "embedded"
+"""The path of a model that is made on the spot, and the recipe that goes with it."""
+
+PRETRAINED = "pretrained"
+"""The recipe of any other."""
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_NOT_OF_THE_MODEL = ("*/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
+"""Files of a hub's repository that nobody here reads."""
 
 
 @dataclass
@@ -17,12 +28,65 @@ class ModelConfig:
 
     path: str = EMBEDDED
     """Hugging Face directory or hub id, or `embedded`: a tiny model made on the spot and cached."""
+    chat_template: str = ""
+    """File with a Jinja chat template, or `plain` (`User: ...`, `Assistant: ...`), for models that have none; empty:
+    the model's own."""
+    directories: dict[str, str] = field(default_factory=dict)
+    """Directories of the run's models by what their `path` says. The command fills it in."""
+
+    def directory(self, path: str = "") -> str:
+        """Where the model lies that a `path` of the config names (empty: the policy before the first step); `path`
+        itself before the command has looked."""
+        return self.directories.get(path or self.path, path or self.path)
+
+
+def find_models(paths: Mapping[str, str], fetch: bool = True) -> dict[str, str]:
+    """The directories of models, downloaded from the hub where they are neither here nor in its cache.
+
+    Args:
+        paths: setting to what it says; `embedded` is left out, for it is made and not found.
+        fetch: whether to download; without, a hub id that is not in the cache is left out.
+
+    Raises:
+        ModelError: there is neither a directory nor a model of that id, or it lacks `config.json`, weights or a
+            tokenizer.
+    """
+    found = {}
+    for setting, path in paths.items():
+        if path == EMBEDDED:
+            continue
+        directory = Path(path).expanduser()
+        if not directory.exists() and _HUB_ID.fullmatch(path):
+            snapshot = _snapshot(path, setting, fetch)
+            if snapshot is None:
+                continue
+            directory = snapshot
+        found[path] = str(directory.absolute())
+        check_model_directory(found[path], setting, tokenizer=True)
+    return found
+
+
+def _snapshot(hub_id: str, setting: str, fetch: bool) -> Path | None:
+    """The directory of a hub's model in the local cache."""
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, ignore_patterns=list(_NOT_OF_THE_MODEL), local_files_only=not fetch))
+    except Exception as error:  # whichever HTTP library the hub's client has: told in one sentence
+        if not fetch:
+            return None
+        raise ModelError(
+            f"{setting}={hub_id}: expected a directory, or the id of a model that the hub or its cache "
+            f"({constants.HF_HUB_CACHE}) has. There is no such directory, and the hub's client says: "
+            f"{str(error).splitlines()[0]} Give a directory, or fetch the model where there is a network "
+            f"(`hf download {hub_id}`)."
+        ) from error
 
 
 def make_model(
     model: ModelConfig, data: DataConfig, seed: int, form: str, warm_up: bool, say: Callable[[str], None]
 ) -> Path:
-    """The directory (or hub id) of the model, made on the spot and cached if it is `embedded`.
+    """The directory of the model, made on the spot and cached if it is `embedded`.
 
     The generated problems come with a model of their own, warmed up or not; for other data it is a tiny random one
     whose tokenizer is trained on the training texts.
@@ -32,20 +96,18 @@ def make_model(
         say: told what is going on.
     """
     if model.path != EMBEDDED:
-        return Path(model.path)
+        return Path(model.directory())
     from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded, prepare_from_scratch
 
     if data.name in (GENERATED, GENERATED_PAIRS):
         recipe = EmbeddedRecipe() if warm_up else EmbeddedRecipe(warm_up=None)
-        say("making the embedded model" + (" and warming it up" if warm_up else ""))
 
         def progress(step: int, steps: int, loss: float) -> None:
             if step % 100 == 0 or step == steps:
                 say(f"warm-up {step}/{steps}, loss {loss:.3f}")
 
-        return prepare_embedded(seed, recipe, progress)
-    say("making a small model from scratch, with a tokenizer trained on the data")
+        return prepare_embedded(seed, recipe, progress, say=say)
     rows = load_rows(data, "train", "pairs" if form == "pairs" else "rl", seed)
     if form == "pairs":
-        return prepare_from_scratch((m["content"] for row in rows for m in row["chosen"]), seed)
-    return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), seed)
+        return prepare_from_scratch((m["content"] for row in rows for m in row["chosen"]), seed, say=say)
+    return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), seed, say=say)

@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 import rl_trainers
 import rl_workflows
 from rl_apps.app import Run
-from rl_apps.data import first_rows, load_rows
-from rl_apps.layout import Devices
+from rl_apps.data import Rows, first_rows, load_rows
+from rl_apps.layout import Devices, Layout
+from rl_apps.lengths import lengths_of, longest_row
 from rl_contracts import registry
 from rl_contracts.aio import LoopThread
 from rl_contracts.data import FinetuneSpec, ServeSpec
+from rl_contracts.errors import InferenceError
+from rl_contracts.logging import get_logger
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
+from rl_launchers.health import probe
 
 if TYPE_CHECKING:
     from rl_contracts.engine import TrainEngine, TrainEngineConfig
     from rl_contracts.inference import InferenceEngine
+    from rl_contracts.parallel import ParallelContext
     from rl_contracts.rollout import RolloutRuntime
     from rl_contracts.workflow import RolloutWorkflow
     from rl_trainers.evaluation import Evaluation
+
+log = get_logger("apps.parts")
 
 CLOSE_SECONDS = 10.0
 """Time for a part to close when a run ends."""
@@ -55,6 +67,7 @@ class Parts(ExitStack):
     def __init__(self, run: Run[Any]) -> None:
         super().__init__()
         self.run, self.config = run, run.config
+        self.asked_to_stop = threading.Event()
 
     def add[D: Destroyable](self, part: D) -> D:
         """Register a part and return it."""
@@ -82,28 +95,75 @@ class Parts(ExitStack):
         """The Hugging Face tokenizer of the run's model."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.config.model.path)
+        return AutoTokenizer.from_pretrained(self.run.tokenizer)
+
+    @cached_property
+    def max_length(self) -> int:
+        """Tokens of a row at most."""
+        return longest_row(self.config.data, self.config.model.directory())
+
+    def rows(self, split: str, form: str, first: int | None = None) -> Rows:
+        """The rows of one split, without those that are too long; see `load_rows`.
+
+        Args:
+            first: only so many of them.
+        """
+        config = self.config
+        rows = load_rows(config.data, split, form, config.seed)
+        rows = rows if first is None else first_rows(rows, first)
+        if config.data.overlong == "refuse" or not rows:  # the command has looked
+            return rows
+        return lengths_of(self.run, form, self.tokenizer).fit(rows, split)[0]
 
     def renderer(self) -> ChatRenderer:
         """The chat template of the run's model."""
         return ChatRenderer(self.tokenizer)
 
-    def client(self) -> InferenceEngine:
-        """The client of the servers. It waits for servers to come back only where somebody restarts them."""
+    def client(self, engine: TrainEngine) -> InferenceEngine:
+        """The client of the servers, once they are ready (collective); heads use it. It waits for servers to come back
+        only where somebody may restart them."""
         assert self.run.layout.rollout is not None
         made = registry.load("rl.inference_engines", self.run.layout.rollout.backend)
         settings, loop = self.config.rollout.client, self.loop
-        if not self.config.launcher.max_restarts:
-            settings = replace(settings, rejoin_timeout=0.0)
+        ranks = engine.parallel
+        if not attached(self.config, self.run.layout):  # the command has asked those
+            self.await_servers(made.server_spec(self.config.rollout.server, serve_spec(self.run)), ranks)
+            if not self.config.launcher.max_restarts:
+                settings = replace(settings, rejoin_timeout=0.0)
+        settings = settings.shared_by(ranks.dp_size)
         client: InferenceEngine = made(self.config.rollout.server, serve_spec(self.run), settings)
         client.initialize(list(self.run.servers), os.environ.get(RUN_KEY_VARIABLE, ""))
         self.callback(lambda: loop.run(client.destroy(), CLOSE_SECONDS))
         return client
 
+    def await_servers(self, spec: JobSpec, ranks: ParallelContext) -> None:
+        """Return when all servers are ready, which start while the trainers load their model. Rank 0 asks them and
+        tells the others after each answer, so that none waits in a collective for longer than its group allows.
+
+        Raises:
+            InferenceError: one was not ready in time; on every rank.
+        """
+        deadline = time.monotonic() + spec.ready_timeout
+        for server in map(urlsplit, self.run.servers if spec.ready_path else ()):
+            log.info("waiting for the server at %s", server.netloc)
+            while True:
+                said = probe(server.hostname or "", server.port or 80, str(spec.ready_path)) if ranks.is_main else None
+                problem, late = ranks.broadcast_json([said, time.monotonic() > deadline])
+                if not problem:
+                    break
+                if late:
+                    raise InferenceError(
+                        f"{server.netloc} was not ready within {spec.ready_timeout:g} s: {problem}. See its log."
+                    )
+                time.sleep(0.1)
+
     def reward(self) -> AsyncRewardWrapper:
         """The reward function, in worker processes of its own."""
         settings, loop = self.config.rollout, self.loop
-        reward = AsyncRewardWrapper(settings.reward, settings.reward_workers, settings.reward_timeout)
+        first, heads = int(os.environ.get("RANK", "0")) * settings.reward_workers, self.run.layout.actor.strategy.data
+        (directory := self.run.directory / "logs").mkdir(parents=True, exist_ok=True)
+        logs = [directory / f"reward-{first + i}.log" for i in range(settings.reward_workers)]
+        reward = AsyncRewardWrapper(settings.reward, settings.reward_workers, settings.reward_timeout, logs, heads)
         self.callback(lambda: loop.run(reward.aclose(), CLOSE_SECONDS))
         return reward
 
@@ -111,7 +171,8 @@ class Parts(ExitStack):
         """What happens in an episode."""
         settings = self.config.rollout
         made = registry.load("rl.workflows", settings.workflow)
-        workflow: RolloutWorkflow = made(self.tokenizer, settings.generation, reward, self.config.data.max_length)
+        workflow: RolloutWorkflow = made(self.tokenizer, self.config.generation, reward, self.max_length)
+        workflow.max_length = self.max_length
         return workflow
 
     def writer(self, engine: TrainEngine) -> rl_trainers.RolloutWriter:
@@ -128,8 +189,9 @@ class Parts(ExitStack):
         prompts: Iterable[dict[str, Any]] = (),
     ) -> RolloutRuntime:
         """What turns prompts into batches: of this rank's share of the data, none for evaluation alone."""
-        settings = {item.name: getattr(self.config.rollout, item.name) for item in fields(rl_workflows.RolloutConfig)}
-        settings["seed"] += self.config.seed
+        said, known = self.config.rollout, fields(rl_workflows.RolloutConfig)
+        settings = {item.name: getattr(said, item.name) for item in known if hasattr(said, item.name)}
+        settings["seed"] = said.seed + self.config.seed
         rollout = rl_workflows.DistRollout(
             client,
             workflow,
@@ -143,6 +205,7 @@ class Parts(ExitStack):
             version=engine.version,
             # the log has the error; nothing else ends the thread that is stuck
             on_stuck_trainer=lambda error: os._exit(STUCK_EXIT_CODE),
+            stop=self.asked_to_stop.is_set,
         )
         rl_workflows.tune_garbage_collection()
         return self.add(rollout)
@@ -159,11 +222,9 @@ class Parts(ExitStack):
 
     def publisher(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.WeightPublisher:
         """The way of new weights to the servers."""
-        settings = self.config.publish
+        settings, interrupt, dtype = self.config.publish, self.config.rollout.interrupt, self.config.actor.dtype
         directory = str(weights_directory(self.run.directory, settings.route))
-        return self.add(
-            rl_trainers.WeightPublisher(engine, client, self.loop, settings, directory, self.config.rollout.interrupt)
-        )
+        return self.add(rl_trainers.WeightPublisher(engine, client, self.loop, settings, directory, interrupt, dtype))
 
     def gate(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.GapGate:
         """What notices when servers and trainer disagree."""
@@ -173,8 +234,19 @@ class Parts(ExitStack):
 
     def answer_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> rl_trainers.AnswerEvaluation:
         """The evaluation of answers on held-out rows."""
-        rows = first_rows(load_rows(self.config.data, "test", "rl", self.config.seed), self.config.evaluation.rows)
+        rows = self.rows("test", "rl", self.config.evaluation.rows)
         return rl_trainers.AnswerEvaluation(rollout, rows, self.config.evaluation, engine.parallel, self.writer(engine))
+
+    def recover(self, engines: Mapping[str, TrainEngine], parts: Mapping[str, Any]) -> rl_trainers.RecoverPoints:
+        """What saves and restores the run. From here on a request to stop waits for the end of the step (a wait for
+        answers ends at once), as long as the command that asked is there to wait for it."""
+        asked, launcher = self.asked_to_stop, os.getppid()
+
+        def stop(number: int, _: object) -> None:
+            asked.set() if os.getppid() == launcher else sys.exit(128 + number)
+
+        signal.signal(signal.SIGTERM, stop)
+        return rl_trainers.RecoverPoints(self.run.directory, self.config.recover, engines, parts, asked.is_set)
 
     def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.Books:
         """Metrics, evaluations and checkpoints; `more` goes to `rl_trainers.Books`."""
@@ -184,29 +256,45 @@ class Parts(ExitStack):
             self.config.checkpoint,
             evaluations=evaluations,
             evaluate_every=self.config.evaluation.every,
-            tokenizer_path=self.config.model.path,
+            tokenizer_path=self.run.tokenizer,
             **more,
         )
 
 
+def attached(config: Any, layout: Layout) -> tuple[str, ...]:
+    """Addresses of servers that run already and that a run of such a config uses; none where it starts its own."""
+    return tuple(config.rollout.server.addresses) if layout.rollout is not None else ()
+
+
 def server_jobs(run: Run[Any], devices: Devices) -> list[JobSpec]:
-    """The servers as a role (none where none are allocated): which model, how many, where they read new weights."""
+    """The servers to start, as a role; none where none are allocated, or they run already."""
     servers = run.layout.rollout
-    if servers is None:
+    if servers is None or attached(run.config, run.layout):
         return []
-    settings = run.config.rollout
-    spec = replace(serve_spec(run), cpus=devices.cores_each, gpus=devices.gpus(servers.strategy.model_size))
+    return [server_job(run, devices.cores_each * servers.strategy.model_size)]
+
+
+def server_job(run: Run[Any], cpus: int = 0) -> JobSpec:
+    """What the servers of a run are: which program and model, how many, where they read new weights.
+
+    Args:
+        cpus: cores of each server, all of its ranks together; 0: not said.
+    """
+    servers, settings = run.layout.rollout, run.config.rollout
+    assert servers is not None
+    spec = replace(serve_spec(run), cpus=cpus)
     job: JobSpec = registry.load("rl.inference_engines", servers.backend).server_spec(settings.server, spec)
-    return [replace(job, role=servers.name, port=settings.port or None)]
+    return replace(job, role=servers.name, port=settings.port or None)
 
 
 def serve_spec(run: Run[Any]) -> ServeSpec:
     """What the rest of the run says about its servers."""
     assert run.layout.rollout is not None
     return ServeSpec(
-        run.config.model.path,
+        run.config.model.directory(),
         run.layout.rollout.strategy,
         str(weights_directory(run.directory, run.config.publish.route)),
+        gpus=run.layout.rollout.strategy.model_size if run.device == "cuda" else 0,
         device=run.device,
         deterministic=run.config.deterministic,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 GRPO_COLUMNS: dict[str, tuple[str, str]] = {
     "reward": ("reward/mean", ".3f"),
     "accuracy": ("eval/accuracy", ".3f"),
+    "held-out reward": ("eval/reward", ".3f"),
     "length": ("length/mean", ".1f"),
     "stale": ("staleness/mean", ".2f"),
     "gap": ("gap/mean_abs", ".1e"),
@@ -24,6 +26,7 @@ SFT_COLUMNS: dict[str, tuple[str, str]] = {
     "loss": ("loss/train", ".4f"),
     "eval loss": ("loss/eval", ".4f"),
     "accuracy": ("eval/accuracy", ".3f"),
+    "held-out reward": ("eval/reward", ".3f"),
     "grad norm": ("grad_norm", ".2f"),
     "lr": ("lr", ".1e"),
     "tok/s": ("throughput/trained_tokens_per_s", ".0f"),
@@ -41,6 +44,9 @@ PREFERENCE_COLUMNS: dict[str, tuple[str, str]] = {
 
 STAGES = ("rollout_wait", "train", "publish")
 
+CUT_OFF = 0.2
+"""Fraction of a step's answers that end for lack of tokens from which on that is worth a warning."""
+
 
 class RunProgress:
     """Follows a run's metrics file. Call `tick` often; use as a context manager.
@@ -57,7 +63,9 @@ class RunProgress:
     ) -> None:
         self.console = console or Console(highlight=False)
         self.columns, self.total_steps = columns, total_steps
-        self._metrics, self._read = metrics, 0  # bytes of it that were shown
+        # bytes of it that were shown, or that were there before
+        self._metrics, self._read = metrics, metrics.stat().st_size if metrics.exists() else 0
+        self._warned: Counter[str] = Counter()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -95,6 +103,12 @@ class RunProgress:
         self._read += len(whole + end)
         for record in map(json.loads, whole.splitlines()):
             self.console.print(step_line(record, self.columns, self.total_steps), soft_wrap=True)
+            for kind, warning in warnings_of(record).items():
+                self._warned[kind] += 1
+                times = self._warned[kind]
+                if times & (times - 1) == 0:  # the first time, the second, the fourth, ...
+                    steps = f" (as in {times - 1} step(s) before)" if times > 1 else ""
+                    self.console.print(f"warning: {warning}{steps}", soft_wrap=True)
             self._bar.update(self._task, completed=record["step"], description="training")
 
 
@@ -102,7 +116,8 @@ def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total
     """One record as one line; columns without a value are left out."""
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
     for label, (name, form) in columns.items():
-        if record.get(name) is not None:
+        told = name == "eval/reward" and record.get("eval/accuracy") is not None
+        if record.get(name) is not None and not told:
             parts.append(f"{label} {record[name]:{form}}")
     seconds = record.get("time/step")
     if seconds:
@@ -112,3 +127,25 @@ def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total
         why = "loss or gradients not finite" if "grad_norm" in record else "nothing to learn from"
         parts.append(f"NOT APPLIED: {1 - record['applied']:.0%} ({why})")
     return "  ".join(parts)
+
+
+def warnings_of(record: dict[str, Any]) -> dict[str, str]:
+    """What is wrong with a step in which nothing failed, in words, by kind."""
+    found = {}
+    cut, failed = record.get("truncated/fraction") or 0, record.get("groups/failed") or 0
+    equal, alone = record.get("groups/zero_variance") or 0, record.get("groups/singleton") or 0
+    if cut >= CUT_OFF:
+        found["cut"] = (
+            f"{cut:.0%} of the answers were cut off (rollout.generation.max_new_tokens, data.max_length, or the "
+            "context of the servers)"
+        )
+    if equal and equal + alone >= record["groups/trained"]:
+        found["equal"] = (
+            f"in each of {equal:.0f} groups all answers have the same reward: compared with each other, they give no "
+            "gradient"
+        )
+    if failed:
+        found["failed"] = f"{failed:.0f} group(s) failed, and others took their place; the trainers' logs say why"
+    if record.get("applied", 1) < 1:
+        found["skipped"] = "optimizer steps were skipped; what they would have learned is lost"
+    return found

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rl_apps.app import App, Run
 from rl_apps.compose import compose
+from rl_apps.directory import FINISHED, held_by_trainer
 from rl_apps.layout import layout_of
 from rl_contracts import registry
 from rl_contracts.errors import RLError
@@ -27,7 +28,11 @@ def main(argv: list[str]) -> int:
         app: App = registry.load("rl.apps", reference)
         config = compose(app.schema, [Path(directory) / "config.yaml"])
         layout = layout_of(config.allocation, app.servers)
-        app.train(Run(config, layout, Path(directory), device, tuple(a for a in addresses.split(",") if a)))
+        run = Run(config, layout, Path(directory), device, tuple(a for a in addresses.split(",") if a))
+        with held_by_trainer(run.directory):
+            app.train(run)
+            if os.environ.get("RANK", "0") == "0":  # also where the command was asked to stop meanwhile
+                (run.directory / FINISHED).touch()
     except RLError as error:
         log.exception("%s: %s", type(error).__name__, error)
         return 1

@@ -20,8 +20,10 @@ from rl_contracts.errors import ConfigError
         ("max_new_tokens", 0, "at least 1"),
         ("min_new_tokens", -1, r"between 0 and max_new_tokens \(256\)"),
         ("min_new_tokens", 257, r"between 0 and max_new_tokens \(256\)"),
-        ("temperature", -0.1, r"0 \(greedy\) or more"),
-        ("temperature", float("nan"), r"0 \(greedy\) or more"),
+        ("temperature", -0.1, r"0 \(greedy\) or 1e-4 to 1e4"),
+        ("temperature", float("nan"), r"0 \(greedy\) or 1e-4 to 1e4"),
+        ("temperature", float("inf"), r"0 \(greedy\) or 1e-4 to 1e4"),
+        ("temperature", 1e-46, r"0 \(greedy\) or 1e-4 to 1e4"),
         ("top_p", 0.0, r"in \(0, 1\]"),
         ("top_p", 1.1, r"in \(0, 1\]"),
         ("top_k", -1, r"0 \(off\) or more"),
@@ -29,8 +31,8 @@ from rl_contracts.errors import ConfigError
         ("min_p", -0.1, r"in \[0, 1\)"),
         ("presence_penalty", 2.5, r"in \[-2, 2\]"),
         ("frequency_penalty", -2.5, r"in \[-2, 2\]"),
-        ("repetition_penalty", 0.0, r"more than 0 \(1 is off\) and finite"),
-        ("repetition_penalty", float("inf"), r"more than 0 \(1 is off\) and finite"),
+        ("repetition_penalty", 0.0, r"in \[0\.01, 100\] \(1 is off\)"),
+        ("repetition_penalty", float("inf"), r"in \[0\.01, 100\] \(1 is off\)"),
     ],
 )
 def test_generation_config_out_of_range_names_field_and_range(field: str, value: Any, expected: str) -> None:
@@ -47,7 +49,7 @@ def test_generation_config_out_of_range_names_field_and_range(field: str, value:
         ({"min_p": 0.1}, False, True),
         ({"temperature": 0.0}, True, False),
         ({"temperature": 0.0, "top_p": 0.9}, True, False),
-        ({"temperature": 1e-9}, False, False),
+        ({"temperature": 1e-3}, False, False),
     ],
 )
 def test_generation_config_greedy_and_truncates(fields: dict[str, Any], greedy: bool, truncates: bool) -> None:

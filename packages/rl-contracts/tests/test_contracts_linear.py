@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,3 +137,27 @@ def test_speed_up_compiled_model_equals_uncompiled(with_grad: bool) -> None:
         torch.testing.assert_close(
             torch.autograd.grad(found.sum(), parameters), torch.autograd.grad(expected.sum(), parameters)
         )
+
+
+SIZES = """
+import sys, torch
+from rl_contracts import linear
+linear._mkl_wastes_speed = lambda: True
+assert linear.prefers_onednn()
+weight, after = torch.ones(512, 64), []
+for rows in range(2, 802):
+    linear.linear(torch.ones(16 + rows, 64), weight)
+    if rows in (401, 801):
+        after.append(int(open("/proc/self/statm").read().split()[1]) * 4096)
+print(*after)
+"""
+
+
+@pytest.mark.slow
+def test_products_of_many_sizes_do_not_grow_memory() -> None:
+    env = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+
+    done = subprocess.run([sys.executable, "-c", SIZES], env=env, capture_output=True, text=True, check=True)
+
+    half, whole = map(int, done.stdout.split())
+    assert whole - half < 100 * 2**20  # 400 descriptions and what belongs to them take 260 MiB

@@ -1,6 +1,10 @@
 """What is taken for a model directory, and what is said of anything else."""
 
+import json
+
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rl_contracts.errors import ModelError
 from rl_contracts.model_directory import check_model_directory
@@ -30,3 +34,57 @@ def test_missing_path_and_file_are_refused_and_hub_id_and_whole_directory_pass(t
             check_model_directory(path)
     check_model_directory("Qwen/Qwen3-0.6B")
     check_model_directory(str(tmp_path), weights=("*.safetensors", "pytorch_model*.bin"))
+
+
+def _weights(names, directory, index=None):
+    (directory / "config.json").touch()
+    for name in names:
+        save_file({"weight": torch.zeros(4, 3)}, directory / name)
+    if index is not None:
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    check_model_directory(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "cannot be read as safetensors"),
+        (b"half", "cannot be read as safetensors"),
+        (bytes(range(7, 200)), "cannot be read as safetensors"),
+        ((3).to_bytes(8, "little") + b"abcd", "cannot be read as safetensors"),
+        ((2).to_bytes(8, "little") + b"[]", "cannot be read as safetensors"),
+        (None, "is cut off or damaged: expected 120 bytes by its header, found 100"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_refused_with_the_file(content, expected, tmp_path):
+    _weights(["model-00001.safetensors", "model-00002.safetensors"], tmp_path)
+    file = tmp_path / "model-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:100] if content is None else content)
+
+    with pytest.raises(ModelError, match=rf"model {tmp_path}: model-00002.safetensors {expected}"):
+        check_model_directory(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"a": ', "cannot be read as JSON"),
+        (b'{"\xff": 1}', "cannot be read as JSON"),
+        (b"[]", r"is no JSON object: \[\]"),
+    ],
+)
+def test_tokenizer_that_cannot_be_read_is_refused_with_the_file(name, content, expected, tmp_path):
+    _weights(["model.safetensors"], tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    check_model_directory(str(tmp_path), tokenizer=True)
+    (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(ModelError, match=rf"model {tmp_path}: {name} {expected}.*Copy or download it again"):
+        check_model_directory(str(tmp_path), tokenizer=True)
+
+
+def test_shard_that_is_missing_is_refused_with_its_name(tmp_path):
+    _weights(["model-1.safetensors", "model-2.safetensors"], tmp_path, {"a": "model-1.safetensors"})
+    with pytest.raises(ModelError, match=r"model-3.safetensors cannot be read as safetensors .FileNotFoundError"):
+        _weights([], tmp_path, {"a": "model-1.safetensors", "b": "model-3.safetensors"})

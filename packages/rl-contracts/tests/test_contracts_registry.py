@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -60,7 +61,8 @@ def test_load_unknown_name_lists_installed_suggests_and_names_the_package() -> N
     message = str(caught.value)
     assert "rl.rewards: nothing is called 'fixture_goood'; did you mean 'fixture_good'? Installed: " in message
     assert "fixture_nested" in message
-    assert "Install rl-rewards, or give a dotted path" in message
+    missing = "a package that registers it" if importlib.util.find_spec("rl_rewards") else "rl-rewards"
+    assert f"Install {missing}, or give a dotted path" in message
 
 
 def test_load_unknown_name_without_a_near_one_makes_a_sentence() -> None:
@@ -98,3 +100,23 @@ def test_settings_are_the_dataclass_beside_the_class(name: str) -> None:
 def test_settings_that_are_not_there_are_named_as_expected(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         registry.settings("rl.train_engines", name)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def f():\n    return (", r"SyntaxError: .*\({file}:2\)"),
+        ("import os\n\nos.no_such_thing()", r"AttributeError: .*\({file}:3\)"),
+        ("value = 1 / 0", r"ZeroDivisionError: division by zero \({file}:1\)"),
+        (
+            "import module_that_is_nowhere",
+            r"No module named 'module_that_is_nowhere' \({file}:1\)\. Looked in the current",
+        ),
+    ],
+)
+def test_load_what_raises_at_import_is_told_with_the_line(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / f"broken_{abs(hash(text))}.py"
+    file.write_text(text)
+
+    with pytest.raises(ConfigError, match=told.replace("{file}", re.escape(str(file)))):
+        registry.load(GROUP, f"{file.stem}:f")

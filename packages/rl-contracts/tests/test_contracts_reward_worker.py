@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.metrics import Figures, collect
+from rl_contracts.metrics import collect
 from rl_contracts.reward_worker import AsyncRewardWrapper
 
 REWARDS = """
-import asyncio, ctypes, os, subprocess, sys, time
+import asyncio, ctypes, logging, os, subprocess, sys, time
 
 def exact(prompt, completions, prompt_ids, completion_ids, answer, **data):
     return 1.0 if completions == answer else 0.0
@@ -37,6 +37,12 @@ def talkative(prompt, completions, prompt_ids, completion_ids, **data):
     subprocess.run(["echo", "from a child"])
     assert sys.stdin.read() == ""
     return 2
+
+def tells(prompt, completions, prompt_ids, completion_ids, **data):
+    print("printed", completions)
+    print("to stderr", file=sys.stderr)
+    logging.getLogger("mine").info("logged")
+    return 0.5
 
 def acts(prompt, completions, prompt_ids, completion_ids, **data):
     if completions == "raise":
@@ -133,17 +139,17 @@ async def test_call_function_object_is_found_by_its_name(rewards: Any) -> None:
 @pytest.mark.usefixtures("rewards")
 @pytest.mark.parametrize("target", ["records", "records_later"])
 async def test_call_figures_that_the_function_records_reach_the_callers_collector(target: str) -> None:
-    async def episode(wrapper: AsyncRewardWrapper, completion: str) -> Figures:
+    async def episode(wrapper: AsyncRewardWrapper, completion: str) -> dict[str, float | None]:
         with collect() as figures, contextlib.suppress(RewardError):
             await asyncio.gather(score(wrapper, completion), score(wrapper, 3 * completion))
-        return figures
+        return figures.results()
 
     async with AsyncRewardWrapper(f"worker_rewards:{target}", workers=2) as wrapper:
         assert await score(wrapper, "no collector") == 1.0
-        found = [(await episode(wrapper, completion)).results() for completion in ("ab", "abcd")]
-        failed = (await episode(wrapper, "")).results()
+        found = [await episode(wrapper, completion) for completion in ("ab", "abcd")]
+        failed = await episode(wrapper, "")
 
-    assert found == [{"length": 4.0, "calls": 2.0}, {"length": 8.0, "calls": 2.0}]
+    assert [(f["length"], f["calls"]) for f in found] == [(4.0, 2.0), (8.0, 2.0)]
     assert failed["length"] == 0.0, "what was recorded before the function raised"
 
 
@@ -170,6 +176,28 @@ async def test_printing_and_reading_stdin_does_not_disturb_the_protocol() -> Non
 
 
 @pytest.mark.usefixtures("rewards")
+async def test_what_a_function_prints_and_logs_is_in_the_log_of_its_worker(tmp_path: Path) -> None:
+    logs = [tmp_path / f"reward-{i}.log" for i in range(2)]
+    logs[0].write_text("earlier\n")
+    async with AsyncRewardWrapper("worker_rewards:tells", workers=2, logs=logs) as wrapper:
+        await asyncio.gather(*(score(wrapper, f"call {i}") for i in range(20)))
+
+    assert logs[0].read_text().startswith("earlier\n")
+    lines = [line for log in logs for line in log.read_text().splitlines()]
+    assert {f"printed call {i}" for i in range(20)} <= set(lines)
+    assert lines.count("to stderr") == 20
+    assert sum(line.endswith("INFO mine: logged") for line in lines) == 20
+
+
+async def test_seconds_of_work_are_recorded_per_process() -> None:
+    async with AsyncRewardWrapper("time_rewards:pause", workers=2, heads=2) as wrapper:
+        with collect() as figures:
+            await asyncio.gather(*(score(wrapper, "") for _ in range(8)))
+
+    assert 0.2 <= (figures.results()["time/reward"] or 0) < 1.0  # 8 calls of 0.1 s over 4 processes in all
+
+
+@pytest.mark.usefixtures("rewards")
 async def test_worker_imports_neither_torch_nor_transformers() -> None:
     async with AsyncRewardWrapper("worker_rewards:modules") as wrapper:
         assert await score(wrapper, "", names=["torch", "numpy", "transformers", "tensordict"]) == 0.0
@@ -179,7 +207,10 @@ async def test_worker_imports_neither_torch_nor_transformers() -> None:
 @pytest.mark.parametrize(
     ("completion", "match"),
     [
-        ("raise", r"(?s)'worker_rewards:acts' raised LookupError: no gold answer.*Traceback.*in acts"),
+        (
+            "raise",
+            r"(?s)acts' raised LookupError: no gold answer \(\S+worker_rewards\.py:\d+\)\n.*Traceback.*in acts",
+        ),
         ("sys.exit", r"raised SystemExit: 3"),
         ("exit", r"(?s)ended with exit code 7 while it scored\. Last lines.*last words"),
         ("segfault", r"(?s)ended by signal SIGSEGV while it scored.*in acts"),
@@ -196,6 +227,15 @@ async def test_failing_call_raises_reward_error_and_the_next_call_works(completi
             await score(wrapper, completion)
 
         assert await score(wrapper, "fine") > 0
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_worker_that_is_asked_to_stop_with_its_owner_scores_until_that_is_gone() -> None:
+    async with AsyncRewardWrapper("worker_rewards:acts") as wrapper:
+        pid = await score(wrapper, "fine")
+        os.kill(int(pid), signal.SIGTERM)
+
+        assert [await score(wrapper, "fine") for _ in range(3)] == [pid] * 3
 
 
 @pytest.mark.usefixtures("rewards")

@@ -449,9 +449,42 @@ def test_checksum_compiled_loop_and_devices_agree(words: list[int], first: int) 
     target = torch.empty_like(tensor)
     expected = formula(tensor.numpy().tobytes(), first)
 
-    found = {checksum(tensor, 8 * first), checksum_module._device_sum(tensor, first)}
-    copied = kernel.copy_words(target.numpy(), tensor.numpy(), first)
+    found = {checksum(tensor, 8 * first), checksum_module._device_sum(tensor, tensor, first).value}
+    copied, _ = kernel.copy_words(target.numpy(), tensor.numpy(), first)
 
     assert found == {expected}
     assert copied == expected
     assert torch.equal(target, tensor)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    halves=st.lists(
+        st.integers(0, 2**16 - 1) | st.sampled_from([0x7F80, 0xFF80, 0x7FF0, 0xFFF0, 0x7C00, 0xFC00, 0x7F7F, 0x7BFF]),
+        min_size=4,
+        max_size=40,
+    ),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_checksum_knows_whether_any_bits_are_finite(halves: list[int], dtype: torch.dtype) -> None:
+    kept = len(halves) * 2 // dtype.itemsize * dtype.itemsize // 2
+    drawn = torch.tensor(halves[:kept], dtype=torch.int32).to(torch.uint16).view(dtype)
+    largest = torch.finfo(dtype).max
+    expected = bool(drawn.isfinite().all())
+
+    assert checksum_module.summed(drawn).finite == expected
+    assert checksum_module.copy_summed(torch.empty_like(drawn), drawn).finite == expected
+    assert checksum_module._device_sum(drawn, checksum_module._words(drawn.clone()), 0).finite == expected
+    assert checksum_module.copy_summed(torch.empty_like(drawn), torch.full_like(drawn, -largest)).finite
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksum_finds_one_number_that_is_not_finite_in_either_threads_part(dtype: torch.dtype, number: float) -> None:
+    large = torch.ones(2**23 + 3)
+    for place in (0, 2**20, 2**22 + 5, 2**23 + 2):
+        spoilt = large.clone()
+        spoilt[place] = number
+
+        assert not checksum_module.copy_summed(torch.empty_like(large, dtype=dtype), spoilt).finite
+    assert checksum_module.copy_summed(torch.empty_like(large, dtype=dtype), large).finite

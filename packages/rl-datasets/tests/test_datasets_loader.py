@@ -102,6 +102,17 @@ def test_loader_at_its_end_stays_there_and_resumes_there():
     assert keys(resumed(loader, PromptLoader(make_rows(3), epochs=2))) == keys(PromptLoader(make_rows(3), epochs=2))[3:]
 
 
+def test_batch_loader_after_its_last_smaller_batch_resumes_at_the_end():
+    loader, again = (BatchLoader(make_rows(5), 2, epochs=1, drop_last=False) for _ in range(2))
+    assert [len(batch) for batch in loader] == [2, 2, 1]
+
+    resumed(loader, again)
+
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(again)
+
+
 def test_loader_state_taken_before_the_first_row_is_the_start():
     loader = PromptLoader(make_rows(4), epochs=1)
 

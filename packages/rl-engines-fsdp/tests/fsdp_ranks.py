@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
+import pytest
 import torch
 from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, weights_of
 from safetensors.torch import save_file
@@ -14,6 +16,8 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import RLError
 from rl_contracts.trajectory import select
+from rl_engines_fsdp import engine as engine_module
+from rl_engines_fsdp.model import loading
 
 
 def rows_of(batch, parallel, empty_rank: int | None = None):
@@ -30,6 +34,44 @@ def error_of(call) -> str:
     except RLError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def make_engine_failing(models: Path, name: str, where: int, beside) -> None:
+    """An engine whose rank `where` meets an error of no kind of ours in a function of `loading` or of the engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        if beside.parallel.rank == where:
+            patch.setattr(loading if hasattr(loading, name) else engine_module, name, lambda *_, **__: 1 / 0)
+        make_engine(str(models / "Qwen3"))
+
+
+def make_engine_with_another_buffer(models: Path) -> None:
+    """An engine whose model has a buffer, which no directory holds, that the one which is read has not."""
+    empty_model = loading.empty_model
+
+    def with_another(*arguments):
+        model = empty_model(*arguments)
+        model.register_buffer("another", torch.zeros(2, device="meta"), persistent=False)
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "empty_model", with_another)
+        make_engine(str(models / "Qwen3"))
+
+
+def load_without_a_tensor(engine, models: Path) -> None:
+    """Rank 0 misses the first of the tensors that it is to give to the others."""
+    read = engine._maker.read
+
+    def without_one(*arguments, **keywords):
+        source = read(*arguments, **keywords)
+        if source is not None:
+            kept = source.kept_tensors()
+            source.kept_tensors = lambda: kept[1:]
+        return source
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._maker, "read", without_one)
+        engine.load(SaveLoadMeta(str(models / "Qwen3")))
 
 
 def main(models: Path, out: Path) -> None:
@@ -77,6 +119,18 @@ def main(models: Path, out: Path) -> None:
     small = make_engine(str(models / "Qwen3"), micro_batch=2 if engine.parallel.rank else 99)
     seen["too long on rank 1"] = error_of(lambda: small.train_batch(crowded, loss_fn, loss_weight_fn))
     seen["nothing there"] = error_of(lambda: make_engine(str(models / "broken")))
+    for doing, call in {
+        "read_model on rank 0": lambda: make_engine_failing(models, "read_model", 0, small),
+        "read_config on rank 0": lambda: make_engine_failing(models, "read_config", 0, small),
+        "read_config on rank 1": lambda: make_engine_failing(models, "read_config", 1, small),
+        "hub_parts on rank 0": lambda: make_engine_failing(models, "hub_parts", 0, small),
+        "make_optimizer on rank 1": lambda: make_engine_failing(models, "make_optimizer", 1, small),
+        "another buffer": lambda: make_engine_with_another_buffer(models),
+        "a tensor missing while loading": lambda: load_without_a_tensor(small, models),
+    }.items():
+        began = time.monotonic()
+        seen[doing] = error_of(call)
+        seen[f"{doing}, seconds"] = time.monotonic() - began
     small.destroy()  # the group goes on: another engine uses it
 
     half = make_engine(

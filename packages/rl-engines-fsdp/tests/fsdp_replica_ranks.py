@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from fsdp_toys import (
@@ -31,7 +31,7 @@ from rl_contracts.errors import RLError
 from rl_contracts.trajectory import select
 from rl_contracts.weights import checksum
 from rl_engines_fsdp import FSDPEngine
-from rl_engines_fsdp.model import attention, loading
+from rl_engines_fsdp.model import attention, checks, loading
 from rl_engines_fsdp.ranks import tensor_parallel
 
 
@@ -52,13 +52,14 @@ def error_of(call) -> str:
 
 
 @contextmanager
-def products_by_onednn() -> Iterator[None]:
-    """As on processors where it is the faster library, and as for models whose products are large enough."""
+def products_by_onednn(least: int) -> Iterator[Mock]:
+    """As on processors where it is the faster library; `least` entries of a product from which on it is taken."""
     with (
-        patch.object(linear, "LEAST_OUTPUTS", 1),
+        patch.object(linear, "LEAST_OUTPUTS", least),
         patch.object(linear, "prefers_onednn", torch.backends.mkldnn.is_available),
+        patch.object(linear, "_onednn", wraps=linear._onednn) as product,
     ):
-        yield
+        yield product
 
 
 def start(models: Path, family: str, strategy: ParallelStrategy | None = None, **settings) -> FSDPEngine:
@@ -81,8 +82,10 @@ def numerics(models: Path, expected: Path, families: list[str], layout: Parallel
     """How far each family is from one process, relative to the norm of the gradient."""
     seen: dict = {}
     for family in families:
-        with products_by_onednn() if family == "Mistral" else nullcontext():
+        least = {"Mistral": 1, "Wide": linear.LEAST_OUTPUTS}.get(family)
+        with products_by_onednn(least) if least else nullcontext() as product:
             seen[family] = distances(models, expected, family, layout)
+            assert product is None or product.called
     return seen
 
 
@@ -146,6 +149,10 @@ def faults(models: Path, layout: ParallelStrategy) -> dict:
     }
     with patch.object(loading, "read_model", side_effect=AttributeError("no such part")):
         seen["an error of the model's own code"] = error_of(lambda: make_engine(str(models / "Llama"), strategy=layout))
+    said = checks._said
+    of_split = lambda model, device: 1 / 0 if model.split.replica is None else said(model, device)  # noqa: E731
+    with patch.object(checks, "_said", of_split):
+        seen["an error of the whole model"] = error_of(lambda: make_engine(str(models / "Llama"), strategy=layout))
     if layout.context > 1:
         exchange, attention.exchange = attention.exchange, lambda x, group: x
         seen["no exchange"] = error_of(lambda: make_engine(str(models / "Llama"), strategy=layout))

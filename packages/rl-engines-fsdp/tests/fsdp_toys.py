@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "StableLm": {},
+    "Falcon": {},
     "Mamba": {},
 }
 

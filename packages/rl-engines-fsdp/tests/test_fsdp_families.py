@@ -1,5 +1,7 @@
 """What a family of models may do that a few tokens in evaluation mode do not show: against transformers, by rows."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,16 +10,13 @@ from test_fsdp_packed_forward import plain_logprobs_and_entropy
 
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.errors import ModelError
-from rl_contracts.testing.families import make_family
+from rl_contracts.testing.families import VARIANTS
+from rl_contracts.testing.families import make_family as make_plain_family
 from rl_contracts.trajectory import select
-from rl_engines_fsdp.model import attention
+from rl_engines_fsdp.model import attention, loading
 from rl_engines_fsdp.model.rope import RowFrequencies
 from rl_engines_fsdp.ranks.sharding import decoder_layers
 
-DYNAMIC = {
-    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-    "max_position_embeddings": 8,
-}
 RANDOM = ["starcoder2", "seed_oss", "phimoe", "mixtral", "opt", "gpt_bigcode", "llama"]
 """Drop, jitter, or draw their experts in training mode."""
 COMMON = ["llama", "mixtral", "qwen2_moe", "phi3"]
@@ -25,6 +24,7 @@ OTHERS = [
     "starcoder2",
     "seed_oss",
     "phimoe",
+    "phimoe, window",
     "opt",
     "gpt_bigcode",
     "afmoe",
@@ -45,6 +45,12 @@ OTHERS = [
     "biogpt",
 ]
 FAMILIES = [*COMMON, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+
+
+def make_family(path, name, **settings):
+    """A family, or a variant of one by its name."""
+    family, own = VARIANTS.get(name, (name, {}))
+    return make_plain_family(path, family, **(own | settings))
 
 
 def plain_gradients(path, batch) -> dict[str, torch.Tensor]:
@@ -96,9 +102,9 @@ def test_two_passes_while_training_are_equal(family, tmp_path):
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(("family", "settings"), [("phi3", {}), ("llama", DYNAMIC)], ids=["longrope", "dynamic"])
-def test_rows_choose_their_rotary_frequencies_by_their_own_length(family, settings, tmp_path):
-    path, batch = str(make_family(tmp_path, family, **settings)), make_batch()
+@pytest.mark.parametrize("family", ["phi3", "llama, dynamic rope"], ids=["longrope", "dynamic"])
+def test_rows_choose_their_rotary_frequencies_by_their_own_length(family, tmp_path):
+    path, batch = str(make_family(tmp_path, family)), make_batch()
     assert min(batch["attention_mask"].sum(1)) <= 8 < max(batch["attention_mask"].sum(1))
     # one model for each row: transformers' own remembers the longest that it met
     alone = [plain_logprobs_and_entropy(path, select(batch, [row]))[0] for row in range(len(batch))]
@@ -124,7 +130,9 @@ def test_verify_meets_windows_and_lengths_far_beyond_its_rows(family, settings, 
         monkeypatch.setattr(RowFrequencies, "rows", lambda self, *_: None)
     else:
         band = attention._one_segment
-        monkeypatch.setattr(attention, "_one_segment", lambda q, k, v, scale, _, cap: band(q, k, v, scale, None, cap))
+        monkeypatch.setattr(
+            attention, "_one_segment", lambda q, k, v, scale, _, *more: band(q, k, v, scale, None, *more)
+        )
 
     with pytest.raises(ModelError, match="packed sequences differ by"):
         make_engine(path)
@@ -132,31 +140,61 @@ def test_verify_meets_windows_and_lengths_far_beyond_its_rows(family, settings, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["lfm2", "falcon_h1", "jamba"])
-def test_verify_refuses_layers_that_mix_rows_at_the_initialisation_of_transformers(family, tmp_path):
+def test_verify_refuses_layers_that_mix_rows_at_the_initialisation_of_transformers(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "other_layers", lambda _: [])  # what a configuration says is refused before
     settings = {"layer_types": ["conv", "full_attention"]} if family == "lfm2" else {}
     path = str(make_family(tmp_path, family, spread=None, **settings))
 
-    with pytest.raises(ModelError, match="mix packed sequences"):
+    with pytest.raises(ModelError, match=r"mix packed sequences|expected full or sliding attention, found 'hybrid'"):
         make_engine(path)
 
 
-def test_verify_refuses_randomness_that_evaluation_mode_leaves_on(tmp_path, monkeypatch):
-    path = str(make_family(tmp_path, "llama"))
-    monkeypatch.setattr(
-        attention, "_one_segment", lambda q, k, v, *_: torch.nn.functional.dropout(v.repeat_interleave(2, 1), 0.1)
-    )
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("llama4_text", "layers of type ['chunked_attention']"),
+        ("deepseek_v32", "layers of type ['indexed_attention']"),
+        ("deepseek_v4", "layers of type ['heavily_compressed_attention']"),
+        ("qwen3_next", "layers of type ['linear_attention']"),
+        ("gptj", "does not let its attention be replaced"),
+        pytest.param("git", "does not let its attention be replaced", marks=pytest.mark.slow),
+    ],
+)
+def test_a_family_that_packed_rows_cannot_be_run_through_is_refused_in_a_sentence(family, reason, tmp_path):
+    path = str(make_family(tmp_path, family))
 
-    with pytest.raises(ModelError, match=r"differ by|mix packed sequences"):
+    with pytest.raises(ModelError, match=re.escape(reason)):
         make_engine(path)
 
 
-def test_attention_in_chunks_is_refused_in_a_sentence():
-    class Layer(torch.nn.Module):
-        config = type("Config", (), {"layer_types": ["chunked_attention"]})
-        layer_idx = 0
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["stablelm", "gpt_oss"])
+@pytest.mark.parametrize("ranks", ["one", "recomputed"])
+def test_families_with_lost_keyword_arguments_or_sinks_learn_as_transformers_does(family, ranks, tmp_path):
+    path, batch = str(make_family(tmp_path, family)), make_batch()
+    settings = {"optimizer": OptimizerConfig(max_grad_norm=1e9), "gradient_checkpointing": ranks == "recomputed"}
+    engine = make_engine(path, **settings)
+    found = record_gradients(engine)
 
-    with pytest.raises(ModelError, match="attention in chunks is not supported"):
-        attention._window(Layer())
+    engine.train_batch(batch, loss_fn, loss_weight_fn)
+
+    for name, expected in plain_gradients(path, batch).items():
+        bound = 1e-4 * expected.abs().max().item() + 1e-7
+        torch.testing.assert_close(found[name], expected, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("only_with_gradients", [False, True])
+def test_verify_refuses_randomness_that_evaluation_mode_leaves_on(only_with_gradients, tmp_path, monkeypatch):
+    attend = attention._one_segment
+
+    def drop(*arguments):
+        out = attend(*arguments)
+        return out if only_with_gradients and not torch.is_grad_enabled() else torch.nn.functional.dropout(out, 0.1)
+
+    monkeypatch.setattr(attention, "_one_segment", drop)
+
+    with pytest.raises(ModelError, match=r"passes of training over the same rows differ by .* random"):
+        make_engine(str(make_family(tmp_path, "llama")))
 
 
 @pytest.mark.parametrize("family", ["llama", "biogpt"])

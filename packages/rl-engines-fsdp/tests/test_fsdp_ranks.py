@@ -143,6 +143,24 @@ def test_errors_of_one_rank_are_raised_on_both(two_ranks):
         assert "rank 0: ModelError" in seen["nothing there"]
 
 
+@pytest.mark.parametrize(
+    ("doing", "said"),
+    [
+        ("read_model on rank 0", "rank 0: ZeroDivisionError"),
+        ("read_config on rank 0", "rank 0: ZeroDivisionError"),
+        ("read_config on rank 1", "rank 1: ZeroDivisionError"),
+        ("hub_parts on rank 0", "rank 0: ZeroDivisionError"),
+        ("make_optimizer on rank 1", "rank 1: ZeroDivisionError"),
+        ("another buffer", "'model.another' has shape none there and (2,) here"),
+        ("a tensor missing while loading", "rank 0: KeyError: 'model.model.embed_tokens.weight'"),
+    ],
+)
+def test_error_of_any_kind_while_one_rank_loads_is_raised_on_both_within_seconds(two_ranks, doing, said):
+    for seen in two_ranks[0]:
+        assert said in seen[doing]
+        assert seen[f"{doing}, seconds"] < 30  # of the group's timeout of minutes
+
+
 def test_bfloat16_on_two_ranks_learns_and_engines_share_the_process_group(two_ranks):
     for seen in two_ranks[0]:
         losses = [step["loss"] for step in seen["bfloat16"]]

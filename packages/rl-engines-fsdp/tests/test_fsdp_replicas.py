@@ -19,17 +19,18 @@ from fsdp_toys import (
 from safetensors.torch import save_file
 
 from rl_contracts.data import SaveLoadMeta
+from rl_contracts.testing.families import VARIANTS, make_family
 from rl_contracts.testing.processes import run_ranks
 from rl_contracts.weights import checksum
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # what ranks compute is charged to a layout's first test
-FAMILIES = ("Llama", "Qwen3", "Gemma2", "Mistral", "OneKeyHead", "Value")
+FAMILIES = ("Llama", "Qwen3", "Gemma2", "Mistral", "OneKeyHead", "Value", "Wide", "Longrope", "Dynamic")
 BOUND = 5e-5
 """Difference to one process, relative to the norm of the gradient."""
 LAYOUTS = {
     # two processes
-    "c2": (2, "Llama,Qwen3,Gemma2,Mistral,OneKeyHead,Value;weights;bfloat16;faults"),
-    "t2": (2, "Llama,Qwen3,Gemma2,Mistral,Value;weights;bfloat16;faults"),
+    "c2": (2, "Llama,Qwen3,Gemma2,Mistral,OneKeyHead,Value,Longrope,Dynamic;weights;bfloat16;faults"),
+    "t2": (2, "Llama,Qwen3,Gemma2,Mistral,Value,Wide;weights;bfloat16;faults"),
     # four
     "d2t2": (4, "Qwen3;weights"),
     "d2c2": (4, "Qwen3"),
@@ -45,8 +46,13 @@ def models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     for family in ("Llama", "Qwen3", "Gemma2", "Mistral"):
         make_model(directory / family, family)
+    make_family(directory / "Longrope", "phi3")
+    _, dynamic = VARIANTS["llama, dynamic rope"]
+    make_family(directory / "Dynamic", "llama", **dynamic)
     make_model(directory / "OneKeyHead", "Llama", num_key_value_heads=1)
     make_model(directory / "ThreeHeads", "Llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
+    # wide enough for oneDNN, on each of two ranks
+    make_model(directory / "Wide", "Llama", hidden_size=256, intermediate_size=512, num_attention_heads=8)
     make_model(directory / "GPT2", "GPT2")
     make_classifier(directory / "Value", "Qwen3")
     return directory
@@ -175,6 +181,7 @@ def test_models_and_faults_that_cannot_be_split_are_refused_on_every_rank(split)
         found = seen["faults"]
         assert "expected attention heads that divide by tensor * context = 2, found 3" in found["ThreeHeads"]
         assert "rank 0: AttributeError: no such part" in found["an error of the model's own code"]
+        assert "rank 0: ZeroDivisionError" in found["an error of the whole model"]
         if tensor:
             assert "transformers has none for this model" in found["GPT2"]
             assert "differ by" in found["no sum"]

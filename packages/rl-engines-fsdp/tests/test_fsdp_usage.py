@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rl_contracts import linear
 from rl_contracts.errors import ConfigError
 from rl_engines_fsdp import usage
+from rl_engines_fsdp.config import LoRAConfig
 from rl_engines_fsdp.usage import matrix_parameters, peak_flops, step_flops
 
 
@@ -52,6 +53,29 @@ def test_step_flops_are_what_torch_counts_but_for_what_runs_twice(family, tmp_pa
     assert step_flops(engine._model, tokens, squares) == 6 * (
         matrix_parameters(engine._model) * tokens + layers * width * squares
     )
+
+
+@pytest.mark.slow
+def test_step_flops_of_adapters_count_two_of_three_passes_of_frozen_weights(tmp_path, counted_products):
+    engine = make_engine(make_model(tmp_path, "Llama"), micro_batch=10_000, lora=LoRAConfig(rank=4))
+    model, batch = engine._model, make_batch(longest=40)
+    tokens, squares = work_of(batch)
+
+    with FlopCounterMode(display=False) as counter:
+        engine.train_batch(batch, loss_fn, loss_weight_fn)
+
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = matrix_parameters(model) - trained
+    assert matrix_parameters(model, frozen=False) == trained < frozen
+    # nothing below the first layer's projections of queries, keys and values needs a gradient; what flows back through
+    # the head is added in place, which torch does not count
+    attention = model.model.model.layers[0].self_attn
+    first = [getattr(attention, f"{name}_proj") for name in "qkv"]
+    unneeded = sum(layer.base_layer.weight.numel() + layer.lora_A["default"].weight.numel() for layer in first)
+    layers, width, head = 2, 32, 61 * 32
+    counted = (4 * frozen + 6 * trained - 2 * unneeded - 2 * head) * tokens
+    assert counter.get_total_flops() == pytest.approx(counted, rel=2e-3)
+    assert step_flops(model, tokens, squares) == (4 * frozen + 6 * trained) * tokens + 6 * layers * width * squares
 
 
 def test_step_flops_of_a_critic_leave_the_embedding_out(tmp_path):
@@ -96,8 +120,10 @@ def test_stats_of_a_known_device_are_flops_over_peak_and_time_and_begin_anew(tmp
         engine.train_batch(batch, loss_fn, loss_weight_fn)
     seconds = time.perf_counter() - begin
 
-    found = engine.stats()["throughput/mfu"]
+    figures = engine.stats()
 
+    found = figures["throughput/mfu"]
+    assert 0 < figures["time/train_batch"] < seconds
     tokens, squares = work_of(batch)
     assert found == pytest.approx(2 * step_flops(engine._model, tokens, squares) / seconds / 1e12, rel=0.2)
     assert engine.stats()["throughput/mfu"] is None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from rl_inference.testing import tiny_model
+
+sys.path.insert(0, str(Path(__file__).parent))  # for modules that several test files share
 
 
 @pytest.fixture(scope="session")

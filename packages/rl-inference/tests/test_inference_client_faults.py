@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from aiohttp import web
 
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
+from rl_contracts.errors import InferenceError
 from rl_inference import EmbeddedEngine
-from rl_inference.protocol import GenerationChunk, PartialAnswer
+from rl_inference.answer import PartialAnswer
+from rl_inference.protocols.base import GenerationChunk
+from rl_inference.transport import Server, ServerEndedError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -55,7 +59,7 @@ def event(ids: list[int], finish: str | None) -> bytes:
 
 
 async def healthy(request: web.Request) -> web.Response:
-    return web.json_response({"version": 0, "status": "ok"})
+    return web.json_response({"version": 0, "status": "ready", "open": 0})
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
@@ -64,8 +68,8 @@ async def test_agenerate_server_lost_right_after_the_last_token_ends_the_answer_
 ) -> None:
     asked, complete = [], asyncio.Event()
 
-    def add(answer: PartialAnswer, chunk: GenerationChunk) -> None:
-        original(answer, chunk)
+    def add(answer: PartialAnswer, chunk: GenerationChunk, version: int) -> None:
+        original(answer, chunk, version)
         if answer.done:
             complete.set()
 
@@ -144,12 +148,23 @@ async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
     def meta(version: int) -> WeightUpdateMeta:
         return WeightUpdateMeta("disk", version)
 
-    good = {"/stage_weights": stage, "/health": healthy, "/weight_receipt": receipt}
-    for path in ("/pause_generation", "/commit_weights", "/continue_generation"):
-        good[path] = control
+    def good() -> dict[str, Handler]:
+        """A server that says which version it committed last."""
+        committed = [0]
+
+        async def health(request: web.Request) -> web.Response:
+            return web.json_response({"status": "ready", "version": committed[0], "open": 0})
+
+        async def commit(request: web.Request) -> web.Response:
+            committed[0] = (await request.json())["version"]
+            return await control(request)
+
+        parts = {"/stage_weights": stage, "/health": health, "/weight_receipt": receipt, "/commit_weights": commit}
+        return parts | dict.fromkeys(("/pause_generation", "/continue_generation"), control)
+
     async with (
-        serving(good) as first,
-        serving(good | {"/stage_weights": stage_slowly}) as second,
+        serving(good()) as first,
+        serving(good() | {"/stage_weights": stage_slowly}) as second,
         client(first, second, update_timeout=30.0, rejoin_timeout=60.0) as engine,
     ):
         engine._router.evict(engine._router.servers[1], "was planted to be lost")
@@ -164,6 +179,23 @@ async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
     assert [receipt.version for receipt in receipts] == ([2] if hangs else [2, 2])
 
 
+async def test_stage_names_the_deadline_of_the_client() -> None:
+    asked: list[object] = []
+
+    async def stage(request: web.Request) -> web.Response:
+        asked.append((await request.json())["timeout"])
+        return web.json_response({"holder": "good", "version": 1, "checksums": {}})
+
+    async with (
+        serving({"/stage_weights": stage, "/health": healthy}) as address,
+        client(address, update_timeout=7.5) as engine,
+        asyncio.timeout(20),
+    ):
+        await engine.stage_weights(WeightUpdateMeta("disk", 1))
+
+    assert asked == [7.5]
+
+
 async def control(request: web.Request) -> web.Response:
     return web.json_response({"paused": True, "generated_tokens": 0, "paused_seconds": 0.0, "version": 1})
 
@@ -175,7 +207,7 @@ async def test_commit_only_server_lost_at_its_resume_waits_for_it_to_come_back(t
         return web.json_response({"holder": "good", "version": 1, "checksums": {"weight": "1"}})
 
     async def health(request: web.Request) -> web.Response:
-        return web.json_response({"version": version, "status": "ok"})
+        return web.json_response({"version": version, "status": "ready", "open": 0})
 
     async def commit(request: web.Request) -> web.Response:
         nonlocal version
@@ -217,3 +249,103 @@ async def test_probe_learns_how_many_requests_of_others_a_server_works_on() -> N
             await asked.wait()
 
         assert (server.others, server.load) == (3, 5)
+
+
+async def test_probes_of_many_clients_are_together_about_as_many_as_those_of_one() -> None:
+    async def seconds_for_probes(count: int, clients: int) -> float:
+        seen, enough = [], asyncio.Event()
+
+        async def health(request: web.Request) -> web.Response:
+            seen.append(None)
+            if len(seen) == count:
+                enough.set()
+            return await healthy(request)
+
+        config = ClientConfig(probe_interval=0.1, progress_timeout=60.0).shared_by(clients)
+        async with serving({"/health": health}) as address, contextlib.AsyncExitStack() as stack:
+            begin = time.monotonic()
+            for _ in range(clients):
+                (await stack.enter_async_context(client(address, **vars(config))))._monitor.start()
+            async with asyncio.timeout(60):
+                await enough.wait()
+            return time.monotonic() - begin
+
+    # 20 at one per 0.1 s take 2 s, and twelve clients that each asked so often would need 0.2 s
+    assert await seconds_for_probes(20, clients=12) > 1.0
+    assert await seconds_for_probes(20, clients=1) > 1.0
+
+
+async def test_probes_come_from_one_place_and_a_client_that_nobody_asks_opens_no_connection() -> None:
+    probed, generating, enough, end = [], [], asyncio.Event(), asyncio.Event()
+
+    def count(seen: list[None]) -> None:
+        seen.append(None)
+        if len(probed) >= 3 and len(generating) == 30:
+            enough.set()
+
+    async def health(request: web.Request) -> web.Response:
+        count(probed)
+        return await healthy(request)
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        count(generating)
+        await end.wait()
+        return web.json_response({"error": {"message": "enough"}}, status=400)
+
+    def monitors() -> int:
+        return sum(task.get_name() == "server-monitor" for task in asyncio.all_tasks())
+
+    async with (
+        serving({"/generate": generate, "/health": health}) as address,
+        client(address, probe_interval=0.02) as engine,
+        asyncio.timeout(20),
+    ):
+        assert (engine.servers, engine.version) == ([address], 0)
+        assert monitors() == 0
+        assert engine._transport._session is None
+        answers = [asyncio.create_task(engine.agenerate(ModelRequest([1], GenerationConfig()))) for _ in range(30)]
+        await enough.wait()
+        assert monitors() == 1
+        end.set()
+        await asyncio.wait(answers)
+
+
+@pytest.mark.parametrize(("told", "asked"), [("nothing, they end", 2), ("abort, as those told to end do", 4)])
+async def test_request_whose_servers_each_give_a_token_and_end_is_given_up_at_the_second_death(
+    monkeypatch: pytest.MonkeyPatch, told: str, asked: int
+) -> None:
+    addresses = [f"http://127.0.0.1:{port}" for port in range(1, 5)]
+    seen: list[str] = []
+
+    async def stream(server: Server, call: object) -> AsyncIterator[GenerationChunk]:
+        seen.append(server.address)
+        finish = "length" if len(seen) == 4 else "abort" if told.startswith("abort") else None
+        yield GenerationChunk([7], [-1.0], [0], finish)
+        if finish is None:
+            raise ServerEndedError("planted")
+
+    async with client(*addresses, probe_interval=0.0) as engine, asyncio.timeout(20):
+        monkeypatch.setattr(engine._transport, "stream", stream)
+        asking = engine.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=4)))
+        if asked == 4:
+            assert (await asking).output_ids == [7] * 4
+        else:
+            with pytest.raises(InferenceError, match=r"is given up: 2 servers ended.*planted"):
+                await asking
+
+    assert len(seen) == asked
+
+
+@pytest.mark.parametrize(("lives", "deaths"), [(("a", "a"), 1), (("a", "b"), 2), (("", ""), 2)])
+async def test_hold_against_counts_each_life_of_a_server_once(lives: tuple[str, str], deaths: int) -> None:
+    """A life whose name the client never learned is nobody else's."""
+    server, ended = Server("http://a", version=0), list[tuple[str, str]]()
+    engine, error = EmbeddedEngine(), ServerEndedError("planted")
+    given_up = pytest.raises(InferenceError, match="a request is given up: 2 servers ended")
+
+    for life, expected in zip(lives, (contextlib.nullcontext(), given_up if deaths == 2 else None), strict=True):
+        server.instance = life
+        with expected or contextlib.nullcontext():
+            await engine._hold_against("a request", ended, server, server.life, error)
+
+    assert len(ended) == deaths

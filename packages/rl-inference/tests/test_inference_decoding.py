@@ -19,11 +19,13 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ModelError
 from rl_contracts.testing import put_weights
+from rl_contracts.testing.families import ORIGINAL_LENGTH, make_family
 from rl_inference import EmbeddedEngineConfig
+from rl_inference.server.cache import SlotLayer
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.loading import load_model
 from rl_inference.server.loop import DecodeLoop
-from rl_inference.server.slots import PrefixIndex, SlotTable
+from rl_inference.server.slots import SlotTable
 from rl_inference.server.weights import ServedWeights
 from rl_inference.testing import reference_logprobs, reference_model, tiny_model
 
@@ -196,7 +198,7 @@ def test_generate_any_family_through_weight_updates_equals_transformers(family: 
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("stablelm", "does not let its attention be replaced"),
+        ("gptj", "does not let its attention be replaced"),
         ("diffllama", "computes other numbers"),  # has two softmaxes
         ("bert", "computes other numbers"),  # looks ahead
     ],
@@ -206,6 +208,85 @@ def test_load_family_that_would_be_served_wrong_is_refused(family: str, reason: 
 
     with pytest.raises(ModelError, match=rf"{reason}.*Use another engine for this model"):
         load_model(EmbeddedEngineConfig(), ServeSpec(str(path), device="cpu"))
+
+
+@pytest.mark.parametrize("window", [8, 100_000])
+def test_load_a_window_that_attention_is_not_told_is_found_in_the_configuration(window: int, tmp_path: Path) -> None:
+    """Also one that no check of a few tokens would meet: it is shortened for the check."""
+    settings = {**ALTERNATING, "use_sliding_window": True, "sliding_window": window, "num_experts": 4}
+    small = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    path = tiny_model(tmp_path / "model", "qwen2_moe", **settings, **small)
+
+    with decoding(path, tmp_path) as loop:
+        each = answer(loop, [5, 9, 30, *range(40, 60)])
+
+    assert each.logprobs == pytest.approx(
+        reference_logprobs(reference_model(path), each.prompt, each.output_ids), abs=TOLERANCE
+    )
+
+
+def test_load_a_window_that_is_not_honoured_is_refused_however_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model(tmp_path / "model", "mistral", sliding_window=100_000)
+    monkeypatch.setattr("rl_inference.server.model.layer_window", lambda *_: None)
+
+    with pytest.raises(ModelError, match="computes other numbers"):
+        load_model(EmbeddedEngineConfig(), ServeSpec(str(path), device="cpu"))
+
+
+def test_load_longrope_is_served_up_to_the_length_at_which_it_changes(tmp_path: Path) -> None:
+    path = make_family(tmp_path / "model", "phi3")
+    spec = ServeSpec(str(path), device="cpu")
+
+    assert load_model(EmbeddedEngineConfig(), spec).context_length == ORIGINAL_LENGTH
+    with pytest.raises(ModelError, match=r"context_length 9: .* 8 positions before its rotary .*lower it"):
+        load_model(EmbeddedEngineConfig(context_length=9), spec)
+
+
+@pytest.mark.parametrize(("family", "reason"), [("doge", "a mask or a bias of its own"), ("roberta", "other numbers")])
+def test_load_what_is_wrong_is_refused_also_where_all_weights_are_small(
+    family: str, reason: str, tmp_path: Path
+) -> None:
+    path = make_family(tmp_path / "model", family, spread=None)
+
+    with pytest.raises(ModelError, match=reason):
+        load_model(EmbeddedEngineConfig(), ServeSpec(str(path), device="cpu"))
+
+
+def test_load_a_layer_whose_attention_is_not_replaced_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlotLayer, "used", property(lambda _: False))
+
+    with pytest.raises(ModelError, match="does not let its attention be replaced"):
+        load_model(EmbeddedEngineConfig(), ServeSpec(str(tiny_model(tmp_path / "model")), device="cpu"))
+
+
+@pytest.mark.parametrize("head_dim", [6, 10])
+def test_generate_heads_of_any_size_equal_transformers(head_dim: int, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model", head_dim=head_dim)
+
+    with decoding(path, tmp_path) as loop:
+        each = answer(loop, [5, 9, 30])
+
+    expected = reference_logprobs(reference_model(path), each.prompt, each.output_ids)
+    assert each.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_load_in_bfloat16_logits_are_not_rounded_to_it(model_path: Path) -> None:
+    model = load_model(EmbeddedEngineConfig(dtype="bfloat16"), ServeSpec(str(model_path), device="cpu"))
+    ids = [5, 9, 30, 44, 7]
+    states: list[torch.Tensor] = []
+    head = model.model.get_output_embeddings()
+    head.register_forward_hook(lambda _, inputs, logits: states.extend((inputs[0], logits)))
+
+    model.score(ids, 1.0)
+
+    hidden, logits = states
+    expected = hidden[0].double() @ head.weight.double().T
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits[0].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_load_in_bfloat16_rounding_is_no_other_numbers(model_path: Path) -> None:
@@ -261,7 +342,7 @@ def test_prefix_other_weights_under_the_same_version_are_not_mixed(
 def test_prefix_cache_that_is_not_cleared_shows_in_the_logprobs(
     model_path: Path, new_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PrefixIndex, "clear", lambda self: None)  # the planted fault
+    monkeypatch.setattr(SlotTable, "_clear_prefixes", lambda self: None)  # the planted fault
 
     jobs = answers_around_a_commit(model_path, new_path, tmp_path, recompute=True)
 

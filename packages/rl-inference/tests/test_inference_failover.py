@@ -223,6 +223,9 @@ def test_server_spec_is_a_startable_job(model_path: Path, tmp_path: Path) -> Non
     assert given.config == config, "every setting of the server's own reaches it"
     assert given.spec == replace(run, strategy=ParallelStrategy()), "and what it must know of the run"
     assert (given.host, given.port, given.name) == ("127.0.0.1", 1, "rollout-0")
+    assert given.sharing == 2, "both have the machine's memory"
+    alone = EmbeddedEngine.server_spec(config, replace(run, gpus=1)).command
+    assert alone[alone.index("--sharing") + 1] == "1", "each has a GPU's memory"
     with pytest.raises(ConfigError, match="model_path"):
         EmbeddedEngine.server_spec(config, replace(run, model_path=""))
 

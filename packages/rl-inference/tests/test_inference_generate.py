@@ -279,23 +279,26 @@ async def test_client_gone_frees_the_slot(server: ServerProcess, engine: Embedde
         ),
         (
             {"input_ids": [5], "sampling_params": {"temperature": -1}},
-            "temperature: expected 0 (greedy) or more",
+            "temperature: expected 0 (greedy) or 1e-4 to 1e4",
         ),
         (
             {"input_ids": [5], "sampling_params": {"presence_penalty": 3}},
             "sampling_params.presence_penalty: expected in [-2, 2], found 3",
         ),
-        ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature: expected a float, found 'hot'"),
+        (
+            {"input_ids": [5], "sampling_params": {"temperature": "hot"}},
+            "sampling_params.temperature: expected float, found str",
+        ),
         ({"input_ids": [5, 160]}, "expected tokens of the vocabulary of 160, found 160"),
-        ({"input_ids": [-1]}, "expected tokens of the vocabulary of 160, found -1"),
+        ({"input_ids": [-1]}, "input_ids[0]: expected int >= 0"),
         ({"input_ids": []}, "input_ids: expected a prompt of at least one token"),
-        ({"input_ids": "text"}, "expected a list of token ids"),
+        ({"input_ids": "text"}, "input_ids: expected array, found str"),
         ({"input_ids": [5] * 512}, "fewer tokens than the context of 512, to leave room for an answer, found 512"),
         (
             {"input_ids": [5], "sampling_params": {"stop_token_ids": [999]}},
             "stop_token_ids: expected tokens of the vocabulary of 160, found 999",
         ),
-        ({"input_ids": [[5]], "stream": True}, "cannot be streamed"),
+        ({"input_ids": [[5], [6]], "stream": True}, "stream: expected false for several answers"),
     ],
 )
 async def test_generate_bad_request_answers_400_with_one_sentence(
@@ -387,3 +390,26 @@ async def test_generate_queue_full_answers_503_and_the_client_gets_through(
     await engine.resume()
 
     assert all(len(answer.output_ids) <= 3 for answer in await asyncio.gather(*held, late))
+
+
+async def test_probe_of_another_client_learns_the_load_that_a_server_has(
+    server: ServerProcess, engine: EmbeddedEngine
+) -> None:
+    other = EmbeddedEngine(client=ClientConfig(probe_interval=0.05))
+    other.initialize([server.address], KEY)
+    seen = other._router.servers[0]
+    long = [request(PROMPT, i, max_new_tokens=400, ignore_eos=True) for i in range(2)]
+    answers = [asyncio.create_task(engine.agenerate(one)) for one in long]
+    try:
+        other._monitor.start()
+        async with asyncio.timeout(60):
+            while seen.others != 2:
+                assert not all(answer.done() for answer in answers)
+                await asyncio.sleep(0.01)
+            assert seen.load == 2
+            await asyncio.gather(*answers)
+            while seen.others:  # noqa: ASYNC110 - another process's event
+                await asyncio.sleep(0.01)
+    finally:
+        await asyncio.wait(answers)
+        await other.destroy()

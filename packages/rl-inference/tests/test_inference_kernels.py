@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 
 from rl_inference.server import kernel
 from rl_inference.server.attention import Scoring, TokenPass, causal
-from rl_inference.server.cache import BLOCK, KernelLayer, SlotLayer, TorchLayer
-from rl_inference.server.slots import PrefixIndex
+from rl_inference.server.cache import KernelLayer, SlotLayer, TorchLayer
+from rl_inference.server.pages import PAGE, PageTable, PrefixIndex
 
 
 def attend(
     layer: SlotLayer, states: tuple[torch.Tensor, ...], slots: list[int], positions: list[int], scoring: Scoring
 ) -> torch.Tensor:
     """Feed the tokens, one per sequence, to a layer."""
-    if not layer.capacity:
-        layer.reserve(4 * BLOCK)
     span = TokenPass(torch.tensor(slots), torch.tensor(positions), max(positions) + 1, singles=len(slots))
     return layer.attend(*states, span, scoring)
 
@@ -27,7 +25,7 @@ def attend(
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
     window=st.sampled_from([0, 5, 33]),
     softcap=st.sampled_from([None, 3.0]),
@@ -46,7 +44,11 @@ def test_attention_of_single_tokens_any_layout_equals_the_whole_sequence(
         (torch.randn(1, query_heads, n, 8), torch.randn(1, key_heads, n, 8), torch.randn(1, key_heads, n, 8))
         for n in lengths
     ]
-    layers: list[SlotLayer] = [TorchLayer(8), KernelLayer(8)]
+    pages = PageTable(8, 4 * PAGE, torch.device("cpu"))
+    pages.reset(33)
+    for slot in range(8):
+        pages.give(slot, [1 + slot, 9 + slot])
+    layers: list[SlotLayer] = [TorchLayer(pages), KernelLayer(pages)]
 
     last: dict[int, torch.Tensor] = {}
     for place in range(max(lengths)):
@@ -72,7 +74,7 @@ def test_exponentials_of_scores_far_apart_equal_softmax() -> None:
 
 def test_attend_on_two_threads_equals_one() -> None:
     torch.manual_seed(0)
-    keys, values = torch.randn(4, 2, 8, 64).numpy(), torch.randn(4, 2, 64, 8).numpy()
+    keys, values = torch.randn(8, 2, 8, 32).numpy(), torch.randn(8, 2, 32, 8).numpy()
     query, slots, positions = torch.randn(6, 4, 8).numpy(), np.arange(6) % 4, np.arange(6) * 7
     results = []
     for threads in (1, 2):
@@ -82,6 +84,7 @@ def test_attend_on_two_threads_equals_one() -> None:
             query,
             keys,
             values,
+            np.arange(8).reshape(4, 2),
             slots,
             positions,
             out,

@@ -142,7 +142,9 @@ async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
 ) -> None:
     fault = (
         "from rl_inference.server.slots import SlotTable\n"
-        "def step(self): raise ZeroDivisionError('planted')\n"
+        "from rl_inference.server.model import SlotModel\n"
+        "def broken(self, *_): raise ZeroDivisionError('planted')\n"
+        "def step(self): SlotModel.run = broken; broken(self)\n"
         "SlotTable.step = step\n"
     )
     server = ServerProcess(model_path, tmp_path / "server.log", command=(sys.executable, "-c", fault + MAIN))
@@ -203,3 +205,26 @@ async def test_request_before_the_model_is_loaded_answers_503(
                     await asyncio.sleep(0.01)
     finally:
         server.stop()
+
+
+def resident(server: ServerProcess) -> int:
+    """Resident KiB of the server."""
+    assert server.process is not None
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+@pytest.mark.slow
+async def test_passes_of_many_sizes_do_not_grow_memory(model_path: Path, tmp_path: Path) -> None:
+    sizes = [*range(2, 512, 2), *range(3, 512, 2)]  # no size of the first half is in the second
+    after: list[int] = []
+
+    with ServerProcess(model_path, tmp_path / "server.log") as server:
+        async with aiohttp.ClientSession(server.address, raise_for_status=True) as http:
+            for number, size in enumerate(sizes, 1):
+                async with http.post("/score", json={"input_ids": [3 + i % 90 for i in range(size)]}) as answer:
+                    await answer.read()
+                if number in (len(sizes) // 2, len(sizes)):
+                    after.append(resident(server))
+
+    assert after[1] <= 1.05 * after[0], after

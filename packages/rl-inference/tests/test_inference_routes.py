@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -346,6 +347,25 @@ def test_ipc_server_on_the_same_gpu_holds_what_was_sent(model_path: Path, new_mo
     with ServerProcess(model_path, tmp_path / "server.log", options=options) as server:
         trainer = Trainer([server.address], "shm", str(tmp_path / "weights"))
         trainer.sender = open_sender("ipc", "", device="cuda")
+        for version in (1, 2):
+            trainer.publish(version, new)
+        assert trainer.answer().versions == [2] * 5
+        trainer.close()
+
+
+@pytest.mark.gpu
+def test_broadcast_over_nccl_server_on_the_next_gpu_holds_what_was_sent(
+    model_path: Path, new_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs: nccl joins no two ranks on one")
+    new = [(name, tensor.to("cuda:0")) for name, tensor in parameters(new_model_path)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of the server: here CUDA has begun
+    options = {"weights_dir": tmp_path / "weights", "slots": 8, "device": "cuda"}
+    command = (sys.executable, "-m", "rl_inference.server")
+    with ServerProcess(model_path, tmp_path / "server.log", options=options, command=command) as server:
+        trainer = Trainer([server.address], "shm", str(tmp_path / "weights"))
+        trainer.sender = open_sender("broadcast", f"tcp://127.0.0.1:0?timeout={DEADLINE}", device="cuda:0")
         for version in (1, 2):
             trainer.publish(version, new)
         assert trainer.answer().versions == [2] * 5

@@ -55,6 +55,55 @@ def test_run_trainers_done_returns_0_and_stops_the_servers(scheduler: LocalSched
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
+def test_run_starts_nothing_where_the_process_that_waited_for_the_program_is_gone(
+    scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    launcher = Launcher(scheduler, parent=os.getpid())  # noted at the begin, and not the parent any more
+    assert launcher.run([server()], lambda _: [JobSpec("actor", python("pass"))]) == 143
+    assert not (tmp_path / "logs").exists()
+
+
+def test_run_together_starts_trainers_beside_servers_that_are_not_ready(scheduler: LocalScheduler) -> None:
+    waits = "import sys, time, urllib.request, pathlib\n" + (
+        "while True:\n"
+        "    try: urllib.request.urlopen(sys.argv[1] + '/health', timeout=5); break\n"
+        "    except OSError: time.sleep(0.05)\n"
+    )
+    seen: list[dict[str, WorkerStatus]] = []
+
+    code = Launcher(scheduler).run(
+        [server(delay=2.0)],
+        lambda workers: [JobSpec("actor", python(waits, workers[0].address))],
+        on_tick=lambda workers: seen.append({worker.name: worker.status for worker in workers}),
+        together=True,
+    )
+
+    assert code == 0
+    assert {"server-0": WorkerStatus.STARTING, "actor-0": WorkerStatus.RUNNING} in seen
+
+
+def test_run_together_server_that_fails_to_start_ends_the_run_and_is_not_started_anew(
+    scheduler: LocalScheduler,
+) -> None:
+    broken = JobSpec("rollout", python("print('no such model'); raise SystemExit(3)"), ready_path="/health")
+
+    with pytest.raises(LaunchError, match=r"(?s)^rollout-0 ended with exit code 3 .*no such model"):
+        Launcher(scheduler).run([broken], lambda _: [JobSpec("actor", python(SLEEP))], together=True)
+
+    assert scheduler.poll() == []
+
+
+def test_run_together_trainer_that_fails_does_not_wait_for_the_servers(scheduler: LocalScheduler) -> None:
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match=r"(?s)^actor-0 ended with exit code 1 .*no such data"):
+        Launcher(scheduler).run(
+            [server(delay=600.0)],
+            lambda _: [JobSpec("actor", python("raise ValueError('no such data')"))],
+            together=True,
+        )
+    assert time.monotonic() - started < 15
+
+
 def test_run_without_servers_runs_the_trainers(scheduler: LocalScheduler) -> None:
     assert Launcher(scheduler).run([], lambda workers: [JobSpec("actor", python("pass"))]) == 0
 

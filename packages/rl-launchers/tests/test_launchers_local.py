@@ -155,6 +155,13 @@ def test_gpus_workers_see_their_own_and_spmd_ranks_see_the_roles(tmp_path: Path)
     assert seen == ["0", "1", "2,3", "2,3", "", "0", "0"]
 
 
+def test_gpus_servers_that_are_split_see_those_of_all_their_ranks(tmp_path: Path) -> None:
+    with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["4", "5", "6", "7"])) as scheduler:
+        servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=2))
+
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in servers] == ["4,5", "6,7"]
+
+
 @pytest.mark.parametrize(
     ("spec", "word"),
     [

@@ -12,7 +12,7 @@ from rl_contracts.errors import ConfigError, LaunchError
 from rl_launchers.health import probe
 from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
 from rl_launchers.process import fill_in
-from rl_launchers.report import TAIL_BYTES, describe_exit, tail, with_log
+from rl_launchers.report import ERRORS_BEFORE, TAIL_BYTES, describe_exit, tail, telling, with_log
 from rl_launchers.resources import PortReservation, visible_gpus
 
 
@@ -52,6 +52,44 @@ def test_tail_of_a_huge_log_reads_only_its_end(tmp_path: Path) -> None:
 def test_tail_of_a_missing_log_is_empty(tmp_path: Path) -> None:
     assert tail(tmp_path / "none", 5) == ""
     assert "is empty" in with_log("problem", tmp_path / "none", "")
+
+
+def test_telling_earlier_errors_come_once_each_before_the_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    before = "ValueError: of a life before\n"
+    cause = "(EngineCore pid=7) ERROR 11-23 [core.py:9] ValueError: the model has no such layer"
+    stack = [f"(APIServer pid=6)   File {i}" for i in range(50)]
+    warning = "WARNING This can cause errors like `OSError: too many open files`."
+    last = "RuntimeError: Engine core failed. See above."
+    lines = ["started", warning, cause, cause.replace("pid=7", "pid=8"), *stack, last]
+    log.write_text(before + "\n".join(lines) + "\n")
+
+    assert telling(log, 2, len(before)).splitlines() == [cause, "...", stack[-1], lines[-1]]
+    assert telling(log, 99, len(before)).splitlines() == lines
+    assert telling(log, 0) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("[core.py:9] Exception: the worker is gone", True),
+        ("torch.OutOfMemoryError: 9 GiB", True),
+        ("this may end in `OSError: too many files`", False),
+        ("Error in the weather report", False),
+    ],
+)
+def test_telling_a_line_that_names_an_error_is_known(line: str, shown: bool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"{line}\nthe end\n")
+
+    assert telling(log, 1) == (f"{line}\n...\nthe end" if shown else "the end")
+
+
+def test_telling_many_errors_the_first_are_shown(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"KeyError: {i}\n" for i in range(100)) + "the end\n")
+
+    assert telling(log, 1).splitlines() == [*(f"KeyError: {i}" for i in range(ERRORS_BEFORE)), "...", "the end"]
 
 
 @given(st.text(), st.integers(0, 99), st.integers(1, 65535))

@@ -1,5 +1,6 @@
 """What signals to a launcher do: a whole program with servers, trainers and grandchildren is run and shot at."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from rl_contracts.scheduler import JobSpec
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler
 
 folder, trainer, delay = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-SERVER = sys.argv[4]
+SERVER, grace = sys.argv[4], float(sys.argv[5])
 
 def trainers(servers):
     (folder / "port").write_text(str(servers[0].port))
@@ -27,7 +28,7 @@ def trainers(servers):
 
 rollout = JobSpec("rollout", (sys.executable, "-c", SERVER, delay, "{host}", "{port}", str(folder)), ready_path="/")
 (folder / "started").touch()
-config = LauncherConfig(grace_seconds=40)
+config = LauncherConfig(grace_seconds=grace)
 sys.exit(Launcher(LocalScheduler(folder / "logs"), config).run([rollout], trainers))
 """
 
@@ -52,9 +53,16 @@ DEAF_TRAINER = TRAINER.replace("signal.SIGTERM, recover", "signal.SIGTERM, signa
 class Program:
     """A running launcher program, whose processes are known by its folder in their command lines."""
 
-    def __init__(self, folder: Path, trainer: str = TRAINER, delay: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        trainer: str = TRAINER,
+        delay: float = 0.0,
+        behind: tuple[str, ...] = (),
+        grace: float = 40.0,
+    ) -> None:
         self.folder = folder
-        command = [sys.executable, "-c", PROGRAM, str(folder), trainer, str(delay), SERVER]
+        command = [*behind, sys.executable, "-c", PROGRAM, str(folder), trainer, str(delay), SERVER, str(grace)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
     def reaches(self, milestone: str) -> "Program":
@@ -127,11 +135,32 @@ def test_second_signal_kills_a_deaf_trainer_at_once(start: Callable[..., Program
     assert program.left_behind() == []
 
 
+def test_signal_deaf_trainer_is_killed_when_its_grace_is_over(start: Callable[..., Program]) -> None:
+    program = start(trainer=DEAF_TRAINER, grace=1.0).reaches("training")
+
+    program.process.send_signal(signal.SIGINT)
+
+    assert program.ends_within(20) == 130  # the other tests' 40 seconds would be too many
+    assert program.left_behind() == []
+    assert not (program.folder / "recover").exists()
+
+
 def test_signal_while_a_server_starts_ends_the_wait(start: Callable[..., Program]) -> None:
     program = start(delay=600.0).reaches("logs/rollout-0.log")
     program.process.send_signal(signal.SIGINT)
     assert program.ends_within(10) == 130
     assert program.left_behind() == []
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
+def test_uv_run_killed_by_sigkill_ends_what_it_ran(start: Callable[..., Program]) -> None:
+    program = start(behind=("uv", "run", "--no-project")).reaches("training")
+
+    program.process.kill()
+
+    wait_until(lambda: program.left_behind() == [])
+    assert program.port_is_free()
+    assert (program.folder / "recover").read_text() == "saved while the server answered"
 
 
 @pytest.mark.parametrize("keeper_killed_first", [False, True])

@@ -104,6 +104,9 @@ class Replica(ParallelContext):
     def sum_over_replicas(self, values):
         return sum(part["values"] for part in self.gather_tensors({"values": values}))
 
+    def max_over_replicas(self, values):
+        return torch.stack([part["values"] for part in self.gather_tensors({"values": values})]).amax(0)
+
 
 def on_replicas(size, work):
     """What `work(replica)` returns on each of `size` replicas that run at the same time."""

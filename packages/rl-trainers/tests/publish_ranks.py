@@ -68,7 +68,8 @@ def main(route: str, out: Path) -> None:
     engine, server, seen = HalfEngine(parallel), NullInferenceEngine(), {}
     with LoopThread("test") as loop:
         config, directory = PublishConfig(route=route, timeout=20), str(out / "weights")
-        publisher = WeightPublisher(engine, server, loop, config, directory)
+        # a rank that is no head has no client
+        publisher = WeightPublisher(engine, server if parallel.is_dp_head else None, loop, config, directory)
 
         def publish(version: int) -> None:
             engine.step = version

@@ -1,15 +1,17 @@
 """Advantages over a whole batch: groups may lie on several replicas, and no placement of the rows matters."""
 
+import numpy as np
 import pytest
 import torch
 from policy_toys import on_replicas
 
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing.batches import make_batch
-from rl_contracts.trajectory import select
+from rl_contracts.trajectory import Trajectory, select, stack
 from rl_trainers.algorithm import AdvantageConfig, AlgorithmConfig, KLConfig, RewardConfig
 from rl_trainers.books import summarise
 from rl_trainers.credit import assign_credit
+from rl_trainers.functional.aggregation import denominator, token_weights
 from rl_trainers.parts import SecondMomentMask
 
 SETTINGS = {
@@ -90,6 +92,67 @@ def test_second_moment_mask_is_the_same_whatever_replica_has_which_row(threshold
     mask = _batch()["attention_mask"]
     for parts in (PLACES, SPLIT):
         assert torch.equal(_everywhere(parts, compute)[mask], alone[mask])
+
+
+def _row(episode, reward, trained):
+    """A row of a prompt token and four generated ones, of which the first `trained` are learnt from."""
+    generated = np.arange(5) >= 1
+    return Trajectory(
+        input_ids=np.arange(1, 6),
+        loss_mask=generated & (np.arange(5) <= trained),
+        logprobs=np.where(generated, -1.0, 0.0).astype(np.float32),
+        versions=np.where(generated, 0, -1).astype(np.int32),
+        reward=reward,
+        temperature=1.0,
+        truncated=False,
+        prompt_id=0,
+        group_id=0,
+        episode_id=episode,
+    )
+
+
+def test_second_moment_mask_exchanges_as_much_for_many_tokens_as_for_few():
+    def exchanged(rows):
+        sizes = []
+
+        def work(parallel):
+            batch = _batch_of(rows, parallel.rank)
+            gather = parallel.gather_tensors
+            parallel.gather_tensors = lambda tensors, **more: (
+                sizes.append(sum(value.nbytes for value in tensors.values())) or gather(tensors, **more)
+            )
+            SecondMomentMask(threshold=0.5).prepare(batch, parallel)
+            return int(batch["moment_dropped"].sum())
+
+        assert sum(on_replicas(2, work)) > 0
+        return sum(sizes)
+
+    assert exchanged(8) == exchanged(80)
+
+
+def _batch_of(rows, seed):
+    batch = make_batch(rows, seed)
+    batch["prox_logprobs"] = batch["logprobs"] + batch["advantages"]
+    batch["minibatch"] = torch.arange(rows) % 2
+    return batch
+
+
+def test_episode_of_several_rows_counts_once_in_its_group_and_by_rows_in_sequences_and_means():
+    batch = stack([_row(0, 1.0, 4), _row(0, 1.0, 2), _row(0, 1.0, 0), _row(1, 0.0, 3)])
+    mask = batch["loss_mask"]
+
+    stats = assign_credit(batch, AlgorithmConfig(), ParallelContext())
+
+    assert summarise(batch, 0).results()["reward/mean"] == 0.75  # over rows
+    assert stats["reward/shaped"] == 0.5  # over episodes
+    half = 0.5 / (0.5**0.5 + 1e-6)  # the group is two episodes: mean 1/2, sample std sqrt(1/2)
+    expected = torch.tensor([half, half, half, -half])[:, None] * mask
+    torch.testing.assert_close(batch["advantages"], expected, rtol=1e-5, atol=0)
+    kinds = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length")
+    # 4 + 2 + 3 trained tokens; the three rows that have one
+    assert [float(denominator(mask, kind)) for kind in kinds] == [9.0, 3.0, 3.0, 3.0]
+    found = [token_weights(mask, kind, constant_length=8).sum(-1).tolist() for kind in kinds]
+    assert found == [[4, 2, 0, 3], [1, 1, 0, 1], [4, 2, 0, 3], [0.5, 0.25, 0, 0.375]]
 
 
 def test_summary_is_the_same_on_every_replica():

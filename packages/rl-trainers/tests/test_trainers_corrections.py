@@ -16,7 +16,7 @@ from rl_trainers.functional.correction import (
     masked_weights,
     plain_weights,
     ratio_mask,
-    second_moment_cutoff,
+    second_moment_outliers,
     truncated_weights,
     trust_region_tokens,
 )
@@ -72,31 +72,27 @@ def test_ratio_row_without_a_trained_token_is_one():
         assert (tokens.ratio(level) == 1).all()
 
 
-def test_second_moment_cutoff_masks_the_largest_until_the_mean_is_below_the_bound():
-    squares = torch.tensor([0.5, 0.01, 0.09, 0.02])
+def _stay(squares, threshold):
+    """Which of these squared log-ratios stay."""
+    log_ratio = torch.tensor(squares, dtype=torch.float64).sqrt().float()
+    signs = torch.tensor([1.0, -1.0]).repeat(len(squares))[: len(squares)]
+    dropped = second_moment_outliers(signs * log_ratio, torch.zeros(len(squares), dtype=torch.int64), 1, threshold)
+    return [square for square, out in zip(squares, dropped.tolist(), strict=True) if not out]
+
+
+def test_second_moment_outliers_are_the_largest_until_the_mean_is_below_the_bound():
+    squares = [0.5, 0.01, 0.09, 0.02]
     # means of the smallest 1, 2, 3, 4: 0.01, 0.015, 0.04, 0.155
-    assert second_moment_cutoff(squares, 0.0401) == pytest.approx(0.09)
-    assert second_moment_cutoff(squares, 0.039) == pytest.approx(0.02)
-    assert second_moment_cutoff(squares, 1.0) == math.inf
-    assert second_moment_cutoff(squares, 0.005) == -math.inf
-    assert second_moment_cutoff(torch.zeros(0), 0.04) == math.inf
+    assert _stay(squares, 0.0401) == [0.01, 0.09, 0.02]
+    assert _stay(squares, 0.039) == [0.01, 0.02]
+    assert _stay(squares, 1.0) == squares
+    assert _stay(squares, 0.005) == []
+    assert _stay([], 0.04) == []
 
 
-def test_second_moment_cutoff_equal_values_go_together():
-    squares = torch.tensor([0.01, 0.09, 0.09])
+def test_second_moment_outliers_equal_values_go_together():
     # with one of the two 0.09 the mean is 0.05; with both 0.0633
-    assert second_moment_cutoff(squares, 0.055) == pytest.approx(0.01)
-
-
-@given(st.lists(st.floats(0, 4), min_size=1, max_size=40), st.floats(0.001, 2))
-def test_second_moment_cutoff_is_the_largest_that_keeps_the_bound(values, threshold):
-    squares = torch.tensor(values, dtype=torch.float64)
-    cutoff = second_moment_cutoff(squares, threshold)
-    kept = squares[squares <= cutoff]
-    assert not len(kept) or kept.mean() <= threshold * (1 + 1e-9)
-    more = squares[squares > cutoff]
-    if len(more):
-        assert squares[squares <= more.min()].mean() > threshold * (1 - 1e-9)
+    assert _stay([0.01, 0.09, 0.09], 0.055) == [0.01]
 
 
 def _algorithm_1(squares, threshold):
@@ -104,17 +100,40 @@ def _algorithm_1(squares, threshold):
     left = list(range(len(squares)))
     while left and sum(squares[i] for i in left) / len(left) > threshold:
         left.remove(max(left, key=lambda i: squares[i]))
-    return set(left)
+    return [squares[i] for i in left]
 
 
-@given(st.lists(st.floats(0, 4), min_size=1, max_size=30, unique=True), st.floats(0.001, 2))
-def test_second_moment_cutoff_masks_what_the_papers_algorithm_masks(values, threshold):
-    cutoff = second_moment_cutoff(torch.tensor(values, dtype=torch.float64), threshold)
-    kept = {i for i, value in enumerate(values) if value <= cutoff}
-    expected = _algorithm_1(values, threshold)
+@given(st.lists(st.floats(0, 2, width=16), min_size=1, max_size=40), st.floats(0.001, 2))
+def test_second_moment_outliers_are_as_few_as_keep_the_bound(values, threshold):
+    squares = [value**2 for value in values]  # exact, and so is the root
+    kept = _stay(squares, threshold)
+    assert not kept or sum(kept) / len(kept) <= threshold * (1 + 1e-9)
+    out = [square for square in squares if square not in kept]
+    if out:
+        more = [square for square in squares if square <= min(out)]
+        assert sum(more) / len(more) > threshold * (1 - 1e-9)
+
+
+@given(st.lists(st.floats(0, 4, width=16), min_size=1, max_size=30, unique=True), st.floats(0.001, 2))
+def test_second_moment_outliers_are_those_of_the_papers_algorithm(values, threshold):
+    squares = [value**2 for value in values]  # exact, and so is the root
     # where a mean is the threshold to the last bit, either may round the other way
-    means = [sum(sorted(values)[:n]) / n for n in range(1, len(values) + 1)]
-    assert kept == expected or min(abs(mean - threshold) for mean in means) < 1e-12
+    means = [sum(sorted(squares)[:n]) / n for n in range(1, len(squares) + 1)]
+    assert (
+        _stay(squares, threshold) == _algorithm_1(squares, threshold)
+        or min(abs(mean - threshold) for mean in means) < 1e-12
+    )
+
+
+@given(st.lists(st.tuples(st.floats(-3, 3, width=32), st.integers(0, 2)), max_size=60), st.floats(0.001, 2))
+def test_second_moment_outliers_of_parts_are_those_of_each_minibatch_as_a_whole(tokens, threshold):
+    log_ratio = torch.tensor([value for value, _ in tokens])
+    minibatch = torch.tensor([number for _, number in tokens], dtype=torch.int64)
+    found = second_moment_outliers(log_ratio, minibatch, 3, threshold)
+    for number in range(3):
+        of_it = minibatch == number
+        alone = second_moment_outliers(log_ratio[of_it], torch.zeros(int(of_it.sum()), dtype=torch.int64), 1, threshold)
+        assert torch.equal(found[of_it], alone)
 
 
 def test_trust_region_tokens_are_those_that_the_policy_moved_the_advantages_way():

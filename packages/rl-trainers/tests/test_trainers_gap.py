@@ -14,13 +14,15 @@ from rl_contracts.aio import LoopThread
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, WeightReceipt
 from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.inference import Capabilities
+from rl_contracts.parallel import ParallelContext
 from rl_contracts.sharding import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum
 from rl_trainers import GapConfig, GapGate
-from rl_trainers.gap.gate import Alarm
+from rl_trainers.gap.gate import Alarm, _choose
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,8 @@ class Fleet:
     Args:
         late: numbers of those that serve, from now on, what they should have served one commit before.
     """
+
+    capabilities = Capabilities(checksums=False)
 
     def __init__(self, engine, count=1, dtype="float32", late=()):
         self.engine, self.late, self.dtype = engine, late, getattr(torch, dtype)
@@ -232,6 +236,18 @@ def test_gate_takes_rows_of_as_many_groups_as_there_are(engine, loop):
     assert sorted(gate._look.rows["group_ids"].tolist()) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_gate_replicas_take_rows_of_different_groups(replicas, seed):
+    """Rows of a group are spread over the replicas, which know nothing of each other's."""
+    batch = make_batch(64, seed, lengths=(4, 100))
+    taken = []
+    for rank in range(replicas):
+        parallel = ParallelContext(rank, replicas, dp_rank=rank, dp_size=replicas)
+        taken += _choose(shard_batch(batch, parallel), 4, 0, parallel)["group_ids"].tolist()
+    assert len(set(taken)) >= 4
+
+
 # ---- after the commit
 
 
@@ -242,6 +258,18 @@ def test_gate_measures_what_the_servers_are_off_by(engine, loop, offset):
     gap = _step(_gate(fleet, loop), fleet)
     assert gap["gap/mean_abs"] == pytest.approx(offset, abs=1e-5)
     assert gap["gap/max_abs"] == pytest.approx(offset, abs=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.1])
+def test_gate_rows_that_nobody_sampled_are_compared_at_the_tokens_that_are_learned(engine, loop, offset):
+    fleet, batch = Fleet(engine), _batch()
+    fleet.offset = offset
+    batch["versions"][:] = -1
+    gate = _gate(fleet, loop)
+    gate.before_update(batch)
+    gap = gate.after_commit()
+    assert gap["gap/mean_abs"] == pytest.approx(offset, abs=1e-5)
+    assert gap["gap/empty"] == 1.0  # there are no fresh tokens
 
 
 def test_gate_prompt_tokens_do_not_count(engine, loop):
@@ -294,6 +322,33 @@ def test_gate_server_computes_its_scores_while_the_trainer_computes_its_own(engi
     fleet.commit()
     fleet.score, engine.forward = scored_while_the_trainer_computes, forward_once_the_server_was_asked
     assert gate.after_commit(fleet.receipt())["gap/mean_abs"] < 1e-5
+
+
+class AtOneOnly(Fleet):
+    """Servers that score at temperature 1 whatever they are told, as vLLM and SGLang do."""
+
+    capabilities = Capabilities(checksums=False, any_score_temperature=False)
+
+    async def score(self, input_ids, temperature=1.0, server=None):
+        self.asked.append(temperature)
+        return await super().score(input_ids, 1.0, server)
+
+
+def test_gate_servers_that_score_at_temperature_1_alone_are_compared_there(engine, loop):
+    fleet = AtOneOnly(engine)
+    gate = _gate(fleet, loop)
+    batch = _batch()
+    batch["temperature"] = torch.full_like(batch["temperature"], 0.6)
+
+    gate.before_update(batch)
+    figures = gate.after_commit()
+
+    assert {asked for asked in fleet.asked if isinstance(asked, float)} == {1.0}
+    assert figures["gap/mean_abs"] < 1e-4
+    fleet.capabilities = Capabilities(checksums=False)  # were it asked at the rows' own, the difference would be seen
+    gate.before_update(batch)
+    with pytest.raises(WeightUpdateError, match="temperature 1 "):
+        gate.after_commit()
 
 
 def test_gate_looks_at_each_server_in_turn(engine, loop):
@@ -395,6 +450,15 @@ def test_gate_trainer_in_float32_is_no_judge_of_versions_that_bfloat16_servers_h
     assert all(stats["gap/lag"] is None for stats in _steps(gate, gate.inference, 12))
 
 
+@pytest.mark.parametrize(("servers", "served", "times"), [(1, "bfloat16", 1), (2, "bfloat16", 0), (1, "float32", 0)])
+def test_gate_without_a_reference_for_what_a_server_holds_says_so_once(
+    model_path, loop, caplog, servers, served, times
+):
+    fleet = Fleet(_engine(model_path), servers, served)
+    _steps(_gate(fleet, loop, served, warn=0.4), fleet, 3)
+    assert caplog.text.count("a trainer in float32 is no reference") == times
+
+
 # ---- ranks
 
 
@@ -422,3 +486,23 @@ def test_gate_what_the_head_cannot_ask_is_missing_on_every_rank(model_path, loop
     (first, second), _ = _steps_on_two_ranks(model_path, loop, 1, fail=True)
     assert first == second
     assert first["gap/mean_abs"] is None
+
+
+def test_gate_loop_of_the_head_that_died_is_missing_on_every_rank_at_once(model_path):
+    fleets, loops = [Fleet(_engine(model_path), 2) for _ in range(2)], [LoopThread("dies"), LoopThread("unused")]
+
+    def work(rank):
+        fleet, loop = fleets[rank.rank], loops[rank.rank]
+        fleet.engine.parallel, gate = rank, _gate(fleet, loop, rows=3, patience=2)
+        gate.config.answer_every = 1
+        if rank.is_dp_head:
+            loop.close()
+        figures = [_step(gate, fleet)]
+        with pytest.raises(WeightUpdateError, match="2 times in a row"):
+            _step(gate, fleet)
+        return figures
+
+    first, second = on_ranks(2, work)
+    assert first == second
+    assert first[0]["gap/mean_abs"] is None
+    assert first[0]["gap/empty"] == 2

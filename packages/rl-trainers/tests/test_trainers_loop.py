@@ -42,15 +42,17 @@ def _records(path):
 
 
 class _Batches:
-    """A source of random batches that ends after `count` of them."""
+    """A source of random batches that ends after `count` of them; the last has `last` rows."""
 
-    def __init__(self, engine, count):
-        self.engine, self.count, self.ended = engine, count, []
+    def __init__(self, engine, count, last=6, minibatches=1):
+        self.engine, self.count, self.last, self.minibatches, self.ended = engine, count, last, minibatches, []
 
     def next_batch(self):
         if len(self.ended) == self.count:
             raise StopIteration
-        return shard_batch(make_batch(6, seed=len(self.ended)).exclude("advantages"), self.engine.parallel)
+        rows = self.last if len(self.ended) == self.count - 1 else 6
+        batch = make_batch(rows, seed=len(self.ended)).exclude("advantages")
+        return shard_batch(batch, self.engine.parallel, self.minibatches)
 
     def end_step(self, version):
         self.ended.append(version)
@@ -126,6 +128,17 @@ def test_train_data_that_ends_early_ends_the_run(engine, tmp_path):
     assert [r["step"] for r in _records(tmp_path / "run")] == [1, 2]
 
 
+def test_train_data_that_ends_in_a_short_batch_leaves_the_model_behind(engine, tmp_path):
+    books = Books(engine, tmp_path / "run", CheckpointConfig(every=0))
+    source = _Batches(engine, 2, last=2, minibatches=4)
+
+    train(source, PolicyActor(engine, AlgorithmConfig(), minibatches=4), books, total_steps=9)
+
+    last = _records(tmp_path / "run")[-1]
+    assert (last["step"], last["minibatches/empty"], last["applied"]) == (2, 2.0, 1.0)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_2"]
+
+
 def nan_loss(terms):
     """A policy loss that is never a number."""
     return terms.ratio * math.nan, {}
@@ -137,6 +150,17 @@ def test_train_run_that_applied_nothing_fails_after_its_last_step(engine, tmp_pa
     with pytest.raises(EngineError, match="none of 2 steps was applied"):
         train(_Batches(engine, 2), actor, books, total_steps=2)
     assert [r["applied"] for r in _records(tmp_path / "run")] == [0.0, 0.0]
+
+
+def test_train_command_that_goes_on_and_applied_nothing_fails_too(engine, tmp_path):
+    books = Books(engine, tmp_path / "run", CheckpointConfig())
+    train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), books, total_steps=3)
+    assert engine.version == 3
+    diverged = PolicyActor(engine, AlgorithmConfig(loss=LossConfig(f"{__name__}:nan_loss")))
+
+    with pytest.raises(EngineError, match="none of 2 steps was applied"):
+        train(_Batches(engine, 2), diverged, books, total_steps=5)
+    train(_Batches(engine, 0), diverged, books, total_steps=5)  # nothing left to do is no failure
 
 
 @pytest.mark.slow
@@ -163,3 +187,16 @@ def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
 def test_supervised_rows_too_long_row_is_refused_by_name():
     with pytest.raises(DataError, match=r"row 0 .*data.max_length \(4\)"):
         supervised_rows(ROWS, ChatRenderer(make_tiny_tokenizer()), 4)
+
+
+def test_supervised_rows_that_are_cut_keep_their_beginning_and_need_something_to_learn():
+    renderer = ChatRenderer(make_tiny_tokenizer())
+    whole = supervised_rows(ROWS, renderer, 1000)[0]
+    first = int(whole.loss_mask.argmax())
+
+    cut = supervised_rows(ROWS, renderer, first + 1, truncate=True)[0]
+
+    assert cut.input_ids.tolist() == whole.input_ids[: first + 1].tolist()
+    assert cut.loss_mask.sum() == 1
+    with pytest.raises(DataError, match=f"no assistant token to learn from within {first} tokens"):
+        supervised_rows(ROWS, renderer, first, truncate=True)

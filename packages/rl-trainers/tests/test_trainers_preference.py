@@ -196,6 +196,16 @@ def test_preference_rows_that_teach_nothing_are_refused(rejected: list[dict[str,
         preference_rows([{"prompt_id": 3, "chosen": talk("hi", "good"), "rejected": rejected}], Letters(), 40)
 
 
+def test_preference_rows_that_are_cut_lose_the_end_of_the_answer() -> None:
+    row = {"chosen": talk("hi", "abcdef"), "rejected": talk("hi", "xy")}
+
+    chosen, _ = preference_rows([row], Letters(), 6, truncate=True)
+
+    assert [chr(i) for i in chosen.input_ids[chosen.loss_mask]] == list("abc")
+    with pytest.raises(DataError, match="nothing of the answer of `chosen` is within 3 tokens"):
+        preference_rows([row], Letters(), 3, truncate=True)
+
+
 def test_shard_rows_parts_no_pair_and_counts_each_once() -> None:
     rows = preference_rows(
         [{"chosen": talk("hi", "a" * (i + 2)), "rejected": talk("hi", "b" * (9 - i))} for i in range(5)], Letters(), 99

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ import torch
 
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.errors import ConfigError, EngineError, StopRequestedError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.sharding import shard_batch
@@ -102,7 +106,16 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def run(kind: str, model: str, batches: list[Path], run_dir: Path, stop_at: int = 0, every: int = 2) -> Any:
+def run(
+    kind: str,
+    model: str,
+    batches: list[Path],
+    run_dir: Path,
+    stop_at: int = 0,
+    every: int = 2,
+    stop: Callable[[], bool] = lambda: False,
+    checkpoint: int = 3,
+) -> Any:
     """One life of a run: to its end, or until it is stopped. Returns the weights."""
     engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(model, STEPS, optimizer=OptimizerConfig(lr=3e-3, schedule="cosine", warmup_steps=2)))
@@ -116,8 +129,9 @@ def run(kind: str, model: str, batches: list[Path], run_dir: Path, stop_at: int 
         learner = LossLearner(engine)
     else:
         source, learner = StoppingReplay(batches, stop_at), PolicyActor(engine, AlgorithmConfig())
-    books = Books(engine, run_dir, CheckpointConfig(every=3))
-    recover = RecoverPoints(run_dir, RecoverConfig(every), {"actor": engine}, {"source": source, "books": books})
+    books = Books(engine, run_dir, CheckpointConfig(every=checkpoint))
+    parts = {"source": source, "books": books}
+    recover = RecoverPoints(run_dir, RecoverConfig(every), {"actor": engine}, parts, stop)
     try:
         train(source, learner, books, STEPS, recover=recover)
         return {name: value.clone() for name, value in engine.model.state_dict().items()}
@@ -232,3 +246,123 @@ def test_state_of_nested_values_and_tensors_comes_back(model: str, tmp_path: Pat
     assert found["d"]["e"].dtype == torch.bool
     assert found["f"] == "text"
     engine.destroy()
+
+
+def test_point_is_on_the_disk_before_older_ones_go(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(model, STEPS, optimizer=OptimizerConfig()))
+    points = RecoverPoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"source": Loader()})
+    points.save(1)
+    synced: set[int] = set()
+    sync, remove = os.fsync, shutil.rmtree
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def rmtree(path: Path, **options: Any) -> None:
+        if Path(path).name == "step_1":
+            new = tmp_path / "recover" / "step_2"
+            needed = [new.parent, new, *new.rglob("*")]
+            assert {entry.stat().st_ino for entry in needed} <= synced
+            gone.append(path)
+        remove(path, **options)
+
+    gone: list[Path] = []
+    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr("shutil.rmtree", rmtree)
+    points.save(2)
+
+    assert gone == [tmp_path / "recover" / "step_1"]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_stop_that_was_asked_for_ends_the_step_with_a_point(
+    every: int, model: str, batches: list[Path], tmp_path: Path
+) -> None:
+    expected = run("sft", model, batches, tmp_path / "whole", every=every)
+    asked = iter([False, False, True])
+    with pytest.raises(SystemExit) as stopped:
+        run("sft", model, batches, tmp_path / "cut", every=every, stop=lambda: next(asked))
+    assert stopped.value.code == 143
+    assert last_point(tmp_path / "cut" / "recover") == 3
+
+    found = run("sft", model, batches, tmp_path / "cut", every=every)
+
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert figures(tmp_path / "cut") == figures(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_stop_that_was_asked_for_in_a_wait_for_a_batch_leaves_a_point_of_the_step_before(
+    every: int, model: str, batches: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run("replay", model, batches, tmp_path / "whole", every=0)
+    asked, saved, save = Event(), list[int](), RecoverPoints.save
+
+    def interrupted(source: StoppingReplay) -> Any:
+        if source.position == 3:
+            asked.set()
+            raise StopRequestedError
+        return next_batch(source)
+
+    def noted(points: RecoverPoints, step: int) -> None:
+        saved.append(step)
+        save(points, step)
+
+    next_batch = StoppingReplay.next_batch
+    with monkeypatch.context() as patch:
+        patch.setattr(StoppingReplay, "next_batch", interrupted)
+        patch.setattr(RecoverPoints, "save", noted)
+        with pytest.raises(SystemExit) as stopped:
+            run("replay", model, batches, tmp_path / "cut", every=every, stop=asked.is_set)
+    assert stopped.value.code == 143
+    assert saved == [3]
+
+    found = run("replay", model, batches, tmp_path / "cut", every=every)
+
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert figures(tmp_path / "cut") == figures(tmp_path / "whole")
+
+
+def test_stop_that_was_asked_for_before_the_first_batch_leaves_no_point(
+    model: str, batches: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(source: StoppingReplay) -> Any:
+        raise StopRequestedError
+
+    monkeypatch.setattr(StoppingReplay, "next_batch", interrupted)
+    with pytest.raises(SystemExit):
+        run("replay", model, batches, tmp_path, stop=lambda: True)
+    assert last_point(tmp_path / "recover") is None
+
+
+def test_stop_that_was_asked_for_ends_a_run_that_cannot_be_saved(model: str, tmp_path: Path) -> None:
+    engine = ReferenceTrainEngine()
+    engine.initialize(FinetuneSpec(model, STEPS, optimizer=OptimizerConfig()))
+    points = RecoverPoints(tmp_path, RecoverConfig(0), {"actor": engine}, {"source": object()}, lambda: True)
+
+    with pytest.raises(SystemExit):
+        points.after_step(1)
+
+    assert last_point(tmp_path / "recover") is None
+    engine.destroy()
+
+
+@pytest.mark.slow
+def test_run_that_was_stopped_between_its_last_checkpoint_and_its_end_ends(
+    model: str, batches: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(trace: Any, path: Path) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rl_contracts.trace.Trace.save", killed)
+        with pytest.raises(KilledError):
+            run("sft", model, batches, tmp_path, checkpoint=0)
+    lines = (tmp_path / "metrics.jsonl").read_text()
+
+    run("sft", model, batches, tmp_path, checkpoint=0)
+
+    assert (tmp_path / "metrics.jsonl").read_text() == lines

@@ -109,9 +109,20 @@ def test_answer_evaluation_gives_shares_and_means_and_none_without_answers(tmp_p
         rows = [{"reward": reward} for reward in rewards]
         return AnswerEvaluation(Rollout(), rows, EvaluationConfig(), ParallelContext())(7)
 
-    assert figures([1.0, 0.0, 0.5, 2.0]) == {"eval/accuracy": 0.5, "eval/reward": 0.875, "eval/length": 3.0}
+    assert figures([1.0, 0.0, 0.0, 0.0]) == {"eval/accuracy": 0.25, "eval/reward": 0.25, "eval/length": 3.0}
     assert figures([]) == {"eval/accuracy": None, "eval/reward": None, "eval/length": None}
     assert GenerationConfig(temperature=0.0) == EvaluationConfig().generation
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.5], [122.0], [-1.0, 1.0]])
+def test_reward_that_is_not_0_or_1_is_not_called_accuracy(rewards):
+    class Rollout:
+        def evaluate(self, rows, generation, n):
+            return [_answer(reward=reward) for reward in rewards]
+
+    figures = AnswerEvaluation(Rollout(), [{}] * len(rewards), EvaluationConfig(), ParallelContext())(7)
+
+    assert figures == {"eval/reward": pytest.approx(sum(rewards) / len(rewards)), "eval/length": 3.0}
 
 
 def test_reward_std_is_the_sample_deviation_whatever_the_split():

@@ -2,13 +2,16 @@
 
 rollout_process.py heads RANK DIRECTORY     one of two data-parallel heads; writes DIRECTORY/RANK.json
 rollout_process.py lost RANK DIRECTORY      two heads, the second of which dies; the first writes DIRECTORY/0.json
+rollout_process.py replica RANK DIRECTORY   one of two ranks of a replica; writes DIRECTORY/RANK.json
 rollout_process.py lineage DIRECTORY        trains on 60 prompts, saving after every step; meant to be killed
 """
 
+import asyncio
 import json
 import os
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,14 +35,29 @@ class Answer(RolloutWorkflow):
         record("prompt/mean", data["prompt_id"])
         record("episodes", 1, kind="sum")
         response = await engine.agenerate(ModelRequest([1 + data["prompt_id"]], GenerationConfig(max_new_tokens=200)))
-        return [from_response(response, reward=1.0, temperature=1.0)]
+        row = from_response(response, reward=1.0, temperature=1.0)
+        if data["prompt_id"] == 100:  # of the second head's prompts
+            row.token_rewards = row.loss_mask.astype("float32")
+        return [row]
 
 
-def make_rollout(rows, **options):
+class InOrder(Answer):
+    """Two prompts a batch, in order; the rest does not end."""
+
+    batches = 99
+    """That may be taken, or are."""
+
+    async def arun_episode(self, engine, data):
+        while data["prompt_id"] % 100 // 2 >= self.batches:  # noqa: ASYNC110 - another thread sets it
+            await asyncio.sleep(0.001)
+        return await super().arun_episode(engine, data)
+
+
+def make_rollout(rows, workflow=None, **options):
     config = NullInferenceEngineConfig(mean_tokens=20, sigma=1.0, seconds_per_token=0.001, read_weights=False)
     engine = NullInferenceEngine(config)
     settings = RolloutConfig(group_size=3, max_staleness=1, stall_timeout=60, failure_min_groups=1)
-    return engine, DistRollout(engine, Answer(), rows, config=settings, **options)
+    return engine, DistRollout(engine, workflow or Answer(), rows, config=settings, **options)
 
 
 def numbers(batch, name):
@@ -55,19 +73,27 @@ def heads(rank: int, directory: Path) -> None:
 
     # each head has prompts of its own; the second has fewer
     rows = [{"prompt_id": 100 * rank + i} for i in range(6 - 3 * rank)]
-    _, rollout = make_rollout(rows, batch_size=4, parallel=parallel, minibatches=2)
+    workflow = InOrder()
+    _, rollout = make_rollout(rows, workflow, batch_size=4, parallel=parallel, minibatches=2)
     with collect() as in_evaluation:
         held_out = rollout.evaluate([{"prompt_id": i} for i in range(5)], GenerationConfig(), n=2)
     result["eval"] = [row.prompt_id for row in held_out]
     result["eval_figures"] = in_evaluation.over_replicas(parallel).results()
     figures = Figures()
+    workflow.batches = 1
     while True:
         try:
             batch = rollout.next_batch()
         except StopIteration:
             break
         keys = ("prompt_ids", "group_ids", "episode_ids", "minibatch")
-        result["batches"].append({key: numbers(batch, key) for key in keys} | {"lengths": lengths(batch).tolist()})
+        rewards = batch["token_rewards"].sum(-1).tolist() if "token_rewards" in batch else None
+        trained = batch["loss_mask"].sum(-1).tolist()
+        result["batches"].append(
+            {key: numbers(batch, key) for key in keys}
+            | {"lengths": lengths(batch).tolist(), "trained": trained, "token_rewards": rewards}
+        )
+        workflow.batches = 2
         rollout.end_step(0)
         figures.merge(rollout.stats())
     result["figures"] = figures.over_replicas(parallel).results()
@@ -102,6 +128,33 @@ def lost(rank: int, directory: Path) -> None:
     except RLError as error:
         (directory / "0.json").write_text(json.dumps({"error": str(error)}))
     os._exit(0)
+
+
+class NoClient:
+    """In the place of the client of a rank that must not use one."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"a rank that is no head used its client: {name}")
+
+
+def replica(rank: int, directory: Path) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=90)
+    )
+    parallel = ParallelContext(rank, 2, 0, 1, is_dp_head=rank == 0, host_group=dist.group.WORLD)
+    _, rollout = make_rollout([{"prompt_id": i} for i in range(6)], batch_size=4, parallel=parallel)
+    if rank:
+        rollout.head.engine = rollout.head.episodes.engine = NoClient()
+    rows = [len(rollout.evaluate([{"prompt_id": 0}], GenerationConfig()))]
+    with suppress(StopIteration):
+        while True:
+            rows.append(len(rollout.next_batch()))
+            rollout.end_step(0)
+            rollout.stats()
+            rollout.state_dict()
+    rollout.destroy()
+    (directory / f"{rank}.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
 
 
 def lineage(directory: Path) -> None:
@@ -139,7 +192,7 @@ def save(directory: Path, state: dict, trained: list[int]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] in ("heads", "lost"):
-        {"heads": heads, "lost": lost}[sys.argv[1]](int(sys.argv[2]), Path(sys.argv[3]))
+    if sys.argv[1] in ("heads", "lost", "replica"):
+        {"heads": heads, "lost": lost, "replica": replica}[sys.argv[1]](int(sys.argv[2]), Path(sys.argv[3]))
     else:
         lineage(Path(sys.argv[2]))

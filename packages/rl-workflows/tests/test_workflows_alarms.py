@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import count
+import weakref
+from itertools import count, pairwise
 
 import pytest
+import torch
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
@@ -19,6 +21,7 @@ from rl_contracts.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
 from rl_workflows.episode import stage
+from rl_workflows.runtime import GC_THRESHOLDS
 from rl_workflows.watch import STACKS_SHOWN, within
 
 
@@ -270,13 +273,67 @@ def test_finished_groups_leave_nothing_to_the_garbage_collector():
             rollout.end_step(0)
         gc.collect()
         gc.disable()
+        found = []
+        gc.callbacks.append(lambda phase, info: found.append(info["collected"]) if phase == "stop" else None)
         for _ in range(8):
             rollout.next_batch()
             rollout.end_step(0)
-        assert gc.collect() < 8 * 25, "some objects per batch, not per group"
+        gc.collect()
+        assert sum(found) < 8 * 25, "some objects per batch, not per group"
     finally:
+        gc.callbacks.pop()
         gc.enable()
         rollout.destroy()
+
+
+def test_tensors_that_training_leaves_in_reference_cycles_do_not_outlive_their_step(monkeypatch):
+    monkeypatch.setattr("rl_workflows.runtime.FULL_COLLECTION_EVERY", 4)
+    monkeypatch.setattr("rl_workflows.runtime.COLLECTION_FRACTION", 1e9)  # steps of a run are longer than these
+    thresholds, rollout = gc.get_threshold(), _rollout()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        left, kept = [], []
+        for step in range(1, 9):
+            rollout.next_batch()
+            for held in (None, kept):  # one is dropped in its step, one in the step after
+                cycle = Cycle(torch.zeros(1000))
+                left.append(weakref.ref(cycle.tensor))
+                if held is not None:
+                    held.append(cycle)
+            del cycle
+            del kept[:-1]
+            rollout.end_step(0)
+            alive = [ref() is not None for ref in left]
+            assert not any(alive[:-1:2]), "dropped within the step"
+            assert sum(alive) <= 1 + step % 4, "what outlived a step is found by the next full collection"
+    finally:
+        gc.set_threshold(*thresholds)
+        rollout.destroy()
+
+
+def test_collections_at_the_ends_of_steps_take_a_hundredth_of_the_time(monkeypatch):
+    rollout, began = _rollout(), []
+
+    def collect(generation):
+        began.append(time.monotonic())
+        time.sleep(0.01)
+
+    monkeypatch.setattr("rl_workflows.runtime.gc.collect", collect)
+    try:
+        for _ in range(20):
+            rollout.next_batch()
+            rollout.end_step(0)
+        assert began
+        assert all(later - sooner >= 100 * 0.01 for sooner, later in pairwise(began))
+    finally:
+        rollout.destroy()
+
+
+class Cycle:
+    """Holds a tensor and itself."""
+
+    def __init__(self, tensor):
+        self.tensor, self.itself = tensor, self
 
 
 @pytest.mark.slow

@@ -302,9 +302,9 @@ def test_failure_budget_is_the_same_after_resuming(clock, make_head):
         if resumes:
             state = await head.state_dict()
             await head.close()
-            tensors = state.pop("tensors")
+            groups = state.pop("groups")
             head = make()
-            await head.load_state_dict(json.loads(json.dumps(state)) | {"tensors": tensors})
+            await head.load_state_dict(json.loads(json.dumps(state)) | {"groups": groups})
         with pytest.raises(RLError) as caught:
             await _steps_until_the_end(head)
         await head.close()
@@ -313,6 +313,35 @@ def test_failure_budget_is_the_same_after_resuming(clock, make_head):
     unbroken = clock.run(run(resumes=False))
     assert unbroken.startswith("13 of the last 24 groups failed")
     assert clock.run(run(resumes=True)) == unbroken
+
+
+@pytest.mark.parametrize("lost", ["budget", "recent", "failed_in_row", "rejected_in_row"])
+def test_state_of_a_version_that_saved_no_budget_resumes_with_one_that_remembers_nothing(clock, make_head, lost):
+    def make():
+        rows = iter([{"prompt_id": i} for i in range(1000)])
+        limits = {"failure_budget": 1.0, "max_failed_in_row": 6}
+        return make_head(judge=_failing_from(2), rows=rows, max_staleness=0, group_size=1, batch_size=1, **limits)
+
+    async def main():
+        head = make()
+        for _ in range(2):
+            await _batch(head)
+            await head.end_step(0)
+        head.budget.failed(RewardError("before the point"))
+        state = await head.state_dict()
+        await head.close()
+        state.pop(lost, None)
+        state.get("budget", {}).pop(lost, None)
+        head = make()
+        await head.load_state_dict(state)
+        with pytest.raises(RLError) as caught:
+            await _batch(head)
+        await head.close()
+        return str(caught.value)
+
+    failed = clock.run(main())
+    assert failed.startswith("6 groups in a row failed")
+    assert ("before the point" in failed) == (lost == "rejected_in_row")
 
 
 def test_data_iterator_that_dies_ends_the_wait_with_its_cause(clock, make_head):
@@ -492,7 +521,7 @@ def test_workflow_that_edits_its_row_changes_neither_the_groups_nor_the_saved_on
         await clock.sleep(1.0)
         state = await head.state_dict()
         await head.close()
-        return [*state["in_flight"], *(group["prompt"] for group in state["groups"])]
+        return [*state["in_flight"], *(group.prompt for group in state["groups"])]
 
     rows = clock.run(main())
 
@@ -531,6 +560,27 @@ def test_state_holds_json_where_a_workflow_gave_numpy_values():
 def test_reward_that_is_no_number_is_refused_where_its_episode_ends(clock, reward):
     with pytest.raises((TypeError, ValueError), match="float"):
         stamped([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
+
+
+def test_episode_of_several_rows_has_one_reward_and_differing_ones_are_refused_by_the_workflows_name(clock):
+    context = EpisodeContext(0, 0, 0, 0, {}, clock)
+    with pytest.raises(
+        DataError, match=r"Turns\.arun_episode returned 2 rows with the rewards \[0.0, 1.0\].*token_rewards"
+    ):
+        stamped([_row(reward=0), _row(reward=1)], context, "Turns")
+    assert len(stamped([_row(reward=1), _row(reward=1.0)], context, "Turns")) == 2
+
+
+def test_rewards_of_an_episode_that_differ_fail_its_group_and_end_the_run_in_the_budget(clock, make_head):
+    head = make_head(failure_min_groups=1)
+
+    class Turns(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            return [_row(reward=0.0), _row(reward=1.0)]
+
+    head.episodes.workflow = Turns()
+    with pytest.raises(RLError, match=r"Turns\.arun_episode returned 2 rows"):
+        clock.run(_batch(head))
 
 
 @pytest.mark.slow

@@ -89,13 +89,6 @@ async def test_episode_reward_that_raises_is_a_reward_error_with_its_cause(token
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-async def test_episode_prompt_too_long_for_the_model_is_a_data_error_with_both_numbers(tokenizer, answering):
-    with pytest.raises(DataError, match="prompt has 48 tokens, but the model holds 48"):
-        await _workflow(tokenizer, float, max_length=48).arun_episode(
-            answering, {"messages": [{"role": "user", "content": "x" * 29}]}
-        )
-
-
 async def test_episode_row_without_messages_is_a_data_error_that_names_its_keys(tokenizer, answering):
     with pytest.raises(DataError, match=r"`messages`.*\['question'\]"):
         await _workflow(tokenizer, float).arun_episode(answering, {"question": "2 + 3?"})
@@ -123,3 +116,39 @@ async def test_group_renders_its_prompt_once(tokenizer, answering, monkeypatch):
 
     assert [trajectory.episode_id for trajectory in group.trajectories] == [0, 1, 2]
     assert len(calls) == 1
+
+
+async def _group(tokenizer, max_length, evaluation=None, prompt="x"):
+    """What one episode asked for, and what became of it."""
+    asked = []
+
+    def answer(request):
+        asked.append(request.generation)
+        return [5] * request.generation.max_new_tokens
+
+    engine = NullInferenceEngine(NullInferenceEngineConfig(seconds_per_token=0.0), answer=answer)
+    workflow = _workflow(tokenizer, lambda *given, **data: 1.0, max_length=max_length)
+    episodes = Episodes(workflow, engine, SystemClock(), seed=0, generation=evaluation)
+    row = {"messages": [{"role": "user", "content": prompt}], "prompt_id": 0}
+    return asked, await run_group(episodes, row, Ticket(0, 0), 1, needed=1)
+
+
+@pytest.mark.parametrize("evaluation", [None, GenerationConfig(max_new_tokens=80, min_new_tokens=70)])
+async def test_max_length_bounds_prompt_and_answer_together(tokenizer, evaluation):
+    asked, group = await _group(tokenizer, 40, evaluation)
+
+    (row,) = group.trajectories
+    assert len(row.input_ids) == 40
+    assert asked[0].max_new_tokens == row.loss_mask.sum() == 40 - 20  # 20 are the prompt's
+
+
+async def test_max_length_leaves_answers_alone_that_fit(tokenizer):
+    asked, _ = await _group(tokenizer, 84)
+    assert asked[0].max_new_tokens == 64
+
+
+async def test_prompt_that_leaves_no_room_for_an_answer_is_a_data_error_with_both_numbers(tokenizer):
+    asked, group = await _group(tokenizer, 48, prompt="x" * 29)
+    assert asked == []
+    assert isinstance(group.error, DataError)
+    assert "the prompt has 48 tokens, but a row may have 48 with its answer" in str(group.error)

@@ -11,7 +11,7 @@ import torch
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
-from rl_contracts.errors import ConfigError, InferenceError, RLError, StalledError
+from rl_contracts.errors import ConfigError, InferenceError, RLError, StalledError, StopRequestedError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.trajectory import from_response, validate
@@ -87,6 +87,100 @@ def test_next_batch_finite_data_ends_with_a_smaller_batch_and_every_prompt_once(
             rollout.next_batch()
     finally:
         rollout.destroy()
+
+
+class Stateful:
+    """Rows that can be saved, as a loader's can."""
+
+    def __init__(self, rows):
+        self.rows, self.at = rows, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == len(self.rows):
+            raise StopIteration
+        self.at += 1
+        return self.rows[self.at - 1]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("kind", [iter, Stateful])
+def test_state_after_the_last_smaller_batch_resumes_at_the_end_of_the_data(engine, kind):
+    first, second = (_rollout(engine, kind(list(_rows(10)))) for _ in range(2))
+    try:
+        assert len(_to_the_end(first)) == 3
+        second.load_state_dict(first.state_dict())
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                second.next_batch()
+    finally:
+        first.destroy()
+        second.destroy()
+
+
+class Hanging(Echo):
+    """Never answers."""
+
+    def __init__(self):
+        self.begun = threading.Event()
+
+    async def arun_episode(self, engine, data):
+        self.begun.set()
+        await asyncio.Event().wait()
+
+
+def test_next_batch_asked_to_stop_while_it_waits_ends_between_two_steps(engine):
+    workflow = Hanging()
+    hanging = DistRollout(
+        engine, workflow, _rows(10), batch_size=4, config=RolloutConfig(group_size=2), stop=workflow.begun.is_set
+    )
+    after = _rollout(engine, _rows(10))
+    try:
+        with pytest.raises(StopRequestedError):
+            hanging.next_batch()
+        state = hanging.state_dict()
+        assert [row["prompt_id"] for row in state["in_flight"]] == list(range(8))
+        after.load_state_dict(state)
+        assert sorted(prompt for batch in _to_the_end(after) for prompt in batch) == list(range(10))
+    finally:
+        hanging.destroy()
+        after.destroy()
+
+
+def test_state_of_thousands_of_groups_does_not_hold_up_the_loop(engine):
+    """The loop hands the groups out as they are; tensors are made of them in the caller's thread."""
+    rollout = _rollout(engine, _rows())
+    try:
+        rollout.next_batch()
+        rollout.end_step(0)
+        threads = []
+
+        def noted(self, *arguments):
+            threads.append(threading.current_thread().name)
+            return 4
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rl_contracts.trajectory.Trajectory.__len__", noted)
+            _fill(rollout, 1)
+            rollout.state_dict()
+        assert set(threads) == {threading.current_thread().name}
+    finally:
+        rollout.destroy()
+
+
+def _fill(rollout, groups):
+    """Wait until so many groups are accepted, without taking them."""
+    deadline = time.monotonic() + 20
+    while rollout.head.manager.accepted < groups:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_next_batch_deterministic_when_on_policy_whatever_the_speed(engine):

@@ -22,7 +22,7 @@ from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig,
 from rl_contracts.trajectory import Trajectory, concatenate, from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
-from rl_workflows.batches import assemble
+from rl_workflows.batches import assemble, groups_from_state, groups_to_state
 from rl_workflows.groups import FinishedGroup
 
 LONGEST = 400.0
@@ -122,7 +122,8 @@ async def live(world, make):
     del world.books[accounted:]
     if states is not None:
         for head, state in zip(heads, states, strict=True):
-            await head.load_state_dict({**json.loads(json.dumps(state["json"])), "tensors": state["tensors"]})
+            groups = groups_from_state({**json.loads(json.dumps(state["groups"])), "tensors": state["tensors"]})
+            await head.load_state_dict({**json.loads(json.dumps(state["json"])), "groups": groups})
     world.served = version
     try:
         while True:
@@ -169,8 +170,11 @@ async def commit(world, engine, version):
 
 async def save(world, version, heads):
     states = [await head.state_dict() for head in heads]
-    tensors = [state.pop("tensors") for state in states]
-    parts = [{"json": state, "tensors": t} for state, t in zip(states, tensors, strict=True)]
+    groups = [groups_to_state(state.pop("groups")) for state in states]
+    parts = [
+        {"json": state, "tensors": kept.pop("tensors"), "groups": kept}
+        for state, kept in zip(states, groups, strict=True)
+    ]
     world.saved = (version, len(world.books), parts)
     world.events["saves"] += 1
 

@@ -31,10 +31,10 @@ class ModelShape:
     """Width of the residual stream."""
     layers: int = 2
     """Number of decoder layers."""
-    heads: int = 4
+    heads: int = 2
     """Attention heads; keys and values have as many."""
-    head_dim: int = 16
-    """Width of a head."""
+    head_dim: int = 32
+    """Width of a head. vLLM has no kernels for less on a CPU."""
     intermediate_size: int = 256
     """Width of the feed-forward layers."""
     max_length: int = 256
@@ -70,6 +70,7 @@ def prepare_embedded(
     recipe: EmbeddedRecipe | None = None,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """The model of the generated word problems: made and warmed up, or found in the cache.
 
@@ -81,6 +82,7 @@ def prepare_embedded(
         recipe: levels, sizes and warm-up; by default those of the demonstration.
         progress: told of every warm-up step; not called where the model is found.
         cache_dir: by default that of `default_cache_dir`.
+        say: told what is done; not called where the model is found.
 
     Returns:
         A directory that `AutoModelForCausalLM` and `AutoTokenizer` load.
@@ -93,6 +95,7 @@ def prepare_embedded(
     ingredients = {"model": "word-problems", "seed": seed, "recipe": asdict(chosen)}
 
     def make(directory: Path) -> None:
+        say("making the embedded model" + (" and warming it up" if chosen.warm_up else ""))
         tokenizer = word_problem_tokenizer(chosen.shape.max_length)
         model = random_model(chosen.shape, tokenizer, seed)
         if chosen.warm_up is not None:
@@ -108,6 +111,7 @@ def prepare_from_scratch(
     seed: int,
     recipe: ScratchRecipe | None = None,
     cache_dir: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """A random model with a byte-level BPE tokenizer trained on `texts`, made or found in the cache.
 
@@ -116,6 +120,7 @@ def prepare_from_scratch(
         seed: makes the weights.
         recipe: vocabulary and sizes.
         cache_dir: by default that of `default_cache_dir`.
+        say: told what is done; not called where the model is found.
 
     Returns:
         A directory that `AutoModelForCausalLM` and `AutoTokenizer` load.
@@ -129,6 +134,7 @@ def prepare_from_scratch(
     ingredients = {"model": "from-scratch", "seed": seed, "recipe": asdict(chosen), "texts": given}
 
     def make(directory: Path) -> None:
+        say("making a small model from scratch, with a tokenizer trained on the data")
         tokenizer = trained_tokenizer(given, chosen.vocab_size, chosen.shape.max_length)
         save(random_model(chosen.shape, tokenizer, seed), tokenizer, directory)
 

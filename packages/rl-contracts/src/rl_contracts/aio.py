@@ -7,9 +7,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, suppress
+from contextvars import copy_context
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,22 @@ logger = get_logger("aio")
 
 BEAT_SECONDS = 1.0
 """How often a loop is asked whether it still turns, where a caller wants to know."""
+
+
+def in_thread[T](work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a daemon thread of its own, in the caller's context; it holds nothing up when the process ends."""
+    done: Future[T] = Future()
+    context = copy_context()
+
+    def run() -> None:
+        done.set_running_or_notify_cancel()
+        try:
+            done.set_result(context.run(work))
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="in_thread", daemon=True).start()
+    return done
 
 
 class LoopThread(AbstractContextManager["LoopThread"]):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar
 
 from rl_contracts.errors import ConfigError
@@ -93,8 +92,8 @@ class GenerationConfig(Settings):
     """Tokens generated at most, at least 1."""
     min_new_tokens: int = 0
     """Tokens before an end token may be sampled."""
-    temperature: float = bounded(1.0, "0 (greedy) or more", lambda temperature: temperature >= 0)
-    """Divides the logits; 0 is greedy decoding."""
+    temperature: float = bounded(1.0, "0 (greedy) or 1e-4 to 1e4", lambda value: value == 0 or 1e-4 <= value <= 1e4)
+    """Divides the logits; 0 is greedy decoding. Beyond 1e-4 and 1e4 nothing is left of them in float32."""
     top_p: float = bounded(1.0, "in (0, 1]", lambda mass: 0 < mass <= 1)
     """Smallest set of tokens with this probability mass; 1 switches it off."""
     top_k: int = bounded(0, "0 (off) or more", lambda number: number >= 0)
@@ -105,9 +104,9 @@ class GenerationConfig(Settings):
     """Subtracted from the logits of every token that the answer already has; -2 to 2, 0 switches it off."""
     frequency_penalty: float = bounded(0.0, "in [-2, 2]", lambda penalty: -2 <= penalty <= 2)
     """The same, times how often the answer has it; -2 to 2, 0 switches it off."""
-    repetition_penalty: float = bounded(1.0, "more than 0 (1 is off) and finite", lambda factor: 0 < factor < math.inf)
+    repetition_penalty: float = bounded(1.0, "in [0.01, 100] (1 is off)", lambda factor: 0.01 <= factor <= 100)
     """Divides the positive logits, and multiplies the negative ones, of every token that prompt or answer already have;
-    more than 0, 1 switches it off."""
+    0.01 to 100, 1 switches it off."""
     stop: list[str] = field(default_factory=list)
     """Strings that end the answer where they appear in its text."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -142,19 +141,27 @@ class GenerationConfig(Settings):
 
 @dataclass
 class OptimizerConfig(Settings):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
     setting: ClassVar[str] = "optimizer"
+    group: ClassVar[str] = "rl.optimizers"
+    name: str = "adamw"
+    """`adamw`; `sgd`; `muon` (for the matrices of the decoder layers, AdamW for the rest); `adamw8bit` (moments in 8
+    bits; needs torchao); or anybody's, also as a dotted path such as `torch.optim:Adagrad`."""
     lr: float = bounded(1e-6, "0 or more", lambda rate: rate >= 0)
     """Peak learning rate."""
     weight_decay: float = bounded(0.01, "0 or more", lambda decay: decay >= 0)
-    """Decoupled weight decay; not applied to biases and norms."""
+    """Weight decay, decoupled but with `sgd`; not applied to biases and norms."""
+    momentum: float | None = bounded(None, "in [0, 1)", lambda decay: decay is None or 0 <= decay < 1)
+    """Decay of the momentum of `sgd` and `muon`. None: their own, 0 and 0.95."""
     beta1: float = bounded(0.9, "in [0, 1)", lambda beta: 0 <= beta < 1)
     """Decay of AdamW's first moment."""
     beta2: float = bounded(0.95, "in [0, 1)", lambda beta: 0 <= beta < 1)
     """Decay of its second moment."""
     eps: float = bounded(1e-8, "more than 0", lambda eps: eps > 0)
     """Added to its denominator."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further constants of an optimizer, by the names of its keyword arguments."""
     schedule: str = choice("constant", ("constant", "linear", "cosine"))
     """After the warm-up: `constant`, `linear` or `cosine` down to `min_lr_ratio * lr` at the last step."""
     warmup_steps: int = bounded(0, "0 or more", lambda steps: steps >= 0)
@@ -178,13 +185,12 @@ class MicroBatchConfig(Settings):
 
 @dataclass
 class ClientConfig(Settings):
-    """How a client treats inference servers of any kind: deadlines, retries, probes, routing."""
+    """How a client treats inference servers of any kind: deadlines, retries, probes, routing. How many requests are
+    open at once is up to who asks: in a run to `rollout.max_concurrent`."""
 
     setting: ClassVar[str] = "client"
-    max_concurrent: int = bounded(1024, "at least 1", lambda number: number >= 1)
-    """Requests that the client has open at the same time, over all servers."""
-    # servers show that they are alive every half second
-    progress_timeout: float = bounded(60.0, "1 s or more", lambda seconds: seconds >= 1)
+    # servers show that they are alive every half second; a launcher starts one that is silent anew before this
+    progress_timeout: float = bounded(120.0, "1 s or more", lambda seconds: seconds >= 1)
     """Seconds without a byte (generation) or an answer (control) after which a server counts as lost, and after which a
     request that no server moves on fails."""
     update_timeout: float = bounded(300.0, "seconds above 0", lambda seconds: seconds > 0)
@@ -212,3 +218,10 @@ class ClientConfig(Settings):
             "0 or more seconds, and 0 where client.probe_interval is 0, for then nobody sees a server come back",
             self.rejoin_timeout,
         )
+
+    def shared_by(self, clients: int) -> ClientConfig:
+        """For each of several clients of the same servers: together they probe as often as one would alone, up to the
+        number at which each would have less than four probes within `progress_timeout` (and `rejoin_timeout`), which it
+        needs to notice in time that a server is silent or back. What fails is asked about at once in any case."""
+        longest = min(self.progress_timeout, self.rejoin_timeout or self.progress_timeout) / 4
+        return replace(self, probe_interval=min(clients * self.probe_interval, max(self.probe_interval, longest)))

@@ -65,9 +65,9 @@ class ParamSpec:
     """Name, shape and served dtype of one parameter."""
 
     name: str
-    """Hugging Face name, as in the model's state dict."""
+    """Hugging Face name, as in the files of the model's checkpoint."""
     shape: tuple[int, ...]
-    """Full (unsharded) shape."""
+    """Full (unsharded) shape, as there."""
     dtype: str
     """Name of the torch dtype in which it is served, for example `"float32"` or `"bfloat16"`."""
 
@@ -172,7 +172,7 @@ class FinetuneSpec(Settings):
     seed: int = 0
     """Seed of everything random inside the engine."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
-    """AdamW and its schedule; None for a model that is never trained (a reference policy)."""
+    """The optimizer and its schedule; None for a model that is never trained (a reference policy)."""
     micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
     """How much is run at once."""
     dtype: str = choice("float32", DTYPES)

@@ -125,8 +125,9 @@ class TrainEngine(ABC):
     def param_specs(self) -> tuple[ParamSpec, ...]:
         """What this rank's `full_parameters` yields, in that order; the same for as long as the engine lives.
 
-        Names and shapes are those of the Hugging Face model, a tied parameter has one name, and the dtype is the one in
-        which the weights are to be served (the cast is left to the route). No collective.
+        Names and shapes are those of the model's checkpoint on the hub (`rl_contracts.hub_names`), which servers load:
+        each expert of a mixture has its own. A tied parameter has one name. The dtype is the one in which they are to
+        be served (the cast is left to the route). No collective.
         """
 
     @abstractmethod
@@ -160,8 +161,9 @@ class TrainEngine(ABC):
         """Undo `offload`."""
 
     def stats(self) -> dict[str, float | None]:
-        """Figures of this rank since the last call, for people: `memory/peak_gib`, `throughput/mfu` (model FLOPs
-        utilisation; None where the peak of the device is not known). None at all by default."""
+        """Figures of this rank since the last call, for people: `memory/peak_gib`, `time/train_batch` (seconds in
+        `train_batch`), `throughput/mfu` (model FLOPs utilisation in that time; None where the peak of the device is not
+        known). None at all by default."""
         return {}
 
     @abstractmethod

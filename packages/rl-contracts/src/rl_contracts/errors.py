@@ -6,6 +6,9 @@ arises; add a boundary only if a failed episode or a failed run should be counte
 
 from __future__ import annotations
 
+import sys
+import traceback
+
 
 class RLError(Exception):
     """Root of all errors of the rl packages. `boundary` is the name under which a failure is counted."""
@@ -78,10 +81,37 @@ class LaunchError(RLError):
     boundary = "launch"
 
 
+class StopRequestedError(RLError):
+    """The process was asked to stop while it waited between two steps, where the run can be saved."""
+
+
 class StalledError(RLError):
     """Nothing moved for longer than allowed. Names the stage and its age."""
 
     boundary = "stalled"
+
+
+def raised_at(error: BaseException) -> str:
+    """` (file:line)` of the user's code that led to an error, the innermost that is neither installed nor ours (modules
+    called `rl_...`); empty where there is none."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    places = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not (frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")).startswith("rl_")
+    ]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append((error.filename, error.lineno or 0))
+    installed = (sys.prefix, sys.base_prefix, "<")
+    theirs = [f" ({file}:{line})" for file, line in places if not file.startswith(installed)]
+    return theirs[-1] if theirs else ""
+
+
+def defined_at(function: object) -> str:
+    """` (file:line)` of a function's first line; empty where it has no source."""
+    code = getattr(function, "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def boundary_of(error: BaseException) -> str:

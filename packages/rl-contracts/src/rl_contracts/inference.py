@@ -3,13 +3,46 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from rl_contracts.config import ClientConfig, Settings
-from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.config import ClientConfig, Settings, require
+from rl_contracts.data import ROUTES, ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
 from rl_contracts.scheduler import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProgram:
+    """The Python program that a kind of server is, and what it needs where it runs."""
+
+    python: str
+    """Interpreter; empty: that of the command."""
+    module: str
+    """What the interpreter must be able to import."""
+    distributions: tuple[str, ...]
+    """Names under which that is installed; one of them must be."""
+    remedy: str
+    """What to do where it is not."""
+    at_least: str = ""
+    """First version that will do, by its numbers, such as `0.32`; empty: any."""
+    below: str = ""
+    """First version that will not do any more; empty: none."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables that the import needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a running server says of itself."""
+
+    model_path: str
+    """What it was started with: a directory or a hub id; empty: it does not say."""
+    version: int = 0
+    """Of the weights that it serves."""
+    weights_dir: str | None = None
+    """Directory in which it looks for updates; empty: it takes none; None: it takes them from anywhere."""
 
 
 @dataclass
@@ -17,12 +50,95 @@ class ServerConfig(Settings):
     """Base of the settings of one kind of inference server: what can be chosen about it and does not follow from the
     run. An engine `XxxEngine` brings a subclass `XxxEngineConfig` beside it."""
 
+    addresses: list[str] = field(default_factory=list)
+    """Servers that run already (`http://host:port`), as many as the allocation says: they are looked at and used, and
+    none is started. Their key is expected in `RL_RUN_KEY`. Empty: the launcher starts them."""
+
+    def program(self) -> ServerProgram | None:
+        """What must be installed where the servers run; the command looks before anything starts. None: nothing that
+        could be looked for."""
+        return None
+
     def check(self, spec: ServeSpec) -> None:
         """Refuse what these servers cannot do. Called when a run's config is resolved, before anything starts.
 
         Raises:
             ConfigError: names both settings, and the fix.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What servers can do. Whoever wants something that not all of them can asks here first, and says so where it is
+    left out; what is asked for nevertheless raises an `InferenceError`. The defaults are what a method of the contract
+    promises that an implementation must have."""
+
+    routes: tuple[str, ...] = ROUTES
+    """Ways on which weights can come."""
+    stages_beside: bool = True
+    """A new version is loaded beside the served one, while answers are generated. Else over it, in the commit."""
+    checksums: bool = True
+    """Receipts, and `live_receipts`, have a checksum of each parameter. Else receipts are empty, and a `Canary` shows
+    what is served; so it is for all that do not stage beside, whose receipts would come too late."""
+    stamps: bool = True
+    """Servers say which version made which token. Else tokens count for the oldest version that can have made them."""
+    stamps_at_end: bool = False
+    """They say it in the last message of an answer: of one whose server is lost the same as without `stamps`."""
+    any_score_temperature: bool = True
+    """`score` takes every temperature. Else 1 alone."""
+    scores_before: bool = False
+    """`score_before` works."""
+    truncated_logprobs: bool = False
+    """After top-p, top-k, min-p and penalties, log-probs are of what these left: such requests are refused."""
+    seeds: bool = True
+    """A seed decides the tokens. Else it counts for nothing."""
+    seeds_by_position: bool = True
+    """A resumed answer draws what it would have drawn uninterrupted. Else each attempt has a seed of its own."""
+    continues: bool = True
+    """A resumed answer goes on with its stop strings and penalties. Else the client looks for stop strings itself,
+    which takes the tokenizer of `ServeSpec.model_path`, and penalties are refused."""
+    keeps_cache: bool = True
+    """`interrupt="keep"` goes on with the KV cache of the old weights. Else it is computed anew in the server, which no
+    answer notices."""
+    signs_of_life: bool = True
+    """Whoever answers shows at least every few seconds that it does. Else silence says nothing, and `/health` is asked.
+    """
+    lora: bool = False
+    """Adapters alone can be published."""
+    sleeps: bool = False
+    """`sleep` and `wake` work."""
+
+    def __post_init__(self) -> None:
+        expected = "False where stages_beside is, because a receipt is compared before anything is served"
+        require(self.stages_beside or not self.checksums, "capabilities.checksums", expected, self.checksums)
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryAnswer:
+    """What one server showed of the weights that it serves now."""
+
+    server: str
+    """Its name."""
+    scores: list[float]
+    """Log-probs of the prompt's tokens at temperature 1; entry 0 is 0."""
+    output_ids: list[int]
+    """Greedy tokens after the prompt."""
+    logprobs: list[float]
+    """Their log-probs at temperature 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """How servers without checksums show after an update what they serve, before they get requests again: the same
+    prompt is answered on each before the update (so that it lies in its prefix cache) and after it."""
+
+    input_ids: list[int]
+    """Several hundred tokens."""
+    tokens: int
+    """Greedy tokens to generate after them."""
+    judge: Callable[[int, list[CanaryAnswer]], Awaitable[None]]
+    """Called with the version and what servers showed of it: in a commit with all of them; later with one that was
+    brought up to the same version. Raises a `WeightUpdateError` that names the server and what differs."""
 
 
 class InferenceEngine(ABC):
@@ -62,6 +178,11 @@ class InferenceEngine(ABC):
         """
 
     @property
+    def capabilities(self) -> Capabilities:
+        """What the servers can do; known before `initialize`."""
+        return Capabilities()
+
+    @property
     @abstractmethod
     def served_dtype(self) -> str:
         """Name of the torch dtype in which the servers hold weights and compute, for example `"float32"`."""
@@ -76,6 +197,14 @@ class InferenceEngine(ABC):
     def version(self) -> int:
         """The last version committed on all live servers; what a group that starts now may count on."""
 
+    async def describe(self, server: str) -> ServedModel | None:
+        """Ask one of `servers` what it is; a run asks each that it did not start itself. None: this kind does not say.
+
+        Raises:
+            InferenceError: it does not answer, or not as servers of this kind do, or refuses the key.
+        """
+        return None
+
     @abstractmethod
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Generate one answer, through interruptions and lost servers, to its end.
@@ -89,6 +218,7 @@ class InferenceEngine(ABC):
         """Log-probs of given tokens at the current weights: entry t is that of `input_ids[t]`; entry 0 is 0.
 
         Args:
+            temperature: 1, unless `capabilities.any_score_temperature`.
             server: the one of `servers` that is asked, and no other; None: whichever has the least to do.
 
         Raises:
@@ -116,29 +246,33 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     async def stage_weights(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
-        """Load a version beside the served one on every server, while they go on generating.
+        """Load a version beside the served one on every server, while they go on generating; or, where
+        `capabilities.stages_beside` is false, see that `commit_weights` will be able to load it.
 
         Returns:
-            each server's receipt. Nothing is served from the new weights before `commit_weights`.
+            each server's receipt, without checksums where `capabilities.checksums` is false. Nothing is served from the
+            new weights before `commit_weights`.
 
         Raises:
             WeightUpdateError: no live server could stage. A server that could not while others did is evicted.
         """
 
     @abstractmethod
-    async def commit_weights(self, version: int, interrupt: str = "keep") -> float:
+    async def commit_weights(self, version: int, interrupt: str = "keep", canary: Canary | None = None) -> float:
         """pause -> swap -> commit -> resume the staged version on every server.
 
         Args:
             interrupt: what happens to unfinished generations: `keep` (go on, old KV cache), `recompute` (go on, KV
                 cache rebuilt with the new weights) or `wait` (finish them first).
+            canary: what each server has to show before it gets requests again. Always given where
+                `capabilities.checksums` is false.
 
         Returns:
             the longest time, in seconds, that a server did not generate.
 
         Raises:
-            WeightUpdateError: no live server committed. A server that does not acknowledge is evicted before any
-                resumes.
+            WeightUpdateError: no live server committed, or the canary's judge raised it. A server that does not
+                acknowledge is evicted before any resumes.
         """
 
     @abstractmethod
@@ -148,6 +282,22 @@ class InferenceEngine(ABC):
     @abstractmethod
     async def resume(self) -> None:
         """Undo `pause`."""
+
+    async def sleep(self) -> None:
+        """Give the servers' memory back until `wake`, for a trainer on the same devices; requests wait.
+
+        Raises:
+            InferenceError: these servers cannot (`capabilities.sleeps`), or none did.
+        """
+        raise InferenceError(f"{type(self).__name__}: these servers cannot give their memory back for a while.")
+
+    async def wake(self) -> None:
+        """Undo `sleep`: the servers go on with the version that they served.
+
+        Raises:
+            InferenceError: these servers cannot (`capabilities.sleeps`), or none did.
+        """
+        raise InferenceError(f"{type(self).__name__}: these servers cannot give their memory back for a while.")
 
     @abstractmethod
     async def stats(self) -> dict[str, float]:

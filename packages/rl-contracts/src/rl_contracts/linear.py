@@ -9,6 +9,7 @@ sizes alone, never from a measurement, so that a run that is repeated or resumed
 from __future__ import annotations
 
 import functools
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,10 @@ def prefers_onednn() -> bool:
     """Whether oneDNN is the faster one here, can be called, and computes what it should."""
     if not torch.backends.mkldnn.is_available() or not _mkl_wastes_speed():
         return False
+    # torch keeps a description for each of the last 1024 sizes of a product, 0.25 MiB and more, and oneDNN a primitive;
+    # passes and micro-batches have all sizes. Both look at these once, at their first product.
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     x, weight, bias = torch.linspace(-1, 1, 24).view(3, 8), torch.linspace(-2, 1, 40).view(5, 8), torch.arange(5.0)
     try:
         found = _onednn(x, weight, bias)

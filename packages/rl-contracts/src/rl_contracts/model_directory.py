@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from rl_contracts.errors import ModelError
+
+_WRITERS = ("_name_or_path", "transformers_version")
+"""Settings of a model that say who wrote them."""
 
 
 def check_model_directory(
@@ -21,7 +26,8 @@ def check_model_directory(
         tokenizer: whether there must be one.
 
     Raises:
-        ModelError: says what was expected and what is there.
+        ModelError: says what was expected and what is there; also of a safetensors file that is cut off or none at all,
+            and of a tokenizer's settings that are no JSON.
     """
     directory = Path(path)
     if not (directory.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
@@ -38,3 +44,80 @@ def check_model_directory(
                 f"{name} {path}: expected {what}, found {listing}. Give a directory written by `save_pretrained` or "
                 "downloaded whole from a hub, or a run's checkpoints/step_<n>."
             )
+    shards = {shard for file in directory.glob("*.safetensors.index.json") for shard in _shards_of(file)}
+    for file in sorted({*(directory / shard for shard in shards), *directory.glob("*.safetensors")}):
+        if problem := _unreadable(file):
+            raise ModelError(f"{name} {path}: {file.name} {problem}. Copy or download it again.")
+    for file in sorted(directory.glob("tokenizer*.json")) if tokenizer else ():
+        if problem := _no_json(file):
+            raise ModelError(f"{name} {path}: {file.name} {problem}. Copy or download it again.")
+
+
+def _no_json(file: Path) -> str:
+    """What is wrong with a file of settings; empty where nothing is."""
+    try:
+        settings = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        return f"cannot be read as JSON ({error})"
+    return "" if isinstance(settings, dict) else f"is no JSON object: {str(settings)[:40]}"
+
+
+def _shards_of(index: Path) -> list[str]:
+    """The files that an index of weights names; none where it cannot be read: whoever loads it says so."""
+    try:
+        return [*json.loads(index.read_text())["weight_map"].values()]
+    except (OSError, ValueError, KeyError, AttributeError):
+        return []
+
+
+def _unreadable(file: Path) -> str:
+    """What is wrong with a safetensors file, by its header and its size; empty where nothing is."""
+    try:
+        with file.open("rb") as data:
+            size, length = file.stat().st_size, int.from_bytes(data.read(8), "little")
+            header = json.loads(data.read(min(length, size)))
+        entries = (entry for name, entry in header.items() if name != "__metadata__")
+        whole = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"cannot be read as safetensors ({type(error).__name__}: {error})"
+    return "" if size == whole else f"is cut off or damaged: expected {whole} bytes by its header, found {size}"
+
+
+def context_length(path: str) -> int | None:
+    """Tokens that the model of a directory can hold, by its `config.json`; None where that does not say."""
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    return next((size for name in names if (size := _size(path, name))), None)
+
+
+def vocabulary_size(path: str) -> int | None:
+    """Tokens that the model of a directory gives a probability, by its `config.json`; None where that does not say."""
+    return _size(path, "vocab_size")
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two directories hold models of one architecture and size, whatever their weights are: they are one, or
+    their `config.json` say the same. A hub id stands for its directory in the hub's cache."""
+    if one == other or Path(one).resolve() == Path(other).resolve():
+        return True
+    if any(f"models--{a.replace('/', '--')}" in Path(b).parts for a, b in ((one, other), (other, one))):
+        return True
+    sides = [{key: value for key, value in _config(path).items() if key not in _WRITERS} for path in (one, other)]
+    return bool(sides[0]) and sides[0] == sides[1]
+
+
+def _size(path: str, name: str) -> int | None:
+    """A size of the language model in a directory; None where its settings do not say."""
+    found = _config(path)
+    try:
+        return int((found.get("text_config") or found)[name])
+    except (KeyError, TypeError, ValueError):  # whoever loads the model says what is wrong with it
+        return None
+
+
+def _config(path: str) -> dict[str, Any]:
+    """The settings of a model; none where they cannot be read."""
+    try:
+        found = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

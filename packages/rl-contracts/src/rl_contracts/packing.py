@@ -78,16 +78,19 @@ def balance(weights: Sequence[int], parts: int) -> list[list[int]]:
     """
     if parts == 1:
         return [list(range(len(weights)))]
-    empty: list[tuple[int, list[int]]] = [(0, [])] * (parts - 1)
-    # (- how uneven, number that breaks ties, piles from heavy to light)
-    heap = [(-weight, item, [(weight, [item]), *empty]) for item, weight in enumerate(weights)]
+    # (- how uneven, number that breaks ties, piles from heavy to light without empty ones)
+    heap = [(-weight, item, [(weight, [item])]) for item, weight in enumerate(weights)]
     heapq.heapify(heap)
     for number in range(len(weights), 2 * len(weights) - 1):
-        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        piles = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
+        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2][::-1]
+        shared = max(len(one) + len(other) - parts, 0)  # places in which both have a pile
+        both = zip(one[len(one) - shared :], other[:shared], strict=True)
+        piles = one[: len(one) - shared] + [(a[0] + b[0], a[1] + b[1]) for a, b in both] + other[shared:]
         piles.sort(key=itemgetter(0), reverse=True)
-        heapq.heappush(heap, (piles[-1][0] - piles[0][0], number, piles))
-    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
+        lightest = piles[-1][0] if len(piles) == parts else 0
+        heapq.heappush(heap, (lightest - piles[0][0], number, piles))
+    found = [sorted(items) for _, items in heap[0][2]] if heap else []
+    return found + [[] for _ in range(parts - len(found))]
 
 
 def cut(total: int, parts: int) -> list[range]:

@@ -91,6 +91,27 @@ class ParallelContext:
             return [value]
         return [json.loads(part) for part in _gather_bytes(json.dumps(value).encode(), group)]
 
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Every rank's bytes, in order of rank; the lengths may differ."""
+        return [mine] if self.host_group is None else _gather_bytes(mine, self.host_group)
+
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send each rank its part of the rows of a CPU tensor [n, ...], and get the parts that the others send.
+
+        Args:
+            sent: rows for each rank, in order of rank; n in all.
+            received: rows that come from each rank; m in all.
+
+        Returns:
+            [m, ...], in order of the ranks from which they come.
+        """
+        if self.host_group is None:
+            return rows
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        with _lost_rank(self.host_group):
+            dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.host_group)
+        return out
+
     def broadcast_json(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank."""
         if self.host_group is None:
@@ -131,8 +152,15 @@ def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     Raises:
         EngineError: a rank is lost.
     """
-    try:
+    with _lost_rank(group):
         return _exchange(mine, group)
+
+
+@contextmanager
+def _lost_rank(group: dist.ProcessGroup) -> Iterator[None]:
+    """A collective, whose failure becomes an `EngineError`."""
+    try:
+        yield
     except RuntimeError as error:
         cause = str(error).splitlines()[0]
         raise EngineError(

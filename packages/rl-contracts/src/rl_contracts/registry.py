@@ -17,13 +17,14 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.errors import ConfigError
+from rl_contracts.errors import ConfigError, raised_at
 
 if TYPE_CHECKING:
     from rl_contracts.config import PartConfig
 
 KNOWN_PACKAGES: dict[str, str] = {
     "rl.train_engines": "rl-engines-fsdp",
+    "rl.optimizers": "rl-engines-fsdp",
     "rl.inference_engines": "rl-inference",
     "rl.workflows": "rl-workflows",
     "rl.rewards": "rl-rewards",
@@ -125,7 +126,13 @@ def unknown(name: str, *groups: str) -> str:
     installed = sorted(known for group in groups for known in available(group))
     close = get_close_matches(name, installed, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    packages = " or ".join(KNOWN_PACKAGES.get(group, "a package that registers it") for group in groups)
+    missing = [
+        package
+        for group in groups
+        if (package := KNOWN_PACKAGES.get(group))
+        and not any(target.startswith(package.replace("-", "_")) for target in available(group).values())
+    ]
+    packages = " or ".join(missing) or "a package that registers it"
     return (
         f"{', '.join(groups)}: nothing is called {name!r}{hint} Installed: {', '.join(installed) or 'nothing'}. "
         f"Install {packages}, or give a dotted path such as 'my_package.module:name'."
@@ -150,5 +157,9 @@ def _imported(group: str, name: str, target: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
         return attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{group}: {name!r} stands for {target!r}, which cannot be imported: {error}") from error
+    except Exception as error:  # any code runs at import: told in a sentence, with the place where it happened
+        looked = " Looked in the current directory, on PYTHONPATH and among what is installed."
+        raise ConfigError(
+            f"{group}: {name!r} stands for {target!r}, which cannot be imported: {type(error).__name__}: "
+            f"{error}{raised_at(error)}.{looked if isinstance(error, ModuleNotFoundError) else ''}"
+        ) from error

@@ -38,7 +38,8 @@ class ChatRenderer:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "expected a tokenizer with a chat template, found one without; "
-                "take an instruction-tuned model's tokenizer or set `tokenizer.chat_template`"
+                "take an instruction-tuned model's tokenizer or set `tokenizer.chat_template` (commands: "
+                "`model.chat_template=FILE`)"
             )
         self._tokenizer = tokenizer
         self._options = dict(template_options or {})

@@ -31,7 +31,9 @@ class RolloutRuntime(ABC):
 
         Raises:
             RLError: the runtime or another head failed; on every rank, with the cause.
-            StopIteration: the data is at its end and nothing is left.
+            StopIteration: the data of some head were at their end with the last batch; on every rank.
+            StopRequestedError: some rank was asked to stop while it waited; on every rank. No batch was taken, so that
+                the state can be saved.
         """
 
     @abstractmethod

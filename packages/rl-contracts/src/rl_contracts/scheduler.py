@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -108,6 +108,13 @@ class SchedulerConfig(Settings):
         """What there is to run on; None where that is not known before a job starts, so that the user must say it."""
         return None
 
+    def check(self, roles: Sequence[JobSpec]) -> None:
+        """Refuse roles that could not be started, where that is known before anything is.
+
+        Raises:
+            ConfigError: says which, and why.
+        """
+
 
 class Scheduler(ABC):
     """Starts, watches and stops the workers of a run on some kind of machine or cluster.
@@ -160,7 +167,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def logs(self, worker: Worker, lines: int = 30) -> str:
-        """The last lines of a worker's log."""
+        """The last lines of a worker's log; before them there may be earlier ones that say why it ended."""
 
     @abstractmethod
     def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:

@@ -1,4 +1,5 @@
-"""The one expression by which trainers and servers turn logits into the log-prob of a given token.
+"""The one expression by which trainers and servers turn hidden states into logits, and those into the log-prob of a
+given token.
 
 Both sides call it, so that the same logits give the same bits: `x * (1 / t)` and `x / t`, or `log_softmax` and
 `z - logsumexp(z)`, are equal on paper only.
@@ -7,6 +8,38 @@ Both sides call it, so that the same logits give the same bits: `x * (1 / t)` an
 from __future__ import annotations
 
 import torch
+
+from rl_contracts.linear import linear
+
+LOGITS_AT_ONCE = 1 << 26
+"""Entries of logits that a server makes at once, at most (256 MiB), and a deterministic trainer as well: from the start
+of a row on, each block has as many tokens as fit, because a product of another shape may have other bits."""
+CONVERTED_AT_ONCE = 1 << 20
+"""Entries of a 16-bit weight that are held in float32 at once, on a CPU: they stay in its cache."""
+
+
+def float32_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`hidden @ weight.T + bias`, never rounded to 16 bits: the softmax of logits of 8 bits is off by 0.005 to 0.015
+    nats in the mean. Without gradients.
+
+    Args:
+        hidden: [M, H].
+        weight: [V, H], of the same type.
+        bias: [V] or None.
+
+    Returns:
+        float32 [M, V], a new tensor.
+    """
+    offset = None if bias is None else bias.float()
+    if weight.dtype == torch.float32:
+        return linear(hidden, weight, offset)
+    if hidden.is_cuda:
+        raw = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:
+        rows = hidden.float()
+        parts = weight.split(max(1, CONVERTED_AT_ONCE // weight.shape[1]))
+        raw = torch.cat([linear(rows, part.float()) for part in parts], dim=1)
+    return raw if offset is None else raw.add_(offset)
 
 
 def chosen_logprobs(logits: torch.Tensor, targets: torch.Tensor, sharpness: torch.Tensor) -> torch.Tensor:

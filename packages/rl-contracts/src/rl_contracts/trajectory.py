@@ -63,7 +63,7 @@ class Trajectory:
     versions: np.ndarray
     """int32 [T] weight version that produced the token; -1 where not generated."""
     reward: float = 0.0
-    """Outcome."""
+    """Outcome of the episode, the same in all of its rows."""
     temperature: float = 1.0
     """Of the sampler; 1 for greedy answers, whose log-probs are those of the undivided logits."""
     truncated: bool = False

@@ -17,6 +17,10 @@ class RolloutWorkflow(ABC):
     workflow only says what happens in one of them.
     """
 
+    max_length: int | None = None
+    """Tokens of a row at most, prompt and answers together: the runtime ends each generation there. None: the server
+    decides."""
+
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
         """Run one episode.
@@ -26,7 +30,8 @@ class RolloutWorkflow(ABC):
             data: the data row.
 
         Returns:
-            one trajectory or several (one a turn, say), or None to reject the episode.
+            one trajectory or several (one a turn, say), each with the reward of the whole episode; or None to reject
+            the episode.
 
         Raises:
             RLError: anything that failed, by boundary. The runtime records it; it is never retried from here.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from rl_contracts import registry
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.config import Settings, bounded, choice
+from rl_contracts.config import OptimizerConfig, Settings, bounded, choice
 from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
@@ -82,12 +84,34 @@ class FSDPEngineConfig(TrainEngineConfig):
                 )
         for name, other, reason in (
             ("compile", spec.deterministic, "deterministic=true (compiled code sums in an order of its own)"),
-            ("max_logits", spec.deterministic, "deterministic=true (which makes all logits of a row in one block)"),
+            ("max_logits", spec.deterministic, "deterministic=true (whose blocks are those of the servers)"),
             ("offload", spec.device == "cpu", "device=cpu (there everything lies in host memory)"),
         ):
             if other and getattr(self, name):
                 raise ConfigError(f"{name}={getattr(self, name)} does not go with {reason}. Unset one of the two.")
+        if spec.optimizer is not None:
+            self._check_optimizer(spec.optimizer, spec)
         check_heads(_read_json(spec.model_path), strategy)
+
+    def _check_optimizer(self, optimizer: OptimizerConfig, spec: FinetuneSpec) -> None:
+        """See that an optimizer is there, and goes with the other settings."""
+        name, momentum = optimizer.name, optimizer.momentum is not None
+        if ":" not in name and name not in registry.available(optimizer.group):
+            raise ConfigError(registry.unknown(name, optimizer.group))
+        for other, with_setting, reason in (
+            ("adamw", momentum, f"optimizer.momentum={optimizer.momentum} (its moments have beta1 and beta2)"),
+            ("adamw8bit", momentum, f"optimizer.momentum={optimizer.momentum} (its moments have beta1 and beta2)"),
+            ("muon", self.offload, "offload=true (its matrices are made whole on the GPU)"),
+            ("adamw8bit", self.offload, "offload=true (its kernels run on the GPU)"),
+            ("adamw8bit", spec.deterministic, "deterministic=true (compiled code sums in an order of its own)"),
+        ):
+            if name == other and with_setting:
+                raise ConfigError(f"optimizer.name={name} does not go with {reason}. Unset one of the two.")
+        if name == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+            raise ConfigError(
+                "optimizer.name=adamw8bit: expected torchao to be installed, found none. Install "
+                "rl-engines-fsdp[adamw8bit], or use adamw."
+            )
 
 
 def check_heads(sizes: dict[str, object], strategy: ParallelStrategy) -> None:

@@ -17,6 +17,7 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
+from rl_contracts.hub_names import hub_parts
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_fsdp import micro_batches
 from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
@@ -26,10 +27,10 @@ from rl_engines_fsdp.config import FSDPEngineConfig, check_heads
 from rl_engines_fsdp.model import loading
 from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.model.maker import ModelMaker
-from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, squared_norm
+from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, set_rate, squared_norm
 from rl_engines_fsdp.ranks import sharding
 from rl_engines_fsdp.ranks.process_group import join, pick_device, read_environment
-from rl_engines_fsdp.step_sums import StepSums
+from rl_engines_fsdp.step_sums import AUXILIARY, StepSums
 from rl_engines_fsdp.usage import UsageMeter
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class FSDPEngine(TrainEngine):
         self.config = config
         self.strategy = strategy
         self.version = 0
-        self._optimizer: torch.optim.AdamW | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
         self._writer: AsyncWriter | None = None
         self._exit = ExitStack()  # what `destroy` undoes, in reverse order
         self._steps = 0
@@ -73,9 +74,6 @@ class FSDPEngine(TrainEngine):
         self.config.check(self._layout, spec)
         if spec.deterministic:
             _make_deterministic(self._exit)
-        config = loading.read_config(spec.model_path, spec.head)
-        text = config.get_text_config()  # knows sizes by names that `config.json` may not have
-        check_heads({n: getattr(text, n, None) for n in ("num_attention_heads", "num_key_value_heads")}, self._layout)
         self._device = pick_device(spec.device, info.local_rank)
         if self.config.offload and self._device.type != "cuda":
             raise ConfigError("offload=true needs CUDA: on a CPU everything lies in host memory. Set offload=false.")
@@ -86,12 +84,21 @@ class FSDPEngine(TrainEngine):
         torch.manual_seed(spec.seed)
         self._maker = ModelMaker(self.config, spec, self._layout, self._device, self.parallel, sharded)
         try:
+            with self.parallel.agreeing(f"reading {spec.model_path}"):  # one host may not have it
+                config = loading.read_config(spec.model_path, spec.head)
+                text = config.get_text_config()  # knows sizes by names that `config.json` may not have
+                check_heads(
+                    {n: getattr(text, n, None) for n in ("num_attention_heads", "num_key_value_heads")}, self._layout
+                )
             self._model = self._maker.make(config)
+            with self.parallel.agreeing("preparing to publish and to train"):
+                if self.parallel.is_main:  # which alone yields them, and alone knows the directory's own names
+                    self._hub_parts = hub_parts(self._model.model, self._model.hugging_face_parameters())
+                if spec.optimizer is not None:
+                    self._optimizer = make_optimizer(self._model, spec.optimizer)
         except BaseException:  # the other ranks see at once that this one left
             self.destroy()
             raise
-        if spec.optimizer is not None:
-            self._optimizer = make_optimizer(self._model.own_parameters(), spec.optimizer)
 
     def destroy(self) -> None:
         """See `TrainEngine.destroy`."""
@@ -120,13 +127,15 @@ class FSDPEngine(TrainEngine):
         for index, (_, packed) in enumerate(micro_batches.packed(batch, bins)):
             last = index == len(bins) - 1
             sharding.sync_gradients(self._model, last or self.config.sync_every_micro_batch, last)
-            self._backward(packed, loss_fn, factor, sums)
+            self._backward(packed, loss_fn, factor, factor * denominator / tokens, sums)
         if self._maker.tensor_gradients is not None:
             self._maker.tensor_gradients.finish(self.parallel)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         sums.put("grad_norm", squared_norm(gradients, self.parallel.world_size).to(self._device))
         result = sums.reduce(self.parallel)
         result["loss"] /= denominator
+        if AUXILIARY in result:
+            result[AUXILIARY] /= tokens
         result["grad_norm"] **= 0.5
         rate = learning_rate(settings, self._steps, self._spec.total_steps)
         applied = self._step(optimizer, settings, gradients, result, rate)
@@ -147,8 +156,10 @@ class FSDPEngine(TrainEngine):
             )
         return bins, denominator, int(tokens), int(squares)
 
-    def _backward(self, packed: PackedBatch, loss_fn: LossFn, factor: float, sums: StepSums) -> None:
-        outputs, moved = self._outputs(packed)
+    def _backward(
+        self, packed: PackedBatch, loss_fn: LossFn, factor: float, factor_of_tokens: float, sums: StepSums
+    ) -> None:
+        outputs, moved, auxiliary = self._outputs(packed)
         if moved is None:
             # nothing to learn from, but the other ranks' collectives need this rank's
             torch.autograd.backward(_anchor(outputs))
@@ -157,26 +168,37 @@ class FSDPEngine(TrainEngine):
         sums.add(loss_sum, stats)
         if not loss_sum.requires_grad:
             loss_sum = loss_sum + _anchor(outputs)
-        torch.autograd.backward(loss_sum * factor)
+        total, balance = loss_sum * factor, self._model.balance
+        if auxiliary is not None and balance is not None:
+            # a part on each context rank, the same on all tensor ranks
+            sums.put(AUXILIARY, auxiliary / self._layout.tensor)
+            total = total + auxiliary * (balance.coefficient * factor_of_tokens)
+        torch.autograd.backward(total)
 
-    def _outputs(self, packed: PackedBatch) -> tuple[TokenOutputs, PackedBatch | None]:
-        """What the model says of a micro-batch, and the micro-batch on the device; None for one without tokens."""
+    def _outputs(self, packed: PackedBatch) -> tuple[TokenOutputs, PackedBatch | None, Tensor | None]:
+        """What the model says of a micro-batch; the micro-batch on the device, None for one without tokens; and the
+        sum of the routers' auxiliary loss, where it is wanted."""
         if packed.num_tokens == 0:
             ids = torch.zeros(2, dtype=torch.int64, device=self._device)
             edges = torch.tensor([0, 2], dtype=torch.int32, device=self._device)
             positions = torch.arange(2, device=self._device)
             temperature = torch.ones(2, device=self._device)
-            return TokenOutputs(*self._model(ids, positions, temperature, Segments((2,), edges))), None
+            return self._said(ids, positions, temperature, Segments((2,), edges))[0], None, None
         sizes = tuple(packed.cu_seqlens.diff().tolist())
         if self._device.type != "cpu":
             packed = packed.to(self._device)
         segments = Segments(sizes, packed.cu_seqlens)
         temperature = packed.per_token("temperature")
-        return TokenOutputs(*self._model(packed["input_ids"], packed.position_ids, temperature, segments)), packed
+        outputs, auxiliary = self._said(packed["input_ids"], packed.position_ids, temperature, segments)
+        return outputs, packed, auxiliary
+
+    def _said(self, *inputs: Any) -> tuple[TokenOutputs, Tensor | None]:
+        said, fields = self._model(*inputs), 2 if self._model.head == "lm" else 3
+        return TokenOutputs(*said[:fields]), said[fields] if len(said) > fields else None
 
     def _step(
         self,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         settings: OptimizerConfig,
         gradients: list[Tensor],
         result: dict[str, float],
@@ -194,8 +216,7 @@ class FSDPEngine(TrainEngine):
                 )
             return False
         clip(gradients, result["grad_norm"], settings.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(optimizer, rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._steps += 1
@@ -203,7 +224,8 @@ class FSDPEngine(TrainEngine):
         return True
 
     def stats(self) -> dict[str, float | None]:
-        """`memory/peak_gib` of this rank and `throughput/mfu` of the steps since the last call; see `UsageMeter`."""
+        """`memory/peak_gib` of this rank; `throughput/mfu` of the steps since the last call, and `time/train_batch`,
+        the seconds that it is about; see `UsageMeter.read`."""
         return self._usage.read(self._model, self._device, self._spec.dtype, self.parallel.world_size)
 
     # ---- without training
@@ -232,7 +254,7 @@ class FSDPEngine(TrainEngine):
 
     def _run(self, batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int], TokenOutputs, PackedBatch]]:
         for rows, packed in micro_batches.packed(batch, bins):
-            outputs, moved = self._outputs(packed)
+            outputs, moved, _ = self._outputs(packed)
             if moved is not None:
                 yield rows, outputs, moved
         sharding.reshard(self._model)
@@ -244,13 +266,14 @@ class FSDPEngine(TrainEngine):
         if not self.parallel.is_main:
             return ()
         dtype = self.config.serve_dtype or self._spec.dtype
-        return tuple(ParamSpec(name, tuple(p.shape), dtype) for name, p in self._model.hugging_face_parameters())
+        return tuple(ParamSpec(part.name, part.shape, dtype) for parts in self._hub_parts.values() for part in parts)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.full_parameters`."""
-        for pair in sharding.full_parameters(self._model):
+        for name, value in sharding.full_parameters(self._model):
             if self.parallel.is_main:
-                yield pair
+                for part in self._hub_parts[name]:
+                    yield part.name, value.as_strided(part.shape, part.strides, value.storage_offset() + part.offset)
 
     def save(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.save`. Of kind `hf` adapters are merged into the weights, kind `adapter` has them alone."""
@@ -295,7 +318,8 @@ class FSDPEngine(TrainEngine):
         model, lora = self._model, self.config.lora
         match meta.kind:
             case "hf":
-                sharding.copy_weights(model, self._maker.read(meta.path, like=model), self._device)
+                source = self._maker.read(meta.path, like=model)
+                sharding.copy_weights(model, source, self._device, self.parallel)
             case "state":
                 counters = load_state(model, self._optimizer, meta.path, self.parallel)
                 self.version, self._steps, self._skipped = (counters[name] for name in COUNTERS)
@@ -322,7 +346,7 @@ class FSDPEngine(TrainEngine):
             return
         self._model.to(device)
         for moments in self._optimizer.state.values() if self._optimizer is not None else ():
-            moments.update({name: value.to(device) for name, value in moments.items()})
+            moments.update({name: value.to(device) for name, value in moments.items() if isinstance(value, Tensor)})
         torch.cuda.empty_cache()
 
 

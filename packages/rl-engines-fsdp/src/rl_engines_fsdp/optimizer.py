@@ -1,16 +1,20 @@
-"""AdamW, its learning-rate schedule, and clipping by the global gradient norm."""
+"""Optimizers by name, their learning-rate schedule, and clipping by the global gradient norm."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from rl_contracts import registry
 from rl_contracts.config import OptimizerConfig
-from rl_engines_fsdp.ranks.sharding import local, mesh_of
+from rl_contracts.errors import ConfigError
+from rl_engines_fsdp.model.packed import PackedModel
+from rl_engines_fsdp.ranks.sharding import decoder_layers, local, mesh_of
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -29,18 +33,70 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
 
 
-def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with decoupled weight decay on matrices only: vectors are biases and norms."""
+def make_optimizer(model: PackedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that the settings name, of all parameters that are trained.
+
+    It is called with groups of parameters, and with those of `lr`, `betas`, `eps`, `weight_decay`, `momentum` and
+    `options` that it takes by name. Vectors (biases and norms) do not decay. The matrices of the decoder layers are in
+    groups with `matrices: True`.
+
+    Raises:
+        ConfigError: nothing of that name is installed, or it does not take what the settings say.
+    """
+    found = registry.load(config.group, config.name)
+    takes = inspect.signature(found).parameters
+    given = config.options | ({} if config.momentum is None else {"momentum": config.momentum})
+    odd = sorted(given.keys() - takes.keys())
+    if odd:
+        raise ConfigError(
+            f"optimizer: {config.name!r} does not take {odd}; it takes {sorted(takes)}. Leave them out, or choose "
+            "another optimizer.name."
+        )
+    betas = (config.beta1, config.beta2)
+    common = {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    optimizer: torch.optim.Optimizer = found(
+        _groups(model, config.weight_decay), **{n: v for n, v in common.items() if n in takes} | given
+    )
+    return optimizer
+
+
+def _groups(model: PackedModel, weight_decay: float) -> list[dict[str, Any]]:
+    layers = {p for layer in decoder_layers(model) for p in layer.parameters()}
     groups: dict[Any, dict[str, Any]] = {}
-    for name, parameter in named:
+    for name, parameter in model.own_parameters():
         if parameter.requires_grad:
+            decays = parameter.ndim >= 2 and not name.endswith("bias")
+            matrix = decays and parameter in layers and (parameter.ndim == 2 or "experts" in name)
             # torch updates a group in one call, which wants all its parameters on one device mesh
-            mesh, decays = mesh_of(parameter), parameter.ndim >= 2 and not name.endswith("bias")
-            decay = config.weight_decay if decays else 0.0
-            group = groups.setdefault((not decays, mesh), {"params": [], "weight_decay": decay})
-            group["params"].append(parameter)
-    ordered = [groups[key] for key in sorted(groups, key=lambda key: key[0])]  # stable: matrices first
-    return torch.optim.AdamW(ordered, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+            group = {"params": [], "weight_decay": weight_decay if decays else 0.0, "matrices": matrix}
+            groups.setdefault((not decays, matrix, mesh_of(parameter)), group)["params"].append(parameter)
+    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable: what decays first
+
+
+adamw = partial(torch.optim.AdamW, fused=True)
+"""AdamW in one kernel."""
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of all groups."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+@torch.no_grad()
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that took no step make what it keeps of each parameter, whose values do not matter (collective).
+
+    A step with a rate and gradients of zero changes no parameter."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    set_rate(optimizer, 0.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def squared_norm(gradients: list[Tensor], ranks: int = 1) -> Tensor:

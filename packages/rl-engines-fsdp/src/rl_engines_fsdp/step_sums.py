@@ -14,7 +14,9 @@ from rl_contracts.parallel import ParallelContext
 
 MAXIMUM = "/max"
 """Suffix of statistics that are combined by maximum."""
-RESERVED = ("loss", "grad_norm", "lr", "applied", "tokens")
+AUXILIARY = "loss/aux"
+"""The auxiliary loss of the routers of a mixture of experts, the mean over tokens without its factor; not in `loss`."""
+RESERVED = ("loss", AUXILIARY, "grad_norm", "lr", "applied", "tokens")
 """Results that the engine itself gives."""
 
 

@@ -47,23 +47,28 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     return known[dtype] * 1e12 if dtype in known else None
 
 
-def matrix_parameters(model: PackedModel) -> int:
+def matrix_parameters(model: PackedModel, frozen: bool = True) -> int:
     """Parameters by which each token is multiplied: all matrices, the input embedding only where it is the head too.
 
     Adapters count too. None of this holds for mixtures of experts, of which a token meets a few only.
+
+    Args:
+        frozen: count those too that are not trained.
     """
     inner: Any = model.model
     table, head = inner.get_input_embeddings().weight, inner.get_output_embeddings()
     looked_up = head is None or head.weight is not table
-    return sum(p.numel() for p in model.parameters() if p.ndim == 2 and not (looked_up and p is table))
+    counted = (p for p in model.parameters() if p.ndim == 2 and not (looked_up and p is table))
+    return sum(p.numel() for p in counted if frozen or p.requires_grad)
 
 
 def step_flops(model: PackedModel, tokens: int, squared_lengths: int) -> float | None:
     """Useful floating-point operations of a training step (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
-    6 for each matrix parameter and token (2 forward, 4 backward), and 6 * layers * heads * head size * L^2 for the
+    For each matrix parameter and token 2 forward, 2 backward for the gradient of what it is multiplied by, and 2 for
+    its own gradient where it is trained: those under adapters are not. And 6 * layers * heads * head size * L^2 for the
     causal attention of a sequence of L tokens, half of what attention to all tokens takes. What is computed twice
-    (checkpointing, the vocabulary projection) does not count, and frozen weights count like trained ones.
+    (checkpointing, the vocabulary projection) does not count.
 
     Args:
         tokens: over all ranks.
@@ -77,7 +82,8 @@ def step_flops(model: PackedModel, tokens: int, squared_lengths: int) -> float |
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * size * squared_lengths
-    return float(6 * matrix_parameters(model) * tokens + attention)
+    passes = 4 * matrix_parameters(model) + 2 * matrix_parameters(model, frozen=False)
+    return float(passes * tokens + attention)
 
 
 class UsageMeter:
@@ -93,13 +99,16 @@ class UsageMeter:
         self._squares += squared_lengths
 
     def read(self, model: PackedModel, device: torch.device, dtype: str, ranks: int) -> dict[str, float | None]:
-        """`memory/peak_gib` of this rank, and `throughput/mfu` over all ranks and the steps since the last call.
+        """`memory/peak_gib` of this rank; `time/train_batch` and `throughput/mfu` of the steps since the last call.
 
-        `throughput/mfu` is useful FLOPs (`step_flops`) over peak FLOPs of all devices in the time of the steps; None
-        without a step, or where model or device are not known.
+        `time/train_batch` is the seconds that this rank spent in `train_batch`: forward, backward and optimizer step of
+        every micro-batch, the exchanges between ranks and what waits for them; not answers, log-probs before the step,
+        publishing or saving. `throughput/mfu` is useful FLOPs (`step_flops`) over peak FLOPs of all devices in that
+        time; None without a step, or where model or device are not known.
         """
         flops, peak = step_flops(model, self._tokens, self._squares), peak_flops(device, dtype)
         known = flops is not None and peak is not None and self._seconds > 0
         mfu = flops / (peak * ranks * self._seconds) if known else None  # type: ignore[operator]
+        figures = {"memory/peak_gib": peak_gib(device), "throughput/mfu": mfu, "time/train_batch": self._seconds}
         self._seconds, self._tokens, self._squares = 0.0, 0, 0
-        return {"memory/peak_gib": peak_gib(device), "throughput/mfu": mfu}
+        return figures

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from rl_contracts.config import bounded, choice, field_docs, require
 from rl_contracts.data import ServeSpec
-from rl_contracts.inference import ServerConfig
+from rl_contracts.inference import ServerConfig, ServerProgram
 from rl_contracts.scheduler import JobSpec
 
 
 @dataclass
 class EmbeddedEngineConfig(ServerConfig):
-    """The embedded server. Each field but `python` and `ready_timeout` is an option of
+    """The embedded server. Each field but `addresses`, `python` and `ready_timeout` is an option of
     `python -m rl_inference.server`."""
 
     setting: ClassVar[str] = "server"
@@ -26,13 +26,18 @@ class EmbeddedEngineConfig(ServerConfig):
     slots: int = bounded(64, "at least 1", lambda slots: slots >= 1)
     """Sequences that one server generates at the same time."""
     context_length: int = bounded(0, "0 (the model's) or more", lambda tokens: tokens >= 0)
-    """Tokens of prompt and answer together at most; 0: what the model says."""
+    """Tokens of prompt and answer together at most; 0: what the model says, or what fits into `cache_gib`."""
+    cache_gib: float = bounded(0.0, "0 (by the free memory) or more", lambda size: size >= 0)
+    """GiB for keys and values at most; 0: a quarter of the memory that is free when the model is loaded, half of a
+    GPU's; servers of a run that share it take a part each. Sequences take of it what they need; what does not fit
+    waits, and the context is no longer than what fits."""
     prefill_tokens: int = bounded(2048, "at least 1", lambda tokens: tokens >= 1)
-    """Prompt tokens that are read in one pass at most, beside a token of each answer; longer prompts take several."""
+    """Tokens of prompts, beside a token of each answer, or of a score that one pass reads at most; what is longer takes
+    several."""
     max_waiting: int = bounded(4096, "0 or more", lambda requests: requests >= 0)
     """Requests that may wait for a slot at one server; beyond, it answers 503 and the client backs off."""
-    max_request_bytes: int = bounded(64 * 2**20, "at least 1", lambda size: size >= 1)
-    """Larger request bodies are refused with 413."""
+    max_request_bytes: int = bounded(0, "0 (from the context) or more", lambda size: size >= 0)
+    """Larger request bodies are refused with 413; 0: what eight prompts of the whole context take."""
     stuck_seconds: int = bounded(300, "at least 1", lambda seconds: seconds >= 1)
     """Seconds without a turn of the decode thread after which `/health` answers 503."""
     compile: bool = False
@@ -43,6 +48,13 @@ class EmbeddedEngineConfig(ServerConfig):
     """Interpreter of the servers; empty: this one."""
     ready_timeout: float = bounded(180.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds within which a started server must be ready."""
+
+    def program(self) -> ServerProgram | None:
+        """This package, where the servers have another interpreter than the command, which has it."""
+        if not self.python:
+            return None
+        remedy = f"Install it there (`{self.python} -m pip install rl-inference`), or leave server.python empty."
+        return ServerProgram(self.python, "rl_inference.server.__main__", ("rl-inference",), remedy)
 
     def check(self, spec: ServeSpec) -> None:
         """Refuse a model that is split, and compilation in a deterministic run."""
@@ -73,16 +85,19 @@ class ServerOptions:
     """Address to listen on."""
     name: str = ""
     """Name in receipts; empty: `host:port`."""
+    sharing: int = 1
+    """Servers that share the memory this one has, itself included."""
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, "server.port", "between 0 and 65535", self.port)
+        require(self.sharing >= 1, "server.sharing", "at least 1", self.sharing)
         self.config.check(self.spec)
         if self.spec.deterministic:  # one sequence at a time, on one thread
             self.config, self.spec = replace(self.config, slots=1), replace(self.spec, cpus=1)
 
 
 _OPTIONS: dict[type, dict[str, str]] = {
-    ServerOptions: {"port": "port", "host": "host", "name": "name"},
+    ServerOptions: {"port": "port", "host": "host", "name": "name", "sharing": "sharing"},
     ServeSpec: {
         "model": "model_path",
         "device": "device",
@@ -94,7 +109,7 @@ _OPTIONS: dict[type, dict[str, str]] = {
     EmbeddedEngineConfig: {
         field.name: field.name
         for field in fields(EmbeddedEngineConfig)
-        if field.name not in ("python", "ready_timeout")
+        if field.name not in ("addresses", "python", "ready_timeout")
     },
 }
 """The options of the command line by the dataclass that describes them: option and field."""
@@ -110,7 +125,9 @@ def server_job(config: EmbeddedEngineConfig, spec: ServeSpec) -> JobSpec:
     require(bool(spec.model_path), "model_path", "a model directory", spec.model_path)
     if spec.weights_dir:
         spec = replace(spec, weights_dir=str(Path(spec.weights_dir).resolve()))
-    values: dict[str, Any] = {"host": "{host}", "port": "{port}", "name": "rollout-{index}"}
+    # those with GPUs of their own are taken to have a machine's memory each, too
+    sharing = 1 if spec.gpus else spec.strategy.data
+    values: dict[str, Any] = {"host": "{host}", "port": "{port}", "name": "rollout-{index}", "sharing": sharing}
     for owner in (spec, config):
         values |= {option: getattr(owner, name) for option, name in _OPTIONS[type(owner)].items()}
     return JobSpec(

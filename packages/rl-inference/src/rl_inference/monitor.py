@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.logging import get_logger
+from rl_inference.files import TooManyFilesError
 from rl_inference.routing import Router
 from rl_inference.transport import Server, ServerGoneError, Transport
 from rl_inference.updates import WeightUpdates
@@ -29,7 +31,7 @@ class ServerMonitor:
         self._hurry = asyncio.Event()
         self._silent_since: dict[Server, float] = {}
         self._returning: set[Server] = set()
-        self._refused: dict[Server, tuple[str, int, int]] = {}
+        self._refused: dict[Server, tuple[str, int | None, int]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -67,9 +69,10 @@ class ServerMonitor:
                 self._router.give_up_after(self._transport.config.rejoin_timeout)
 
     async def _pause(self) -> None:
-        """Until the next round is due, or somebody is in a hurry."""
+        """Until the next round is due, or somebody is in a hurry. Clients that began together ask at other times."""
+        interval = self._transport.config.probe_interval * random.uniform(0.5, 1.5)
         waits = {
-            asyncio.ensure_future(self._router.clock.sleep(self._transport.config.probe_interval)),
+            asyncio.ensure_future(self._router.clock.sleep(interval)),
             asyncio.ensure_future(self._hurry.wait()),
         }
         try:
@@ -83,17 +86,25 @@ class ServerMonitor:
         """Ask one server, and draw the consequence."""
         if server in self._returning:
             return
+        committed = server.version
         try:
-            version, open_there = await self._transport.call(
+            health = await self._transport.call(
                 server, self._transport.protocol.health(), self._transport.config.probe_timeout
             )
+        except TooManyFilesError as error:  # which says nothing of the server
+            if server.last_error != str(error):
+                logger.warning("server %s cannot be asked how it is: %s", server.address, error)
+            server.last_error = str(error)
+            return
         except InferenceError as error:
             self._unwell(server, error)
             return
         server.well = True
-        server.others = max(open_there - server.open, 0)
+        server.others = max((health.open or 0) - server.open, 0)
         self._silent_since.pop(server, None)
-        state = (server.instance, version, self._router.version)
+        if server.live and health.version is not None and health.version < committed:
+            self._router.evict(server, f"serves version {health.version} after it had committed {committed}")
+        state = (server.instance, health.version, self._router.version)
         if not server.live and self._refused.get(server) != state:
             self._returning.add(server)
             returns.create_task(self._return(server, state), name=f"rejoin {server.address}")
@@ -110,7 +121,7 @@ class ServerMonitor:
         elif server.failures or silent >= self._transport.config.progress_timeout:
             self._router.evict(server, f"does not answer any more: {error}")
 
-    async def _return(self, server: Server, state: tuple[str, int, int]) -> None:
+    async def _return(self, server: Server, state: tuple[str, int | None, int]) -> None:
         """Try to take a server back; one that holds the wrong weights is not asked again in the same state."""
         try:
             await self._updates.rejoin(server)

@@ -49,6 +49,8 @@ class Router:
         self._slack = slack
         self._groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
         self._news = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
         self._dark_since = inf
         self.ended: BaseException | None = None
         """Why nobody looks after the servers any more; None while somebody does."""
@@ -79,6 +81,20 @@ class Router:
         if group.server not in healthy or group.server.load > least.load + self._slack:
             group.server = least
         return group.server
+
+    def close(self) -> None:
+        """Hold requests back until `open`."""
+        self._open.clear()
+
+    def open(self) -> None:
+        """Undo `close`."""
+        self._open.set()
+
+    async def wait_open(self) -> bool:
+        """Return once no request is held back, or nobody looks after the servers any more; whether that took time."""
+        if self._open.is_set():
+            return False
+        return await self._open.wait()
 
     def by_load(self) -> list[Server]:
         """Live servers, the least busy first."""
@@ -140,6 +156,7 @@ class Router:
         """Nobody looks for returning servers any more: whoever waits for one, now or later, waits in vain."""
         self.ended = error
         self._news.set()
+        self._open.set()
 
     @property
     def reasons(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl_contracts.errors import InferenceError
+from rl_contracts.scheduler import JobSpec
 from rl_contracts.testing.processes import fork, preload
 from rl_inference.config import to_arguments
 
@@ -220,6 +222,47 @@ class ServerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+@dataclass
+class JobProcess(ServerProcess):
+    """A server of another program, started as its engine's `server_spec` says, with a process group of its own."""
+
+    job: JobSpec | None = None
+    """What to start."""
+
+    def start(self) -> Self:
+        """Start it and return at once."""
+        assert self.job is not None
+        self.port = self.port or free_port()
+        values = {"{host}": "127.0.0.1", "{port}": str(self.port), "{index}": "0"}
+
+        def filled(text: str) -> str:
+            for name, value in values.items():
+                text = text.replace(name, value)
+            return text
+
+        variables = {name: filled(value) for name, value in self.job.env.items()}
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [filled(text) for text in self.job.command],
+                stdout=file,
+                stderr=file,
+                env={**os.environ, **variables, "RL_RUN_KEY": self.key},
+                start_new_session=True,
+            )
+        return self
+
+    def wait_ready(self, timeout: float = 900.0) -> Self:
+        """As `ServerProcess.wait_ready`; a large server takes minutes on a busy machine."""
+        return super().wait_ready(timeout)
+
+    def stop(self) -> int:
+        """Kill it and all that it started, if it still runs."""
+        assert isinstance(self.process, subprocess.Popen)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.wait()
 
 
 def _serve(arguments: list[str]) -> None:

@@ -13,11 +13,16 @@ import aiohttp
 
 from rl_contracts.config import ClientConfig
 from rl_contracts.errors import InferenceError
-from rl_inference.protocol import Call, EmbeddedProtocol
+from rl_inference.files import NO_FILE_LEFT, TooManyFilesError
+from rl_inference.protocols.base import Call, Exchange, ServerProtocol
 
 
 class ServerLostError(InferenceError):
     """A server did not answer, or stopped in the middle: what it was asked can be asked of another."""
+
+
+class ServerFailedError(ServerLostError):
+    """A server says itself that it failed at what it was asked."""
 
 
 class ServerGoneError(ServerLostError):
@@ -29,7 +34,11 @@ class ServerRestartedError(ServerGoneError):
 
 
 class ServerBusyError(InferenceError):
-    """A server takes no more for now (503)."""
+    """A server takes no more for now (429, 503)."""
+
+
+class ServerEndedError(ServerGoneError):
+    """The process that was asked is not there any more: the connection broke, and then nobody or another listened."""
 
 
 class _BrokenError(ServerLostError):
@@ -67,6 +76,11 @@ class Server:
     def load(self) -> int:
         """Requests that it works on, as far as this client knows."""
         return self.open + self.others
+
+    @property
+    def life(self) -> str:
+        """Names this life of its process; empty while that is not known."""
+        return self.instance and f"{self.address} {self.instance}"
 
     @property
     def live(self) -> bool:
@@ -115,30 +129,44 @@ def failures(servers: Sequence[Server], results: Sequence[Any]) -> list[tuple[Se
 class Transport:
     """One HTTP session for all servers; opened at the first call, in the loop that makes it."""
 
-    def __init__(self, config: ClientConfig, protocol: EmbeddedProtocol, key: str) -> None:
+    def __init__(self, config: ClientConfig, protocol: ServerProtocol, key: str) -> None:
         self.config = config
         self.protocol = protocol
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
 
-    async def ask[T](self, server: Server, call: Call[T], timeout: float | None = None) -> T:
+    async def ask[T](self, server: Server, exchange: Exchange[T], timeout: float | None = None) -> T:
         """As `call`, for as long as the server is not evicted meanwhile."""
-        return await server.run(self.call(server, call, timeout))
+        return await server.run(self.call(server, exchange, timeout))
 
-    async def call[T](self, server: Server, call: Call[T], timeout: float | None = None) -> T:
-        """Ask and read the whole answer. A broken connection is tried once more: every control call may be
-        repeated.
+    async def call[T](self, server: Server, exchange: Exchange[T], timeout: float | None = None) -> T:
+        """Make the calls of an exchange. A broken connection is tried once more: every control call may be repeated.
 
         Args:
-            timeout: seconds for the answer; None: the progress timeout.
+            timeout: seconds for each answer; None: the progress timeout.
 
         Raises:
             InferenceError: refused; ServerBusyError, ServerLostError: see there.
         """
+        found: Any = None
+        while True:
+            try:
+                call = exchange.send(found)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            except (ValueError, LookupError, TypeError) as error:
+                raise ServerLostError(f"{server.address}: an answer that cannot be read: {error!r}") from error
+            found = await self._ask_twice(server, call, timeout)
+
+    async def _ask_twice[T](self, server: Server, call: Call[T], timeout: float | None) -> T:
         try:
             return await self._call(server, call, timeout)
-        except _BrokenError:
-            return await self._call(server, call, timeout)
+        except _BrokenError as broken:
+            try:
+                return await self._call(server, call, timeout)
+            except ServerGoneError as error:
+                raise ServerEndedError(f"{broken}; then {error}") from error
 
     async def _call[T](self, server: Server, call: Call[T], timeout: float | None) -> T:
         limit = timeout or self.config.progress_timeout
@@ -154,11 +182,11 @@ class Transport:
 
         Raises:
             InferenceError: refused; ServerBusyError, ServerLostError: see there. A silence longer than the
-                progress timeout is a loss.
+                progress timeout is a loss, where servers show signs of life.
         """
         where = f"{server.address}{call.path}"
-        silence = self.config.progress_timeout
-        with _sorted_errors(where, f"not a byte for {silence:g} s"):
+        silence = self.config.progress_timeout if self.protocol.capabilities.signs_of_life else None
+        with _sorted_errors(where, f"not a byte for {self.config.progress_timeout:g} s"):
             async with self._request(server, call, silence) as response:
                 await self._check(server, response, where)
                 rest = b""
@@ -173,21 +201,20 @@ class Transport:
                 headers=self._headers, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
             )
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout, sock_read=silence)
-        method = "GET" if call.body is None else "POST"
-        return self._session.request(method, server.address + call.path, json=call.body, timeout=timeout)
+        return self._session.request(call.verb, server.address + call.target, json=call.body, timeout=timeout)
 
     async def _check(self, server: Server, response: aiohttp.ClientResponse, where: str) -> None:
         """Raise unless it is a good answer of the process that the server was before."""
-        found = response.headers.get(self.protocol.instance_header, "")
+        found = response.headers.get(self.protocol.life_header, "")
         server.instance = server.instance or found
         if found and found != server.instance:
             raise ServerRestartedError(f"{where}: another process answers than before; it was restarted")
         if response.status == 200:
             return
         message = f"{where} answered {response.status}: {self.protocol.error_message(await response.read())}"
-        if response.status == 503:
+        if response.status in (429, 503):
             raise ServerBusyError(message)
-        raise InferenceError(message) if 400 <= response.status < 500 else ServerLostError(message)
+        raise InferenceError(message) if 400 <= response.status < 500 else ServerFailedError(message)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -198,12 +225,14 @@ class Transport:
 
 @contextmanager
 def _sorted_errors(where: str, silence: str) -> Iterator[None]:
-    """Raise what goes wrong with a connection as a kind of `ServerLostError`."""
+    """Raise what goes wrong with a connection as a kind of `ServerLostError`, unless it is this process's own doing."""
     try:
         yield
     except TimeoutError as error:
         raise ServerLostError(f"{where}: {silence}") from error
     except aiohttp.ClientConnectorError as error:
+        if error.os_error.errno in NO_FILE_LEFT:
+            raise TooManyFilesError(where, error.os_error) from error
         kind = ServerGoneError if isinstance(error.os_error, ConnectionRefusedError) else ServerLostError
         raise kind(f"{where}: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
@@ -213,5 +242,5 @@ def _sorted_errors(where: str, silence: str) -> Iterator[None]:
 def _parsed[T](where: str, call: Call[T], answer: bytes) -> T:
     try:
         return call.parse(answer)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise ServerLostError(f"{where}: an answer that cannot be read: {error!r}") from error

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
-from dataclasses import replace
-from typing import Any
 
 from rl_contracts.config import require_choice
 from rl_contracts.data import MEETING_ROUTES, STORED_ROUTES, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, ReceiversLostError, WeightUpdateError
+from rl_contracts.inference import Canary
 from rl_contracts.logging import get_logger
-from rl_contracts.weights import CommittedWeights, read_committed, seated, verify_receipt
+from rl_contracts.weights import CommittedWeights, read_committed, seated
+from rl_inference.fleet import AllLostError, Fleet
+from rl_inference.loading import Beside, InPlace
 from rl_inference.routing import Router
 from rl_inference.transport import Server, ServerLostError, Transport, failures
 
@@ -21,18 +21,13 @@ logger = get_logger("inference.client")
 
 _FAREWELL = 5.0
 """Seconds within which servers pass on that the trainer broke off."""
-
-
 _PATIENCE = 10.0
 """Seconds for which an update waits for a server that is coming back."""
 
 
-class _AllLostError(WeightUpdateError):
-    """No server is left, but some may come back."""
-
-
 class WeightUpdates:
-    """stage on all -> pause all -> commit on all -> resume all; and the way back for a server that was evicted.
+    """stage on all -> pause all -> commit on all -> resume all; and the way back for a server that was evicted. How a
+    server stages and commits is up to `rl_inference.loading`.
 
     Invariant: when a server resumes, every live server has committed the same version. So nobody rejoins between a
     stage and its commit.
@@ -42,8 +37,13 @@ class WeightUpdates:
         self._spec = spec
         self._router = router
         self._transport = transport
+        self._fleet = Fleet(router, transport)
+        loading = Beside if transport.protocol.capabilities.stages_beside else InPlace
+        self._loading = loading(self._fleet, spec.model_path)
         self._lock = asyncio.Lock()
-        self._held = False
+        self._held = self._asleep = False
+        self._renewing: asyncio.Task[None] | None = None
+        self._leases = asyncio.Lock()
         self._staged: CommittedWeights | None = None
         self._committed: CommittedWeights | None = None
         self._joining: list[Server] = []
@@ -52,7 +52,7 @@ class WeightUpdates:
     @property
     def under_way(self) -> bool:
         """Whether this client is changing what servers serve, or is about to."""
-        return self._lock.locked() or self._staged is not None
+        return self._lock.locked() or self._staged is not None or self._asleep
 
     async def stage(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
         """Load a version beside the served one everywhere. See `InferenceEngine.stage_weights`.
@@ -60,42 +60,70 @@ class WeightUpdates:
         A rejoin that is under way gets a moment and is then broken off: a server that hangs must not hold up the
         others, but frequent updates must not keep a healthy one out for ever.
         """
+        if self._asleep:
+            raise WeightUpdateError(f"version {meta.version}: the servers sleep; wake them before they are updated.")
         if self._rejoining is not None:
             await self._end_rejoin(self._rejoining)
         while await self._router.wait_live(self._transport.config.rejoin_timeout):
-            with contextlib.suppress(_AllLostError):
+            with contextlib.suppress(AllLostError):
                 async with self._lock:
                     return await self._stage_all(meta)
         raise WeightUpdateError(f"no live server could stage version {meta.version}: {self._router.reasons}.")
 
-    async def commit(self, version: int, interrupt: str) -> float:
+    async def commit(self, version: int, interrupt: str, canary: Canary | None = None) -> float:
         """Serve the staged version everywhere. See `InferenceEngine.commit_weights`."""
         require_choice("interrupt", interrupt, ("keep", "recompute", "wait"))
         begin = self._router.clock.now()
         async with self._lock:
             try:
-                await self._everywhere(lambda s: self._pause(s, interrupt), f"pause for version {version}")
-                await self._everywhere(lambda s: self._commit(s, version, interrupt), f"commit version {version}")
-                await self._admit_joining(version)
-            except _AllLostError:
-                if self._staged is None or self._staged.version != version:
+                return await self._commit_all(version, interrupt, canary)
+            except AllLostError:
+                if self._committed is None or self._committed.version != version:
                     raise
-                self._settle(version)
-            except BaseException:
-                self._staged = None
-                # nobody may stay paused; what went wrong first is what counts
-                with contextlib.suppress(WeightUpdateError):
-                    await self._resume_all()
-                raise
-            else:
-                self._settle(version)
-                with contextlib.suppress(_AllLostError):
-                    return max(await self._resume_all(), default=0.0)
+            finally:
+                await self._renew("keep" if self._held else "")
+                self._loading.release()
         # Every server was lost on the way. The trainer has decided for this version, so it is what the first one that
         # comes back must serve.
         if not await self._router.wait_live(self._transport.config.rejoin_timeout):
             raise WeightUpdateError(f"no live server could commit version {version}: {self._router.reasons}.")
         return self._router.clock.now() - begin
+
+    async def _commit_all(self, version: int, interrupt: str, canary: Canary | None) -> float:
+        """pause -> commit -> resume -> prove; the longest time for which a server stood still, in seconds.
+
+        Raises:
+            AllLostError: no server is left. If the version was staged, it counts as committed.
+        """
+        fleet, loading = self._fleet, self._loading
+        try:
+            await loading.begin(version, canary, self._held)
+            begin = self._router.clock.now()
+            await self._renew(interrupt)
+            await fleet.everywhere(lambda s: fleet.pause(s, interrupt), f"pause for version {version}")
+            await fleet.everywhere(lambda s: loading.commit(s, version, interrupt), f"commit version {version}")
+            await self._admit_joining(version)
+        except AllLostError:
+            if self._staged is not None and self._staged.version == version:
+                self._settle(version)
+            raise
+        except BaseException:
+            self._staged = None
+            # nobody may stay paused; what went wrong first is what counts
+            with contextlib.suppress(WeightUpdateError):
+                await self._resume_all()
+            raise
+        self._settle(version)
+        if self._held and not loading.proves:
+            return 0.0
+        stood = await self._resume_all(held=False)
+        try:
+            await loading.prove(version)
+        finally:
+            if self._held:
+                await fleet.everywhere(lambda s: fleet.pause(s, "keep"), "pause again")
+        said = [seconds for seconds in stood if seconds is not None]
+        return max(said) if said and not loading.proves else self._router.clock.now() - begin
 
     async def rejoin(self, server: Server) -> None:
         """Take an evicted server back that answers again, once it holds what is committed. Does nothing during an
@@ -129,28 +157,94 @@ class WeightUpdates:
         server.instance = ""
         version = self._router.version
         known = self._known()
-        found, _ = await self._transport.ask(server, self._transport.protocol.health())
-        if found != version:
-            await self._bring_up(server, known, found)
+        health = await self._transport.ask(server, self._transport.protocol.health())
+        if self._transport.protocol.capabilities.sleeps:  # it may have been lost asleep
+            await self._transport.ask(server, self._transport.protocol.wake())
+        if health.version != version:
+            await self._bring_up(server, known, f"version {health.version}")
+        elif not self._loading.whole(server):
+            await self._bring_up(server, known, "what is left of a load that failed")
         if known is not None:
-            await self._check_receipt(server, known)
+            await self._loading.check(server, known)
         elif version != self._spec.version:
             raise InferenceError(f"{server.address}: no record says yet what version {version} must hold.")
-        call = self._transport.protocol.pause("keep") if self._held else self._transport.protocol.resume()
-        await self._transport.ask(server, call)
+        protocol = self._transport.protocol
+        exchange = protocol.pause("keep", self._fleet.lease) if self._held else protocol.resume()
+        await self._transport.ask(server, exchange)
         self._router.readmit(server, version)
 
     async def pause(self) -> None:
         """Pause everywhere until `resume`; updates in between do not resume either."""
         async with self._lock:
             self._held = True
-            await self._everywhere(lambda server: self._pause(server, "keep"), "pause")
+            await self._renew("keep")
+            await self._fleet.everywhere(lambda server: self._fleet.pause(server, "keep"), "pause")
 
     async def resume(self) -> None:
         """Undo `pause`."""
         async with self._lock:
             self._held = False
             await self._resume_all()
+
+    async def sleep(self) -> None:
+        """Interrupt all answers, hold requests back, and let servers free their memory until `wake`. Nobody rejoins
+        meanwhile."""
+        async with self._lock:
+            self._router.close()
+            self._asleep = True
+            try:
+                await self._renew("recompute")
+                await self._fleet.everywhere(lambda s: self._fleet.pause(s, "recompute"), "pause")
+                await self._fleet.everywhere(lambda s: self._transport.ask(s, self._fleet.protocol.sleep()), "sleep")
+            except BaseException:
+                with contextlib.suppress(WeightUpdateError):  # what went wrong first is what counts
+                    await self._go_on()
+                raise
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        async with self._lock:
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        """Wake all, and let them generate unless their owner holds them paused; who does not wake is out."""
+        fleet = self._fleet
+        try:
+            await fleet.everywhere(lambda s: self._transport.ask(s, fleet.protocol.wake()), "wake")
+            await self._resume_all(held=False)
+            if self._held:
+                await fleet.everywhere(lambda s: fleet.pause(s, "keep"), "pause again")
+        except BaseException as error:
+            for server in self._router.live:
+                self._router.evict(server, f"could not wake: {error}")
+            raise
+        finally:
+            await self._renew("keep" if self._held else "")
+            self._asleep = False
+            self._router.open()
+
+    def let_go(self) -> None:
+        """Renew the lease of a pause no more."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+
+    async def _renew(self, mode: str) -> None:
+        """Keep the servers paused as `mode` says for as long as this client lives; empty: no more. Returns when none of
+        the earlier kind is under way, so that it cannot come after a resume."""
+        async with self._leases:
+            self.let_go()
+            self._renewing = asyncio.create_task(self._renewals(mode), name="pause") if mode else None
+
+    async def _renewals(self, mode: str) -> None:
+        transport, lease = self._transport, self._fleet.lease
+        while True:
+            await self._router.clock.sleep(lease / 3)
+            async with self._leases:
+                asked = (
+                    transport.ask(s, transport.protocol.pause(mode, lease), transport.config.probe_timeout)
+                    for s in self._router.live
+                )
+                await asyncio.gather(*asked, return_exceptions=True)
 
     def _settle(self, version: int) -> None:
         """`version` is what counts from now on."""
@@ -166,32 +260,23 @@ class WeightUpdates:
             found = read_committed(self._spec.weights_dir)
         return found if found is not None and found.version == version else None
 
-    async def _bring_up(self, server: Server, known: CommittedWeights | None, found: int) -> None:
-        """Stage and commit the committed version on a server that came back with another one."""
+    async def _bring_up(self, server: Server, known: CommittedWeights | None, found: str) -> None:
+        """Stage and commit the committed version on a server that came back with something else."""
         version = self._router.version
         if known is None or known is not self._committed:  # another client publishes, and will bring it up
-            raise InferenceError(f"{server.address}: serves version {found}, committed is {version}.")
+            raise InferenceError(f"{server.address}: serves {found}, committed is {version}.")
         if not known.readable:
             raise InferenceError(
-                f"{server.address}: serves version {found}, committed is {version}; route {known.meta.route} leaves "
+                f"{server.address}: serves {found}, committed is {version}; route {known.meta.route} leaves "
                 "nothing to read, so it takes part again from the next update on."
             )
-        verify_receipt(known.receipt, await self._stage(server, known.meta), known.meta.route)
-        await self._commit(server, version, "keep")
-
-    async def _check_receipt(self, server: Server, known: CommittedWeights) -> None:
-        """Compare the live tensors with what was verified when the version was committed."""
-        found = await self._transport.ask(
-            server, self._transport.protocol.receipt(), self._transport.config.update_timeout
-        )
-        # a live receipt has a sum under every name of a tied parameter, and of what is never sent
-        sums = {name: found.checksums[name] for name in known.receipt.checksums if name in found.checksums}
-        verify_receipt(known.receipt, replace(found, checksums=sums), known.meta.route)
+        await self._loading.bring_up(server, known)
 
     async def _stage_all(self, meta: WeightUpdateMeta) -> list[WeightReceipt]:
         """Stage on all live servers. Over a route that leaves nothing to read, servers that came back can only be
         brought up by an update: they are staged with the others, and take part from its commit on."""
         self._staged, self._joining = None, []
+        await self._loading.prepare(meta)
         joining = [server for server in self._router.servers if not server.live and server.well]
         if meta.route in STORED_ROUTES:
             joining = []
@@ -201,7 +286,9 @@ class WeightUpdates:
         if meta.route in MEETING_ROUTES:
             receipts = await self._stage_together(servers, meta)
         else:
-            receipts = await self._everywhere(lambda s: self._stage(s, meta), f"stage version {meta.version}", servers)
+            receipts = await self._fleet.everywhere(
+                lambda s: self._stage(s, meta), f"stage version {meta.version}", servers
+            )
         self._staged, self._joining = CommittedWeights(meta, receipts[0]), joining
         return receipts
 
@@ -242,7 +329,7 @@ class WeightUpdates:
         joining, self._joining = self._joining, []
         for server in joining:
             try:
-                await self._commit(server, version, "keep")
+                await self._loading.commit(server, version, "keep")
             except InferenceError as error:
                 server.last_error = f"could not commit version {version}: {error}"
             else:
@@ -250,61 +337,21 @@ class WeightUpdates:
 
     async def _stage(self, server: Server, meta: WeightUpdateMeta) -> WeightReceipt:
         try:
-            return await self._transport.ask(
-                server, self._transport.protocol.stage(meta), self._transport.config.update_timeout
-            )
+            return await self._loading.stage(server, meta)
         except InferenceError as error:
             server.well = False  # if it is out, or will be, it is not staged again before it has shown that it is well
             if server.live:
                 raise
             raise ServerLostError(str(error)) from error  # nobody counts on it yet, whatever it refused
 
-    async def _pause(self, server: Server, mode: str) -> None:
-        """Wait for the pause; a drain may take as long as it makes tokens."""
-        before, since = -1.0, self._router.clock.now()
-        while (tokens := await self._transport.ask(server, self._transport.protocol.pause(mode))) is not None:
-            if tokens != before:
-                before, since = tokens, self._router.clock.now()
-            elif self._router.clock.now() - since > self._transport.config.progress_timeout:
-                raise ServerLostError(
-                    f"{server.address}: drained no further for {self._transport.config.progress_timeout:g} s"
-                )
-
-    async def _commit(self, server: Server, version: int, mode: str) -> None:
-        await self._transport.ask(server, self._transport.protocol.commit(version, mode))
-        server.version = version
-
-    async def _resume_all(self) -> list[float]:
-        """Let all live servers go on, unless their owner holds them paused.
+    async def _resume_all(self, held: bool | None = None) -> list[float | None]:
+        """Let all live servers go on, unless their owner holds them paused (`held` False: even then).
 
         Returns:
-            how long each stood still, in seconds.
+            how long each stood still, in seconds; None where it does not say.
         """
-        if self._held:
+        if self._held if held is None else held:
             return []
-        return await self._everywhere(lambda s: self._transport.ask(s, self._transport.protocol.resume()), "resume")
-
-    async def _everywhere(
-        self, action: Callable[[Server], Coroutine[Any, Any, Any]], what: str, servers: list[Server] | None = None
-    ) -> list[Any]:
-        """Do something on all live servers at once (or on `servers`); those that fail are evicted.
-
-        Raises:
-            _AllLostError: none succeeded, and all of them were lost; they are evicted, and may come back.
-            WeightUpdateError: none succeeded.
-        """
-        servers = self._router.live if servers is None else servers
-        results = await asyncio.gather(*(action(server) for server in servers), return_exceptions=True)
-        good = [result for result in results if not isinstance(result, BaseException)]
-        bad = failures(servers, results)
-        lost = bool(self._transport.config.rejoin_timeout) and all(
-            isinstance(error, ServerLostError) for _, error in bad
-        )
-        if good or lost:
-            for server, error in bad:
-                self._router.evict(server, f"could not {what}: {error}")
-        if not good:
-            reasons = "; ".join(f"{server.address} could not {what}: {error}" for server, error in bad)
-            message = f"no live server could {what}: {reasons or self._router.reasons}."
-            raise _AllLostError(message) if lost and self._router.servers else WeightUpdateError(message)
-        return good
+        await self._renew("")
+        protocol = self._transport.protocol
+        return await self._fleet.everywhere(lambda s: self._transport.ask(s, protocol.resume()), "resume")

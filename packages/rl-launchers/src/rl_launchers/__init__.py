@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
+    from rl_launchers.interrupts import uv_parent
     from rl_launchers.launcher import Launcher, LauncherConfig
     from rl_launchers.local import LocalScheduler, LocalSchedulerConfig
 else:
@@ -20,7 +21,8 @@ else:
             "LauncherConfig": "launcher",
             "LocalScheduler": "local",
             "LocalSchedulerConfig": "local",
+            "uv_parent": "interrupts",
         },
     )
 
-__all__ = ["Launcher", "LauncherConfig", "LocalScheduler", "LocalSchedulerConfig"]
+__all__ = ["Launcher", "LauncherConfig", "LocalScheduler", "LocalSchedulerConfig", "uv_parent"]

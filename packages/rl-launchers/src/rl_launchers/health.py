@@ -76,8 +76,9 @@ class ServerCare:
     """Looks after the servers from the moment at which all of them were ready.
 
     A server that ended, however it did, or that gives no good answer for too long is started anew at its address, up
-    to `max_restarts` times within `restart_window` seconds. It comes back by itself with the weights that were
-    committed last; its clients check them before they use it. Threads ask, so that one that is silent holds up nobody.
+    to `max_restarts` times within `restart_window` seconds. With which weights it comes back is up to its kind; its
+    clients bring it to those that were committed last, and check them, before they use it. Threads ask, so that one
+    that is silent holds up nobody.
 
     Args:
         scheduler: starts processes.

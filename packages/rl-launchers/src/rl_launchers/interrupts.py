@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
+
+import psutil
+
+
+def uv_parent() -> int:
+    """Process id of the `uv run` that waits for this program; 0 where there is none."""
+    with suppress(psutil.Error):
+        if psutil.Process(os.getppid()).name().startswith("uv"):
+            return os.getppid()
+    return 0
 
 
 class Interrupted(BaseException):
@@ -27,13 +39,18 @@ class Interrupts:
     entry into the books. `check` raises it as `Interrupted` where the loop is ready for it. The second is raised at
     once, as `Hurried`; further ones are ignored.
 
-    Signals reach only the main thread; in any other this does nothing.
+    Signals reach only the main thread; in any other this does nothing. A program that `uv run` started is asked to stop
+    as well when that is gone, which hands on signals but cannot hand on its own SIGKILL.
+
+    Args:
+        parent: what `uv_parent` said when the program began; None: it is asked now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parent: int | None = None) -> None:
         self._received: list[int] = []
         self._flag = threading.Event()
         self._former: dict[int, Any] = {}
+        self._parent = uv_parent() if parent is None else parent
 
     @property
     def hurried(self) -> bool:
@@ -51,7 +68,9 @@ class Interrupts:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal came."""
+        """Raise `Interrupted` if a signal came, or nobody waits for this program any more."""
+        if self._parent not in (0, os.getppid()):
+            raise Interrupted(signal.SIGTERM)
         if self._received:
             raise Interrupted(self._received[0])
 

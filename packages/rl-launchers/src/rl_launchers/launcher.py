@@ -24,7 +24,7 @@ SETTLE_SECONDS = 0.5
 """After a death, time for its consequences (or its slower cause) to show, so that the error tells of all of them."""
 
 TrainerSpecs = Callable[[list[Worker]], Sequence[JobSpec]]
-"""Makes the trainers' roles from the ready servers, whose addresses it may put into commands and environments."""
+"""Makes the trainers' roles from the servers, whose addresses it may put into commands and environments."""
 
 
 @dataclass
@@ -64,14 +64,20 @@ class Launcher:
     Args:
         scheduler: starts the processes. The launcher stops all of its workers when it is done.
         config: see `LauncherConfig`.
+        parent: what `rl_launchers.uv_parent` said when the program began, for one that works before it launches: where
+            that process is gone by then, nothing starts. None: it is asked when the run starts.
+        key: of servers that somebody else has started; empty: one is made.
     """
 
-    def __init__(self, scheduler: Scheduler, config: LauncherConfig | None = None) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self, scheduler: Scheduler, config: LauncherConfig | None = None, parent: int | None = None, key: str = ""
+    ) -> None:
+        self._scheduler, self._parent = scheduler, parent
         self._config = config or LauncherConfig()
-        self.key = secrets.token_urlsafe(32)
+        self.key = key or secrets.token_urlsafe(32)
         """The key of this run. Every worker has it in its environment as RL_RUN_KEY; never write it anywhere."""
         self._trainers: list[str] = []
+        self._ready = False
         self._on_tick: Callable[[list[Worker]], None] | None = None
 
     def run(
@@ -79,6 +85,7 @@ class Launcher:
         servers: Sequence[JobSpec],
         trainer_specs: TrainerSpecs,
         on_tick: Callable[[list[Worker]], None] | None = None,
+        together: bool = False,
     ) -> int:
         """Run to the end. Whatever happens, no process and no port is left behind.
 
@@ -88,8 +95,10 @@ class Launcher:
 
         Args:
             servers: roles to start first, in this order; none for a run without servers.
-            trainer_specs: called with the ready servers' workers; returns the trainers' roles.
+            trainer_specs: called with the servers' workers; returns the trainers' roles.
             on_tick: called with all workers several times a second, to draw progress.
+            together: whether trainers start with the servers, and wait for them by themselves; else the servers are
+                ready before. Servers are started anew only from the moment at which all of them were ready.
 
         Returns:
             exit code for the program: 0 when all trainers are done, 130 after SIGINT, 143 after SIGTERM.
@@ -103,9 +112,9 @@ class Launcher:
         self._on_tick = on_tick
         self._care = ServerCare(self._scheduler, self._config, servers)
         code = 0
-        with Interrupts() as interrupts:
+        with Interrupts(self._parent) as interrupts:
             try:
-                self._start(servers, trainer_specs, interrupts)
+                self._start(servers, trainer_specs, interrupts, together)
                 while not self._look(interrupts):
                     interrupts.wait(self._config.tick_seconds)
             except Interrupted as interruption:
@@ -115,16 +124,26 @@ class Launcher:
                 self._stop(interrupts, patient=code != 0)
         return code
 
-    def _start(self, servers: Sequence[JobSpec], trainer_specs: TrainerSpecs, interrupts: Interrupts) -> None:
+    def _start(
+        self, servers: Sequence[JobSpec], trainer_specs: TrainerSpecs, interrupts: Interrupts, together: bool
+    ) -> None:
         for spec in servers:
+            interrupts.check()
             self._scheduler.create_workers(self._with_key(spec))
-        ready = [self._scheduler.wait_ready(spec.role, tick=lambda: self._look(interrupts)) for spec in servers]
-        specs = trainer_specs([worker for workers in ready for worker in workers])
+        if not together:
+            self._await(servers, interrupts)
+        specs = trainer_specs([worker for spec in servers for worker in self._scheduler.get_workers(spec.role)])
         require(len(specs) > 0, "trainer_specs", "at least one role", list(specs))
         for spec in specs:
             interrupts.check()
             self._trainers.append(spec.role)
             self._scheduler.create_workers(self._with_key(spec))
+        self._await(servers, interrupts)
+        self._ready = True
+
+    def _await(self, servers: Sequence[JobSpec], interrupts: Interrupts) -> None:
+        for spec in servers:
+            self._scheduler.wait_ready(spec.role, tick=lambda: self._look(interrupts))
 
     def _with_key(self, spec: JobSpec) -> JobSpec:
         """The role with the run key in its environment, and a guard against it in a place that everybody can read."""
@@ -153,7 +172,7 @@ class Launcher:
 
     def _lost_servers(self, workers: list[Worker]) -> dict[str, str]:
         """Names of servers that are gone for good, and in words what happened to each. Restarts what can be."""
-        if self._trainers:
+        if self._ready:
             return self._care.look(workers)
         return {worker.name: describe_exit(worker.exit_code) for worker in workers if self._ended_wrongly(worker)}
 
@@ -168,7 +187,7 @@ class Launcher:
         first, *others = sorted(ended, key=lambda worker: worker.ended_at or math.inf)
         what = lost.get(first.name) or describe_exit(first.exit_code)
         problem = f"{first.name} {what} while the run needed it, so the run was stopped."
-        if first.name in lost and self._trainers and self._config.max_restarts:
+        if first.name in lost and self._ready and self._config.max_restarts:
             problem += f" launcher.max_restarts={self._config.max_restarts} is used up."
         after = [f"After it, {other.name} {describe_exit(other.exit_code)} (log: {other.log})." for other in others]
         before = [f"Before it: {sentence}" for sentence in self._care.history]
@@ -180,7 +199,9 @@ class Launcher:
         try:
             if patient and not interrupts.hurried:
                 logger.warning(
-                    "Stopping: trainers have %g s. A second signal stops at once.", self._config.grace_seconds
+                    "Stopping: trainers have launcher.grace_seconds=%g s to end their step and save a recover point. A "
+                    "second signal stops at once.",
+                    self._config.grace_seconds,
                 )
                 deadline = time.monotonic() + self._config.grace_seconds
                 for role in self._trainers:

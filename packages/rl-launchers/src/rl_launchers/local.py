@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_contracts.config import require
-from rl_contracts.errors import LaunchError, RLError
+from rl_contracts.errors import ConfigError, LaunchError, RLError
 from rl_contracts.scheduler import JobSpec, Resources, Scheduler, SchedulerConfig, Worker
 from rl_launchers import report
 from rl_launchers.keeper import Keeper
@@ -42,6 +42,14 @@ class LocalSchedulerConfig(SchedulerConfig):
         """The GPUs to hand out, and all cores of this machine."""
         gpus = visible_gpus(os.environ) if self.gpus is None else self.gpus
         return Resources(len(gpus), os.cpu_count() or 1)
+
+    def check(self, roles: Sequence[JobSpec]) -> None:
+        """Refuse roles whose fixed ports are in use."""
+        try:
+            for port in (spec.port + index for spec in roles if spec.port for index in range(spec.count)):
+                PortReservation(self.host, port).release()
+        except LaunchError as error:
+            raise ConfigError(str(error)) from error
 
 
 @dataclass
@@ -150,11 +158,11 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         return role.processes[worker.index].worker
 
     def logs(self, worker: Worker, lines: int = 30) -> str:
-        """The last lines that a worker wrote; empty where there are none."""
+        """The last lines that a worker wrote, behind earlier ones that name an error; empty where there are none."""
         for process in self._processes():
             if process.worker.name == worker.name:
                 return process.log_tail(lines)
-        return report.tail(worker.log, lines)
+        return report.telling(worker.log, lines)
 
     def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:
         """Stop a role, or all, with everything that the workers started, and free ports, devices and cores.

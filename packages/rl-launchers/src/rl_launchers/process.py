@@ -149,8 +149,8 @@ class LocalProcess:
         )
 
     def log_tail(self, lines: int) -> str:
-        """The last lines that this process wrote."""
-        return report.tail(self.worker.log, lines, self._log_start)
+        """The last lines that this process wrote, behind earlier ones that name an error."""
+        return report.telling(self.worker.log, lines, self._log_start)
 
     def collect(self, timeout: float) -> None:
         """Wait until the process has been reaped, so that not even a zombie is left."""

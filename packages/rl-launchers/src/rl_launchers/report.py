@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
 
 TAIL_BYTES = 256 * 1024
 """Read from the end of a log at most, so that a huge log costs nothing."""
+
+ERRORS_BEFORE = 5
+"""Lines that name an error, shown at most from before the last lines: servers of several processes end with the stack
+of the one that waited, long after the one that failed has said why."""
+_NAMES_AN_ERROR = re.compile(r"(?:^|\s)[\w.]*(?:Error|Exception): *(\S.*)")
 
 LIKELY_CAUSES: dict[int, str] = {
     signal.SIGKILL: "out of memory?",
@@ -41,6 +47,18 @@ def tail(log: Path, lines: int, offset: int = 0) -> str:
         file.seek(max(offset, size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
     return "\n".join(text.splitlines()[-lines:])
+
+
+def telling(log: Path, lines: int, offset: int = 0) -> str:
+    """The last lines of a log from byte `offset` on, and before them the first earlier ones that name an error, each
+    error once."""
+    everything = tail(log, TAIL_BYTES, offset).splitlines()
+    earlier, last = everything[:-lines] if lines > 0 else [], tail(log, lines, offset)
+    errors: dict[str, str] = {}
+    for line in earlier:
+        if found := _NAMES_AN_ERROR.search(line):
+            errors.setdefault(found[1], line)
+    return "\n".join([*list(errors.values())[:ERRORS_BEFORE], "...", last]) if errors else last
 
 
 def separate(log: Path, what: str) -> None:

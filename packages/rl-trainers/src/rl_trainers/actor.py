@@ -70,7 +70,8 @@ class PolicyActor:
         the proximal policy and the masks need, [B, T] each (collective).
 
         Returns:
-            `groups/singleton` and `groups/zero_variance`, counted over all ranks; `reward/shaped` (mean over episodes);
+            `groups/trained`, `groups/singleton` and `groups/zero_variance`, counted over all ranks; `reward/shaped`
+            (mean over episodes);
             with a critic, `critic/explained_variance`.
 
         Raises:

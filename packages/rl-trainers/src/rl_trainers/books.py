@@ -162,7 +162,8 @@ class Books:
             figures = self._evaluate()
             if figures:
                 self._write({"step": self.step, "version": self.engine.version, **figures})
-        if self._saved != self.step:
+        # a run that was stopped between its last checkpoint and its end has it already, and whole
+        if self._saved != self.step and not self.engine.parallel.broadcast_json(self._checkpoint.exists()):
             self._save()
         if self.engine.parallel.is_main:
             self.trace.save(self.run_dir / "trace.json")
@@ -185,9 +186,12 @@ class Books:
             log.warning("figures %s are the run's own; what was recorded by these names is left out.", sorted(new))
         record |= {name: value for name, value in recorded.items() if name not in clashes}
 
+    @property
+    def _checkpoint(self) -> Path:
+        return self.run_dir / "checkpoints" / f"step_{self.step}"
+
     def _save(self) -> None:
-        self._saved = self.step
-        path = self.run_dir / "checkpoints" / f"step_{self.step}"
+        self._saved, path = self.step, self._checkpoint
         with self.time("save"):
             self.engine.save(SaveLoadMeta(str(path), "hf", self.tokenizer_path))
         if self.engine.parallel.is_main:

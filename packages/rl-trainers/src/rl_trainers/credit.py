@@ -82,8 +82,8 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
     not trained (collective).
 
     Returns:
-        `groups/singleton` (groups of one episode) and `groups/zero_variance` (of several with equal rewards), counted
-        over all replicas; `reward/shaped` (mean over episodes).
+        `groups/trained`, `groups/singleton` (those of one episode) and `groups/zero_variance` (of several with equal
+        rewards), counted over all replicas; `reward/shaped` (mean over episodes).
     """
     learn, outcomes = batch["loss_mask"], gather_outcomes(batch, config, parallel)
     advantages, returns = load_part(config.advantage)(outcomes)
@@ -95,6 +95,7 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
     groups, rewards = grouped(outcomes.rewards, outcomes.groups), outcomes.rewards
     alone = groups.size == 1
     return {
+        "groups/trained": float(len(alone)),
         "groups/singleton": float(alone.sum()),
         "groups/zero_variance": float((groups.flat & ~alone).sum()),
         "reward/shaped": float(rewards.double().mean()) if len(rewards) else None,

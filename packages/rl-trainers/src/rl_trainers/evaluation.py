@@ -19,14 +19,20 @@ Evaluation = Callable[[int], dict[str, float | None]]
 
 
 @dataclass
-class EvaluationConfig(Settings):
-    """When and how held-out rows are answered."""
+class HeldOutConfig(Settings):
+    """When held-out rows are looked at."""
 
     setting: ClassVar[str] = "evaluation"
     every: int = bounded(0, "0 (ends only) or more steps", lambda steps: steps >= 0)
     """Steps between evaluations; 0: only before the first step and after the last."""
     rows: int = bounded(512, "0 (off) or more", lambda rows: rows >= 0)
     """Held-out rows; 0 switches evaluation off."""
+
+
+@dataclass
+class EvaluationConfig(HeldOutConfig):
+    """When and how held-out rows are answered."""
+
     n: int = bounded(1, "at least 1", lambda answers: answers >= 1)
     """Answers per row."""
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.0))
@@ -34,7 +40,7 @@ class EvaluationConfig(Settings):
 
 
 class AnswerEvaluation:
-    """Accuracy of generated answers: the fraction whose reward is at least 1."""
+    """Rewards of generated answers; where each is 0 or 1 their mean is the accuracy."""
 
     def __init__(
         self,
@@ -47,7 +53,8 @@ class AnswerEvaluation:
         self.rollout, self.rows, self.config, self.parallel, self.writer = rollout, rows, config, parallel, writer
 
     def __call__(self, step: int) -> dict[str, float | None]:
-        """`eval/accuracy`, `eval/reward` and `eval/length` (collective); None without an answer."""
+        """`eval/reward`, `eval/length` and, unless a reward is neither 0 nor 1, `eval/accuracy` (collective); None
+        without an answer."""
         import torch
 
         answers = self.rollout.evaluate(self.rows, self.config.generation, self.config.n)
@@ -55,7 +62,11 @@ class AnswerEvaluation:
             self.writer.write(f"eval_step_{step}", answers)
         rewards = torch.tensor([answer.reward for answer in answers])
         figures = Figures()
-        figures.add("eval/accuracy", rewards >= 1)
+        figures.add("eval/accuracy", rewards == 1)
+        figures.add("graded", (rewards != 0) & (rewards != 1), kind="max")
         figures.add("eval/reward", rewards)
         figures.add("eval/length", torch.tensor([int((answer.versions >= 0).sum()) for answer in answers]))
-        return figures.over_replicas(self.parallel).results()
+        found = figures.over_replicas(self.parallel).results()
+        if found.pop("graded"):
+            del found["eval/accuracy"]
+        return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from rl_contracts.errors import EngineError
+from rl_contracts.errors import EngineError, StopRequestedError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -23,7 +23,8 @@ class BatchSource(Protocol):
     """Where batches come from: an `rl_contracts.rollout.RolloutRuntime`, or a data set."""
 
     def next_batch(self) -> TensorDict:
-        """This rank's rows of the next batch; StopIteration at the end of the data."""
+        """This rank's rows of the next batch; StopIteration at the end of the data, StopRequestedError where the
+        process was asked to stop meanwhile."""
 
     def end_step(self, version: int) -> None:
         """The step of the last batch is over, at `version`."""
@@ -60,20 +61,25 @@ def train(
         gap: the check that they compute what the trainer computes; only with a publisher.
 
     Raises:
-        RLError: whatever stops the run, with its cause; also where none of its steps was applied.
+        RLError: whatever stops the run, with its cause; also where none of the steps taken here was applied.
     """
     if recover is not None:
         recover.resume()
+    first, start = books.step, learner.version
     if publisher is not None:
         # from here on the servers hold what the trainer holds, verified, before the first answer counts
         publisher.publish(learner.version)
     books.begin(learner.version)
-    for step in range(books.step + 1, total_steps + 1):
+    for step in range(first + 1, total_steps + 1):
         with books.time("rollout_wait"):
             try:
                 batch = source.next_batch()  # waits for accepted groups
             except StopIteration:
                 break
+            except StopRequestedError:
+                if recover is not None:
+                    recover.after_step(step - 1)  # which ends the run
+                raise
         before = learner.version
         with books.time("train"):
             stats = learner.prepare(batch)  # proximal log-probs, advantages
@@ -91,9 +97,9 @@ def train(
         if recover is not None:
             recover.after_step(step)
     books.finish()
-    if books.step and not learner.version:
+    if books.step > first and learner.version == start:
         raise EngineError(
-            f"none of {books.step} steps was applied: the weights are those of the start. Either loss or gradients "
-            "were never finite (the log says so; `rl replay` runs a saved batch again), or there was nothing to learn "
-            "from (`minibatches/empty` in metrics.jsonl)."
+            f"none of {books.step - first} steps was applied: the weights are those of the start. Either loss or "
+            "gradients were never finite (the log says so; `rl replay` runs a saved batch again), or there was nothing "
+            "to learn from (`minibatches/empty` in metrics.jsonl)."
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_contracts.sharding import MINIBATCH_KEY
-from rl_trainers.functional.correction import OffPolicy, second_moment_cutoff, trust_region_tokens
+from rl_trainers.functional.correction import OffPolicy, second_moment_outliers, trust_region_tokens
 from rl_trainers.proximal import PROXIMAL_KEY
 
 if TYPE_CHECKING:
@@ -51,14 +51,10 @@ class SecondMomentMask:
         """Add which tokens are dropped (collective)."""
         log_ratio = torch.where(batch["loss_mask"], batch[PROXIMAL_KEY] - batch["logprobs"], 0.0)
         held = trust_region_tokens(log_ratio, batch["advantages"])
-        squares, minibatch = log_ratio.double().square(), batch[MINIBATCH_KEY][:, None].expand_as(held)
-        parts = parallel.gather_tensors({"squares": squares[held], "minibatch": minibatch[held]})
-        every, of = (torch.cat([part[name] for part in parts]) for name in ("squares", "minibatch"))
-        dropped = torch.zeros_like(held)
-        for number in of.unique().tolist():
-            cutoff = second_moment_cutoff(every[of == number], self.threshold)
-            dropped |= held & (minibatch == number) & (squares > cutoff)
-        batch[DROPPED_KEY] = dropped
+        minibatch = batch[MINIBATCH_KEY][:, None].expand_as(held)[held].long()
+        count = int(parallel.max_over_replicas(torch.tensor(max(batch[MINIBATCH_KEY].tolist(), default=-1)))) + 1
+        found = second_moment_outliers(log_ratio[held], minibatch, count, self.threshold, parallel.sum_over_replicas)
+        batch[DROPPED_KEY] = torch.zeros_like(held).masked_scatter(held, found)
 
     def __call__(self, off: OffPolicy) -> torch.Tensor:
         """Dropped tokens, bool [N]."""

@@ -43,21 +43,24 @@ class PreferenceConfig(Settings):
         )
 
 
-def preference_rows(rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int) -> list[Trajectory]:
+def preference_rows(
+    rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int, truncate: bool = False
+) -> list[Trajectory]:
     """Two trajectories per pair, chosen (reward 1) and rejected (reward 0), of the same group. What the model learns
     from is the last assistant turn; what comes before it is the prompt.
 
     Args:
         rows: each with the conversations `chosen` and `rejected`.
+        truncate: cut conversations at `max_length` tokens.
 
     Raises:
-        DataError: a conversation has no assistant turn at its end or is longer than `max_length` tokens, or both
-            conversations of a pair are the same; names the row.
+        DataError: a conversation has no assistant turn at its end or is longer than `max_length` tokens and
+            not cut, nothing of the turn is left, or both conversations of a pair are the same; names the row.
     """
     result = []
     for number, row in enumerate(rows):
         name = int(row.get("prompt_id", number))
-        sides = [_side(row[side], side, name, renderer, max_length) for side in ("chosen", "rejected")]
+        sides = [_side(row[side], side, name, renderer, max_length, truncate) for side in ("chosen", "rejected")]
         if np.array_equal(sides[0][0], sides[1][0]):
             raise DataError(f"row {name}: chosen and rejected are the same text; there is nothing to prefer. Drop it.")
         for which, (ids, mask) in enumerate(sides):
@@ -77,13 +80,13 @@ def preference_rows(rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_
 
 
 def _side(
-    messages: Sequence[dict[str, Any]], side: str, name: int, renderer: ChatRenderer, max_length: int
+    messages: Sequence[dict[str, Any]], side: str, name: int, renderer: ChatRenderer, max_length: int, truncate: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of a conversation, and which of them are its last assistant turn."""
     if not messages or messages[-1]["role"] != "assistant":
         raise DataError(f"row {name}: expected `{side}` to end with an assistant turn, found {messages!r:.80}.")
     ids, mask = renderer.render_sft(messages)
-    if len(ids) > max_length:
+    if len(ids) > max_length and not truncate:
         raise DataError(
             f"row {name}: `{side}` has {len(ids)} tokens, more than data.max_length ({max_length}); raise that or drop "
             "it."
@@ -91,7 +94,9 @@ def _side(
     learn = np.asarray(mask, dtype=bool)
     gaps = np.flatnonzero(~learn[: int(np.flatnonzero(learn)[-1])])
     learn[: int(gaps[-1]) + 1 if len(gaps) else 0] = False
-    return np.asarray(ids, dtype=np.int64), learn
+    if not learn[:max_length].any():
+        raise DataError(f"row {name}: nothing of the answer of `{side}` is within {max_length} tokens; drop it.")
+    return np.asarray(ids[:max_length], dtype=np.int64), learn[:max_length]
 
 
 def reward_model_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:

@@ -3,7 +3,8 @@
     begin -> send -> receipts compared -> pause, swap, commit, resume -> record
 
 Invariant: nothing is served from version v before every live server has shown, by its receipt, that it holds what the
-trainer sent as v; and when a server generates again, all live ones serve v. `publish` returns at the commit.
+trainer sent as v; and when a server generates again, all live ones serve v. `publish` returns at the commit. Servers
+that give no checksums show it by a canary (`rl_trainers.canary`), after the swap and before they get requests again.
 
 Each rank that `TrainEngine.full_parameters` gives something to sends that part of the version; all others take part in
 the gathers. Rank 0 alone speaks to the servers: over a route that meets its receivers they stage while the ranks send,
@@ -27,6 +28,7 @@ from rl_contracts.errors import ReceiversLostError, StalledError, WeightUpdateEr
 from rl_contracts.logging import get_logger
 from rl_contracts.weights import verify_receipt, write_committed
 from rl_contracts.weights.rendezvous import Address
+from rl_trainers.canary import CanaryCheck
 
 if TYPE_CHECKING:
     from rl_contracts.aio import LoopThread
@@ -61,6 +63,16 @@ class PublishConfig(Settings):
     """With `rollout.interrupt=wait`: seconds on top of `timeout` in which unfinished answers must have ended. A server
     that makes no tokens is lost much earlier."""
 
+    canary: str = choice("auto", ("auto", "always"))
+    """`auto`: servers that give no checksums show by a canary what they serve, before they get requests again.
+    `always`: all do, which also finds prefix caches and packed weights that an update left as they were."""
+    canary_tokens: int = bounded(384, "at least 2", lambda tokens: tokens >= 2)
+    """Tokens of the canary's prompt. Several hundred, so that it lies in prefix caches; with 16 more it must fit into
+    the servers' context."""
+    canary_tolerance: float = bounded(0.0, "0 (by the dtype) or more nats", lambda nats: nats >= 0)
+    """Mean difference between the servers' and the trainer's log-probs of the canary, in nats, above which the run
+    stops. 0: 0.01 where both compute in float32, else 0.2."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
@@ -81,6 +93,7 @@ class WeightPublisher:
         config: route and deadlines.
         directory: where `shm` and `disk` keep their files, and where the record of what was committed lies.
         interrupt: what happens to unfinished answers, see `InferenceEngine.commit_weights`.
+        dtype: in which the engine computes.
 
     Raises:
         WeightUpdateError, EngineError: the route cannot work here; on every rank.
@@ -94,11 +107,14 @@ class WeightPublisher:
         config: PublishConfig,
         directory: str,
         interrupt: str = "keep",
+        dtype: str = "float32",
     ) -> None:
+        self.dtype = dtype
         self.engine, self.inference, self.loop, self.config = engine, inference, loop, config
         self.directory, self.interrupt = directory, interrupt
         self.receipt: WeightReceipt | None = None
         """The trainer's own, of the last version that was sent; complete on rank 0."""
+        self._canary = self._open_canary()
         self._specs = engine.param_specs()
         self._sender = self._open_sender()
 
@@ -115,7 +131,10 @@ class WeightPublisher:
         parallel, doing = self.engine.parallel, f"publishing weights of version {version}"
         for attempt in range(1, TRIES + 1):
             meta = self._begin(version, doing)
-            staging = self.loop.submit(self._stage(meta)) if parallel.is_main and meta.route in MEETING_ROUTES else None
+            staging = None
+            with parallel.agreeing(doing):
+                if parallel.is_main and meta.route in MEETING_ROUTES:
+                    staging = self.loop.submit(self._stage(meta))
             sums, error = self._send()
             sent = time.perf_counter()
             error = _outcome(error, staging)
@@ -126,10 +145,19 @@ class WeightPublisher:
         parallel.agree(error, doing)
         parts = [sums, *parallel.gather_json({} if parallel.is_main else sums)]
         self.receipt = WeightReceipt("trainer", version, {name: s for part in parts for name, s in part.items()})
-        times = {"time/stage": 0.0, "time/paused": 0.0}
+        times, committing = {"time/stage": 0.0, "time/paused": 0.0}, None
         with parallel.agreeing(doing):
             if parallel.is_main:
-                times = self._commit(meta, self.receipt, staging or self.loop.submit(self._stage(meta)), sent)
+                staging = staging or self.loop.submit(self._stage(meta))
+                committing = self._commit(meta, self.receipt, staging)
+                times["time/stage"] = time.perf_counter() - sent
+                if self._canary is None:
+                    times["time/paused"] = self._end_commit(meta, self.receipt, committing)
+        if self._canary is not None:
+            self._canary.attend(version, committing, self._commit_timeout)
+            with parallel.agreeing(doing):
+                if committing is not None:
+                    times["time/paused"] = self._end_commit(meta, self.receipt, committing)
         with parallel.agreeing(doing):
             if parallel.is_dp_head and not parallel.is_main:
                 self.loop.run(self.inference.stats(), self.config.timeout)  # learns the committed version
@@ -139,6 +167,21 @@ class WeightPublisher:
         """Free what the route holds. Safe to call twice."""
         if self._sender is not None:
             self._sender.close()
+
+    def _open_canary(self) -> CanaryCheck | None:
+        """The check of servers whose receipts are not enough (collective); rank 0 knows what they can do."""
+        parallel, config, tolerance = self.engine.parallel, self.config, None
+        with parallel.agreeing(f"opening the route {config.route}"):
+            if parallel.is_main:
+                able = self.inference.capabilities
+                expected = f"one of {', '.join(able.routes)}, which these servers can take"
+                require(config.route in able.routes, "publish.route", expected, config.route)
+                if self.config.canary == "always" or not able.checksums:
+                    exact = self.dtype == self.inference.served_dtype == "float32"
+                    by_dtype = 0.01 if exact else 0.2
+                    tolerance = config.canary_tolerance or by_dtype
+        tolerance = parallel.broadcast_json(tolerance)
+        return tolerance and CanaryCheck(self.engine, config.route, config.canary_tokens, tolerance)
 
     def _open_sender(self) -> WeightSender | None:
         """The end of the route on this rank: on rank 0, and wherever there is something to send (collective)."""
@@ -203,15 +246,25 @@ class WeightPublisher:
             raise
 
     def _commit(
-        self, meta: WeightUpdateMeta, mine: WeightReceipt, staging: Future[list[WeightReceipt]], sent: float
-    ) -> dict[str, float]:
+        self, meta: WeightUpdateMeta, mine: WeightReceipt, staging: Future[list[WeightReceipt]]
+    ) -> Future[float]:
+        """Begin the commit once every server has shown what it holds, where it can show it before."""
         for receipt in staging.result():
-            verify_receipt(mine, receipt, meta.route)
-        staged = time.perf_counter() - sent
-        limit = self.config.timeout + (self.config.drain_timeout if self.interrupt == "wait" else 0.0)
-        paused = self.loop.run(self.inference.commit_weights(meta.version, self.interrupt), limit)
+            if self.inference.capabilities.checksums:
+                verify_receipt(mine, receipt, meta.route)
+        if self._canary is None:
+            return self.loop.submit(self.inference.commit_weights(meta.version, self.interrupt))
+        return self.loop.submit(self.inference.commit_weights(meta.version, self.interrupt, self._canary.begin()))
+
+    def _end_commit(self, meta: WeightUpdateMeta, mine: WeightReceipt, committing: Future[float]) -> float:
+        """Wait for it, and leave the record; for how many seconds servers did not generate."""
+        paused = self.loop.wait(committing, f"committing version {meta.version}", self._commit_timeout)
         write_committed(self.directory, meta, mine)  # before the next version is written over the last but one
-        return {"time/stage": staged, "time/paused": paused}
+        return paused
+
+    @property
+    def _commit_timeout(self) -> float:
+        return self.config.timeout + (self.config.drain_timeout if self.interrupt == "wait" else 0.0)
 
 
 def _outcome(error: Exception | None, staging: Future[list[WeightReceipt]] | None) -> Exception | None:

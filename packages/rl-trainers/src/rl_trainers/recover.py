@@ -1,8 +1,8 @@
 """Recover points: everything that a stopped run needs to go on as if it had not been stopped.
 
 A point is taken between two steps. It is written beside the others and renamed when it is complete, so that a process
-may be killed at any moment; older points go after that. What the run wrote after its last point is cut off when it is
-resumed, because those steps are taken again.
+may be killed and a machine may lose its power at any moment; older points go after that. What the run wrote after its
+last point is cut off when it is resumed, because those steps are taken again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -37,7 +38,7 @@ class RecoverConfig(Settings):
 
     setting: ClassVar[str] = "recover"
     every: int = bounded(0, "0 (none) or more steps", lambda steps: steps >= 0)
-    """Steps between recover points; 0: none."""
+    """Steps between recover points; 0: only where the run is asked to stop."""
     resume: bool = True
     """Go on from the last recover point of the run directory, where there is one."""
 
@@ -61,6 +62,7 @@ class RecoverPoints:
         config: when.
         engines: train engines by name (`actor`, `critic`); the first one's ranks decide who writes.
         parts: this rank's other parts by name; each saves a state of its own.
+        stop: whether this process was asked to stop, which the run does between two steps.
 
     Raises:
         ConfigError: points are asked for, and a part cannot be saved.
@@ -72,9 +74,11 @@ class RecoverPoints:
         config: RecoverConfig,
         engines: Mapping[str, TrainEngine],
         parts: Mapping[str, Any],
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        for name, part in parts.items():
-            if config.every and not isinstance(part, Stateful):
+        stateless = {name: part for name, part in parts.items() if not isinstance(part, Stateful)}
+        for name, part in stateless.items():
+            if config.every:
                 raise ConfigError(
                     f"recover.every={config.every}: {name} ({type(part).__name__}) cannot be saved: it has no "
                     "state_dict and load_state_dict. Set recover.every=0."
@@ -83,6 +87,8 @@ class RecoverPoints:
         self.directory = self.run_dir / "recover"
         self.engines, self.parts = dict(engines), dict(parts)
         self.parallel = next(iter(self.engines.values())).parallel
+        self._stop, self._stateless = stop, sorted(stateless)
+        self._last = 0
 
     def resume(self) -> int | None:
         """Restore the last complete point, and cut off what the run wrote after it.
@@ -102,14 +108,26 @@ class RecoverPoints:
                 part.load_state_dict(_read(point / f"{name}-{self.parallel.rank}"))
             if self.parallel.is_main:
                 drop_lost_steps(self.run_dir, self.config)
+        self._last = step
         if step and self.parallel.is_main:
             log.info("resumed from %s", point)
         return step or None
 
     def after_step(self, step: int) -> None:
-        """Save a point if one is due. Call it when the step has ended everywhere."""
-        if self.config.every and step % self.config.every == 0:
+        """Save a point if one is due, or if any rank was asked to stop, unless there is one of this step. Call it when
+        the step has ended everywhere; again where it is waited for the next one's batch.
+
+        Raises:
+            SystemExit: the run was asked to stop, and does so now; the code is a shell's for SIGTERM.
+        """
+        stopping = any(self.parallel.gather_json(self._stop()))
+        due = self.config.every and step % self.config.every == 0
+        if step != self._last and (due or (stopping and not self._stateless)):
             self.save(step)
+        if stopping:
+            left = "no recover point, for these parts cannot be saved: " + ", ".join(self._stateless)
+            log.warning("stopped after step %d, as asked; %s", step, left if self._stateless else "it can be resumed")
+            raise SystemExit(128 + signal.SIGTERM)
 
     def save(self, step: int) -> None:
         """Save a point, and drop the ones before it.
@@ -127,12 +145,15 @@ class RecoverPoints:
         with self.parallel.agreeing(f"saving {point}"):
             for name, part in self.parts.items():
                 _write(scratch / f"{name}-{self.parallel.rank}", part.state_dict())
-        if self.parallel.is_main:
-            shutil.rmtree(point, ignore_errors=True)
-            os.replace(scratch, point)
-            for other in _points(self.directory).keys() - {step}:
-                shutil.rmtree(self.directory / f"step_{other}", ignore_errors=True)
-        self.parallel.barrier()
+        with self.parallel.agreeing(f"completing {point}"):
+            if self.parallel.is_main:
+                _to_disk([*scratch.rglob("*"), scratch])
+                shutil.rmtree(point, ignore_errors=True)
+                os.replace(scratch, point)
+                _to_disk([self.directory, self.run_dir])
+                for other in _points(self.directory).keys() - {step}:
+                    shutil.rmtree(self.directory / f"step_{other}", ignore_errors=True)
+        self._last = step
 
 
 def resumed_step(run_dir: Path, config: RecoverConfig) -> int:
@@ -164,6 +185,16 @@ def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
 def last_point(directory: Path) -> int | None:
     """Step of the latest complete point in a `recover` directory."""
     return max(_points(directory), default=None)
+
+
+def _to_disk(paths: Iterable[Path]) -> None:
+    """Return when files, and the entries of directories, would outlive a loss of power."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _points(directory: Path) -> dict[int, Path]:

@@ -27,14 +27,20 @@ CLOSE_SECONDS = 30.0
 
 
 @dataclass
-class RolloutsConfig(Settings):
-    """What is kept of the answers, under `rollouts/`."""
+class KeptConfig(Settings):
+    """What is kept of the answers of evaluations, under `rollouts/`."""
 
     setting: ClassVar[str] = "rollouts"
-    every: int = bounded(1, "0 (never) or more steps", lambda steps: steps >= 0)
-    """Steps between those whose answers are written; 0: of no training step. Evaluations are always written."""
     tokens: bool = True
     """With the id, log-prob and version of each generated token, which are most of the bytes."""
+
+
+@dataclass
+class RolloutsConfig(KeptConfig):
+    """What is kept of all answers, under `rollouts/`."""
+
+    every: int = bounded(1, "0 (never) or more steps", lambda steps: steps >= 0)
+    """Steps between those whose answers are written; 0: of no training step. Evaluations are always written."""
 
 
 class RolloutWriter:
@@ -46,7 +52,7 @@ class RolloutWriter:
         config: what is written.
     """
 
-    def __init__(self, directory: str | Path, rank: int = 0, config: RolloutsConfig | None = None) -> None:
+    def __init__(self, directory: str | Path, rank: int = 0, config: KeptConfig | None = None) -> None:
         self.directory, self.rank, self.config = Path(directory), rank, config or RolloutsConfig()
         self.directory.mkdir(parents=True, exist_ok=True)
         self.left_out = 0
@@ -59,8 +65,9 @@ class RolloutWriter:
         self._thread.start()
 
     def training(self, step: int, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
-        """As `write`, of a training step, if it is one of `config.every`."""
-        if self.config.every and step % self.config.every == 0:
+        """As `write`, of a training step, if it is one of `config.every`; never where only evaluations are kept."""
+        every = self.config.every if isinstance(self.config, RolloutsConfig) else 0
+        if every and step % every == 0:
             self.write(f"step_{step}", trajectories, rejected)
 
     def write(self, name: str, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:

@@ -22,22 +22,28 @@ if TYPE_CHECKING:
     from rl_contracts.rendering import ChatRenderer
 
 
-def supervised_rows(rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int) -> list[Trajectory]:
+def supervised_rows(
+    rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int, truncate: bool = False
+) -> list[Trajectory]:
     """Conversations as trajectories that no model sampled: versions are -1 and log-probs 0 throughout.
 
+    Args:
+        truncate: cut rows at `max_length` tokens.
+
     Raises:
-        DataError: a row has nothing to learn from, or is longer than `max_length` tokens; names it.
+        DataError: a row has nothing to learn from, or is longer than `max_length` tokens and not cut; names it.
     """
     result = []
     for number, row in enumerate(rows):
         ids, mask = renderer.render_sft(row["messages"])
         name = row.get("prompt_id", number)
-        if len(ids) > max_length:
+        if len(ids) > max_length and not truncate:
             raise DataError(
                 f"row {name} has {len(ids)} tokens, more than data.max_length ({max_length}); raise that or drop it."
             )
+        ids, mask = ids[:max_length], mask[:max_length]
         if not any(mask):
-            raise DataError(f"row {name} has no assistant token to learn from.")
+            raise DataError(f"row {name} has no assistant token to learn from within {max_length} tokens.")
         size = len(ids)
         result.append(
             Trajectory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import batched
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError, InferenceError
@@ -113,8 +114,9 @@ def _joined(rows: Sequence[Trajectory], name: str, dtype: str) -> Tensor:
     import torch
 
     arrays = [array for array in (getattr(row, name) for row in rows) if array is not None]
-    # the empty array in front gives no rows a dtype
-    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False))
+    # the empty array in front gives no rows a dtype; between two parts the loop may have Python's lock
+    parts = (np.concatenate(some).astype(dtype, copy=False) for some in batched([np.empty(0, dtype), *arrays], 1000))
+    return torch.cat([torch.from_numpy(part) for part in parts])
 
 
 def _row_values(row: Trajectory) -> dict[str, Any]:

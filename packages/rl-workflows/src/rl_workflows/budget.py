@@ -88,6 +88,8 @@ class FailureBudget:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
-        self._recent.extend(entry and (str(entry[0]), str(entry[1])) for entry in state["recent"])
-        self._failed_in_row, self._rejected_in_row = int(state["failed_in_row"]), int(state["rejected_in_row"])
+        """Go on from `state_dict`. Of what an earlier version did not save, nothing is remembered: the run then puts up
+        with a few failures more."""
+        self._recent.extend(entry and (str(entry[0]), str(entry[1])) for entry in state.get("recent", ()))
+        self._failed_in_row = int(state.get("failed_in_row", 0))
+        self._rejected_in_row = int(state.get("rejected_in_row", 0))

@@ -10,23 +10,10 @@ from rl_contracts.errors import ConfigError
 
 
 @dataclass
-class RolloutConfig(Settings):
-    """How prompts become groups, and how far generation may run ahead of training."""
+class RuntimeConfig(Settings):
+    """How episodes are run, for training and for evaluation alike."""
 
     setting: ClassVar[str] = "rollout"
-    max_staleness: int = bounded(1, "0 (on-policy) or more", lambda versions: versions >= 0)
-    """Versions that may pass between a group's start and the step that trains on it; 0 is exactly on-policy."""
-    max_concurrent: int | None = bounded(
-        None, "at least 1 group, or null for no further limit", lambda groups: groups is None or groups >= 1
-    )
-    """Groups that run at the same time over all heads. None: as many as `max_staleness` admits, which is
-    (max_staleness + 1) * batch size."""
-    group_size: int = bounded(8, "at least 1", lambda episodes: episodes >= 1)
-    """Episodes per prompt."""
-    min_group: int | None = None
-    """Episodes that must succeed for the group to go on without the others. None: all of them."""
-    dynamic_sampling: bool = False
-    """Reject groups whose rewards are all equal; other prompts take their place."""
     failure_budget: float = bounded(0.1, "a fraction in [0, 1]", lambda fraction: 0 <= fraction <= 1)
     """Share of the last `failure_window` groups that may fail before the run stops with the first failure's trace."""
     failure_window: int = 1000
@@ -35,8 +22,6 @@ class RolloutConfig(Settings):
     """Groups that must have finished before `failure_budget` is looked at."""
     max_failed_in_row: int = bounded(100, "at least 1", lambda groups: groups >= 1)
     """Groups that fail one after the other, after which the run stops, whatever the budget."""
-    max_rejected_in_row: int = bounded(1000, "at least 1", lambda groups: groups >= 1)
-    """Groups rejected without one accepted in between, after which the run stops."""
     eval_concurrent: int = bounded(256, "at least 1", lambda episodes: episodes >= 1)
     """Evaluation episodes that run at the same time on each head, beside the training ones."""
     stall_timeout: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
@@ -51,6 +36,36 @@ class RolloutConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
+            self.failure_window >= self.failure_min_groups,
+            "rollout.failure_window",
+            f"at least failure_min_groups ({self.failure_min_groups})",
+            self.failure_window,
+        )
+
+
+@dataclass
+class RolloutConfig(RuntimeConfig):
+    """How prompts become groups, and how far generation may run ahead of training."""
+
+    max_staleness: int = bounded(1, "0 (on-policy) or more", lambda versions: versions >= 0)
+    """Versions that may pass between a group's start and the step that trains on it; 0 is exactly on-policy."""
+    max_concurrent: int | None = bounded(
+        None, "at least 1 group, or null for no further limit", lambda groups: groups is None or groups >= 1
+    )
+    """Groups that run at the same time over all heads. None: as many as `max_staleness` admits, which is
+    (max_staleness + 1) * batch size."""
+    group_size: int = bounded(8, "at least 1", lambda episodes: episodes >= 1)
+    """Episodes per prompt."""
+    min_group: int | None = None
+    """Episodes that must succeed for the group to go on without the others. None: all of them."""
+    dynamic_sampling: bool = False
+    """Reject groups whose rewards are all equal; other prompts take their place."""
+    max_rejected_in_row: int = bounded(1000, "at least 1", lambda groups: groups >= 1)
+    """Groups rejected without one accepted in between, after which the run stops."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
             self.min_group is None or 1 <= self.min_group <= self.group_size,
             "rollout.min_group",
             f"between 1 and group_size ({self.group_size}), or null for all",
@@ -61,12 +76,6 @@ class RolloutConfig(Settings):
             "rollout.dynamic_sampling",
             "a group_size of at least 2, because the only reward of a group of one is always equal to itself",
             self.group_size,
-        )
-        require(
-            self.failure_window >= self.failure_min_groups,
-            "rollout.failure_window",
-            f"at least failure_min_groups ({self.failure_min_groups})",
-            self.failure_window,
         )
 
     @property

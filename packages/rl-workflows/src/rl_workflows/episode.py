@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_contracts.data import ModelRequest, ModelResponse
-from rl_contracts.errors import InferenceError
-from rl_contracts.inference import InferenceEngine
+from rl_contracts.errors import DataError, InferenceError
+from rl_contracts.inference import Capabilities, InferenceEngine
 
 if TYPE_CHECKING:
     from rl_contracts.clock import Clock
@@ -150,6 +150,10 @@ class EpisodeEngine(InferenceEngine):
         return self._episodes.engine.version
 
     @property
+    def capabilities(self) -> Capabilities:
+        return self._episodes.engine.capabilities
+
+    @property
     def served_dtype(self) -> str:
         return self._episodes.engine.served_dtype
 
@@ -167,7 +171,7 @@ class EpisodeEngine(InferenceEngine):
         group = f"{episodes.label}-{context.group_id}"
         request = ModelRequest(  # `replace` takes twice the time, once per answer
             input_ids=request.input_ids,
-            generation=self._sampling(request.generation),
+            generation=self._bounded(self._sampling(request.generation), len(request.input_ids)),
             request_id=request.request_id or f"{group}-{context.sample}-{call}",
             seed=seed,
             group=request.group or group,
@@ -192,6 +196,18 @@ class EpisodeEngine(InferenceEngine):
             stop_token_ids=list(dict.fromkeys([*given.stop_token_ids, *own.stop_token_ids])),
         )
 
+    def _bounded(self, generation: GenerationConfig, prompt: int) -> GenerationConfig:
+        longest = self._episodes.workflow.max_length
+        if longest is None or prompt + generation.max_new_tokens <= longest:
+            return generation
+        room = longest - prompt
+        if room < 1:
+            raise DataError(
+                f"the prompt has {prompt} tokens, but a row may have {longest} with its answer (data.max_length, or "
+                "the model's context). Raise that, or leave such rows out (data.overlong=drop)."
+            )
+        return replace(generation, max_new_tokens=room, min_new_tokens=min(generation.min_new_tokens, room))
+
     async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
         return await self._episodes.engine.score(input_ids, temperature, server)
 
@@ -203,4 +219,4 @@ class EpisodeEngine(InferenceEngine):
             "an episode's handle only generates and scores; servers are controlled by the training loop."
         )
 
-    server_spec = initialize = stage_weights = commit_weights = pause = resume = destroy = _refuse
+    server_spec = initialize = stage_weights = commit_weights = pause = resume = sleep = wake = destroy = _refuse

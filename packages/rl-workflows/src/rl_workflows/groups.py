@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from rl_contracts.trajectory import Trajectory
     from rl_workflows.staleness import Ticket
 
+PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
+"""Arrays of a trajectory that speak of its tokens."""
+
 ShouldAccept = Callable[[Sequence["Trajectory"]], bool]
 """`(trajectories of one group) -> whether it is trained on`. A rejected group is replaced and its prompt counted."""
 
@@ -129,7 +132,7 @@ async def _episode(episodes: Episodes, members: _Members, sample: int) -> None:
     error: Exception | None = None
     try:
         found = await episodes.workflow.arun_episode(EpisodeEngine(episodes, context), own_copy(group.prompt))
-        trajectories = stamped(found, context)
+        trajectories = stamped(found, context, type(episodes.workflow).__name__)
     except asyncio.CancelledError as killed:
         if members.decided.done():
             raise
@@ -180,20 +183,46 @@ def _copied(value: Any) -> Any:
     return [_copied(entry) for entry in value] if isinstance(value, list) else value
 
 
-def stamped(trajectories: list[Trajectory] | None, context: EpisodeContext) -> list[Trajectory] | None:
+def stamped(
+    trajectories: list[Trajectory] | None, context: EpisodeContext, workflow: str = "the workflow"
+) -> list[Trajectory] | None:
     """What a workflow returned, with the ids of its episode.
 
     Raises:
-        DataError: it is an empty list.
+        DataError: it is no list or an empty one; arrays of a trajectory differ in length; or the rewards of its rows
+            differ, of which an episode has one.
         TypeError, ValueError: a reward is no number.
     """
     if trajectories is None:
         return None
+    if not isinstance(trajectories, list | tuple):
+        kind = type(trajectories).__name__
+        raise DataError(f"{workflow}.arun_episode returned one {kind}: expected a list, of one trajectory or several.")
     if not trajectories:
-        raise DataError("arun_episode returned no trajectory; return None to reject an episode.")
+        raise DataError(f"{workflow}.arun_episode returned no trajectory; return None to reject an episode.")
     for trajectory in trajectories:
+        if not _aligned(trajectory):
+            lengths = {name: len(value) for name in PER_TOKEN if (value := getattr(trajectory, name)) is not None}
+            raise DataError(
+                f"{workflow}.arun_episode returned a trajectory whose arrays differ in length: {lengths}; expected one "
+                "entry per token in each."
+            )
         trajectory.reward = float(trajectory.reward)
         trajectory.prompt_id = context.prompt_id
         trajectory.group_id = context.group_id
         trajectory.episode_id = context.sample
+    if len(trajectories) > 1 and len({trajectory.reward for trajectory in trajectories}) > 1:
+        raise DataError(
+            f"{workflow}.arun_episode returned {len(trajectories)} rows with the rewards "
+            f"{[trajectory.reward for trajectory in trajectories]}; expected the same in each: an episode has one "
+            "reward, its outcome. Give each row that of the whole episode, and what single turns earned as its "
+            "`token_rewards`."
+        )
     return trajectories
+
+
+def _aligned(trajectory: Trajectory) -> bool:
+    """Whether the arrays of a trajectory have one entry per token each."""
+    length, rewards = len(trajectory.input_ids), trajectory.token_rewards
+    same = len(trajectory.loss_mask) == len(trajectory.logprobs) == len(trajectory.versions) == length
+    return same and (rewards is None or len(rewards) == length)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.errors import RLError, StalledError, boundary_of
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import Figures
-from rl_workflows.batches import groups_from_state, groups_to_state
 from rl_workflows.budget import FailureBudget
 from rl_workflows.episode import Episodes
 from rl_workflows.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
@@ -83,7 +82,7 @@ class RolloutHead:
         self.accepted: dict[int, FinishedGroup] = {}
         self._finished: list[Trajectory] = []
         self.figures = Figures()
-        for ending in ("accepted", "rejected", "failed"):
+        for ending in ("accepted", "rejected", "failed", "left_over"):
             self._count(ending, 0)
         self._count_ages([])
         self._should_accept, self._on_answers, self._on_stuck_trainer = should_accept, on_answers, on_stuck_trainer
@@ -147,6 +146,21 @@ class RolloutHead:
         self.manager.end_step(version)
         self._pump()
 
+    async def end(self) -> None:
+        """The batch that was taken is the last: the data of a head are over. What is left is counted and dropped."""
+        left = self.source.drop_rest() + len(self.running) + len(self.accepted)
+        self._count("left_over", left)
+        if left:
+            log.warning("the data of a head are over, so the run ends: %d prompts of this head are left over", left)
+        for _, task in self.running.values():
+            task.remove_done_callback(self._group_ended)
+            task.cancel()
+        for group in self.accepted.values():
+            self._report(self.manager.steps, group.trajectories, "left over")
+        self.manager.drop_rest()
+        self.running.clear()
+        self.accepted.clear()
+
     async def set_paused(self, paused: bool) -> None:
         """Stop or go on admitting."""
         self._paused = paused
@@ -171,15 +185,15 @@ class RolloutHead:
         return figures
 
     async def state_dict(self) -> dict[str, Any]:
-        """Admission, prompts in flight, accepted groups, and the position in the data."""
+        """Admission, prompts in flight, the position in the data, and the accepted groups, which change no more:
+        tensors are made of them elsewhere, so that this loop is not held up."""
         manager = self.manager.state_dict()
-        groups = [self.accepted[group_id] for _, group_id in manager["accepted"]]
         return {
             "manager": manager,
             "source": self.source.state_dict(),
             "budget": self.budget.state_dict(),
             "in_flight": [prompt for prompt, _ in self.running.values()],
-            **groups_to_state(groups),
+            "groups": [self.accepted[group_id] for _, group_id in manager["accepted"]],
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -189,10 +203,10 @@ class RolloutHead:
             RLError: prompts were admitted already.
         """
         refused = {ticket.group_id for ticket in self.manager.load_state_dict(state["manager"])}
-        groups = groups_from_state(state)
+        groups: list[FinishedGroup] = state["groups"]
         self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
         self.source.load_state_dict(state["source"])
-        self.budget.load_state_dict(state["budget"])
+        self.budget.load_state_dict(state.get("budget", {}))
         again = [group.prompt for group in groups if group.ticket.group_id in refused]
         self.source.requeue_first([*again, *state["in_flight"]])
 

@@ -33,7 +33,7 @@ class RLVRWorkflow(RolloutWorkflow):
         generation: how answers are sampled; the template's stop ids are added.
         reward: an `rl_contracts.reward.RewardFunction`, plain or async. A plain one runs on the event loop of all
             episodes: it must be quick. Wrap others in `rl_contracts.reward_worker.AsyncRewardWrapper`.
-        max_length: tokens of prompt and answer that the model can hold; None: the server decides.
+        max_length: tokens of prompt and answer together, by which the runtime ends answers; None: the server decides.
         template_options: further variables of the chat template.
     """
 
@@ -47,7 +47,7 @@ class RLVRWorkflow(RolloutWorkflow):
     ) -> None:
         if not callable(reward):
             raise ConfigError(f"workflow.reward: expected a function, found {type(reward).__name__}.")
-        self._tokenizer, self._reward, self._max_length = tokenizer, reward, max_length
+        self._tokenizer, self._reward, self.max_length = tokenizer, reward, max_length
         self._renderer = ChatRenderer(tokenizer, template_options)
         stops = dict.fromkeys([*generation.stop_token_ids, *self._renderer.stop_ids])
         self.generation = replace(generation, stop_token_ids=list(stops))
@@ -71,11 +71,6 @@ class RLVRWorkflow(RolloutWorkflow):
             if not data.get("messages"):
                 raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
             ids = self._renderer.render(data["messages"])
-            if self._max_length is not None and len(ids) >= self._max_length:
-                raise DataError(
-                    f"the prompt has {len(ids)} tokens, but the model holds {self._max_length} with its answer. Leave "
-                    "such rows out, or take a model with a longer context."
-                )
             cache["rlvr_prompt"] = (self._tokenizer.decode(ids), ids)
         text, ids = cache["rlvr_prompt"]
         return text, ids

@@ -8,6 +8,7 @@ second.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.aio import LoopThread
 from rl_contracts.clock import Clock, SystemClock
 from rl_contracts.config import require
-from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.errors import ConfigError, DataError, StopRequestedError
 from rl_contracts.metrics import Figures, record_all
 from rl_contracts.packing import cut
 from rl_contracts.parallel import ParallelContext
@@ -46,6 +47,13 @@ episodes. Finished episodes that are replaced by new ones add few: in a steady r
 one collection per 120,000 episodes."""
 
 
+COLLECTION_FRACTION = 0.01
+"""Of the time, at most, that is spent on freeing at the ends of steps what they left in reference cycles: a tensor in
+one is a small object, whose memory the thresholds do not see."""
+FULL_COLLECTION_EVERY = 50
+"""Collections. What outlived the end of its step is found by a full one, every so many."""
+
+
 class DistRollout(RolloutRuntime):
     """Asynchronous rollouts under the admission rule of `rl_workflows.staleness`.
 
@@ -67,6 +75,7 @@ class DistRollout(RolloutRuntime):
         on_stuck_trainer: told, on the loop, when the trainer has been elsewhere for `config.trainer_timeout`: its own
             thread cannot be given an error before it comes back, so this should end the process. In any case the next
             call raises the error, if there is one.
+        stop: whether this process was asked to stop; asked while `next_batch` waits. None: it never is.
 
     Raises:
         ConfigError: the batch, or `max_concurrent`, does not divide over the heads.
@@ -88,7 +97,9 @@ class DistRollout(RolloutRuntime):
         loop: LoopThread | None = None,
         version: int = 0,
         on_stuck_trainer: Callable[[StalledError], None] | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> None:
+        self._stop = stop
         self.config = config or RolloutConfig()
         self.parallel = parallel or ParallelContext()
         rows = batch_size * self.config.needed
@@ -118,6 +129,8 @@ class DistRollout(RolloutRuntime):
             on_stuck_trainer,
         )
         self._wait_seconds = 0.0
+        self._collections = 0
+        self._collect_from = 0.0
         self._destroyed = False
 
     def next_batch(self) -> TensorDict:
@@ -137,11 +150,14 @@ class DistRollout(RolloutRuntime):
                     raise DataError(
                         "rows with multi_modal entries cannot be exchanged between ranks; use one trainer process."
                     )
+                if total < self.batch_size and self.parallel.is_dp_head:
+                    self._call(self.head.end())
             # only the last batch of a finite data set is smaller
             minibatches = self.minibatches if total == self.batch_size else min(self.minibatches, total)
             return redistribute(batch, self.parallel, minibatches)
 
     def end_step(self, version: int) -> None:
+        self._free_cycles()
         if self.parallel.is_dp_head:
             self._call(self.head.end_step(version))
 
@@ -171,8 +187,13 @@ class DistRollout(RolloutRuntime):
         Raises:
             RLError: a batch is being trained on.
         """
-        layout = {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}
-        return {"layout": layout} | (self._call(self.head.state_dict()) if self.parallel.is_dp_head else {})
+        from rl_workflows.batches import groups_to_state
+
+        state: dict[str, Any] = {"layout": {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}}
+        if self.parallel.is_dp_head:
+            state |= self._call(self.head.state_dict())
+            state |= groups_to_state(state["groups"])
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state of the same rank.
@@ -180,6 +201,8 @@ class DistRollout(RolloutRuntime):
         Raises:
             ConfigError: the saved run had another number of heads, or this is another head's state.
         """
+        from rl_workflows.batches import groups_from_state
+
         layout = {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}
         if state["layout"] != layout:
             raise ConfigError(
@@ -187,11 +210,12 @@ class DistRollout(RolloutRuntime):
                 "trainer replicas, each with its own state."
             )
         if self.parallel.is_dp_head:
-            self._call(self.head.load_state_dict(state))
+            self._call(self.head.load_state_dict(state | {"groups": groups_from_state(state)}))
 
     def stats(self) -> Figures:
         """This head's counters since the last call: `groups/accepted`, `groups/rejected` (and per reason),
-        `groups/failed` (and per boundary), `episodes/failed/<boundary>`, `groups/outstanding` (now),
+        `groups/failed` (and per boundary), `groups/left_over` (prompts that are not trained on, because the data of
+        some head were over; 0 but with the last batch), `episodes/failed/<boundary>`, `groups/outstanding` (now),
         `groups/staleness_mean` and `groups/staleness_max` (versions from a group's start to its batch),
         `groups/wait_seconds`, `tokens/generated`; of all answers in finished groups, trained on or not,
         `finished/reward_mean`, `finished/length_mean` and `finished/truncated_fraction`; what episodes recorded;
@@ -217,7 +241,7 @@ class DistRollout(RolloutRuntime):
 
     def _wait_for_all(self) -> int:
         """Wait until every head can fill its share; the groups of all of them together."""
-        poll = None if self.parallel.world_size == 1 else POLL_SECONDS
+        poll = None if self.parallel.world_size == 1 and self._stop is None else POLL_SECONDS
         begun = False
         while True:
             groups: int | None = 0
@@ -227,9 +251,21 @@ class DistRollout(RolloutRuntime):
                         self._call(self.head.begin_wait())
                         begun = True
                     groups = self._wait(self.head.fill(poll))
-            everywhere = self.parallel.gather_json(groups)
+            asked = self._stop is not None and self._stop()
+            everywhere, stops = zip(*self.parallel.gather_json([groups, asked]), strict=True)
+            if any(stops):
+                raise StopRequestedError("the run was asked to stop while it waited for a batch")
             if None not in everywhere:
                 return int(sum(everywhere))
+
+    def _free_cycles(self) -> None:
+        began = time.monotonic()
+        if began < self._collect_from:
+            return
+        self._collections += 1
+        gc.collect(1 if self._collections % FULL_COLLECTION_EVERY else 2)
+        ended = time.monotonic()
+        self._collect_from = ended + (ended - began) / COLLECTION_FRACTION
 
     def _call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._wait(coroutine, CALL_SECONDS)

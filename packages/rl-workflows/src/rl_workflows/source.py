@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from rl_contracts.errors import DataError
 
 Row = dict[str, Any]
+
+MOST_COUNTED = 1_000_000
+"""Rows that are read to count them."""
 
 
 class PromptSource:
@@ -45,6 +49,13 @@ class PromptSource:
         self._exhausted = row is None
         self._drawn += row is not None
         return row
+
+    def drop_rest(self) -> int:
+        """Hand out no more; how many rows there were still (counted up to `MOST_COUNTED`, where there is no end)."""
+        left = len(self._requeued) + sum(1 for _ in islice(self._iterator, MOST_COUNTED))
+        self._requeued.clear()
+        self._drawn, self._exhausted = self._drawn + left, True
+        return left
 
     def requeue_first(self, rows: Iterable[Row]) -> None:
         """Hand these rows out again, in this order, before all others."""

@@ -201,6 +201,11 @@ class StalenessManager:
         self.version = version
         self.in_step, self._step_is_open = 0, False
 
+    def drop_rest(self) -> None:
+        """Forget the groups that run or wait for a batch: none follows."""
+        for kept in (self._running, self._running_by_start, self._accepted, self._accepted_by_start):
+            kept.clear()
+
     def describe(self) -> str:
         """One line for errors."""
         return (

@@ -53,7 +53,8 @@ class InferenceEngineConformance:
         version = engine.version + 1
         meta, sent = await self.next_weights(version)
         for receipt in await engine.stage_weights(meta):
-            verify_receipt(sent, receipt, meta.route)
+            if engine.capabilities.checksums:
+                verify_receipt(sent, receipt, meta.route)
         seconds = await engine.commit_weights(version, interrupt)
         assert seconds >= 0
         assert engine.version == version
@@ -65,6 +66,8 @@ class InferenceEngineConformance:
         assert count == len(response.logprobs) == len(response.versions) > 0
         assert all(logprob <= 0 for logprob in response.logprobs)
         assert response.stop_reason in (StopReason.STOP, StopReason.LENGTH)
+        if temperature != 1 and not engine.capabilities.any_score_temperature:
+            return
         scores = await engine.score(response.input_ids + response.output_ids, temperature)
         assert len(scores) == len(response.input_ids) + count
         assert scores[0] == 0.0
@@ -98,7 +101,7 @@ class InferenceEngineConformance:
         await self.check(engine, response)
 
     async def test_agenerate_seed_reproduces_and_seeds_differ(self, engine: InferenceEngine) -> None:
-        if not self.seeded:
+        if not (self.seeded and engine.capabilities.seeds):
             pytest.skip("this engine's servers do not promise seeds")
 
         first, again, other = [(await engine.agenerate(request(seed=s))).output_ids for s in (1, 1, 2)]
@@ -225,7 +228,8 @@ class InferenceEngineConformance:
         receipts = await engine.stage_weights(meta)
 
         assert {receipt.version for receipt in receipts} == {old + 1}
-        assert all(receipt.checksums == sent.checksums for receipt in receipts)
+        sums = sent.checksums if engine.capabilities.checksums else {}
+        assert all(receipt.checksums == sums for receipt in receipts)
         assert engine.version == old
         assert set((await engine.agenerate(request())).versions) == {old}
 

@@ -3,7 +3,7 @@
 The first frame names the function: `{"target": name or dotted path, "path": sys.path}`; the answer is
 `{"ready": true}` or `{"refused": text}`. Each further frame is a call, `[prompt, completions, prompt_ids,
 completion_ids, data]`; its answer is `{"value": number}` or `{"error": text}`, with the `figures` that the function
-recorded, if it did. Whatever it prints goes to stderr.
+recorded, if it did. Whatever it prints or logs (from INFO on) goes to stderr.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import inspect
+import logging
 import math
 import os
 import select
@@ -23,6 +24,7 @@ from contextvars import copy_context
 from numbers import Real
 from typing import Any, BinaryIO
 
+from rl_contracts.errors import defined_at, raised_at
 from rl_contracts.metrics import collect
 from rl_contracts.registry import load
 from rl_contracts.reward_worker import wire
@@ -36,11 +38,15 @@ def main() -> None:
     stream, results = _claim_pipes()
     _die_with_parent(stream.fileno())
     faulthandler.enable()
+    # a trainer that is asked to stop ends its step first, and needs the rewards; a handler goes with an exec, so that
+    # programs which the function starts end as usual
+    signal.signal(signal.SIGTERM, lambda *_: None)
     calls = wire.frames(stream)
     setup = next(calls, None)
     if setup is None:
         return
     sys.path[:] = setup["path"]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         function = load("rl.rewards", setup["target"])
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any code runs at import; the parent reports it
@@ -60,7 +66,7 @@ def _serve(calls: Iterator[Any], results: int, function: Callable[..., Any]) -> 
             try:
                 answer = {"value": _score(function, *call)}
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own failure is the call's answer
-                answer = {"error": _describe(error)}
+                answer = {"error": _describe(error, function)}
         if recorded := figures.to_json():
             answer["figures"] = recorded
         _write(results, answer)
@@ -115,9 +121,9 @@ def _write(results: int, answer: dict[str, Any]) -> None:
         frame = frame[os.write(results, frame) :]
 
 
-def _describe(error: BaseException) -> str:
+def _describe(error: BaseException, function: object = None) -> str:
     trace = "".join(traceback.format_exception(error)).rstrip()
-    return f"{type(error).__name__}: {error}\n{trace[-_TRACE_LIMIT:]}"
+    return f"{type(error).__name__}: {error}{raised_at(error) or defined_at(function)}\n{trace[-_TRACE_LIMIT:]}"
 
 
 def _die_with_parent(calls: int) -> None:

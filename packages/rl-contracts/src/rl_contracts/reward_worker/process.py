@@ -8,17 +8,17 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.logging import get_logger
 from rl_contracts.reward_worker import wire
 
 _CHUNK = 1 << 16
 _STDERR_BYTES = 4000
 _END_TIMEOUT = 10.0
-_log = get_logger("reward")
 
 
 class WorkerProcess:
@@ -26,32 +26,33 @@ class WorkerProcess:
 
     Args:
         target: registry name or dotted path of the function.
+        log: what the function prints and logs is appended here; None: kept for errors alone.
 
     Raises:
         ConfigError: the process cannot be started.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, log: Path | None = None) -> None:
         self._what = f"reward {target!r}"
-        self._stderr = bytearray()
         # a session of its own: the whole group can be killed, and Ctrl-C in the terminal goes to the parent alone
         try:
+            self._printed: Any = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115 - see close
+            self._begin = os.fstat(self._printed.fileno()).st_size
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rl_contracts.reward_worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=self._printed,
                 bufsize=0,
                 start_new_session=True,
             )
         except OSError as error:
             raise ConfigError(f"{self._what}: its worker process cannot be started: {error}") from error
-        self._pipes = [pipe for pipe in (self._process.stdin, self._process.stdout, self._process.stderr) if pipe]
-        self._in, self._out, self._err = (pipe.fileno() for pipe in self._pipes)
+        self._pipes = [pipe for pipe in (self._process.stdin, self._process.stdout) if pipe]
+        self._in, self._out = (pipe.fileno() for pipe in self._pipes)
         os.set_blocking(self._in, False)
         self._events = select.poll()
-        for descriptor in (self._out, self._err):
-            self._events.register(descriptor, select.POLLIN)
+        self._events.register(self._out, select.POLLIN)
         self._setup = wire.encode({"target": target, "path": sys.path})
 
     def lives(self) -> bool:
@@ -102,13 +103,13 @@ class WorkerProcess:
     def close(self) -> None:
         """Kill it and wait until it is gone."""
         self.kill()
-        for pipe in self._pipes:
-            pipe.close()
+        for file in (*self._pipes, self._printed):
+            file.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel, where nothing ends it
             self._process.wait(_END_TIMEOUT)
 
     def _exchange(self, frame: bytes, timeout: float) -> Any:
-        """Send a frame and return the value of the one that answers it; meanwhile take down what is printed."""
+        """Send a frame and return the value of the one that answers it."""
         deadline = time.monotonic() + timeout
         unsent, answer = self._write(memoryview(frame)), bytearray()
         while (value := wire.complete(answer)) is None:
@@ -117,8 +118,6 @@ class WorkerProcess:
             ready = [descriptor for descriptor, _ in self._events.poll(1000 * max(0.0, deadline - time.monotonic()))]
             if not ready:
                 raise TimeoutError
-            if self._err in ready:
-                self._read_stderr()
             if self._in in ready:
                 self._events.unregister(self._in)
                 unsent = self._write(unsent)
@@ -138,15 +137,6 @@ class WorkerProcess:
         except BrokenPipeError:
             return frame[:0]  # it died; the end of its results says so too
 
-    def _read_stderr(self) -> None:
-        chunk = os.read(self._err, _CHUNK)
-        if not chunk:  # nothing comes any more, which would be news for ever
-            with contextlib.suppress(KeyError):
-                self._events.unregister(self._err)
-        _log.debug("%s (pid %d): %s", self._what, self._process.pid, chunk.decode(errors="replace").rstrip())
-        self._stderr += chunk
-        del self._stderr[:-_STDERR_BYTES]
-
     def _ended(self, doing: str) -> str:
         """What happened where its pipe is closed: it ends, or has ended by itself."""
         try:
@@ -157,8 +147,7 @@ class WorkerProcess:
         return f"{self._what}: its worker {how} {doing}.{self._last_lines()}"
 
     def _last_lines(self) -> str:
-        os.set_blocking(self._err, False)
-        with contextlib.suppress(BlockingIOError):
-            self._read_stderr()
-        text = self._stderr.decode(errors="replace").strip()
+        file = self._printed.fileno()  # read without moving the place at which the process writes
+        begin = max(self._begin, os.fstat(file).st_size - _STDERR_BYTES)
+        text = os.pread(file, _STDERR_BYTES, begin).decode(errors="replace").strip()
         return f" Last lines of its stderr:\n{text}" if text else " It wrote nothing to stderr."

@@ -7,14 +7,16 @@ import contextlib
 import pkgutil
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.metrics import Figures, record_all
+from rl_contracts.metrics import Figures, record, record_all
 from rl_contracts.reward_worker import wire
 from rl_contracts.reward_worker.process import WorkerProcess
 
@@ -30,23 +32,34 @@ class AsyncRewardWrapper:
 
     Whatever goes wrong in a call is a `RewardError` of that call, never a value. The workers start at the first call,
     or in `start`, and import the function once; each has a thread that waits for it, so that no event loop does. They
-    end with `close` and with this process.
+    end with `close` and with this process. `time/reward` is recorded: seconds of work per process, which come near
+    `time/step` where rewards are what a run waits for.
 
     Args:
         target: name installed under `rl.rewards`, dotted path `package.module:function`, or a function that can be
             imported by its module and name.
         workers: processes, each of which scores one sample at a time.
         timeout: seconds for one call, counted from when a worker starts on it.
+        logs: a file for each worker, to which what the function prints and logs is appended.
+        heads: wrappers of the run whose `time/reward` are added up.
 
     Raises:
         ConfigError: the function object cannot be imported by name; says why.
     """
 
-    def __init__(self, target: str | Callable[..., Any], workers: int = 1, timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        target: str | Callable[..., Any],
+        workers: int = 1,
+        timeout: float = 30.0,
+        logs: Sequence[Path] = (),
+        heads: int = 1,
+    ) -> None:
         require(workers >= 1, "reward.workers", "at least 1", workers)
         require(timeout > 0, "reward.timeout", "more than 0 seconds", timeout)
         self.target = target if isinstance(target, str) else importable_name(target)
-        self._limit, self._timeout = workers, timeout
+        self._limit, self._timeout, self._logs = workers, timeout, logs
+        self._processes_in_all = workers * heads
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Future[None]] = {}
@@ -71,6 +84,7 @@ class AsyncRewardWrapper:
             self._hire()
             self._calls.put((call, answer))
         found = await asyncio.wrap_future(answer)
+        record("time/reward", found["seconds"] / self._processes_in_all, kind="sum")
         record_all(Figures.from_json(found.get("figures", {})))
         if "error" in found:
             raise RewardError(f"reward {self.target!r} raised {found['error']}")
@@ -136,15 +150,16 @@ class AsyncRewardWrapper:
         while len(self._threads) < self._limit:
             started: Future[None] = Future()
             started.set_running_or_notify_cancel()
-            thread = threading.Thread(target=self._work, args=(started,), name=f"reward {self.target}", daemon=True)
+            log = self._logs[len(self._threads)] if self._logs else None
+            thread = threading.Thread(target=self._work, args=(started, log), name=f"reward {self.target}", daemon=True)
             self._threads[thread] = started
             thread.start()
 
-    def _work(self, started: Future[None]) -> None:
+    def _work(self, started: Future[None], log: Path | None) -> None:
         """A thread: keep one process after the other, until there are to be none."""
         try:
             while not self._closed:
-                self._employ(started)
+                self._employ(started, log)
         except ConfigError as error:  # the next would not start either
             if not started.done():
                 started.set_exception(error)
@@ -152,10 +167,10 @@ class AsyncRewardWrapper:
                 del self._threads[threading.current_thread()]
                 self._fail_waiting(error)
 
-    def _employ(self, started: Future[None]) -> None:
+    def _employ(self, started: Future[None], log: Path | None) -> None:
         """The life of one process: give it one call after the other. Where one ends it, it is replaced at once, so that
         the next call finds the function imported."""
-        process = WorkerProcess(self.target)
+        process = WorkerProcess(self.target, log)
         self._processes.add(process)
         try:
             if self._closed:
@@ -169,7 +184,9 @@ class AsyncRewardWrapper:
                     return
                 frame, answer = call
                 if answer.set_running_or_notify_cancel():
-                    answer.set_result(process.score(frame, self._timeout))
+                    begin = time.perf_counter()
+                    found = process.score(frame, self._timeout)
+                    answer.set_result({**found, "seconds": time.perf_counter() - begin})
         except RewardError as error:
             answer.set_exception(self._closed_meanwhile() if self._closed else error)
         finally:

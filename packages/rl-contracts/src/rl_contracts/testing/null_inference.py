@@ -19,7 +19,7 @@ from rl_contracts.data import (
     WeightUpdateMeta,
 )
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
-from rl_contracts.inference import InferenceEngine, ServerConfig
+from rl_contracts.inference import Canary, InferenceEngine, ServerConfig
 from rl_contracts.scheduler import JobSpec
 from rl_contracts.testing.null_model import NullModel, request_rng
 from rl_contracts.testing.null_timeline import Slots, Timeline
@@ -210,7 +210,7 @@ class NullInferenceEngine(InferenceEngine):
         self._staged = meta
         return [WeightReceipt(server, meta.version, sums) for server in self._addresses]
 
-    async def commit_weights(self, version: int, interrupt: str = "keep") -> float:
+    async def commit_weights(self, version: int, interrupt: str = "keep", canary: Canary | None = None) -> float:
         require_choice("interrupt", interrupt, INTERRUPTS)
         async with self._committing:
             error = self.faults.commit(version)

@@ -71,6 +71,7 @@ class ReferenceTrainEngine(TrainEngine):
         self.config.check(self.strategy, spec)
         self.spec = spec
         self.settings = spec.optimizer or OptimizerConfig()
+        require(self.settings.name == "adamw", "optimizer.name", "adamw with this engine", self.settings.name)
         torch.manual_seed(spec.seed)
         if self.model is None:
             self.model = _read_model(spec.model_path)

@@ -21,7 +21,7 @@ from torch import distributed
 
 from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.checksums import checksum
+from rl_contracts.weights.checksums import Summed, both, summed
 from rl_contracts.weights.layout import ALIGNMENT, checked, dtype_of, size_of
 from rl_contracts.weights.rendezvous import Address, Rendezvous, connect, delete, first_line, host, own_address
 
@@ -69,7 +69,7 @@ class BroadcastSender:
             transfer = _Transfer(self._meet(), self._device, sends=True)
             for spec, tensor in checked(self._specs, tensors):
                 transfer.add(spec, tensor.detach().reshape(-1))
-            return transfer.finish()
+            return {name: each.value for name, each in transfer.finish().items()}
         except BaseException as error:
             self.cancel(first_line(error))
             self._leave()
@@ -113,8 +113,8 @@ class BroadcastReceiver:
         self._store: Any = None
         self._group: _Group | None = None
 
-    def receive(self, part: WeightPart, targets: list[torch.Tensor]) -> dict[str, int]:
-        """Meet the sender and receive into contiguous tensors, one per parameter; the checksums of what they hold.
+    def receive(self, part: WeightPart, targets: list[torch.Tensor]) -> dict[str, Summed]:
+        """Meet the sender and receive into contiguous tensors, one per parameter; the sums of what they hold.
 
         Raises:
             WeightUpdateError: says who did not join or was lost.
@@ -223,7 +223,7 @@ class _Transfer:
     def __init__(self, group: _Group, device: str, sends: bool) -> None:
         self._group, self._sends = group, sends
         self._on = device if group.backend == "nccl" else "cpu"
-        self._sums: dict[str, int] = {}
+        self._sums: dict[str, Summed] = {}
         self._new_bucket()
 
     def add(self, spec: ParamSpec, flat: torch.Tensor) -> None:
@@ -233,7 +233,7 @@ class _Transfer:
             WeightUpdateError: a member of the group was lost. So may `finish`.
         """
         dtype, size = dtype_of(spec), size_of(spec)
-        self._sums[spec.name] = 0
+        self._sums[spec.name] = Summed(0, True)
         if size < LARGE:
             if self._used + size > PIECE:
                 self._put_bucket()
@@ -252,14 +252,14 @@ class _Transfer:
             target = piece if self._sends else part
             self._land(self._group.put(piece, [(spec.name, target, piece, start * dtype.itemsize)]))
 
-    def finish(self) -> dict[str, int]:
-        """Wait for all; the checksums by name."""
+    def finish(self) -> dict[str, Summed]:
+        """Wait for all; their sums by name."""
         self._put_bucket()
         while landings := self._group.wait():
             self._land(landings)
         if self._on != "cpu":
             torch.cuda.synchronize(self._on)
-        return {name: total % 2**64 for name, total in self._sums.items()}
+        return self._sums
 
     def _new_bucket(self) -> None:
         self._bucket, self._used = torch.empty(PIECE, dtype=torch.uint8, device=self._on), 0
@@ -274,7 +274,7 @@ class _Transfer:
         for name, target, piece, offset in landings:
             if piece is not target:
                 target.copy_(piece)
-            self._sums[name] += checksum(target, offset)
+            self._sums[name] = both(self._sums[name], summed(target, offset))
 
 
 _Landing = tuple[str, torch.Tensor, torch.Tensor, int]

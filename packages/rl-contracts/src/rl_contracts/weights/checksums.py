@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +37,22 @@ _DEVICE_ROWS = 2**13
 """Rows of so many words that a device folds at once: 256 MiB, three times that while it lasts."""
 
 
+class Summed(NamedTuple):
+    """What one pass over a tensor tells."""
+
+    value: int
+    """Its checksum, in [0, 2^64)."""
+    finite: bool
+    """Whether there is neither nan nor infinity in it. Only dtypes of 16 bits and more are looked at."""
+
+
 def checksum(tensor: torch.Tensor, offset_bytes: int = 0) -> int:
-    """Checksum of a contiguous tensor, an integer in [0, 2^64).
+    """Checksum of a contiguous tensor, an integer in [0, 2^64): the `value` of `summed`, with its arguments."""
+    return summed(tensor, offset_bytes).value
+
+
+def summed(tensor: torch.Tensor, offset_bytes: int = 0) -> Summed:
+    """Checksum of a contiguous tensor, and whether it is finite.
 
     Args:
         tensor: any dtype, on any device. One synchronisation per call.
@@ -52,15 +67,20 @@ def checksum(tensor: torch.Tensor, offset_bytes: int = 0) -> int:
         raise WeightUpdateError(f"checksum: expected an offset that is a multiple of 8 bytes, found {offset_bytes}.")
     words, first = _words(tensor.detach()), offset_bytes // 8
     if words.device.type != "cpu":
-        return _device_sum(words, first)
+        return _device_sum(tensor.detach(), words, first)
     from rl_contracts.weights import kernel
 
-    host = words.numpy()
-    return _in_shares(len(host), lambda start, stop: kernel.sum_words(host[start:stop], first + start))
+    host, dtype = words.numpy(), str(tensor.dtype)
+    return _in_shares(len(host), lambda start, stop: kernel.sum_words(host[start:stop], first + start, dtype))
 
 
 def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Copy into a contiguous tensor, casting to its dtype, and take the checksum of what it holds then.
+    """The `value` of `copy_summed`, with its arguments."""
+    return copy_summed(target, source).value
+
+
+def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Summed:
+    """Copy into a contiguous tensor, casting to its dtype; the sum of what it holds then.
 
     On the CPU both happen in pieces that stay in the cache in between, so the sum costs no further pass over memory.
 
@@ -74,46 +94,52 @@ def copy_with_checksum(target: torch.Tensor, source: torch.Tensor) -> int:
     plain = target.is_contiguous() and source.is_contiguous() and target.device == source.device == torch.device("cpu")
     size = target.numel() * target.itemsize
     if not plain or target.data_ptr() % 8 or target.itemsize > 8:
-        return checksum(target.copy_(source))
-    flat, given = target.view(-1), source.view(-1)
+        return summed(target.copy_(source))
+    flat, given, dtype = target.view(-1), source.view(-1), str(target.dtype)
     whole = size - size % 8
     per_word = 8 // flat.itemsize
     same = flat.dtype == given.dtype and given.data_ptr() % 8 == 0
 
-    def copy(start: int, stop: int) -> int:
+    def copy(start: int, stop: int) -> tuple[int, bool]:
         """Words [start, stop)."""
-        total = 0
+        total, finite = 0, True
         for first in range(start, stop, _CHUNK_WORDS):
             piece = slice(first * per_word, min(first + _CHUNK_WORDS, stop) * per_word)
             words = flat[piece].view(torch.int64).numpy()
             if same:
-                total += kernel.copy_words(words, given[piece].view(torch.int64).numpy(), first)
-                continue
-            for at in range(piece.start, piece.stop, _UNTHREADED):
-                end = min(at + _UNTHREADED, piece.stop)
-                flat[at:end].copy_(given[at:end])
-            total += kernel.sum_words(words, first)
-        return total
+                part, good = kernel.copy_words(words, given[piece].view(torch.int64).numpy(), first, dtype)
+            else:
+                for at in range(piece.start, piece.stop, _UNTHREADED):
+                    end = min(at + _UNTHREADED, piece.stop)
+                    flat[at:end].copy_(given[at:end])
+                part, good = kernel.sum_words(words, first, dtype)
+            total, finite = total + part, finite and good
+        return total, finite
 
-    total = _in_shares(whole // 8, copy)
+    begun = _in_shares(whole // 8, copy)
     rest = slice(whole // flat.itemsize, None)
-    return (total + checksum(flat[rest].copy_(given[rest]), whole)) % 2**64
+    return both(begun, summed(flat[rest].copy_(given[rest]), whole))
 
 
-def _in_shares(words: int, work: Callable[[int, int], int]) -> int:
-    """The wrap-around sum of `work(start, stop)` over all words, by two threads where there is much to do.
+def both(one: tuple[int, bool], other: tuple[int, bool]) -> Summed:
+    """Of two parts of a tensor put together."""
+    return Summed((one[0] + other[0]) % 2**64, one[1] and other[1])
+
+
+def _in_shares(words: int, work: Callable[[int, int], tuple[int, bool]]) -> Summed:
+    """`work(start, stop)` of all words, put together, by two threads where there is much to do.
 
     The work runs on the thread that calls it: it never waits at a barrier for threads that a model beside it keeps
     busy, as torch's operations would."""
     half = words // 2 // _CHUNK_WORDS * _CHUNK_WORDS
     if half < _SHARED_WORDS:
-        return work(0, words) % 2**64
+        return both(work(0, words), (0, True))
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(work, half, words)
-        return (work(0, half) + other.result()) % 2**64
+        return both(work(0, half), other.result())
 
 
-def _device_sum(words: torch.Tensor, first: int) -> int:
+def _device_sum(tensor: torch.Tensor, words: torch.Tensor, first: int) -> Summed:
     """The same on a device, in passes as large as its memory allows without a thought."""
     whole = words.numel() // _COLUMNS * _COLUMNS
     blocks = words[:whole].view(-1, _COLUMNS).split(_DEVICE_ROWS)
@@ -122,7 +148,11 @@ def _device_sum(words: torch.Tensor, first: int) -> int:
         if block.numel():
             total += _device_block(block, at)
             at += block.numel()
-    return (int(total) + _CONSTANT * (at**2 - first**2)) % 2**64
+    finite = torch.ones_like(total)
+    if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
+        finite = torch.stack(tensor.aminmax()).isfinite().all().long()
+    value, good = torch.stack((total, finite)).tolist()
+    return Summed((value + _CONSTANT * (at**2 - first**2)) % 2**64, bool(good))
 
 
 def _device_block(words: torch.Tensor, first: int) -> torch.Tensor:

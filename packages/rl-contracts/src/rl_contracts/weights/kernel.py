@@ -12,31 +12,61 @@ _ONE, _TWO, _SHIFT = np.uint64(1), np.uint64(2), np.uint64(31)
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _sum_words(words: Any, first: Any) -> Any:
-    """The checksum (see the module of that name) of uint64 words, the first of which has index `first` (uint64)."""
-    total = np.uint64(0)
+def _sum_words(words: Any, first: Any, exponents: Any, units: Any) -> Any:
+    """The checksum (see the module of that name) of uint64 words, the first of which has index `first` (uint64), and
+    all carries out of the exponents (see `sum_words`)."""
+    total, carried = np.uint64(0), np.uint64(0)
     for i in range(words.shape[0]):
         word = words[i]
+        carried |= (word & exponents) + units
         total += ((word ^ (word >> _SHIFT)) + _CONSTANT) * (_TWO * (first + np.uint64(i)) + _ONE)
-    return total
+    return total, carried
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _copy_words(target: Any, source: Any, first: Any) -> Any:
-    """Copy uint64 words and return their sum, as `_sum_words` has it."""
-    total = np.uint64(0)
+def _copy_words(target: Any, source: Any, first: Any, exponents: Any, units: Any) -> Any:
+    """Copy uint64 words and return what `_sum_words` does."""
+    total, carried = np.uint64(0), np.uint64(0)
     for i in range(source.shape[0]):
         word = source[i]
         target[i] = word
+        carried |= (word & exponents) + units
         total += ((word ^ (word >> _SHIFT)) + _CONSTANT) * (_TWO * (first + np.uint64(i)) + _ONE)
-    return total
+    return total, carried
 
 
-def sum_words(words: Any, first: int) -> int:
-    """`_sum_words` of int64 words, [n]."""
-    return int(_sum_words(words.view(np.uint64), np.uint64(first)))
+_EXPONENTS = {
+    "torch.float64": (0x7FF << 52, 64),
+    "torch.float32": (0xFF << 23, 32),
+    "torch.bfloat16": (0xFF << 7, 16),
+    "torch.float16": (0x1F << 10, 16),
+}
+"""The bits of the exponent, all of them set in nan and infinity only, and the width of a number."""
 
 
-def copy_words(target: Any, source: Any, first: int) -> int:
-    """`_copy_words` of int64 words, [n] each."""
-    return int(_copy_words(target.view(np.uint64), source.view(np.uint64), np.uint64(first)))
+def _lanes(dtype: str) -> tuple[Any, Any, int]:
+    """Of the numbers in a word: the bits of their exponents, the lowest bit of each, and their signs; zeros for dtypes
+    that are not looked at."""
+    exponent, width = _EXPONENTS.get(dtype, (0, 64))
+    all_lanes = (2**64 - 1) // (2**width - 1)
+    sign = all_lanes << (width - 1) if exponent else 0
+    return np.uint64(exponent * all_lanes), np.uint64((exponent & -exponent) * all_lanes), sign
+
+
+_LANES = {dtype: _lanes(dtype) for dtype in ("", *_EXPONENTS)}
+
+
+def sum_words(words: Any, first: int, dtype: str = "") -> tuple[int, bool]:
+    """`_sum_words` of int64 words, [n]; whether the numbers of that dtype in them are finite: one added to an exponent
+    carries into the place of the sign where all of its bits are set."""
+    exponents, units, signs = _LANES.get(dtype, _LANES[""])
+    total, carried = _sum_words(words.view(np.uint64), np.uint64(first), exponents, units)
+    return int(total), not int(carried) & signs
+
+
+def copy_words(target: Any, source: Any, first: int, dtype: str = "") -> tuple[int, bool]:
+    """The same of int64 words, [n], that are copied into `target`, [n]."""
+    exponents, units, signs = _LANES.get(dtype, _LANES[""])
+    arguments = target.view(np.uint64), source.view(np.uint64), np.uint64(first), exponents, units
+    total, carried = _copy_words(*arguments)
+    return int(total), not int(carried) & signs

@@ -19,11 +19,14 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+from rl_contracts.aio import in_thread
 from rl_contracts.data import WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 
 _POLL = 0.002
 """Seconds between two looks into the store."""
+_LATE = 5.0
+"""Seconds by which libtorch may be late to say that nobody listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,11 @@ class Address:
             if url.scheme != "tcp" or not url.hostname or set(query) - {"timeout", "rank", "world"}:
                 raise ValueError("not of that form")
             update, _, sender = url.path.strip("/").partition("/")
-            rank, world = int(query.get("rank", 0)), int(query.get("world", 0))
-            return cls(url.hostname, url.port or 0, update, sender, query.get("timeout", 60.0), rank, world)
-        except ValueError as error:
+            rank, world, timeout = int(query.get("rank", 0)), int(query.get("world", 0)), query.get("timeout", 60.0)
+            if not (0 < timeout <= 86400 and 0 <= rank <= world < 2**16):
+                raise ValueError("timeout is more than 0 and at most a day, and rank not more than world")
+            return cls(url.hostname, url.port or 0, update, sender, timeout, rank, world)
+        except (ValueError, OverflowError) as error:
             raise WeightUpdateError(
                 f"route broadcast: expected a location tcp://host:port/update?timeout=60, found {location!r}: {error}."
             ) from error
@@ -200,13 +205,20 @@ def connect(address: Address) -> Any:
     """Everybody else's connection to that store. One for each thread that may wait in it.
 
     Raises:
-        WeightUpdateError: nobody listens there.
+        WeightUpdateError: nobody listens there, or who does says nothing.
     """
     from torch.distributed import TCPStore
 
     wait = timedelta(seconds=address.timeout)
     try:
-        return TCPStore(address.host, address.port, None, False, wait, wait_for_workers=False)
+        return in_thread(
+            lambda: TCPStore(address.host, address.port, None, False, wait, wait_for_workers=False)
+        ).result(address.timeout + _LATE)
+    except TimeoutError as error:
+        raise WeightUpdateError(
+            f"{address.host}:{address.port} takes connections but has said nothing for {address.timeout:g} s: is the "
+            "trainer frozen?"
+        ) from error
     except RuntimeError as error:
         raise WeightUpdateError(
             f"no trainer listens at {address.host}:{address.port}: {first_line(error)} It must listen on an address "

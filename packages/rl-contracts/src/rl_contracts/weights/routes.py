@@ -16,7 +16,7 @@ import torch
 from rl_contracts.data import MEETING_ROUTES, ROUTES, ParamSpec, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.broadcast import BroadcastReceiver, BroadcastSender
-from rl_contracts.weights.checksums import copy_with_checksum
+from rl_contracts.weights.checksums import Summed, copy_summed
 from rl_contracts.weights.ipc import IpcReader, IpcSender
 from rl_contracts.weights.stored import Mappings, StoredSender, open_weights
 
@@ -98,8 +98,18 @@ class WeightReceiver:
             the checksum of what each holds then, by name.
 
         Raises:
-            WeightUpdateError: the weights cannot be read, or the trainer was lost.
+            WeightUpdateError: the weights cannot be read, are not finite, or the trainer was lost.
         """
+        sums = self._receive(meta, targets)
+        bad = [name for name, each in sums.items() if not each.finite]
+        if bad:
+            raise WeightUpdateError(
+                f"version {meta.version}: expected finite numbers, found nan or infinity in {len(bad)} parameters, the "
+                f"first {bad[:3]}. The trainer's step made them; lower the learning rate, or look at its gradients."
+            )
+        return {name: each.value for name, each in sums.items()}
+
+    def _receive(self, meta: WeightUpdateMeta, targets: dict[str, torch.Tensor]) -> dict[str, Summed]:
         if meta.route in MEETING_ROUTES:
             with ThreadPoolExecutor(max(len(meta.parts), 1)) as pool:  # no sender must wait for another
                 parts = [
@@ -108,7 +118,7 @@ class WeightReceiver:
                 ]
             return {name: value for part in parts for name, value in part.result().items()}
         source = self._ipc.read(meta) if meta.route == "ipc" else open_weights(meta, self._mappings)
-        return {name: copy_with_checksum(targets[name], tensor) for name, tensor in source}
+        return {name: copy_summed(targets[name], tensor) for name, tensor in source}
 
     def refuse(self, meta: WeightUpdateMeta, reason: str) -> None:
         """Tell a trainer that waits for this receiver that it cannot take the version, and why."""

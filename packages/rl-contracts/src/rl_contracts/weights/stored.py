@@ -101,6 +101,29 @@ def open_weights(meta: WeightUpdateMeta, mappings: Mappings | None = None) -> It
         yield from _read_shm(part, mappings or Mappings(write=False)) if meta.route == "shm" else _read_disk(part)
 
 
+def check_files(meta: WeightUpdateMeta) -> None:
+    """See that the files of `disk` are there, whole and with the parameters of the specs, without reading these.
+
+    Raises:
+        WeightUpdateError: they are not.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for part in meta.parts:
+        path = Path(part.location) / FILE
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise WeightUpdateError(f"{path}: the weights cannot be read: {error}") from error
+        expected = {spec.name: tuple(spec.shape) for spec in part.params}
+        if found != expected:
+            wrong = sorted(name for name in found | expected if found.get(name) != expected.get(name))
+            raise WeightUpdateError(
+                f"{path}: parameter {wrong[0]!r}: expected shape {expected.get(wrong[0])}, found {found.get(wrong[0])}."
+            )
+
+
 class Mappings:
     """Files by path, each mapped for as long as the path means the same file of the same size.
 

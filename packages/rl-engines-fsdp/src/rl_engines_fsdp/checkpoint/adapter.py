@@ -66,7 +66,7 @@ def load_adapter(
     named = trained_parameters(model)
     with parallel.agreeing(f"loading {path}"):
         given = _read(Path(path), config, named) if parallel.is_main else None
-    copy_tensors(named, given, device)
+    copy_tensors(named, given, device, parallel)
 
 
 def _read(directory: Path, config: LoRAConfig, named: list[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:

@@ -52,6 +52,7 @@ def save_hugging_face(
                     config, inner.generation_config, meta.tokenizer_path
                 )
             shell: Any = empty_model(config, model.head).to(kind)  # has no memory, and writes what it is given
+            shell._weight_conversions = getattr(inner, "_weight_conversions", None)  # by the names of its source
             with quiet():
                 shell.save_pretrained(scratch, state_dict=whole, max_shard_size=int(max_shard_gb * 1e9))
             if inner.generation_config is not None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -20,14 +19,15 @@ from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.parallel import ParallelContext
 from rl_engines_fsdp.checkpoint.new_directory import new_directory
 from rl_engines_fsdp.model.packed import PackedModel
+from rl_engines_fsdp.optimizer import make_state
 
 # one process needs no process group, and torch need not tell us so, on whichever thread
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 COUNTERS = ("version", "steps", "skipped")
 """Training batches applied, optimizer steps done, consecutive steps skipped."""
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each parameter."""
+NOTHING = "optimizer.nothing"
+"""Entry of a state whose optimizer keeps nothing of its parameters, as before its first step."""
 
 
 def save_state(state: dict[str, Any], path: str, parallel: ParallelContext) -> None:
@@ -56,19 +56,26 @@ def load_state(
         )
     reader = FileSystemReader(directory)
     stored = reader.read_metadata().state_dict_metadata
+    if optimizer is not None and NOTHING in stored:
+        optimizer.state.clear()
+    elif optimizer is not None and not optimizer.state:
+        make_state(optimizer)
     state = state_of(model, optimizer, dict.fromkeys(COUNTERS, 0), parallel)
     # of another number of ranks, or another kind of device: this rank keeps its own
     state = {key: value for key, value in state.items() if key in stored or not key.startswith("random.")}
-    missing = sorted(state.keys() - stored.keys())
+    others = (key for key in stored if optimizer is not None and key.startswith("optimizer."))
+    missing = sorted((state.keys() - stored.keys()) | (set(others) - state.keys()))
     if missing:
         raise ModelError(
-            f"{path}: expected the state of this model and optimizer, but {len(missing)} entries are missing, "
-            f"{missing[:3]} first. Was it saved by an engine with another model, or without an optimizer?"
+            f"{path}: expected the state of this model and optimizer, but {len(missing)} entries are missing there or "
+            f"here, {missing[:3]} first. Was it saved by an engine with another model or optimizer, or without one?"
         )
     try:
         load(state, storage_reader=reader, process_group=parallel.host_group, no_dist=parallel.host_group is None)
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{path}: the saved state cannot be loaded into this model: {error}") from error
+    if optimizer is not None:
+        _put_numbers(model, optimizer, state)
     cpu, cuda = (state.get(f"random.{parallel.rank}.{kind}") for kind in ("cpu", "cuda"))
     if cpu is not None:
         torch.set_rng_state(cpu)
@@ -90,9 +97,10 @@ def state_of(
     state: dict[str, Any] = {}
     for name, parameter in model.own_parameters():
         state[f"model.{name}"] = parameter.detach()
-        if optimizer is not None and parameter.requires_grad:
-            moments = _moments(optimizer, parameter)
-            state.update({f"optimizer.{moment}.{name}": moments[moment] for moment in MOMENTS})
+        kept = {} if optimizer is None else optimizer.state.get(parameter, {})
+        state.update({f"optimizer.{key}.{name}": torch.as_tensor(v) for key, v in kept.items() if v is not None})
+    if optimizer is not None and not any(key.startswith("optimizer.") for key in state):
+        state[NOTHING] = torch.zeros(())
     state.update({f"counter.{name}": torch.tensor(value) for name, value in counters.items()})
     state[f"random.{parallel.rank}.cpu"] = torch.get_rng_state()
     if parallel.device.startswith("cuda"):
@@ -158,10 +166,10 @@ def _finish(written: Future[Any], directory: ExitStack, path: str) -> None:
         raise EngineError(f"{path}: the state could not be written: {error}") from error
 
 
-def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-    moments: dict[str, Tensor] = optimizer.state[parameter]
-    if not moments:  # before the first step
-        moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        moments["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-        moments["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
-    return moments
+def _put_numbers(model: PackedModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give an optimizer back what it keeps as plain numbers."""
+    for name, parameter in model.own_parameters():
+        kept = optimizer.state.get(parameter, {})
+        for key, value in kept.items():
+            if isinstance(value, (int, float)):
+                kept[key] = type(value)(state[f"optimizer.{key}.{name}"].item())

@@ -1,7 +1,8 @@
 """Attention over a packed row: each sequence attends to itself only, and padding does not exist.
 
 `register` puts it into transformers under the name `rl_packed`, so that any model that asks the attention interface for
-its kernel runs it unpatched. Where the sequences begin comes with the call, as the keyword argument `packed`.
+its kernel runs it unpatched. Where the sequences begin comes with the call, as the keyword argument `packed`; models
+that do not hand their keyword arguments on take what `packed_rows` was told last.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from rl_contracts.attention_windows import layer_window
 from rl_contracts.errors import ModelError
 from rl_engines_fsdp.ranks.collectives import exchange
 
 NAME = "rl_packed"
 """What the model's `attn_implementation` is called."""
 
-UNSUPPORTED = ("s_aux", "position_bias")
-"""Keyword arguments that change the result in a way that is not implemented here (attention sinks, learned biases)."""
+UNSUPPORTED = ("position_bias",)
+"""Keyword arguments that change the result in a way that is not implemented here (learned biases)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,16 @@ class Segments:
         """int64 [N] which sequence each token of the row belongs to, on its device."""
         rows = torch.arange(len(self.lengths), device=self.cu_seqlens.device)
         return rows.repeat_interleave(self.cu_seqlens.diff(), output_size=sum(self.lengths))
+
+
+_last: Segments | None = None
+
+
+def packed_rows(packed: Segments) -> Segments:
+    """Tell where the sequences of the forward pass that begins now lie, and of its backward."""
+    global _last
+    _last = packed
+    return packed
 
 
 def register() -> None:
@@ -64,6 +76,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     packed: Segments | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -77,32 +90,43 @@ def packed_attention(
         scaling: factor on the scores; None: D ** -0.5.
         sliding_window: a token sees this many tokens, itself included; None: all before it.
         softcap: scores are capped smoothly to this size.
+        s_aux: [heads], attention sinks: a learned score that takes part in the softmax only.
 
     Returns:
         [1, N, heads, D], and None for the weights.
 
     Raises:
-        ModelError: the model asks for something that is not supported, or does not hand on its keyword arguments.
+        ModelError: the model asks for something that is not supported.
     """
-    _refuse_unsupported(module, attention_mask, dropout, is_causal, packed, kwargs)
+    _refuse_unsupported(module, attention_mask, dropout, is_causal, kwargs)
+    packed = packed or _last
     assert packed is not None
-    sliding_window = _window(module) if sliding_window is None else sliding_window
+    sliding_window = layer_window(module, sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed.context is None:
-        return _all_segments(query, key, value, packed, scale, sliding_window, softcap), None
+        return _all_segments(query, key, value, packed, scale, sliding_window, softcap, s_aux), None
     query, key, value = to_heads(query, key, value, packed.context)
-    out = _all_segments(query, key, value, packed, scale, sliding_window, softcap)
+    if s_aux is not None:
+        s_aux = s_aux.chunk(dist.get_world_size(packed.context))[dist.get_rank(packed.context)]
+    out = _all_segments(query, key, value, packed, scale, sliding_window, softcap, s_aux)
     return to_tokens(out, packed.context), None
 
 
 def _all_segments(
-    query: Tensor, key: Tensor, value: Tensor, packed: Segments, scale: float, window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Segments,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of a whole row: [1, heads, N, D] to [1, N, heads, D]."""
-    if softcap is None and query.is_cuda and query.dtype != torch.float32 and _varlen() is not None:
+    if softcap is None and sinks is None and query.is_cuda and query.dtype != torch.float32 and _varlen() is not None:
         return _varlen_attention(query, key, value, packed, scale, window)
     pieces = [
-        _one_segment(q, k, v, scale, window, softcap).transpose(1, 2)
+        _one_segment(q, k, v, scale, window, softcap, sinks).transpose(1, 2)
         for q, k, v in zip(*(torch.split(t, list(packed.lengths), dim=2) for t in (query, key, value)), strict=True)
     ]
     return torch.cat(pieces, dim=1).contiguous()  # as transformers' own kernels leave it
@@ -113,15 +137,9 @@ def _refuse_unsupported(
     attention_mask: Tensor | None,
     dropout: float,
     is_causal: bool | None,
-    packed: Segments | None,
     kwargs: dict[str, Any],
 ) -> None:
     name = type(module).__name__
-    if packed is None:
-        raise ModelError(
-            f"{name}: expected the keyword argument `packed` with the packed sequences, found none: this model does "
-            "not hand its keyword arguments on to its attention, so it cannot be trained on packed rows."
-        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     found = [key for key in UNSUPPORTED if kwargs.get(key) is not None]
     found += ["a mask of its own"] if attention_mask is not None else []
@@ -134,22 +152,14 @@ def _refuse_unsupported(
         )
 
 
-def _window(module: Any) -> int | None:
-    """The window of a layer that hands none on: some models have theirs in the mask alone, which is not built here."""
-    config = module.config
-    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    kind = "sliding_attention" if not kinds or index is None else kinds[index]
-    if kind == "chunked_attention":
-        raise ModelError(f"{type(module).__name__}: attention in chunks is not supported on packed rows.")
-    return getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
-
-
-def _one_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def _one_segment(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """Attention of one sequence: [1, heads, L, D]."""
     length = q.shape[2]
     reach = length if window is None else min(window, length)
-    if softcap is not None:
-        return _capped(q, k, v, scale, _band(length, reach, q.device), softcap)
+    if softcap is not None or sinks is not None:
+        return _explicit(q, k, v, scale, _band(length, reach, q.device), softcap, sinks)
     grouped = q.shape[1] != k.shape[1]
     if reach == length:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -163,11 +173,20 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float) -> Tensor:
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """The same written out, for what the fused kernels cannot do."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32)
+    scores = q @ k.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        extra = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : k.shape[2]]
     return weights.to(q.dtype) @ v
 
 

@@ -3,7 +3,7 @@ one of transformers, and that of several ranks with that of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_contracts.attention_windows import short_windows, shorten
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
 from rl_engines_fsdp.model import attention
@@ -34,13 +35,14 @@ SPLIT_TOLERANCES = {"float32": 2e-3, "bfloat16": 0.25}
 
 @torch.no_grad()
 def verify(wrapped: PackedModel) -> None:
-    """Compare two packed rows with transformers' own forward of each alone, and see that neither sees the other.
+    """Compare two packed rows with transformers' own forward of each alone, see that neither sees the other, and that
+    passes with gradients give what one without does.
 
     Windows, and lengths at which rotary embeddings change, are so short for the time being that the rows meet them.
     Hidden states are compared, and of a language model the log-probs.
 
     Raises:
-        ModelError: they differ, one row moves the other, or the packed forward fails.
+        ModelError: they differ, one row moves the other, a pass is random, or the packed forward fails.
     """
     model: Any = wrapped.model
     name = type(model).__name__
@@ -50,6 +52,8 @@ def verify(wrapped: PackedModel) -> None:
         try:
             states, found = _packed(wrapped, ids, positions, segments)
             moved = wrapped.hidden(other, positions, segments)
+            with torch.enable_grad():
+                trained = [wrapped.hidden(ids, positions, segments).detach() for _ in range(2)]
         except Exception as error:  # whatever the code of a model raises on rows that it was not written for
             raise ModelError(f"{name}: the packed forward fails: {error}") from error
         wrapped.frequencies.rows()
@@ -59,21 +63,29 @@ def verify(wrapped: PackedModel) -> None:
         finally:
             model.set_attn_implementation(attention.NAME)
     expected_states, expected = (torch.cat(parts) for parts in zip(*plain, strict=True))
+    scale = expected_states.abs().max().item()
+    random = max((each - states).abs().max().item() for each in trained)
+    if not random <= TOLERANCE * scale:
+        raise ModelError(
+            f"{name}: passes of training over the same rows differ by {random:.3g} from one without gradients (allowed "
+            f"{TOLERANCE * scale:.2g}): something in it stays random in evaluation mode, and the policy that learns "
+            "would not be the one that answered. The model cannot be trained here."
+        )
     first, second = ((moved - states).abs().split(LENGTHS)[row].max().item() for row in (0, 1))
     if not second <= LEAK * first:
         raise ModelError(
             f"{name}: a packed sequence moves by {second:.3g} when the one before it moves by {first:.3g}: its layers "
             "mix packed sequences. The model cannot be trained here."
         )
-    for what, ours, theirs, scale in (
-        ("hidden states", states, expected_states, expected_states.abs().max().item()),
+    for what, ours, theirs, size in (
+        ("hidden states", states, expected_states, scale),
         ("log-probs", found, expected, min(1.0, (expected.max() - expected.min()).item())),
     ):
         difference = (ours - theirs).abs().max().item()
-        if not difference <= TOLERANCE * scale:
+        if not difference <= TOLERANCE * size:
             raise ModelError(
                 f"{name}: {what} of packed sequences differ by {difference:.3g} from those of each alone (allowed "
-                f"{TOLERANCE * scale:.2g}): its layers or its logits are computed in a way that this engine does not "
+                f"{TOLERANCE * size:.2g}): its layers or its logits are computed in a way that this engine does not "
                 "know. The model cannot be trained here."
             )
 
@@ -99,23 +111,15 @@ def _plain(wrapped: PackedModel, row: Tensor) -> tuple[Tensor, Tensor]:
 def _short_lengths(model: nn.Module) -> Iterator[None]:
     """Set windows, and lengths from which rotary embeddings change, to `SHORT` in this block."""
     with ExitStack() as undo:
+        undo.enter_context(short_windows(model, SHORT))
         for module in model.modules():
             config = getattr(module, "config", None)
-            _shorten(vars(module), ("sliding_window",), undo)
-            _shorten({} if config is None else vars(config), ("sliding_window", "attention_chunk_size"), undo)
             if config is not None and chooses(getattr(module, "rope_type", None)):
                 rope = config.rope_parameters
                 for part in (vars(config), rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
-                    _shorten(part, ("max_position_embeddings", "original_max_position_embeddings"), undo)
-                _shorten(vars(module), ("original_max_seq_len", "max_seq_len_cached"), undo)
+                    shorten(part, ("max_position_embeddings", "original_max_position_embeddings"), SHORT, undo)
+                shorten(vars(module), ("original_max_seq_len", "max_seq_len_cached"), SHORT, undo)
         yield
-
-
-def _shorten(settings: dict[str, Any], names: Iterable[str], undo: ExitStack) -> None:
-    for name in names:
-        if isinstance(settings.get(name), int):
-            undo.callback(settings.__setitem__, name, settings[name])
-            settings[name] = SHORT
 
 
 def _rows(model: Any, device: torch.device) -> tuple[Tensor, Tensor, Segments]:
@@ -147,9 +151,10 @@ def verify_split(
     """
     name, host = type(model.model).__name__, torch.device("cpu")
     expected = torch.zeros(sum(LENGTHS), device=device)
-    with parallel.agreeing("trying the model over several ranks"):
+    with parallel.agreeing("trying the model on one rank"):  # before the others meet it in the model's own exchanges
         if source is not None:
             expected = _said(source, host).to(device)
+    with parallel.agreeing("trying the model over several ranks"):
         try:
             found = _said(model, device)
         except Exception as error:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from rl_contracts.attention_windows import other_layers
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
 from rl_contracts.model_directory import check_model_directory
 from rl_engines_fsdp.model import attention
-
-if TYPE_CHECKING:
-    from rl_engines_fsdp.model.packed import PackedModel
 
 log = get_logger("engines.fsdp")
 
@@ -56,12 +54,15 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
 
     attention.register()
     config = read_config(path, head)
+    _check_attention(path, config, head)
     try:
         with quiet():
             model, report = _factory(head).from_pretrained(
                 path, config=config, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if attention.NAME in error.args:  # a table of attentions that ours is not in
+            raise ModelError(_no_attention(path, config.model_type)) from error
         raise ModelError(f"model {path}: its weights cannot be loaded: {error}") from error
     missing = sorted(report["missing_keys"])
     if head != "lm" and new_head and missing == [SCALAR_HEAD]:  # a language model's directory
@@ -73,6 +74,31 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
             "random. Is this the model that config.json describes?"
         )
     return model
+
+
+def _check_attention(path: str, config: Any, head: str) -> None:
+    """See that the model's layers are such as packed rows can be run through, before it is made.
+
+    Raises:
+        ModelError: they are not.
+    """
+    kind: Any = _factory(head)._model_mapping.get(type(config), None)
+    name = config.model_type if kind is None else kind.__name__
+    other = other_layers(config)
+    if other:
+        raise ModelError(
+            f"model {path}: {name} has layers of type {other}; packed rows can be run through full and sliding "
+            "attention only, so it cannot be trained here."
+        )
+    if kind is not None and not kind._can_set_attn_implementation():
+        raise ModelError(_no_attention(path, name))
+
+
+def _no_attention(path: str, name: str) -> str:
+    return (
+        f"model {path}: {name} does not let its attention be replaced by one of packed rows, so it cannot be trained "
+        "here."
+    )
 
 
 def empty_model(config: Any, head: str = "lm") -> nn.Module:
@@ -89,13 +115,13 @@ def _factory(head: str) -> Any:
     return transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
 
 
-def check_same_weights(path: str, found: PackedModel, expected: PackedModel) -> None:
-    """See that two models have parameters, and buffers that are kept with them, of the same names and shapes.
+def check_same_weights(path: str, found: Iterable[tuple[str, Tensor]], expected: Iterable[tuple[str, Tensor]]) -> None:
+    """See that two models have parameters and buffers of the same names and shapes.
 
     Raises:
         ModelError: names the first that differs.
     """
-    ours, theirs = ({name: tuple(value.shape) for name, value in model.kept_tensors()} for model in (expected, found))
+    ours, theirs = ({name: tuple(value.shape) for name, value in tensors} for tensors in (expected, found))
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if different:
         name = different[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec
+from rl_contracts.errors import ConfigError
 from rl_contracts.linear import speed_up
 from rl_contracts.parallel import ParallelContext
+from rl_contracts.token_logprobs import LOGITS_AT_ONCE
 from rl_engines_fsdp.config import FSDPEngineConfig
 from rl_engines_fsdp.model import loading, lora
 from rl_engines_fsdp.model.checks import verify, verify_split
@@ -58,8 +59,9 @@ class ModelMaker:
         source = self.read(self.spec.model_path)
         model = self._split(source, hf_config) if self.sharded else self._whole(source)
         inner: Any = model.model
-        if source is not None:  # what the directory says, for those who save it again
+        if source is not None:  # what the directory says, for those who save it again, and how it names its tensors
             inner.generation_config = getattr(source.model, "generation_config", None)
+            inner._weight_conversions = getattr(source.model, "_weight_conversions", None)
         return model
 
     def read(self, path: str, like: PackedModel | None = None) -> PackedModel | None:
@@ -73,7 +75,7 @@ class ModelMaker:
             if self.parallel.is_main:
                 source = self._wrap(loading.read_model(path, self.spec.head, new_head=like is None))
                 if like is not None:
-                    loading.check_same_weights(path, source, like)
+                    loading.check_same_weights(path, source.kept_tensors(), like.kept_tensors())
                 elif self.config.verify_model:
                     verify(source)
         return source
@@ -88,7 +90,7 @@ class ModelMaker:
         if spec.head != "lm":
             return PackedScalarModel(model, spec.head)
         suits = 1 << 19 if self.device.type == "cpu" else 1 << 26
-        max_logits = sys.maxsize if spec.deterministic else config.max_logits or suits
+        max_logits = LOGITS_AT_ONCE if spec.deterministic else config.max_logits or suits
         return PackedCausalLM(model, max_logits, spec.entropy_grad)
 
     def _whole(self, source: PackedModel | None) -> PackedModel:
@@ -106,8 +108,9 @@ class ModelMaker:
         sharding.shard(model, meshes, self.spec.dtype, config.reshard_after_forward, config.offload)
         with self.parallel.agreeing("matching the model with its weights"):
             if source is not None:
-                loading.check_same_weights(self.spec.model_path, source, model)
-        sharding.fill(model, source, self.device, config.offload)
+                found, expected = (sharding.parameters_and_buffers(each) for each in (source, model))
+                loading.check_same_weights(self.spec.model_path, found, expected)
+        sharding.fill(model, source, self.device, self.parallel, config.offload)
         if self.layout.model_size > 1 and config.verify_model:
             verify_split(model, source, self.device, self.spec.dtype, self.parallel)
         if meshes.tensor is not None:
@@ -121,6 +124,11 @@ class ModelMaker:
         Compiled layers of one kind share their code. Attention stays as it is (`packed_attention` is left out of
         graphs): it loops over sequences whose lengths differ in every micro-batch. Sharding's hooks run outside.
         """
+        if self.config.compile and model.balance is not None:
+            raise ConfigError(
+                "compile=true: what routers say cannot be read inside compiled layers, and config.json asks for their "
+                "auxiliary loss (output_router_logits). Set one of the two to false."
+            )
         for layer in sharding.decoder_layers(model):
             if self.config.compile:
                 layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
 from rl_engines_fsdp.model import lora
-from rl_engines_fsdp.model.attention import Segments
+from rl_engines_fsdp.model.attention import Segments, packed_rows
+from rl_engines_fsdp.model.balance import RouterBalance, wanted
 from rl_engines_fsdp.model.logprobs import HeadOptions, LogitTransform, token_logprobs
 from rl_engines_fsdp.model.rope import RowFrequencies
 from rl_engines_fsdp.ranks.layout import TokenSplit
@@ -27,7 +28,8 @@ class PackedModel(nn.Module):
 
     Subclasses' forward takes `input_ids` int64 [N], `position_ids` int64 [N] (restarting with each sequence),
     `temperature` float32 [N] of each token's row and the `Segments`, and returns the fields of `TokenOutputs` in order,
-    each float32 [N].
+    each float32 [N]. Where gradients are computed and the configuration asks for it, the sum of the routers' auxiliary
+    loss comes behind them.
 
     Args:
         model: as transformers makes it, with the attention of `rl_engines_fsdp.model.attention`.
@@ -41,19 +43,37 @@ class PackedModel(nn.Module):
         """How the tokens of a row lie over ranks; one rank has them all until this is set."""
         self.frequencies = RowFrequencies(model)
         """Of its rotary embeddings, where rows choose theirs by their lengths."""
+        self.balance = RouterBalance(model) if wanted(model) else None
+        """The auxiliary loss of its routers, where its configuration asks for one."""
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
         """The decoder's last hidden states of a packed row, [N, H], in the type in which the model computes.
 
         Where the row lies over several ranks, those of this rank's tokens.
         """
+        return self.hidden_and_auxiliary(input_ids, position_ids, segments)[0]
+
+    def hidden_and_auxiliary(
+        self, input_ids: Tensor, position_ids: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same, and the sum of the routers' auxiliary loss (`RouterBalance.sum`) where it is wanted."""
         ids, positions, packed = self.split.inputs(input_ids, position_ids, segments)
+        asked = self.balance is not None and torch.is_grad_enabled()
+        places = self.split.part(packed.row_of_token()) if asked or self.frequencies else None
         if self.frequencies:
-            self.frequencies.rows(packed.lengths, self.split.part(packed.row_of_token()))
-        states: Tensor = self.model.base_model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, packed=packed
-        )[0][0]
-        return states
+            self.frequencies.rows(packed.lengths, places)
+        outputs = self.model.base_model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            packed=packed_rows(packed),
+            **({"output_router_logits": asked} if self.balance is not None else {}),
+        )
+        auxiliary = None
+        if self.balance is not None and places is not None and asked:
+            sizes = segments.cu_seqlens.diff()
+            auxiliary = self.balance.sum(outputs.router_logits, places, sizes, self.split.context)
+        return outputs[0][0], auxiliary
 
     def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """All parameters, tied ones once, in a fixed order; named as Hugging Face does where there are no adapters."""
@@ -106,13 +126,13 @@ class PackedCausalLM(PackedModel):
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, temperature: Tensor, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Log-probs and entropies of the tokens of a packed row; arguments as `PackedModel` has them.
 
         Returns:
             two float32 [N]; entry t comes from the hidden state at t-1, and is 0 at the first token of a sequence.
         """
-        hidden = self.hidden(input_ids, position_ids, segments)
+        hidden, auxiliary = self.hidden_and_auxiliary(input_ids, position_ids, segments)
         head = self.model.get_output_embeddings()
         targets, temperatures = self.split.next_of(input_ids), self.split.next_of(temperature, 1.0)
         outputs = token_logprobs(
@@ -120,7 +140,7 @@ class PackedCausalLM(PackedModel):
         )
         after = len(input_ids) - 1
         logprobs, entropy = (shifted(self.split.whole(values, after), position_ids) for values in outputs)
-        return logprobs, entropy
+        return _with(auxiliary, logprobs, entropy)
 
 
 class PackedScalarModel(PackedModel):
@@ -150,12 +170,12 @@ class PackedScalarModel(PackedModel):
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, temperature: Tensor, segments: Segments
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Zeros for log-probs and entropy, and the values of the tokens of a packed row; see `PackedModel`.
 
         The head computes in float32 whatever the decoder computes in. `temperature` is not used.
         """
-        hidden = self.hidden(input_ids, position_ids, segments)
+        hidden, auxiliary = self.hidden_and_auxiliary(input_ids, position_ids, segments)
         of_previous = self.head == "value"
         # the last state of a critic's row speaks of a token that does not exist
         states = self.split.before_next(hidden) if of_previous else self.split.each(hidden)
@@ -164,7 +184,11 @@ class PackedScalarModel(PackedModel):
         if of_previous:
             values = shifted(values, position_ids)
         nothing = values.new_zeros(values.shape)
-        return nothing, nothing, values
+        return _with(auxiliary, nothing, nothing, values)
+
+
+def _with(auxiliary: Tensor | None, *outputs: Tensor) -> tuple[Tensor, ...]:
+    return outputs if auxiliary is None else (*outputs, auxiliary)
 
 
 def shifted(values: Tensor, position_ids: Tensor) -> Tensor:

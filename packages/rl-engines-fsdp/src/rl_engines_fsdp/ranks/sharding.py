@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rl_contracts.parallel import ParallelContext
 from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.ranks.layout import Meshes
 
@@ -70,13 +71,22 @@ def decoder_layers(model: PackedModel) -> list[nn.Module]:
     return declared or list(max(lists, key=lambda modules: sum(1 for _ in modules.parameters()), default=()))
 
 
-def fill(model: nn.Module, source: nn.Module | None, device: torch.device, offload: bool = False) -> None:
+def fill(
+    model: nn.Module,
+    source: nn.Module | None,
+    device: torch.device,
+    parallel: ParallelContext,
+    offload: bool = False,
+) -> None:
     """Give a sharded model on the meta device its memory and rank 0's weights (collective).
 
     Args:
         source: the whole model with the same names, on rank 0; None elsewhere.
         device: on which the model computes.
         offload: keep the shards in host memory.
+
+    Raises:
+        EngineError: see `copy_tensors`.
     """
     home = torch.device("cpu") if offload else device
     fresh: dict[nn.Parameter, nn.Parameter] = {}
@@ -91,39 +101,56 @@ def fill(model: nn.Module, source: nn.Module | None, device: torch.device, offlo
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-    given = None if source is None else dict(_parameters_and_buffers(source))
-    copy_tensors(_parameters_and_buffers(model), given, device)
+    given = None if source is None else dict(parameters_and_buffers(source))
+    copy_tensors(parameters_and_buffers(model), given, device, parallel)
 
 
-def copy_weights(model: PackedModel, source: PackedModel | None, device: torch.device) -> None:
+def copy_weights(
+    model: PackedModel, source: PackedModel | None, device: torch.device, parallel: ParallelContext
+) -> None:
     """Copy rank 0's whole parameters, and the buffers that are kept with them, into a model that may be sharded
-    (collective), one at a time."""
+    (collective), one at a time.
+
+    Raises:
+        EngineError: see `copy_tensors`.
+    """
     given = None if source is None else dict(source.kept_tensors())
-    copy_tensors(model.kept_tensors(), given, device)
+    copy_tensors(model.kept_tensors(), given, device, parallel)
 
 
 @torch.no_grad()
-def copy_tensors(named: Sequence[tuple[str, Tensor]], given: Mapping[str, Tensor] | None, device: torch.device) -> None:
+def copy_tensors(
+    named: Sequence[tuple[str, Tensor]],
+    given: Mapping[str, Tensor] | None,
+    device: torch.device,
+    parallel: ParallelContext,
+) -> None:
     """Copy rank 0's whole tensors of the same names into those of a model that may be sharded (collective), one at a
     time.
 
     Args:
         named: parameters, and buffers, of which every rank has the whole.
         given: on rank 0; None elsewhere.
+
+    Raises:
+        EngineError: rank 0 met an error on the way; on every rank, and the model's weights are undefined.
     """
     sharded = any(isinstance(tensor, DTensor) for _, tensor in named)
+    error: Exception | None = None
     for name, tensor in named:
-        if not sharded:
-            assert given is not None  # a model that is not sharded has one rank
-            tensor.copy_(given[name])
-            continue
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if sharded else tensor
         if given is not None:
-            value.copy_(given[name])
+            try:
+                value.copy_(given[name])
+            except Exception as failure:  # noqa: BLE001 - the others are in the broadcasts, and are told behind them
+                error = error or failure
+        if not sharded:
+            continue
         dist.broadcast(value, src=0)
         if isinstance(tensor, DTensor):
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         local(tensor).copy_(local(value))
+    parallel.agree(error, "copying the weights to all ranks")
 
 
 def full_parameters(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
@@ -149,5 +176,6 @@ def mesh_of(tensor: Tensor) -> DeviceMesh | None:
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
-def _parameters_and_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+def parameters_and_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All that a model computes with, by name; buffers that no directory holds too."""
     return [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import ipaddress
+import logging
 import os
 import signal
 import sys
@@ -15,36 +17,53 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from rl_contracts.config import require
 from rl_contracts.errors import RLError
 from rl_contracts.logging import configure, get_logger
 from rl_contracts.model_directory import check_model_directory
+from rl_contracts.scheduler import RUN_KEY_VARIABLE
 from rl_inference.config import ServerOptions, parse
+from rl_inference.files import raise_file_limit
 from rl_inference.server.app import ServerApp
+from rl_inference.server.connections import Connections
 
 if TYPE_CHECKING:
     from rl_inference.server.loop import DecodeLoop
 
 logger = get_logger("inference.server")
 
-KEY_VARIABLE = "RL_RUN_KEY"
-"""Environment variable with the run key."""
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the server; returns the exit code."""
     configure(role="server")
+    key = os.environ.get(RUN_KEY_VARIABLE, "")
     try:
         options = parse(arguments)
+        require(
+            bool(key) or _is_loopback(options.host),
+            "server.host",
+            f"this machine's own address (127.0.0.1), or a key in {RUN_KEY_VARIABLE} that others must know",
+            options.host,
+        )
     except RLError as error:
         logger.error("%s", error)
         return 2
+    raise_file_limit()
     # The HTTP thread must not hold up the decode thread, which asks for the interpreter a thousand times per
     # pass.
     sys.setswitchinterval(0.0005)
+    # oneDNN keeps a primitive for every size of a product, torch its description (0.25 MiB each, 1024 unless told
+    # otherwise), and passes have all sizes
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(options, os.environ.get(KEY_VARIABLE, "")))
+        code = runner.run(serve(options, key))
+    if threading.active_count() > 1:  # what still waits for a silent trainer must not hold up the end
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 async def serve(options: ServerOptions, key: str) -> int:
@@ -63,8 +82,10 @@ async def serve(options: ServerOptions, key: str) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         events.add_signal_handler(signum, end, 0)
     http = ServerApp(options, key, lambda: end(0))
-    web_runner = web.AppRunner(http.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+    connections = Connections(http.app)
+    web_runner = connections.runner
     await web_runner.setup()
+    watch = asyncio.create_task(connections.watch(), name="connections")
     loop: DecodeLoop | None = None
     try:
         try:
@@ -86,6 +107,7 @@ async def serve(options: ServerOptions, key: str) -> int:
         logger.error("%s: %s", type(error).__name__, error)
         return 1
     finally:
+        watch.cancel()
         if loop is not None:
             await asyncio.to_thread(loop.stop)
         await web_runner.cleanup()
@@ -111,7 +133,7 @@ def _load(
 
             if spec.cpus:
                 torch.set_num_threads(spec.cpus)
-            model = load_model(config, spec)
+            model = load_model(config, spec, options.sharing)
             weights = ServedWeights(model.model, spec.weights_dir, holder, spec.version)
             restore(weights, spec.weights_dir)
             loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash, spec.deterministic)
@@ -130,6 +152,13 @@ def _spare_collector() -> None:
     collection over them stops all answers for a quarter of a second."""
     gc.collect()
     gc.freeze()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _bind_error(options: ServerOptions, error: OSError) -> str:

@@ -9,24 +9,54 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Struct
 
-from rl_contracts.data import WeightReceipt, WeightUpdateMeta
-from rl_contracts.errors import InferenceError, RLError, WeightUpdateError
+from rl_contracts.aio import in_thread
+from rl_contracts.data import WeightReceipt
+from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.logging import get_logger
 from rl_inference.config import ServerOptions
-from rl_inference.protocol import EmbeddedProtocol
-from rl_inference.server.job import GenerationJob, expect, is_batch, parse_ids, parse_jobs
+from rl_inference.protocols.embedded import EmbeddedProtocol, generation_key
+from rl_inference.server.job import GenerationJob
+from rl_inference.server.requests import (
+    Abort,
+    Commit,
+    Generate,
+    Nothing,
+    Pause,
+    Score,
+    Stage,
+    check_ids,
+    check_temperature,
+    decode,
+    expect,
+    is_batch,
+    to_jobs,
+)
+from rl_inference.server.scoring import ScoreJob
 
 if TYPE_CHECKING:
     from rl_inference.server.loop import DecodeLoop
+
+logger = get_logger("inference.server")
 
 PROGRESS_SECONDS = 0.5
 """Longest silence of a stream while the decode thread is alive."""
 DRAIN_ANSWER_SECONDS = 0.5
 """After which `/pause_generation` with `wait` answers that it is not there yet; the client asks again."""
-MODES = ("keep", "recompute", "wait")
+BODY_SECONDS = 30.0
+"""Within which a request's body must have come."""
+UNREAD_SECONDS = 30.0
+"""Within which a client must read what a stream brings."""
+WHOLE_PROMPTS = 8
+"""Prompts of the whole context that a body may hold."""
+AGENT_ROUTES = ("/model_info", "/stats", "/generate", "/score")
+"""What the key of generation opens; all others control the server."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -36,20 +66,23 @@ class ServerApp:
 
     Args:
         options: settings of the process.
-        key: what `Authorization: Bearer` must carry; empty: nothing is asked for.
+        key: what `Authorization: Bearer` must carry, or for `AGENT_ROUTES` the key that follows from it
+            (`generation_key`); empty: nothing is asked for.
         shut_down: called by `/shutdown`.
     """
 
     def __init__(self, options: ServerOptions, key: str, shut_down: Callable[[], None]) -> None:
-        self.config, self._model_path = options.config, options.spec.model_path
-        self._key = key.encode()
+        self.config, self._spec = options.config, options.spec
+        self._keys = [key.encode(), generation_key(key).encode()] if key else []
         self._shut_down = shut_down
         self._loop: DecodeLoop | None = None
-        self._jobs = 0
+        self._most = self.config.slots + self.config.max_waiting
+        self._jobs = self._scores = 0
         self._staging = asyncio.Lock()
         self._beat = (-1, 0.0)
+        self._lease: asyncio.TimerHandle | None = None
         self.instance = secrets.token_hex(8)
-        self.app = web.Application(client_max_size=self.config.max_request_bytes, middlewares=[self._guard])
+        self.app = web.Application(middlewares=[self._guard])
         self.app.add_routes(
             [
                 web.get("/health", self.health),
@@ -69,7 +102,7 @@ class ServerApp:
         self.app.on_response_prepare.append(self._sign)
 
     async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
-        response.headers[EmbeddedProtocol.instance_header] = self.instance
+        response.headers[EmbeddedProtocol.life_header] = self.instance
 
     def serve(self, loop: DecodeLoop) -> None:
         """Begin to answer: the model is there."""
@@ -88,12 +121,11 @@ class ServerApp:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key, and turn errors into JSON with one sentence."""
-        if self._key and request.path != "/health":
-            given = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(given, b"Bearer " + self._key):
-                return _error(401, "the request carries no valid key (Authorization: Bearer).")
+        """Check the key and the kind of the body, and turn errors into JSON with one sentence."""
         try:
+            self._check_key(request)
+            if request.method == "POST" and request.content_type != "application/json":
+                raise web.HTTPUnsupportedMediaType(text="expected a body with Content-Type: application/json.")
             return await handler(request)
         except WeightUpdateError as error:
             return _error(409, str(error))
@@ -101,8 +133,54 @@ class ServerApp:
             return _error(400, str(error))
         except web.HTTPException as error:
             return _error(error.status, error.text or error.reason, dict(error.headers))
-        except RLError as error:
-            return _error(500, str(error))
+        except ConnectionError:  # the client went away
+            raise
+        except Exception as error:  # the boundary to HTTP: recorded, and told in one sentence
+            logger.exception("%s %s", request.method, request.path)
+            return _error(500, f"{type(error).__name__}: {error}")
+
+    def _check_key(self, request: web.Request) -> None:
+        if not self._keys or request.path == "/health":
+            return
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        control, agent = (hmac.compare_digest(given, b"Bearer " + key) for key in self._keys)
+        if not (control or agent):
+            raise web.HTTPUnauthorized(text="the request carries no valid key (Authorization: Bearer).")
+        if agent and request.path not in AGENT_ROUTES:
+            raise web.HTTPForbidden(text=f"the key of generation opens {', '.join(AGENT_ROUTES)}, and nothing else.")
+
+    async def _read[T: Struct](self, request: web.Request, kind: type[T]) -> T:
+        """The body as its schema has it.
+
+        Raises:
+            InferenceError: it is wrong.
+            HTTPException: it is too large, compressed, or has not come in time.
+        """
+        if "Content-Encoding" in request.headers:
+            raise web.HTTPUnsupportedMediaType(text="expected a body without Content-Encoding.")
+        limit, body = self._limit(kind), bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for data in request.content.iter_any():
+                    body += data
+                    if len(body) > limit:
+                        raise web.HTTPRequestEntityTooLarge(
+                            limit, len(body), text=f"expected a body of at most {limit} bytes."
+                        )
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(text=f"expected the whole body within {BODY_SECONDS:g} s.") from None
+        except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
+            raise InferenceError(f"the body cannot be read: {error}.") from error
+        return decode(bytes(body), kind)
+
+    def _limit(self, kind: type[Struct]) -> int:
+        """Bytes of a body: what prompts of the whole context take, or a version's list of parameters."""
+        if self.config.max_request_bytes:
+            return self.config.max_request_bytes
+        model = self.loop.model
+        if kind is Stage:
+            return 2**20 + 2**10 * len(self.loop.weights.places)
+        return 2**16 + WHOLE_PROMPTS * model.context_length * (len(str(model.vocab_size)) + 2)
 
     async def health(self, _: web.Request) -> web.Response:
         """200 once requests can be served, and as long as the decode thread turns."""
@@ -112,7 +190,9 @@ class ServerApp:
         still = now - self._beat[1]
         if still > self.config.stuck_seconds:
             return _error(503, f"the decode thread has not moved for {still:.0f} s.")
-        return web.json_response({"status": "ready", "version": self.loop.weights.version, "open": self._jobs})
+        return web.json_response(
+            {"status": "ready", "version": self.loop.weights.version, "open": self._jobs + self._scores}
+        )
 
     async def model_info(self, _: web.Request) -> web.Response:
         """What is served."""
@@ -121,7 +201,8 @@ class ServerApp:
             {
                 "name": self.loop.weights.holder,
                 "instance": self.instance,
-                "model_path": self._model_path,
+                "model_path": self._spec.model_path,
+                "weights_dir": self._spec.weights_dir,
                 "weight_version": self.loop.weights.version,
                 "context_length": model.context_length,
                 "vocab_size": model.vocab_size,
@@ -139,20 +220,17 @@ class ServerApp:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Generate one answer, or one per prompt of a batch."""
-        body = await _json(request)
-        streamed = bool(body.get("stream"))
-        batch = is_batch(body)
-        expect(not (streamed and batch), "stream", "false, for a batch cannot be streamed; send one request each", True)
-        jobs = parse_jobs(body, self.loop.model)
-        if self._jobs + len(jobs) > self.config.slots + self.config.max_waiting:
-            return _error(503, f"{self._jobs} requests are waiting already.", {"Retry-After": "1"})
-        logprobs = bool(body.get("return_logprob"))
-        for job in jobs:
+        asked = await self._read(request, Generate)
+        jobs = to_jobs(asked, self.loop.model, self._most)
+        if refused := self._full(self._jobs + len(jobs)):
+            return refused
+        logprobs = asked.return_logprob
+        for job in jobs if not asked.stream else ():
             self.loop.submit(job)
         done = asyncio.gather(*(asyncio.wrap_future(job.ended) for job in jobs))
         self._jobs += len(jobs)
         try:
-            if streamed:
+            if asked.stream:
                 return await self._stream(request, jobs[0], done, logprobs)
             await asyncio.wait({done})
         finally:
@@ -163,7 +241,7 @@ class ServerApp:
         if failed:
             return _error(500, failed["message"])
         answers = [self._answer(job, 0, logprobs) for job in jobs]
-        return web.json_response(answers if batch else answers[0])
+        return web.json_response(answers if is_batch(asked) or len(jobs) > 1 else answers[0])
 
     async def _stream(
         self, request: web.Request, job: GenerationJob, done: asyncio.Future[Any], logprobs: bool
@@ -172,6 +250,7 @@ class ServerApp:
         lives."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
+        self.loop.submit(job)
         sent, beat = 0, -1
         while not done.done():
             await asyncio.wait({done}, timeout=PROGRESS_SECONDS)
@@ -181,12 +260,13 @@ class ServerApp:
             part = self._answer(job, sent, logprobs)
             if part["meta_info"]["finish_reason"] is None:
                 sent += len(part["output_ids"])
-                await response.write(_event(part))
+                await _write(request, response, _event(part))
         assert job.finish_reason is not None
         if job.finish_reason["type"] == "error":
-            await response.write(_event({"error": {"message": job.finish_reason["message"]}}))
+            end = _event({"error": {"message": job.finish_reason["message"]}})
         else:
-            await response.write(_event(self._answer(job, sent, logprobs)) + _event("[DONE]"))
+            end = _event(self._answer(job, sent, logprobs)) + _event("[DONE]")
+        await _write(request, response, end)
         await response.write_eof()
         return response
 
@@ -194,40 +274,41 @@ class ServerApp:
         return job.told(start, self.loop.model.tokenizer, self.loop.weights.version, logprobs)
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        """End one request (`rid`) or all (`abort_all`); they answer with the tokens they have."""
-        body = await _json(request)
-        rid, everything = body.get("rid"), body.get("abort_all") is True
-        expect(everything or isinstance(rid, str), "rid", "a string, or `abort_all: true`", rid)
-        count = self.loop.abort(lambda job: everything or job.rid == rid, "aborted by request")
+        """End a request or a batch (`rid`), or all (`abort_all`); they answer with the tokens they have."""
+        asked = await self._read(request, Abort)
+        expect(asked.abort_all or asked.rid is not None, "rid", "a string, or `abort_all: true`", None)
+        count = self.loop.abort(lambda job: asked.abort_all or asked.rid in (job.rid, job.batch), "aborted by request")
         return web.json_response({"aborted": await asyncio.wrap_future(count)})
 
     async def score(self, request: web.Request) -> web.Response:
         """Log-probs of given tokens at the served weights, or (`before`) at those served before the last commit."""
-        body = await _json(request)
-        ids = parse_ids(body.get("input_ids"), self.loop.model)
-        temperature = body.get("temperature", 1.0)
-        valid = isinstance(temperature, (int, float)) and temperature >= 0
-        expect(valid, "temperature", "a number of at least 0", temperature)
-        loop = self.loop
-        before = bool(body.get("before"))
-
-        def work() -> tuple[list[float], int]:
-            with loop.weights.before() if before else nullcontext():
-                return loop.model.score(ids, float(temperature)), loop.weights.version
-
-        async with self._staging if before else nullcontext():  # staging writes over the weights before
-            logprobs, version = await asyncio.wrap_future(loop.run(work))
+        asked = await self._read(request, Score)
+        job = ScoreJob(check_ids(asked.input_ids, self.loop.model), check_temperature(asked.temperature), asked.before)
+        if refused := self._full(self._scores + 1):
+            return refused
+        self._scores += 1
+        try:
+            async with self._staging if job.before else nullcontext():  # staging writes over the weights before
+                self.loop.submit_score(job)
+                logprobs, version = await asyncio.wrap_future(job.done)
+        finally:
+            self._scores -= 1
+        if not all(map(isfinite, logprobs)):
+            return _error(500, f"version {version} of the weights computes numbers that are not finite.")
         return web.json_response({"logprobs": logprobs, "weight_version": version})
+
+    def _full(self, requests: int) -> web.Response | None:
+        """The refusal, if so many requests of a kind are more than may wait."""
+        if requests <= self._most:
+            return None
+        return _error(503, f"{requests - 1} requests of this kind are waiting already.", {"Retry-After": "1"})
 
     async def stage_weights(self, request: web.Request) -> web.Response:
         """Load a version beside the served one; answers with its receipt."""
-        body = await _json(request)
-        try:
-            meta = WeightUpdateMeta.from_json(body["meta"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise InferenceError(f"stage_weights: `meta` is not a weight update: {error!r}.") from error
+        asked = await self._read(request, Stage)
+        meta = asked.update()
         async with self._staging:
-            receipt = await asyncio.to_thread(self.loop.weights.stage, meta)
+            receipt = await asyncio.wrap_future(in_thread(lambda: self.loop.weights.stage(meta, asked.timeout)))
         return _receipt(receipt)
 
     async def weight_receipt(self, _: web.Request) -> web.Response:
@@ -235,26 +316,36 @@ class ServerApp:
         return _receipt(await asyncio.wrap_future(self.loop.run(self.loop.weights.receipt)))
 
     async def pause_generation(self, request: web.Request) -> web.Response:
-        """Stop between two passes. With `wait`, running answers are finished first; answers `paused: false`
-        while that lasts."""
-        future = asyncio.wrap_future(self.loop.pause(wait=_mode(await _json(request)) == "wait"))
+        """Stop between two passes, until `/continue_generation` or the end of the lease. With `wait`, running answers
+        are finished first; answers `paused: false` while that lasts."""
+        asked = await self._read(request, Pause)
+        self._end_lease()
+        self._lease = asyncio.get_running_loop().call_later(asked.lease, self._lease_over, asked.lease)
+        future = asyncio.wrap_future(self.loop.pause(wait=asked.mode == "wait"))
         done, _ = await asyncio.wait({future}, timeout=DRAIN_ANSWER_SECONDS)
         if done:
             future.result()
         return web.json_response({**self.loop.stats(), "paused": bool(done)})
 
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+
+    def _lease_over(self, seconds: float) -> None:
+        logger.warning("who paused has not been heard of for %g s: generation goes on", seconds)
+        self.loop.resume()
+
     async def commit_weights(self, request: web.Request) -> web.Response:
         """Serve the staged version from the next pass on."""
-        body = await _json(request)
-        version: Any = body.get("version")
-        recompute = _mode(body) == "recompute"
-        expect(type(version) is int, "version", "an integer", version)
+        asked = await self._read(request, Commit)
         async with self._staging:
-            await asyncio.wrap_future(self.loop.commit(version, recompute=recompute))
-        return web.json_response({"version": version})
+            await asyncio.wrap_future(self.loop.commit(asked.version, recompute=asked.mode == "recompute"))
+        return web.json_response({"version": asked.version})
 
-    async def continue_generation(self, _: web.Request) -> web.Response:
+    async def continue_generation(self, request: web.Request) -> web.Response:
         """Undo a pause."""
+        await self._read(request, Nothing)
+        self._end_lease()
         return web.json_response({"paused_seconds": await asyncio.wrap_future(self.loop.resume())})
 
     async def shutdown(self, _: web.Request) -> web.Response:
@@ -263,19 +354,19 @@ class ServerApp:
         return web.json_response({"status": "stopping"})
 
 
-def _mode(body: dict[str, Any]) -> str:
-    mode = body.get("mode", "keep")
-    expect(mode in MODES, "mode", f"one of {', '.join(MODES)}", mode)
-    return str(mode)
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Send a part of a stream, to a client that reads.
 
-
-async def _json(request: web.Request) -> dict[str, Any]:
+    Raises:
+        ConnectionResetError: it does not.
+    """
     try:
-        body = json.loads(await request.read() or b"{}")
-    except ValueError as error:
-        raise InferenceError(f"the body is not JSON: {error}.") from error
-    expect(isinstance(body, dict), "body", "a JSON object", body)
-    return body  # type: ignore[no-any-return]
+        async with asyncio.timeout(UNREAD_SECONDS):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client has read nothing for {UNREAD_SECONDS:g} s") from None
 
 
 def _event(value: Any) -> bytes:

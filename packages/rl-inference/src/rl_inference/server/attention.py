@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+_SCORES = 2**24
+"""Scores of tokens to positions that are written out at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -41,8 +44,6 @@ class TokenPass:
     """The first `singles` tokens are the only ones of their sequences."""
     segments: tuple[Segment, ...] = ()
     """The other tokens, shorter segments first."""
-    in_place: bool = False
-    """Whether token i of the singles lies in slot i."""
     cached: bool = True
     """Whether keys and values are kept at all (scoring does not need them)."""
     wanted: torch.Tensor | None = None
@@ -84,7 +85,11 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring:
         shared = query.shape[1] > key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=shared)
     place = torch.arange(positions - tokens, positions, device=query.device)[:, None]
-    return masked(query, key, value, visible(place, positions, scoring.window)[None, None], scoring)
+    at_once = max(_SCORES // (query.shape[1] * positions), 1)
+    parts = [slice(start, start + at_once) for start in range(0, tokens, at_once)]
+    masks = (visible(place[part], positions, scoring.window)[None, None] for part in parts)
+    found = [masked(query[:, :, part], key, value, mask, scoring) for part, mask in zip(parts, masks, strict=True)]
+    return torch.cat(found, 2) if len(found) > 1 else found[0]
 
 
 def visible(place: torch.Tensor, length: int, window: int) -> torch.Tensor:

@@ -50,7 +50,8 @@ def _exponentials(scores: Any, bits: Any, count: int, top: Any) -> Any:  # pragm
 @njit(fastmath=True, nogil=True, cache=True, error_model="numpy", inline="always")
 def _score(scores: Any, query: Any, keys: Any, low: int, count: int, scale: Any) -> None:  # pragma: no cover
     """scores[j] = scale * query . keys[:, low + j], four rows of keys at a time."""
-    for d in range(0, query.shape[0], 4):
+    whole = query.shape[0] // 4 * 4
+    for d in range(0, whole, 4):
         a, b, c, e = query[d] * scale, query[d + 1] * scale, query[d + 2] * scale, query[d + 3] * scale
         k0, k1 = keys[d, low : low + count], keys[d + 1, low : low + count]
         k2, k3 = keys[d + 2, low : low + count], keys[d + 3, low : low + count]
@@ -60,14 +61,16 @@ def _score(scores: Any, query: Any, keys: Any, low: int, count: int, scale: Any)
         else:
             for j in range(count):
                 scores[j] += a * k0[j] + b * k1[j] + c * k2[j] + e * k3[j]
+    for d in range(whole, query.shape[0]):
+        a, k0 = query[d] * scale, keys[d, low : low + count]
+        for j in range(count):
+            scores[j] = a * k0[j] if d == 0 else scores[j] + a * k0[j]
 
 
 @njit(fastmath=True, nogil=True, cache=True, error_model="numpy", inline="always")
 def _mix(out: Any, weights: Any, values: Any, low: int, count: int, factor: Any) -> None:  # pragma: no cover
-    """out = factor * sum_j weights[j] values[low + j], four positions at a time."""
+    """out += factor * sum_j weights[j] values[low + j], four positions at a time."""
     width = out.shape[0]
-    for d in range(width):
-        out[d] = _F(0.0)
     j = 0
     while j + 4 <= count:
         a, b, c, e = weights[j] * factor, weights[j + 1] * factor, weights[j + 2] * factor, weights[j + 3] * factor
@@ -83,28 +86,30 @@ def _mix(out: Any, weights: Any, values: Any, low: int, count: int, factor: Any)
 
 
 @njit(nogil=True, cache=True)
-def write(keys: Any, values: Any, new_keys: Any, new_values: Any, slots: Any, positions: Any) -> None:
-    """Put each token's key and value into its slot.
+def write(keys: Any, values: Any, new_keys: Any, new_values: Any, rows: Any) -> None:
+    """Put each token's key and value into its place.
 
     Args:
-        keys: float32 [slots, heads, head dim, capacity].
-        values: float32 [slots, heads, capacity, head dim].
+        keys: float32 [pages, heads, head dim, positions of a page].
+        values: float32 [pages, heads, positions of a page, head dim].
         new_keys, new_values: [tokens, heads, head dim].
-        slots, positions: int64 [tokens].
+        rows: page times positions of a page, plus the position in the page, int64 [tokens].
     """
-    for i in range(slots.shape[0]):
-        slot, place = slots[i], positions[i]
+    size = keys.shape[3]
+    for i in range(rows.shape[0]):
+        page, place = rows[i] // size, rows[i] % size
         for h in range(new_keys.shape[1]):
             for d in range(new_keys.shape[2]):
-                keys[slot, h, d, place] = new_keys[i, h, d]
+                keys[page, h, d, place] = new_keys[i, h, d]
             for d in range(new_values.shape[2]):
-                values[slot, h, place, d] = new_values[i, h, d]
+                values[page, h, place, d] = new_values[i, h, d]
 
 
 def _attend(
     query: Any,
     keys: Any,
     values: Any,
+    table: Any,
     slots: Any,
     positions: Any,
     out: Any,
@@ -116,14 +121,16 @@ def _attend(
     """Attention of each token over positions 0..its own of its slot.
 
     Args:
-        query: float32 [tokens, query heads, head dim], head dim a multiple of 4.
-        keys, values, slots, positions: as in `write`.
+        query: float32 [tokens, query heads, head dim].
+        keys, values: as in `write`.
+        table: pages of each slot in the order of its positions, int64 [slots, pages].
+        slots, positions: int64 [tokens].
         out: float32 [tokens, query heads, head dim], is overwritten.
         window: positions that are looked at, 0 for all.
         softcap: tanh cap of the scores, 0 for none.
         sinks: float32 [query heads], a score per head that takes part in the softmax only; empty for none.
     """
-    heads = keys.shape[1]
+    heads, size = keys.shape[1], keys.shape[3]
     shared = query.shape[1] // heads
     for i in prange(query.shape[0]):
         slot, end = slots[i], positions[i] + 1
@@ -132,7 +139,10 @@ def _attend(
         scores, bits = np.empty(count, np.float32), np.empty(count, np.int32)
         for q in range(query.shape[1]):
             h = q // shared
-            _score(scores, query[i, q], keys[slot, h], low, count, scale)
+            for p in range(low // size, (end - 1) // size + 1):
+                first, last = max(low, p * size), min(end, (p + 1) * size)
+                part = scores[first - low : last - low]
+                _score(part, query[i, q], keys[table[slot, p], h], first - p * size, last - first, scale)
             if softcap > 0:
                 for j in range(count):
                     scores[j] = np.tanh(scores[j] / softcap) * softcap
@@ -144,7 +154,12 @@ def _attend(
             total = _exponentials(scores, bits, count, top)
             if sinks.shape[0] > 0:
                 total += np.exp(sinks[q] - top)
-            _mix(out[i, q], scores, values[slot, h], low, count, _F(1.0) / total)
+            for d in range(out.shape[2]):
+                out[i, q, d] = _F(0.0)
+            for p in range(low // size, (end - 1) // size + 1):
+                first, last = max(low, p * size), min(end, (p + 1) * size)
+                part = scores[first - low : last - low]
+                _mix(out[i, q], part, values[table[slot, p], h], first - p * size, last - first, _F(1.0) / total)
 
 
 _attend_here: Any = njit(fastmath=True, nogil=True, cache=True, error_model="numpy")(_attend)

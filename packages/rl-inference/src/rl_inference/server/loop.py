@@ -8,12 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rl_contracts.errors import InferenceError
 from rl_contracts.logging import get_logger
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.model import SlotModel
+from rl_inference.server.pages import PAGE
+from rl_inference.server.scoring import ScoreJob, ScoreQueue
 from rl_inference.server.slots import SlotTable
 from rl_inference.server.weights import ServedWeights
 
@@ -30,7 +32,8 @@ class DecodeLoop:
     """Owns model, cache and weights while it runs.
 
     Whatever other threads want goes through one inbox of callables that the thread runs between two passes;
-    so nothing here needs a lock, and a version can only change where no token is being made.
+    so nothing here needs a lock, and a version can only change where no token is being made. Where both are wanted,
+    answers and scores each get half of the thread's time.
 
     Args:
         on_crash: called in the decode thread if it dies; all unfinished jobs have been ended by then.
@@ -49,6 +52,7 @@ class DecodeLoop:
         self.model = model
         self.weights = weights
         self.table = SlotTable(model, slots, prefill_tokens, lambda: weights.version, rescore)
+        self.scores = ScoreQueue(model, weights, self.table, 0 if rescore else prefill_tokens)
         self.beat = 0
         self.busy_seconds = 0.0
         self._on_crash = on_crash
@@ -57,6 +61,11 @@ class DecodeLoop:
         self._paused = False
         self._draining: list[Future[None]] = []
         self._paused_since = 0.0
+        self._owed = 0.0
+        self._suspects = 0
+        """How many of the waiting jobs, from the left, may be what made a pass fail."""
+        self._suspect: tuple[Any, int] = (None, 0)
+        """The one that was let in last of them, and how many tokens it had."""
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
 
@@ -72,6 +81,10 @@ class DecodeLoop:
     def submit(self, job: GenerationJob) -> None:
         """Queue a job."""
         self._inbox.put(lambda: self._waiting.append(job))
+
+    def submit_score(self, job: ScoreJob) -> None:
+        """Queue a sequence to be scored, also while generation is paused."""
+        self._inbox.put(lambda: self.scores.waiting.append(job))
 
     def abort(self, wanted: Callable[[GenerationJob], bool], message: str) -> Future[int]:
         """End the jobs that `wanted` selects, with the tokens they have.
@@ -126,7 +139,13 @@ class DecodeLoop:
         return {
             "running": self.table.running,
             "waiting": len(self._waiting) + self._inbox.qsize(),
+            "scoring": len(self.scores.waiting),
             "generated_tokens": self.table.generated_tokens,
+            "prompt_tokens": self.table.prompt_tokens,
+            "prefix_tokens": self.table.prefix_tokens,
+            "cache_tokens": self.model.cache.tokens,
+            "cache_free_tokens": len(self.model.cache.pages.free) * PAGE,
+            "scored_tokens": self.scores.scored_tokens,
             "busy_seconds": self.busy_seconds,
             "version": self.weights.version,
             "paused": float(self._paused or bool(self._draining)),
@@ -145,26 +164,74 @@ class DecodeLoop:
             self._end_all(_SHUTDOWN)
 
     def _turn(self) -> None:
-        """Commands, then at most one pass."""
+        """Commands, then at most one pass, of answers or of a score."""
         self.beat += 1
         self._take_commands()
         if self._draining and not self.table.running:
             self._enter_pause()
         admit = self._waiting and not self._paused and not self._draining and self.table.running < self.table.slots
-        if self._stopping or self._paused or not (admit or self.table.running):
+        decode = not self._paused and bool(admit or self.table.running)
+        if self._stopping or not (decode or self.scores.waiting):
             return
         started = time.perf_counter()
-        if admit:
-            self.table.admit(self._waiting)
-        if self.table.running:
-            self.table.step()
-        self.busy_seconds += time.perf_counter() - started
+        if self.scores.waiting and not (decode and self._owed > 0):
+            self.scores.step()
+            self._owed = spent = time.perf_counter() - started
+        else:
+            try:
+                if admit:
+                    self._admit()
+                if self.table.running:
+                    self.table.step()
+            except Exception as error:  # noqa: BLE001 - told to the job that it is about
+                self._isolate(error)
+            spent = time.perf_counter() - started
+            self._owed -= min(spent, self._owed)  # answers get as much time as the score before took
+        self._waiting.extendleft(self.table.take_lost())
+        self.busy_seconds += spent
+
+    def _admit(self) -> None:
+        """Let waiting jobs in. After a pass failed, one at a time: each must make a token before the next comes."""
+        if self._on_trial() is not None:
+            return
+        coming = self._waiting
+        if self._suspects:
+            self._suspects -= 1
+            first = self._waiting.popleft()
+            self._suspect, coming = (first, len(first.output_ids)), deque([first])
+        self.table.admit(coming)
+        if coming is not self._waiting:
+            self._waiting.extendleft(coming)
+
+    def _on_trial(self) -> GenerationJob | None:
+        """The suspect that runs and has not made a token yet."""
+        suspect, had = self._suspect
+        return next((job for job in self.table.jobs if job is suspect and len(job.output_ids) == had), None)
+
+    def _isolate(self, error: Exception) -> None:
+        """A pass failed: end the job whose doing it is, and do again what it was about. Where it is not known whose,
+        all come back one by one, and the next time it is.
+
+        Raises:
+            Exception: the model cannot even read one token; it is no job's doing.
+        """
+        logger.error("a pass of %d answers failed", self.table.running, exc_info=error)
+        suspect, jobs = self._on_trial(), self.table.take_all()
+        self.table.forget_prefixes()
+        suspect = jobs[0] if len(jobs) == 1 else suspect
+        self._waiting.extendleft(reversed(jobs))
+        self.model.warm_up()
+        self._suspects += len(jobs)
+        if suspect is not None:
+            suspect.finish({"type": "error", "message": f"{type(error).__name__}: {error}"})
+            self._waiting.remove(suspect)
+            self._suspects -= 1
 
     def _take_commands(self) -> None:
         """Run what is in the inbox; wait a moment for something to arrive where there is nothing else to
         do."""
-        idle = not (self.table.running or self._waiting or self._draining)
-        block = (idle or self._paused) and not self._stopping
+        idle = self._paused or not (self.table.running or self._waiting or self._draining)
+        block = idle and not self.scores.waiting and not self._stopping
         while True:
             try:
                 command = self._inbox.get(block=block, timeout=_IDLE_BEAT if block else None)
@@ -181,9 +248,11 @@ class DecodeLoop:
         for job in [*self.table.take_all(), *self._waiting]:
             job.finish(reason)
         self._waiting.clear()
+        ended = InferenceError("the decode thread has ended.")
+        self.scores.end(ended)
         for future in self._draining:
             if future.set_running_or_notify_cancel():
-                future.set_exception(InferenceError("the decode thread has ended."))
+                future.set_exception(ended)
         self._draining.clear()
 
     def _abort(self, wanted: Callable[[GenerationJob], bool], message: str) -> int:

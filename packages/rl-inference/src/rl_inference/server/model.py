@@ -10,14 +10,18 @@ Where the pass is compiled, the compiler sees one opaque operator here, and so n
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
-from rl_contracts.token_logprobs import chosen_logprobs
-from rl_inference.server.attention import Scoring, TokenPass, causal
+from rl_contracts.attention_windows import layer_window
+from rl_contracts.errors import ModelError
+from rl_contracts.token_logprobs import LOGITS_AT_ONCE, chosen_logprobs, float32_logits
+from rl_inference.server.attention import Scoring, Segment, TokenPass, causal
 from rl_inference.server.cache import SlotCache, SlotLayer, TorchLayer
 
 IMPLEMENTATION = "rl_slots"
@@ -44,7 +48,7 @@ def slot_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer in the pass that runs in this thread.
 
@@ -54,11 +58,20 @@ def slot_attention(
 
     Returns:
         [1, tokens, query heads, head dim], and no weights.
+
+    Raises:
+        ModelError: the layer asks for what is not done here.
     """
+    if attention_mask is not None or more.get("position_bias") is not None:
+        raise ModelError(
+            f"{type(module).__name__} brings a mask or a bias of its own to attention, so the embedded server cannot "
+            "serve it. Use another engine for this model."
+        )
     layer: Any = module.layer_idx
     attend = torch.ops.rl_inference.attend if torch.compiler.is_compiling() else _attend
     scale = scaling or query.shape[-1] ** -0.5
-    return attend(query, key, value, layer, scale, sliding_window or 0, softcap, s_aux), None
+    window = layer_window(module, sliding_window) or 0
+    return attend(query, key, value, layer, scale, window, softcap, s_aux), None
 
 
 def _attend(
@@ -99,6 +112,12 @@ def _pick_wanted(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[
     return None if wanted is None else (inputs[0][:, wanted], *inputs[1:])
 
 
+def _head_in_float32(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """What a 16-bit head computes, not rounded to its type: [..., H] to float32 [..., V]."""
+    logits = float32_logits(hidden.flatten(0, -2), head.weight, head.bias)
+    return logits.unflatten(0, hidden.shape[:-1])
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Within it nothing is compiled, and nothing compiled is used."""
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call, no-any-return]
@@ -121,17 +140,24 @@ class SlotModel:
         self.device = model.device
         text_config = model.config.get_text_config()
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.block = max(LOGITS_AT_ONCE // self.vocab_size, 1)
+        """Positions of a sequence whose logits are made at once, at most, when it is scored."""
         self.context_length = context_length
-        self.cache = SlotCache(text_config.num_hidden_layers, slots, context_length, layer)
+        self.cache = SlotCache(text_config.num_hidden_layers, slots, context_length, layer, self.device)
         self.end_ids = end_ids
         # The head runs on the wanted tokens alone: [tokens, vocab] logits of a prefill would dwarf everything else.
-        model.get_output_embeddings().register_forward_pre_hook(_pick_wanted)
+        head = model.get_output_embeddings()
+        head.register_forward_pre_hook(_pick_wanted)
+        if type(head) is torch.nn.Linear and model.dtype != torch.float32:
+            head.forward = partial(_head_in_float32, head)  # type: ignore[method-assign]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run one token, so that nothing is compiled or imported under the first request."""
+        """Run one token in slot 0, which is free, so that nothing is compiled or imported under the first request."""
+        self.cache.grow(0, 1)
         nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.run(nothing, TokenPass(nothing, nothing, longest=1, singles=1, in_place=True))
+        self.run(nothing, TokenPass(nothing, nothing, longest=1, singles=1))
+        self.cache.pages.give(0, [])
 
     def run(self, tokens: torch.Tensor, span: TokenPass) -> torch.Tensor:
         """One forward pass over tokens of many sequences.
@@ -142,7 +168,6 @@ class SlotModel:
         Returns:
             logits of the wanted tokens, [wanted, vocab].
         """
-        self.cache.reserve(span)
         _running.now = (self.cache, span)
         try:
             # a single token as it is, since the compiler would make another graph for it
@@ -153,20 +178,61 @@ class SlotModel:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    @torch.inference_mode()
     def score(self, input_ids: list[int], temperature: float) -> list[float]:
         """Log-probs of given tokens at the current weights; entry 0 is 0.
 
-        The head runs on the positions that predict a token, and the rest is the trainers' own expression: a trainer
-        that runs this sequence alone, with the same kernels, gets the same bits.
+        The decoder runs once, the head on a `block` of the positions that predict a token at a time, and the rest
+        is the trainers' own expression: a trainer that runs this sequence alone, with the same kernels, gets the
+        same bits.
         """
-        length = len(input_ids)
-        if length < 2:
-            return [0.0] * length
-        ids = torch.tensor(input_ids, device=self.device)
+        length, found = len(input_ids), [0.0]
         places = torch.arange(length, device=self.device)
-        span = TokenPass(torch.zeros_like(places), places, length, singles=0, cached=False, wanted=places[:-1])
-        logits, targets = self.run(ids, span), ids[1:]
-        sharpness = torch.full((length - 1,), temperature or 1.0, device=self.device).reciprocal()
-        parts = [slice(start, start + _SCORED_AT_ONCE) for start in range(0, length - 1, _SCORED_AT_ONCE)]
-        chosen = [chosen_logprobs(logits[part].float(), targets[part], sharpness[part]) for part in parts]
-        return [0.0, *torch.cat(chosen).tolist()]
+        parts = places[:-1].split(self.block) if length > 1 else ()
+        with self._decoded_once() if len(parts) > 1 else nullcontext():
+            for part in parts:
+                span = TokenPass(torch.zeros_like(places), places, length, singles=0, cached=False, wanted=part)
+                chosen = input_ids[len(found) : len(found) + len(part)]
+                found += self._chosen(input_ids, span, chosen, temperature)
+        return found
+
+    @contextmanager
+    def _decoded_once(self) -> Iterator[None]:
+        """Within it, the decoder computes in the first pass, and what it found there is what the others have."""
+        decoder, held = self.model.base_model, list[Any]()
+        forward = decoder.forward
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            if not held:
+                held.append(forward(*args, **kwargs))
+            return held[0]
+
+        if decoder is not self.model:  # else each pass computes anew
+            decoder.forward = remembered
+        try:
+            yield
+        finally:
+            decoder.forward = forward
+
+    @torch.inference_mode()
+    def score_part(self, input_ids: list[int], start: int, count: int, temperature: float) -> list[float]:
+        """Log-probs of `count` tokens of a long sequence, those after position `start`.
+
+        Earlier parts lie in the slot of scores, which has room for this one.
+        """
+        slot = self.cache.slots
+        places = torch.arange(start, start + count, device=self.device)
+        segments = (Segment(slot, start, 0, count),)
+        span = TokenPass(torch.full_like(places, slot), places, start + count, singles=0, segments=segments)
+        part = slice(start + 1, start + count + 1)
+        return self._chosen(input_ids[start : start + count], span, input_ids[part], temperature)
+
+    def _chosen(self, fed: list[int], span: TokenPass, chosen: list[int], temperature: float) -> list[float]:
+        """Log-probs of the tokens that were chosen after a pass's wanted ones."""
+        logits = self.run(torch.tensor(fed, device=self.device), span)
+        targets = torch.tensor(chosen, device=self.device)
+        sharpness = torch.full((len(chosen),), temperature or 1.0, device=self.device).reciprocal()
+        parts = [slice(start, start + _SCORED_AT_ONCE) for start in range(0, len(chosen), _SCORED_AT_ONCE)]
+        found = [chosen_logprobs(logits[part].float(), targets[part], sharpness[part]) for part in parts]
+        values: list[float] = torch.cat(found).tolist()
+        return values

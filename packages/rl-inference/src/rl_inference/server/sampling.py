@@ -229,6 +229,7 @@ class SamplingBatch:
         before = probs.cumsum(-1) - probs
         # a top-p of 1 is off: rounding of the sum must not cut the tail
         keep = ((before < top_p) | (top_p >= 1)) & (probs >= min_p * probs[:, :1]) & (rank < top_k)
+        keep[:, 0] = True  # whatever float32 makes of a tiny top-p
         kept = torch.empty_like(keep).scatter_(1, order, keep)
         return logprobs.index_copy(0, rows, some.masked_fill(~kept, float("-inf")))
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from rl_inference.server.attention import Segment, TokenPass
-from rl_inference.server.cache import BLOCK
 from rl_inference.server.job import GenerationJob
 from rl_inference.server.model import SlotModel
+from rl_inference.server.pages import PAGE, PrefixIndex, pages_of, prefix_keys
 from rl_inference.server.sampling import SamplingBatch
 
 NO_VERSION = -1
@@ -42,14 +42,23 @@ class SlotTable:
         self.model = model
         self.slots = slots
         self.generated_tokens = 0
+        self.prompt_tokens = 0
+        """Of all jobs that got a slot."""
+        self.prefix_tokens = 0
+        """Of these, what another sequence had read."""
         self._prefill_tokens = prefill_tokens
         self._version = version
         self._rescore = rescore
-        self._free = list(range(slots))
+        self._empty = list(range(slots))
+        self._idle: dict[int, None] = {}
+        """Slots without a job that hold a prefix, the least recently used first."""
         self._prefixes = PrefixIndex()
         self._prefix_version = version()
         self._reading: deque[GenerationJob] = deque()
         self._writing: list[GenerationJob] = []
+        self._lost: list[GenerationJob] = []
+        self._passes = 0
+        """So many passes have room in the cache."""
         self._rows: _Rows | None = None
 
     @property
@@ -64,46 +73,119 @@ class SlotTable:
 
     @torch.inference_mode()
     def admit(self, waiting: deque[GenerationJob]) -> None:
-        """Give free slots to waiting jobs, first come first served.
+        """Give free slots to waiting jobs, first come first served, as long as there is memory for their prompts.
 
-        What another sequence has read with the weights that are served now is copied instead of read again. A job
+        What another sequence has read with the weights that are served now is shared instead of read again. A job
         whose prompt is just being read by another one waits for it: the members of a group share one prefill.
         """
         version = self._version()
         if version != self._prefix_version:
-            self._prefixes.clear()
+            self._clear_prefixes()
             self._prefix_version = version
-        being_read = {tuple(job.tokens) for job in self._reading if job.cache_version == version}
-        copies: list[tuple[int, int, int]] = []
+        being_read = {job.prefix_keys[-1] for job in self._reading if job.cache_version == version}
         left: list[GenerationJob] = []
-        while waiting and self._free:
+        while waiting and (self._empty or self._idle) and len(left) < self.slots:
             job = waiting.popleft()
-            tokens = job.tokens
-            if (key := tuple(tokens)) in being_read:
+            if job.keyed_length != job.length:
+                job.prefix_keys, job.keyed_length = prefix_keys(job.tokens), job.length
+            key = job.prefix_keys[-1]
+            if key in being_read:
                 left.append(job)
                 continue
-            known = None if self._rescore else self._prefixes.find(tokens)
-            job.slot, job.cache_version = heapq.heappop(self._free), version
-            self._prefixes.forget(job.slot)
-            job.read = 0
-            if known is not None:
-                source, job.read = known
-                copies.append((source, job.slot, job.read))
-            if job.read + 1 < len(tokens):
+            if not self._place(job):
+                left.append(job)
+                break
+            job.cache_version = version
+            if job.read + 1 < job.length:
                 being_read.add(key)
             self._reading.append(job)
         waiting.extendleft(reversed(left))
-        moved = [copy for copy in copies if copy[0] != copy[1]]
-        if moved:
-            sources, targets, _ = torch.tensor(moved, device=self.model.device).T
-            self.model.cache.copy_slots(sources, targets, max(length for *_, length in moved))
+
+    def _place(self, job: GenerationJob) -> bool:
+        """Give a job a slot and pages for its tokens; False if there are too few. Each answer that runs is left one."""
+        cache = self.model.cache
+        found = None if self._rescore else self._prefixes.find(job.tokens, job.prefix_keys)
+        source, read = found or (-1, 0)
+        needed = pages_of(job.length + 1) + self.running
+        if not self._evict(needed - read // PAGE, source):
+            if self.running or not self._evict(needed):
+                return False
+            source, read = -1, 0
+        if source in self._idle and read >= self._prefixes.length(source) - 1:
+            slot = source  # it goes on where that one ended
+        elif self._empty:
+            slot = heapq.heappop(self._empty)
+        else:
+            slot = next((slot for slot in self._idle if slot != source), source)
+        self._idle.pop(slot, None)
+        self._prefixes.forget(slot)
+        cache.copy(source, slot, read)
+        if source in self._idle:
+            self._idle[source] = self._idle.pop(source)
+        cache.grow(slot, job.length + 1)
+        job.slot, job.read = slot, read
+        self.prompt_tokens += job.length
+        self.prefix_tokens += read
+        return True
+
+    def _evict(self, pages: int, kept: int = -1) -> bool:
+        """Have so many free pages, at the cost of prefixes, those used least recently first; `kept` is left."""
+        for slot in [slot for slot in self._idle if slot != kept]:
+            if len(self.model.cache.pages.free) >= pages:
+                break
+            self._vacate(slot)
+        return len(self.model.cache.pages.free) >= pages
+
+    def _grow(self, slot: int, tokens: int) -> bool:
+        """Have pages for so many positions in a slot, at the cost of prefixes."""
+        cache = self.model.cache
+        return self._evict(pages_of(tokens) - len(cache.pages.of[slot])) and cache.grow(slot, tokens)
+
+    @torch.inference_mode()
+    def make_room(self, slot: int, tokens: int) -> None:
+        """Have pages for so many positions in a slot, if need be those of the jobs that joined last (see
+        `take_lost`), perhaps of the slot's own."""
+        while not self._grow(slot, tokens):
+            job = self._reading.pop() if self._reading else self._writing.pop()
+            self._vacate(job.slot)
+            self._lost.append(job)
+            self._rows = None
+            if job.slot == slot:
+                break
+
+    def take_lost(self) -> list[GenerationJob]:
+        """Jobs that gave up their slots for want of memory, to be admitted again; the youngest first."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def _make_rooms(self) -> None:
+        """`make_room` for the next token of every answer."""
+        for job in list(self._writing):
+            if job not in self._lost:
+                self.make_room(job.slot, job.length)
+        pages = self.model.cache.pages.of
+        self._passes = min((len(pages[job.slot]) * PAGE - job.length + 1 for job in self._writing), default=1)
+
+    def _vacate(self, slot: int) -> None:
+        """What is in a slot is not needed any more."""
+        self._idle.pop(slot, None)
+        self._prefixes.forget(slot)
+        self.model.cache.pages.give(slot, [])
+        heapq.heappush(self._empty, slot)
+
+    def _clear_prefixes(self) -> None:
+        self._prefixes.clear()
+        for slot in list(self._idle):
+            self._vacate(slot)
 
     @torch.inference_mode()
     def step(self) -> None:
         """One pass: the next token of every answer, and of the prompts what the budget allows."""
+        if self._passes <= 0:
+            self._make_rooms()
+        self._passes -= 1
         parts = self._next_parts()
         if self._rows is None:  # some have ended; each of the others goes on from its last token
-            self._writing.sort(key=lambda job: job.slot)
             self._rows = _Rows(self._writing, self.model.device)
         rows = self._rows
         finished = [job for job, count in parts if job.read + count == job.length]
@@ -116,6 +198,8 @@ class SlotTable:
             job.read += count
         if parts:
             self._reading = deque(job for job in self._reading if job.read < job.length)
+        if finished:
+            self._passes = 0
         for job in finished:
             self._hold(job, job.tokens)
         self._writing.extend(finished)
@@ -171,6 +255,7 @@ class SlotTable:
         """Append the sampled tokens and end the jobs that are done. The one transfer to the host per pass."""
         ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
         version, ended = self._version(), False
+        self.generated_tokens += len(ids)  # before anybody learns that an answer is done
         for job, token, logprob in zip(self._writing, map(int, ids), values, strict=True):
             job.append(token, None if self._rescore else logprob, version)
             reason = self._end_of(job, token, logprob)
@@ -179,14 +264,13 @@ class SlotTable:
                     job.logprobs = self.model.score(job.tokens, job.generation.temperature)[len(job.prompt) :]
                 job.finish(reason)
                 ended = True
-        self.generated_tokens += len(ids)
         if ended:
             self.compact()
 
     def _end_of(self, job: GenerationJob, token: int, logprob: float) -> dict[str, Any] | None:
         """Why a job ends with the token that it got last; None if it goes on."""
-        if math.isnan(logprob):
-            return {"type": "error", "message": f"version {self._version()} of the weights computes nan"}
+        if not math.isfinite(logprob):
+            return {"type": "error", "message": f"version {self._version()} of the weights computes {logprob}"}
         if token in job.end_ids:
             return {"type": "stop", "matched": token}
         if job.generation.stop and (text := job.matched_stop(self.model.tokenizer)) is not None:
@@ -198,11 +282,15 @@ class SlotTable:
     def compact(self) -> None:
         """Give up the slots of ended jobs. What they hold stays usable as a prefix until a slot is given away."""
         for job in self._writing:
-            if job.finish_reason is not None:
+            if job.finish_reason is not None and job.finish_reason["type"] != "error":
                 self._hold(job, job.tokens[:-1])  # the last token was not fed
         for job in self.jobs:
-            if job.finish_reason is not None:
-                heapq.heappush(self._free, job.slot)
+            if job.finish_reason is None:
+                continue
+            if job.slot in self._prefixes and job.finish_reason["type"] != "error":
+                self._idle[job.slot] = None
+            else:  # there may be nan in it
+                self._vacate(job.slot)
         self._writing = [job for job in self._writing if job.finish_reason is None]
         self._reading = deque(job for job in self._reading if job.finish_reason is None)
         self._rows = None
@@ -211,13 +299,13 @@ class SlotTable:
         """Empty the slots; the jobs keep their tokens and can be admitted again."""
         jobs = self.jobs
         for job in jobs:
-            heapq.heappush(self._free, job.slot)
+            self._vacate(job.slot)
         self._writing, self._reading, self._rows = [], deque(), None
-        return jobs
+        return [*jobs, *reversed(self.take_lost())]
 
     def forget_prefixes(self) -> None:
         """The weights changed: nothing that was read before, by running jobs either, may be used by another job."""
-        self._prefixes.clear()
+        self._clear_prefixes()
         for job in self.jobs:
             job.cache_version = NO_VERSION
 
@@ -241,12 +329,11 @@ class _Rows:
         self.positions = torch.tensor(places, device=device).long()
         self.slots = torch.tensor(slots, device=device).long()
         self.longest = max(places, default=0)
-        self.in_place = slots == list(range(len(slots)))
         self.sampling: SamplingBatch | None = None
 
     def span(self) -> TokenPass:
         """The pass that feeds each answer's last token."""
-        return TokenPass(self.slots, self.positions, self.longest + 1, singles=len(self.slots), in_place=self.in_place)
+        return TokenPass(self.slots, self.positions, self.longest + 1, singles=len(self.slots))
 
     def advance(self, joined: list[GenerationJob], device: torch.device) -> None:
         """After a pass: each position is that of the token to come; jobs whose prompt is read become rows."""
@@ -258,65 +345,4 @@ class _Rows:
         self.positions = torch.cat((self.positions, torch.tensor(lengths, device=device)))
         self.slots = torch.cat((self.slots, torch.tensor([job.slot for job in joined], device=device)))
         self.longest = max(self.longest, *lengths)
-        self.in_place = False
         self.sampling = None
-
-
-class PrefixIndex:
-    """Sequences by their prefixes, under one version of the weights.
-
-    A sequence is found by hashes of its whole blocks and of all of it; a hash only proposes, tokens decide. What a slot
-    held stays usable until the slot is given away, also after its job has ended.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[list[int], list[int]]] = {}
-        self._slot_of: dict[int, int] = {}
-
-    def hold(self, slot: int, tokens: list[int]) -> None:
-        """Keys and values of `tokens` are in `slot` from position 0 on."""
-        self.forget(slot)
-        keys = _keys(tokens)
-        self._held[slot] = tokens, keys
-        self._slot_of.update(dict.fromkeys(keys, slot))
-
-    def find(self, tokens: list[int]) -> tuple[int, int] | None:
-        """The longest known prefix that leaves at least one token to be read.
-
-        Returns:
-            slot and length, or None.
-        """
-        for key in reversed(_keys(tokens)):
-            slot = self._slot_of.get(key)
-            if slot is None:
-                continue
-            held, _ = self._held[slot]
-            longest = min(len(held), len(tokens))
-            shared = longest if held[:longest] == tokens[:longest] else longest // BLOCK * BLOCK
-            while shared and held[:shared] != tokens[:shared]:
-                shared -= BLOCK
-            if shared > 0:
-                return slot, min(shared, len(tokens) - 1)
-        return None
-
-    def forget(self, slot: int) -> None:
-        """The slot gets another sequence."""
-        _, keys = self._held.pop(slot, ((), ()))
-        for key in keys:
-            if self._slot_of.get(key) == slot:
-                del self._slot_of[key]
-
-    def clear(self) -> None:
-        """The weights changed: nothing that was read before may be used."""
-        self._held.clear()
-        self._slot_of.clear()
-
-
-def _keys(tokens: list[int]) -> list[int]:
-    """Chained hashes of the whole blocks, and last that of all tokens."""
-    keys, last = [], 0
-    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        last = hash((last, *tokens[start : start + BLOCK]))
-        keys.append(last)
-    keys.append(hash((last, "end", *tokens[len(keys) * BLOCK :])))
-    return keys

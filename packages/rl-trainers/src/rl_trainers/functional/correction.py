@@ -6,7 +6,6 @@ aggregation is counted before they drop or shrink anything, so that dropping a t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from rl_contracts.trajectory import PackedBatch
 
+    AddUp = Callable[[torch.Tensor], torch.Tensor]
     Weights = tuple[torch.Tensor, dict[str, torch.Tensor]]
     """Of each token, float [N] and detached; and marks, bool [N]: their fractions of trained tokens are reported."""
 
@@ -85,32 +85,48 @@ def trust_region_tokens(log_ratio: torch.Tensor, advantages: torch.Tensor) -> to
     return log_ratio * advantages > 0
 
 
-def second_moment_cutoff(squares: torch.Tensor, threshold: float) -> float:
-    """The largest squared log-ratio that may stay (M2PO, arXiv 2510.01161, algorithm 1).
+def second_moment_outliers(
+    log_ratio: torch.Tensor, minibatch: torch.Tensor, count: int, threshold: float, add_up: AddUp = lambda table: table
+) -> torch.Tensor:
+    """Which tokens are dropped, so that the second moment of the others is bounded (M2PO, arXiv 2510.01161, algorithm
+    1).
 
-    Of the trust-region tokens T the largest are masked until the mean of the rest, the estimate of the second moment
-    (eq. 4, over T), is at most `threshold`. Equal values stay or go together, so the result does not depend on their
-    order.
+    Of the trust-region tokens T of a minibatch the largest are masked until the mean of the rest, the estimate of the
+    second moment (eq. 4, over T), is at most `threshold`. Equal values stay or go together, so the result does not
+    depend on their order.
+
+    The mean of all squares up to a value does not fall as the value grows, so the first value that makes it too large
+    is found digit by digit: the bits of |log-ratio|, which are ordered as it is, eight at a time, with the sum and
+    number of squares for each of 256 digits. That is all that holders of parts of the tokens exchange: four tables,
+    however many tokens there are.
 
     Args:
-        squares: [K] squared log-ratios of the trust-region tokens, over the whole minibatch.
+        log_ratio: float32 [K], of this holder's trust-region tokens.
+        minibatch: int64 [K], to which each belongs.
+        count: minibatches.
         threshold: tau_M2 (the paper: 0.04).
+        add_up: sums a float64 tensor over all holders. Where a mean is `threshold` to the last of float64's digits, the
+            order of the sum decides.
 
     Returns:
-        the cut-off: tokens up to it stay; -inf where even the smallest alone is above, inf where all may stay.
+        bool [K].
     """
     import torch
 
-    if not len(squares):
-        return math.inf
-    ordered = squares.double().sort().values
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)
-    last_of_equals = torch.cat([ordered[1:] != ordered[:-1], torch.ones(1, dtype=torch.bool)])
-    fitting = (last_of_equals & (means <= threshold)).nonzero()
-    if not len(fitting):
-        return -math.inf
-    last = int(fitting[-1])
-    return math.inf if last == len(ordered) - 1 else float(ordered[last])
+    keys = log_ratio.float().abs().view(torch.int32).long()
+    squares = log_ratio.double().square()
+    first = torch.zeros(count, dtype=torch.int64)
+    below = torch.zeros(count, 1, 2, dtype=torch.float64)
+    for shift in (24, 16, 8, 0):
+        here = keys >> shift + 8 == first[minibatch]
+        place = (minibatch * 256 + (keys >> shift & 255))[here]
+        table = torch.zeros(count * 256, 2, dtype=torch.float64)
+        table.index_add_(0, place, torch.stack([squares[here], torch.ones_like(squares[here])], 1))
+        up_to = below + add_up(table).view(count, 256, 2).cumsum(1)
+        digit = (up_to[..., 0] <= threshold * up_to[..., 1]).sum(1)  # 256, which carries, where all of them fit
+        first = first * 256 + digit
+        below = torch.cat([below, up_to], 1)[torch.arange(count), digit][:, None]
+    return keys >= first[minibatch]
 
 
 def interpolated_logprobs(logprobs: torch.Tensor, behaviour: torch.Tensor, age: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,12 @@ class Experiments:
     timeout: float
     """Seconds for one question to the servers."""
 
+    @staticmethod
+    def compared(rows: TensorDict) -> torch.Tensor:
+        """[..., T]: tokens that were generated; of rows that nobody sampled (supervised ones) those learned from."""
+        generated = rows["versions"] >= 0
+        return generated | (rows["loss_mask"] & ~generated.any(-1, keepdim=True))
+
     def ours(self, rows: TensorDict) -> torch.Tensor:
         """The trainer's log-probs at the rows' temperatures, [B, T]."""
         return self.engine.forward(rows, lambda outputs, _: outputs.logprobs)
@@ -76,7 +82,7 @@ class Experiments:
         self, rows: TensorDict, theirs: torch.Tensor, after: torch.Tensor, before: torch.Tensor
     ) -> list[list[float]]:
         """What `lag.LagTest.look` takes, over the generated tokens of the rows of all replicas."""
-        pairs, generated = ((theirs, after), (theirs, before), (after, before)), rows["versions"] >= 0
+        pairs, generated = ((theirs, after), (theirs, before), (after, before)), self.compared(rows)
         sums = torch.stack([((x - y).double().square() * generated).sum(-1) for x, y in pairs], -1)
         parts = self._of_heads({"groups": rows["group_ids"], "sums": sums})
         names, place = torch.unique(torch.cat([part["groups"] for part in parts]), return_inverse=True)
@@ -116,14 +122,14 @@ class Experiments:
         """
 
         async def answer(seed: int, row: TensorDict) -> Trajectory:
-            generated, temperature = row["versions"] >= 0, float(row["temperature"])
+            generated, temperature = self.compared(row), float(row["temperature"])
             prompt = row["input_ids"][: int(generated.long().argmax())].tolist()
             most = min(ANSWER_TOKENS, int(generated.sum()))
             generation = GenerationConfig(max_new_tokens=most, temperature=temperature, ignore_eos=True)
             request = ModelRequest(prompt[::-1] if new else prompt, generation, seed=seed)
             return from_response(await self.inference.agenerate(request), reward=0.0, temperature=temperature)
 
-        questions = (answer(seed, row) for seed, row in enumerate(rows[(rows["versions"] >= 0).any(-1)]))
+        questions = (answer(seed, row) for seed, row in enumerate(rows[self.compared(rows).any(-1)]))
         made = self._told(
             self._ask(questions), lambda found: stack(found).to_dict(), "answering prompts for the gap gate"
         )
@@ -154,7 +160,14 @@ class Experiments:
         async def together() -> list[Any]:
             return await asyncio.gather(*questions)
 
-        return self.loop.submit(together()) if self.engine.parallel.is_dp_head else None
+        if not self.engine.parallel.is_dp_head:
+            return None
+        try:
+            return self.loop.submit(together())
+        except RLError as error:  # the loop is dead: `_told` raises it, on every rank
+            asked: Future[list[Any]] = Future()
+            asked.set_exception(error)
+            return asked
 
     def _told(self, asked: Asked, pack: Callable[[list[Any]], Tensors], doing: str) -> Tensors:
         """What the head of this rank's replica got from the servers; an RLError on every rank, if one got nothing."""
@@ -187,7 +200,8 @@ class Experiments:
         """The live tensors of a server (None: of the one that is furthest off) against the trainer's receipts of this
         version and of the one before; None where they have no checksums. Rank 0 asks."""
         found = None
-        if self.engine.parallel.is_main and sent is not None and sent.checksums:
+        able = self.inference.capabilities.checksums
+        if able and self.engine.parallel.is_main and sent is not None and sent.checksums:
             live = self.attempt(self.loop.run, self.inference.live_receipts(server), self.timeout)
             found = max(
                 (Receipts.of(receipt, sent, before) for receipt in live or ()),

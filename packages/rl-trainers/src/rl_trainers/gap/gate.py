@@ -4,7 +4,7 @@ Two comparisons over a few rows of each batch. Before the update, tokens whose w
 version must have been recorded with the log-probs that the trainer gives them. After the commit, one server, each in
 turn, scores the same rows: its scores must be the trainer's, and nearer to those after the update than to those before
 it. The second comparison finds what is wrong with the weights or with what is computed from them, the first also what
-is wrong with sampling, caches and stamps.
+is wrong with sampling, caches and stamps. Servers that score at temperature 1 alone are compared there.
 
 Where a comparison is off, experiments look for the cause and the warning or error names it.
 """
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rl_contracts.data import WeightReceipt
     from rl_contracts.engine import TrainEngine
     from rl_contracts.inference import InferenceEngine
+    from rl_contracts.parallel import ParallelContext
     from rl_trainers.gap.experiments import Score
 
 log = get_logger("trainers.gap")
@@ -71,6 +72,7 @@ class _Look:
     """What is compared after the commit."""
 
     rows: TensorDict
+    """As the servers can score them."""
     before: torch.Tensor
     """The trainer's log-probs before the update, [B, T]."""
     server: str
@@ -112,6 +114,7 @@ class GapGate:
         self._lag: dict[tuple[str, str], LagTest] = defaultdict(LagTest)
         self._turns: dict[str, int] = {}
         self._without_fresh = self._empty = 0
+        self._told_blind = False
         self._receipts: tuple[WeightReceipt | None, WeightReceipt | None] = (None, None)
         self._look: _Look | None = None
 
@@ -133,7 +136,7 @@ class GapGate:
         if not self.config.rows:
             return _figures("gap/fresh_", None)
         find = self.experiments
-        rows = _choose(batch, math.ceil(self.config.rows / self.engine.parallel.dp_size), self.engine.version)
+        rows = _choose(batch, self.config.rows, self.engine.version, self.engine.parallel)
         ours = find.ours(rows)
         self._look = self._prepare(rows, ours)
         gap = find.compare(ours, rows["logprobs"], self._is_fresh(rows))
@@ -179,10 +182,11 @@ class GapGate:
                 self.engine.version,
                 self.served,
             )
-        find, mask = self.experiments, look.rows["versions"] >= 0
+        find = self.experiments
+        mask = find.compared(look.rows)
         asked = find.ask_scores(look.rows, self._on(look.server))
         ours = find.ours(look.rows)  # while the server computes its own
-        theirs, why = None, "the rows have no generated token"
+        theirs, why = None, "the rows have no token to compare"
         try:
             theirs = find.scores(look.rows, self._on(look.server), asked)
         except (RLError, TimeoutError) as error:
@@ -198,6 +202,7 @@ class GapGate:
 
     def _prepare(self, rows: TensorDict, before: torch.Tensor) -> _Look:
         """With the server whose turn it is. In float32 the trainer is reference enough."""
+        rows, before = self._as_scored(rows, before)
         parallel = self.engine.parallel
         names = sorted(self.inference.servers, key=lambda n: self._turns.get(n, -1)) if parallel.is_main else []
         server, peer = parallel.broadcast_json([*names, "", ""][:2])
@@ -227,6 +232,16 @@ class GapGate:
             what += f", nearer to those before the update than to those after it (z={lag:.1f}),"
         receipts = find.receipts(*self._receipts, look.server) if self.low_precision else None
         evidence = Evidence(self.config.warn, self.low_precision, gap, behind=behind, receipts=receipts)
+        if not (self._told_blind or look.peer or receipts or self.trained == self.served):
+            self._told_blind = True
+            log.warning(
+                "a server that misses an update is seen only where that makes a difference above gap.warn: %s serves "
+                "%s without checksums, a trainer in %s is no reference for that (gap/lag stays null), and there is no "
+                "second server to compare with.",
+                look.server,
+                self.served,
+                self.trained,
+            )
 
         def examine() -> Evidence:
             live = receipts or find.receipts(*self._receipts, look.server)
@@ -252,21 +267,30 @@ class GapGate:
         self, evidence: Evidence, rows: TensorDict, theirs: torch.Tensor, before: torch.Tensor | None, **more: Any
     ) -> Evidence:
         """Add what experiments give."""
-        find, mask = self.experiments, self._is_fresh(rows) if evidence.recorded else rows["versions"] >= 0
+        find = self.experiments
+        mask = self._is_fresh(rows) if evidence.recorded else find.compared(rows)
         older, temperature = find.compare(theirs, before, mask), find.temperature(rows, theirs, mask)
         return replace(evidence, older=older, temperature=temperature, **more)
 
     def _examine_recorded(self, evidence: Evidence, rows: TensorDict, ours: torch.Tensor) -> Evidence:
         """Scores come first: where they are wrong, what is generated is wrong as well."""
         find = self.experiments
-        theirs = find.attempt(find.scores, rows, self.inference.score)
-        gap = find.compare(ours, theirs, rows["versions"] >= 0)
+        scored, ours = self._as_scored(rows, ours)
+        theirs = find.attempt(find.scores, scored, self.inference.score)
+        gap = find.compare(ours, theirs, find.compared(scored))
         if theirs is not None and gap is not None and not gap.mean_abs <= self.config.warn:
             receipts = find.receipts(*self._receipts)
-            return self._examine(replace(evidence, gap=gap, recorded=False), rows, theirs, None, receipts=receipts)
+            return self._examine(replace(evidence, gap=gap, recorded=False), scored, theirs, None, receipts=receipts)
         before = find.attempt(find.scores, rows, self.inference.score_before)
         prompts = {"seen_prompt": find.gap_of_answers(rows, False), "new_prompt": find.gap_of_answers(rows, True)}
         return self._examine(evidence, rows, rows["logprobs"], before, **prompts)
+
+    def _as_scored(self, rows: TensorDict, ours: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
+        """Rows at a temperature at which servers can score them, and the trainer's log-probs there (collective)."""
+        if self.inference.capabilities.any_score_temperature:
+            return rows, ours
+        rows = rows.clone().update({"temperature": rows["temperature"].new_ones(rows.batch_size)})
+        return rows, self.experiments.ours(rows)
 
     def _is_fresh(self, rows: TensorDict) -> torch.Tensor:
         return fresh_mask(rows["versions"], self.engine.version)
@@ -312,16 +336,20 @@ class Alarm:
         log.warning(message)
 
 
-def _choose(batch: TensorDict, count: int, version: int) -> TensorDict:
-    """`count` rows (all, where there are fewer) of as many groups as there are, those with fresh tokens first."""
+def _choose(batch: TensorDict, count: int, version: int, parallel: ParallelContext) -> TensorDict:
+    """This replica's part of `count` rows (all, where there are fewer), of as many groups as there are, those with
+    fresh tokens first. Groups may be spread over replicas: each begins with others."""
     from rl_contracts.trajectory import select
 
-    order = fresh_mask(batch["versions"], version).any(-1).int().argsort(descending=True, stable=True)
+    mine = batch["group_ids"] % parallel.dp_size == parallel.dp_rank
+    fresh = fresh_mask(batch["versions"], version).any(-1)
+    order = (2 * fresh.int() + mine.int()).argsort(descending=True, stable=True)
     members: dict[int, list[int]] = defaultdict(list)
     for row, group in zip(order.tolist(), batch["group_ids"][order].tolist(), strict=True):
         members[group].append(row)
     turns = zip_longest(*members.values())  # of each group the first, of each the second, ...
-    return select(batch, [row for turn in turns for row in turn if row is not None][:count])
+    chosen = [row for turn in turns for row in turn if row is not None]
+    return select(batch, chosen[: math.ceil(count / parallel.dp_size)])
 
 
 def _figures(prefix: str, gap: Gap | None) -> dict[str, float | None]:

@@ -1,0 +1,187 @@
+"""The directory of a run: one command at a time, what was run in it before, and where the next command goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from rl_apps.app import Run
+from rl_apps.compose import to_yaml
+from rl_contracts.config import require
+from rl_contracts.errors import ConfigError
+from rl_trainers.recover import resumed_step
+
+FINISHED = "finished"
+"""File that says that the run of `config.yaml` came to its end."""
+
+TRAINERS = "trainers.lock"
+"""File that the trainers hold: they outlive a command that is killed, by the time in which they are ended."""
+
+TRAINERS_END = 10.0
+"""Seconds that a command waits for the trainers of the one before. Those of a local one that was killed take 6.5 at
+most: the keeper notices, asks them to end, and kills them."""
+
+PLACES = ("run_dir", "experiment", "trial", "model.directories")
+"""Settings that say where something is, and not what."""
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """Hold a run directory, made where it is missing, for this process. One in which nothing was done goes again.
+
+    Raises:
+        ConfigError: another process holds it, trainers of a command that is gone do not end, or it cannot be written.
+    """
+    lock, fresh = directory / "lock", not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir={directory}: expected a directory that can be written, found: {error}. Choose another run_dir."
+        ) from error
+    with file:
+        if not _locked(file):
+            raise ConfigError(
+                f"run_dir={directory} is in use by process {_holders(file)}. Wait for its end, stop it, or choose "
+                "another run_dir."
+            )
+        file.truncate(0)
+        _sign(file)
+        try:
+            _await_trainers(directory)
+            yield
+        finally:
+            if fresh and [*directory.iterdir()] == [lock]:
+                shutil.rmtree(directory)
+
+
+@contextmanager
+def held_by_trainer(directory: Path) -> Iterator[None]:
+    """Keep commands out of a run directory while this trainer works, also when its own command is gone."""
+    with (directory / TRAINERS).open("a+") as file:
+        _locked(file, fcntl.LOCK_SH)
+        _sign(file)
+        yield
+
+
+def _await_trainers(directory: Path) -> None:
+    """Return when no trainer of an earlier command works in a directory any more."""
+    if not (directory / TRAINERS).exists():
+        return
+    with (directory / TRAINERS).open("a+") as file:
+        deadline, said = time.monotonic() + TRAINERS_END, False
+        while not _locked(file):
+            who = f"trainers of a command that is gone: process {_holders(file)}"
+            if time.monotonic() > deadline:
+                raise ConfigError(f"run_dir={directory} is in use by {who}. Stop them, or choose another run_dir.")
+            if not said:
+                print(f"waiting up to {TRAINERS_END:g} s for {who}", flush=True)
+            said = True
+            time.sleep(0.1)
+        file.truncate(0)
+
+
+def _locked(file: IO[str], how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> bool:
+    """Whether nobody else holds a file, which this process then does until it closes it."""
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks: there is nothing to hold
+    return True
+
+
+def _sign(file: IO[str]) -> None:
+    """Add this process to those that hold a file."""
+    file.write(f"{os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+
+
+def _holders(file: IO[str]) -> str:
+    file.seek(0)
+    return ", ".join(file.read().split("\n")[:-1])
+
+
+@dataclass(frozen=True)
+class Past:
+    """What was run in a directory before."""
+
+    step: int = 0
+    """After which a command goes on; 0: it begins."""
+    finished: bool = False
+    """Whether there is nothing left to do for the command."""
+    changes: tuple[str, ...] = ()
+    """Settings that differ from those of before, in words."""
+
+
+def past_of(run: Run[Any]) -> Past:
+    """Look at what is in the directory of a run.
+
+    Raises:
+        ConfigError: it holds a run that this command cannot go on with: of another seed, without a recover point, or
+            with a `config.yaml` that cannot be read.
+    """
+    config, directory = run.config, run.directory
+    if not (directory / "metrics.jsonl").exists():
+        return Past()
+    step = resumed_step(directory, config.recover)
+    resumes = bool(step or (config.recover.every and config.recover.resume))
+    file, new = directory / "config.yaml", _leaves(yaml.safe_load(to_yaml(config)))
+    old = _leaves(_read(file)) if file.exists() else new
+    found = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(PLACES)]
+    if "seed" in found:
+        raise ConfigError(
+            f"seed: expected {old.get('seed')}, that of the run in {directory}, found {config.seed}; give that one, or "
+            "choose another run_dir for a new run."
+        )
+    ended = (directory / FINISHED).exists() and config.total_steps <= old.get("total_steps", 0)
+    if ended and (resumes or not found) and "total_epochs" not in found:
+        return Past(finished=True)
+    if not resumes:
+        raise ConfigError(
+            f"{directory} already holds a run; choose another trial=<name> or run_dir=<directory>. (With recover.every "
+            "and recover.resume a command goes on with the run that is there.)"
+        )
+    changes = (f"{key}: {old.get(key, 'not there')} before, {new.get(key, 'not there')} now" for key in found)
+    return Past(step, changes=tuple(changes))
+
+
+def write_config(run: Run[Any]) -> None:
+    """Write `config.yaml`. One that was there and said something else stays beside it, as `config-<number>.yaml`."""
+    file, text = run.directory / "config.yaml", to_yaml(run.config)
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        shutil.copy(file, file.with_name(f"config-{len([*run.directory.glob('config-*.yaml')]) + 1}.yaml"))
+    scratch = file.with_suffix(".partial")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(file)
+    (run.directory / FINISHED).unlink(missing_ok=True)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The settings in a `config.yaml`."""
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        found = " ".join(str(error).split())
+    expected = "the settings of the run in its directory; delete the file to go on with those of this command"
+    require(isinstance(found, dict), str(file), expected, found)
+    settings: dict[str, Any] = found
+    return settings
+
+
+def _leaves(value: Any, key: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    return {k: v for name, part in value.items() for k, v in _leaves(part, f"{key}.{name}".lstrip(".")).items()}

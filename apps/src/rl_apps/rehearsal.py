@@ -1,0 +1,69 @@
+"""One episode before anything starts, so that a mistake in a workflow or a reward is told at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_apps.app import Run
+from rl_apps.data import first_rows, load_rows
+from rl_apps.parts import Parts
+from rl_contracts import registry
+from rl_contracts.clock import SystemClock
+from rl_contracts.errors import ConfigError, DataError, RewardError, defined_at, raised_at
+from rl_contracts.workflow import RolloutWorkflow
+
+ROWS = 8
+"""Tried one after the other until one is not refused as a row."""
+
+SECONDS = 60.0
+"""For the workflow's part of an episode, behind the time that a reward may take."""
+
+
+def rehearse(run: Run[Any], form: str) -> None:
+    """Run the workflow and the reward of a run on a row of its data, with the row's own `answer` in place of a model's.
+
+    Args:
+        form: in which the command reads its data. Where that is not for rollouts, the rows of evaluations are.
+
+    Raises:
+        ConfigError: one of them failed; says what happened, and in which line of the user's.
+    """
+    settings, error = run.config.rollout, None
+    rows = load_rows(run.config.data, "train" if form == "rl" else "test", "rl", run.config.seed)
+    try:
+        with Parts(run) as parts:
+            workflow = parts.workflow(parts.reward())
+            workflow.max_length = None  # rows that are too long are not the code's, and told of when all are measured
+            for row in first_rows(rows, ROWS):
+                error = _episode(parts, workflow, row)
+                if not isinstance(error, DataError):  # not this row's: the code's, or none
+                    break
+    except Exception as failure:  # noqa: BLE001 - the user's code, as it was made: told below
+        error = failure
+    if error is not None:
+        made = registry.load("rl.workflows", settings.workflow)
+        # a reward's own error says it already
+        place = "" if isinstance(error, RewardError) else raised_at(error) or defined_at(made.arun_episode)
+        raise ConfigError(
+            f"rollout.workflow={settings.workflow} with rollout.reward={settings.reward} failed on a row of the data, "
+            f"tried with a made-up answer: {type(error).__name__}: {str(error).splitlines()[0]}{place}. Set "
+            "rollout.rehearsal=false where they need a real server."
+        ) from error
+
+
+def _episode(parts: Parts, workflow: RolloutWorkflow, row: dict[str, Any]) -> BaseException | None:
+    """Why an episode of a row failed; None where it did not."""
+    from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
+    from rl_workflows import Ticket
+    from rl_workflows.episode import Episodes
+    from rl_workflows.groups import run_group
+
+    config, tokenizer = parts.config, parts.tokenizer
+    ids = tokenizer.encode(str(row.get("answer") or 42), add_special_tokens=False) or [0]
+    engine = NullInferenceEngine(
+        NullInferenceEngineConfig(vocab_size=len(tokenizer), seconds_per_token=0.0), answer=lambda _: ids
+    )
+    engine.initialize(["nowhere"])
+    episodes = Episodes(workflow, engine, SystemClock(), config.seed)
+    trial = run_group(episodes, row, Ticket(0, 0), 1, 1)
+    return parts.loop.run(trial, SECONDS + config.rollout.reward_timeout).error

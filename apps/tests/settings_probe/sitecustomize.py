@@ -1,0 +1,87 @@
+"""Notes which settings a process reads: Python imports this file by itself where it lies on PYTHONPATH.
+
+Every dataclass of settings of a module whose name begins with one of SETTINGS_MODULES (comma-separated) is watched. A
+setting is read where code says `config.name` and no check (`__post_init__`, `check`), comparison or representation is
+under way: loops over all fields (dumps, help, copies) ask by `getattr` and do not count; what they copy is read from
+the copy, or not at all. A file of this process's own in SETTINGS_READ has a line for each thing that was read, with
+tabs between `module:Class.field`, its key (`rollout.generation.top_p`; of a copy only the part below it) and its value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import opcode
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+OUT = os.environ["SETTINGS_READ"]
+MODULES = tuple(os.environ["SETTINGS_MODULES"].split(","))
+NOT_READING = frozenset(("__eq__", "__repr__", "__hash__"))
+SETTINGS = ("Config", "Settings", "Options", "Spec")
+"""How the names of settings classes end; what another class reads as it is made, it reads for good."""
+CHECKS = ("__post_init__", "check")
+LOAD_ATTR, CACHE = opcode.opmap["LOAD_ATTR"], opcode.opmap["CACHE"]
+
+_noted: set[str] = set()
+KEY = "__key__"
+"""Where a section keeps its key, once it was reached from the config around it."""
+_decorate = dataclasses.dataclass
+
+
+def owner(cls: type, name: str) -> str:
+    """The class that declares a field first, as `module:Class.field`."""
+    declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
+    return f"{declaring[-1].__module__}:{declaring[-1].__qualname__}.{name}"
+
+
+def _reads(frame: FrameType | None) -> bool:
+    if frame is None:
+        return False
+    code, at = frame.f_code.co_code, frame.f_lasti
+    while code[at] == CACHE:  # where code has run often, the place is behind its instruction
+        at -= 2
+    if code[at] != LOAD_ATTR:
+        return False
+    while frame is not None:
+        if frame.f_code.co_name in NOT_READING:
+            return False
+        if frame.f_code.co_name in CHECKS and type(frame.f_locals.get("self")).__name__.endswith(SETTINGS):
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _get(self: Any, name: str) -> Any:
+    value = object.__getattribute__(self, name)
+    if name in type(self).__dataclass_fields__:
+        key = f"{vars(self).get(KEY, '')}.{name}".removeprefix(".")
+        if dataclasses.is_dataclass(value):
+            if hasattr(value, "__dict__"):
+                vars(value).setdefault(KEY, key)
+            return value
+        line = f"{owner(type(self), name)}\t{key}\t{value!r}"
+        if line not in _noted and _reads(sys._getframe(1)):
+            _noted.add(line)
+            with open(f"{OUT}/{os.getpid()}", "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+    return value
+
+
+def _watched(cls: type) -> type:
+    ours = cls.__module__.startswith(MODULES) and cls.__name__.endswith(SETTINGS)
+    if ours and "__slots__" not in vars(cls) and cls.__getattribute__ is object.__getattribute__:
+        cls.__getattribute__ = _get  # type: ignore[method-assign,assignment]
+    return cls
+
+
+def dataclass(cls: type | None = None, /, **options: Any) -> Any:
+    """`dataclasses.dataclass`, whose classes are watched."""
+    if cls is not None:
+        return _watched(_decorate(cls, **options))
+    return lambda made: _watched(_decorate(made, **options))
+
+
+dataclasses.dataclass = dataclass  # type: ignore[assignment]

@@ -1,0 +1,196 @@
+"""One command at a time in a run directory, and what the next one makes of the run that is there."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rl_apps import directory as directories
+from rl_apps import gsm8k_grpo
+from rl_apps.app import Run
+from rl_apps.compose import to_yaml
+from rl_apps.directory import FINISHED, Past, claimed, past_of, write_config
+from rl_apps.driver import main
+from rl_apps.layout import layout_of
+from rl_contracts.errors import ConfigError
+
+
+def _run(directory, *overrides):
+    config = gsm8k_grpo.APP.config(overrides)
+    return Run(config, layout_of(config.allocation, "required"), directory, "cpu")
+
+
+@pytest.fixture
+def past_run(tmp_path):
+    """The directory of a run of four steps that has a recover point after the second."""
+    directory = tmp_path / "run"
+    (directory / "recover" / "step_2").mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, 5)))
+    write_config(_run(directory, "total_steps=4", "recover.every=2"))
+    return directory
+
+
+def _command(capsys, directory, *arguments):
+    code = main("gsm8k-grpo", [f"run_dir={directory}", "recover.every=2", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_directory_in_use_is_refused_with_the_process_that_uses_it(tmp_path, capsys):
+    with claimed(tmp_path):
+        code, out, err = _command(capsys, tmp_path)
+
+    assert (code, out) == (2, "")
+    assert f"is in use by process {os.getpid()} on " in err
+    with claimed(tmp_path):
+        pass
+
+
+AT_WORK = """
+import time
+from dataclasses import replace
+from rl_apps import gsm8k_sft
+
+def train(run):
+    (run.directory / "training").touch()
+    while not (run.directory / "go").exists():
+        time.sleep(0.01)
+
+APP = replace(gsm8k_sft.APP, train=train)
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A trainer process at work in `tmp_path/run`, whose command is gone; it ends when there is a file `go`."""
+    (tmp_path / "at_work.py").write_text(AT_WORK)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("allocation: fsdp:d1")
+    command = [sys.executable, "-m", "rl_apps.worker", "at_work:APP", str(tmp_path / "run"), "cpu", ""]
+    process = subprocess.Popen(command, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "training").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_directory_with_trainers_of_a_killed_command_is_claimed_when_they_have_ended(
+    trainer, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(directories, "TRAINERS_END", 0.1)
+    in_use = f"in use by trainers .* gone: process {trainer.pid} on .*Stop them"
+    with pytest.raises(ConfigError, match=in_use), claimed(tmp_path / "run"):
+        pytest.fail("it was claimed")
+
+    def sleep(_):
+        (tmp_path / "run" / "go").touch()
+        trainer.wait()
+
+    monkeypatch.setattr(directories, "TRAINERS_END", 60.0)
+    monkeypatch.setattr(directories.time, "sleep", sleep)
+    capsys.readouterr()
+    with claimed(tmp_path / "run"):
+        assert trainer.poll() == 0
+    assert capsys.readouterr().out.startswith(
+        f"waiting up to 60 s for trainers of a command that is gone: process {trainer.pid}"
+    )
+    assert (tmp_path / "run" / FINISHED).exists()
+
+
+def test_directory_that_cannot_be_written_is_refused_in_a_sentence(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nowhere"):
+        code, out, err = _command(capsys, place)
+        assert (code, out) == (2, "")
+        assert "expected a directory that can be written" in err
+        assert "Traceback" not in err
+
+
+def test_directory_of_a_command_that_is_refused_does_not_stay(tmp_path, capsys):
+    code, _, _ = _command(capsys, tmp_path / "run", "data.batch_size=15", "allocation=embedded:d1+fsdp:d2")
+
+    assert code == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_finished_run_started_again_says_so_and_adds_nothing(past_run, capsys):
+    (past_run / FINISHED).touch()
+    before = {path: path.read_bytes() for path in past_run.rglob("*") if path.is_file()}
+
+    code, out, _ = _command(capsys, past_run, "total_steps=4")
+
+    assert code == 0
+    assert "finished before, nothing is left to do" in out
+    after = {path: path.read_bytes() for path in past_run.rglob("*") if path.is_file() and path.name != "lock"}
+    assert after == before
+
+
+def test_finished_run_without_recover_points_says_so_to_the_same_command_alone(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    write_config(_run(tmp_path, "total_steps=4"))
+    (tmp_path / FINISHED).touch()
+
+    assert past_of(_run(tmp_path, "total_steps=4")).finished
+    for other in ("total_steps=5", "actor.optimizer.lr=1", "total_epochs=2"):
+        with pytest.raises(ConfigError, match="already holds a run"):
+            past_of(_run(tmp_path, "total_steps=4", other))
+
+
+def test_finished_run_goes_on_to_more_steps(past_run):
+    (past_run / FINISHED).touch()
+
+    found = past_of(_run(past_run, "total_steps=9", "recover.every=2"))
+
+    assert found == Past(2, changes=("total_steps: 4 before, 9 now",))
+
+
+def test_stopped_run_tells_settings_that_differ_and_keeps_the_old_ones(past_run):
+    first = (past_run / "config.yaml").read_text()
+    run = _run(past_run, "total_steps=4", "recover.every=2", "actor.optimizer.lr=0.5")
+
+    assert past_of(run).changes == ("actor.optimizer.lr: 0.0003 before, 0.5 now",)
+    write_config(run)
+    write_config(run)
+
+    assert (past_run / "config-1.yaml").read_text() == first
+    assert (past_run / "config.yaml").read_text() == to_yaml(run.config)
+    assert not (past_run / "config-2.yaml").exists()
+
+
+def test_config_is_written_whole_or_not_at_all(past_run, monkeypatch):
+    before = (past_run / "config.yaml").read_text()
+
+    def broken(run, text):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("pathlib.Path.replace", broken)
+    with pytest.raises(OSError, match="no space left"):
+        write_config(_run(past_run, "total_steps=9"))
+
+    assert (past_run / "config.yaml").read_text() == before
+
+
+def test_stopped_run_of_another_seed_is_refused_by_that_name(past_run, capsys):
+    before = (past_run / "config.yaml").read_text()
+
+    code, out, err = _command(capsys, past_run, "total_steps=4", "seed=7")
+
+    assert (code, out) == (2, "")
+    assert "ConfigError: seed: expected 1, that of the run in" in err
+    assert (past_run / "config.yaml").read_text() == before
+
+
+def test_directory_that_holds_a_run_without_a_way_on_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        past_of(_run(tmp_path))
+    assert past_of(_run(tmp_path, "recover.every=2")) == Past()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        past_of(_run(tmp_path, "recover.every=2", "recover.resume=false"))

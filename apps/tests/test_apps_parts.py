@@ -1,0 +1,83 @@
+"""The client among the parts of a trainer process: who speaks to servers, how often, and for how long it waits."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from rl_apps import gsm8k_grpo
+from rl_apps.app import Run
+from rl_apps.layout import layout_of
+from rl_apps.parts import Parts
+from rl_contracts.parallel import ParallelContext
+
+
+def _parts(directory, *overrides, server="http://127.0.0.1:1"):
+    config = gsm8k_grpo.APP.config(overrides)
+    return Parts(Run(config, layout_of(config.allocation, "required"), directory, "cpu", (server,)))
+
+
+def _client(parts, parallel=None):
+    return parts.client(SimpleNamespace(parallel=parallel or ParallelContext()))
+
+
+@pytest.fixture
+def servers_are_ready(monkeypatch):
+    monkeypatch.setattr(Parts, "await_servers", lambda parts, spec, ranks: None)
+
+
+def test_client_waits_for_returning_servers_only_where_somebody_restarts_them(tmp_path, servers_are_ready):
+    def rejoin_timeout(*overrides):
+        with _parts(tmp_path, *overrides) as parts:
+            return _client(parts).config.rejoin_timeout
+
+    assert rejoin_timeout() == 180
+    assert rejoin_timeout("rollout.client.rejoin_timeout=7") == 7
+    assert rejoin_timeout("launcher.max_restarts=0") == 0
+
+
+class _Rank(ParallelContext):
+    """One of two ranks that run one after the other: what rank 0 has told, rank 1 is told."""
+
+    told: ClassVar[list[Any]] = []
+
+    def broadcast_json(self, value):
+        if self.is_main:
+            self.told.append(value)
+        return value if self.is_main else self.told.pop(0)
+
+
+def test_client_of_a_rank_that_is_no_head_sends_nothing_to_the_servers(tmp_path):
+    asked = []
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200 if len(asked) > 2 else 503)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    counts = []
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for rank in range(2):
+            with _parts(tmp_path, "allocation=embedded:d1+fsdp:t2", server=address) as parts:
+                _client(parts, _Rank(rank, 2, is_dp_head=rank == 0))
+            counts.append(len(asked))
+        server.shutdown()
+    assert asked == ["/health"] * 3
+    assert counts == [3, 3]
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(1, 2.0), (8, 16.0), (15, 30.0), (1000, 30.0)])
+def test_client_of_one_of_many_heads_probes_as_seldom_as_noticing_a_lost_server_allows(
+    tmp_path, servers_are_ready, heads, expected
+):
+    with _parts(tmp_path) as parts:
+        client = _client(parts, ParallelContext(world_size=heads, dp_size=heads))
+    assert client.config.probe_interval == expected

@@ -1,0 +1,122 @@
+"""The interpreter of a run's servers, and what is said where it will not do; nothing here starts a server."""
+
+import sys
+
+import pytest
+
+from rl_apps.driver import main
+from rl_apps.gsm8k_grpo import APP
+from rl_apps.servers import check_flat, look_for
+from rl_contracts.errors import ConfigError, InferenceError
+from rl_contracts.inference import ServerProgram
+
+
+def _program(python=sys.executable, module="rl_contracts", distributions=("rl-contracts",), **bounds):
+    return ServerProgram(python, module, distributions, "Do that.", **bounds)
+
+
+@pytest.mark.parametrize("python", [sys.executable, ""])
+def test_look_for_what_is_there_in_a_version_that_will_do_passes(python):
+    look_for(_program(python, distributions=("no-such-thing", "rl-contracts"), at_least="0.1", below="1.0"))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (_program("/nowhere/python"), r"python=/nowhere/python: expected a Python interpreter, found .*No such file"),
+        (_program("/bin/false"), r"/bin/false: expected a Python .*found exit code 1: nothing said"),
+        (_program(distributions=("no-a", "no-b"), at_least="0.3"), "expected no-a or no-b >=0.3, found no"),
+        (_program(at_least="99"), r"\(Python 3\.\d+\.\d+\): expected rl-contracts >=99, found rl-contracts 0\.1"),
+        (_program(at_least="0.0.1", below="0.1"), r"expected rl-contracts >=0\.0\.1,<0\.1, found rl-contracts 0\.1\.0"),
+        (_program("", module="rl_contracts.not_there"), r"servers' Python, .*ends with ModuleNotFoundError: No module"),
+        (_program(module="antigravity.x"), r"ends with \w+Error"),
+    ],
+)
+def test_look_for_what_will_not_do_is_refused_with_what_is_there_and_the_remedy(program, message):
+    with pytest.raises(ConfigError, match=rf"{message}.*Do that\."):
+        look_for(program)
+
+
+def test_look_for_a_variable_that_the_import_needs_is_given(tmp_path, monkeypatch):
+    (tmp_path / "needy.py").write_text("import os\nos.environ['NEEDED']")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="KeyError: 'NEEDED'"):
+        look_for(_program("", module="needy"))
+
+    look_for(_program("", module="needy", env={"NEEDED": "1"}))
+
+
+def test_look_for_another_interpreter_is_not_given_the_modules_of_this_one(tmp_path, monkeypatch):
+    (tmp_path / "ours.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    with pytest.raises(ConfigError, match="No module named 'ours'"):
+        look_for(_program(module="ours"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_command_with_an_interpreter_that_is_not_there_starts_nothing(capsys, tmp_path, arguments):
+    code = main("gsm8k-grpo", ["rollout.server.python=/nowhere/python", f"run_dir={tmp_path / 'run'}", *arguments])
+
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert ("looking for rl-inference in /nowhere/python" in out) == (not arguments)
+    assert "rollout.server.python=/nowhere/python: expected a Python interpreter" in err
+    assert "-m pip install rl-inference" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_addresses_as_many_as_servers_are_expected_and_printed_with_how_they_are_started(capsys):
+    arguments = ["rollout.server.addresses=[http://10.0.0.7:80,https://b:9000]", "--dry-run"]
+    assert main("gsm8k-grpo", arguments) == 2
+    assert "addresses: expected 1, as many as the d of embedded:d1 (or none, and they are started)" in (
+        capsys.readouterr().err
+    )
+
+    assert main("gsm8k-grpo", ["allocation=embedded:d2+fsdp:d1", *arguments]) == 0
+    plan = capsys.readouterr().out
+    assert "x rollout" not in plan
+    assert "expected at https://b:9000: " in plan
+    assert "rl_inference.server --host b --port 9000 --name rollout-1" in plan
+
+
+def test_addresses_with_a_port_for_servers_to_start_are_refused(capsys):
+    assert main("gsm8k-grpo", ["rollout.server.addresses=[http://b:80]", "rollout.port=80", "--dry-run"]) == 2
+    assert "rollout.port with rollout.server.addresses: expected 0" in capsys.readouterr().err
+
+
+def test_only_server_that_comes_back_later_than_is_waited_for_is_a_warning(capsys):
+    slow, said = "rollout.server.ready_timeout=900", "may take rollout.server.ready_timeout=900 s"
+    for arguments, warned in (
+        ([slow], True),
+        ([slow, "allocation=embedded:d2+fsdp:d1"], False),
+        ([slow, "rollout.client.rejoin_timeout=900", "publish.timeout=1000", "launcher.max_restarts=1"], False),
+        ([slow, "rollout.server.addresses=[http://b:80]"], False),
+    ):
+        assert main("gsm8k-grpo", [*arguments, "--dry-run"]) == 0
+        assert (said in capsys.readouterr().out) == warned
+
+
+def test_addresses_are_a_list_in_the_config():
+    config = APP.config(["rollout.server.addresses=[http://10.0.0.7:80]"])
+
+    assert config.rollout.server.addresses == ["http://10.0.0.7:80"]
+
+
+@pytest.mark.parametrize("logprobs", [[-5.0, -5.0], [-5.04, -4.96]])
+def test_check_flat_log_probs_of_the_whole_vocabulary_pass(logprobs):
+    check_flat(logprobs, 148)
+    check_flat(logprobs, None)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "vocabulary", "message"),
+    [
+        ([-3.2, -9.0], 148, r"raw: at temperature 10000 expected -5\.00 for every token, found -9\.00 to -3\.20"),
+        ([-3.2, -3.5], None, "raw"),
+        ([-2.99, -2.99], 148, r"of a part of the vocabulary.*of 148, found -2\.99"),
+    ],
+)
+def test_check_flat_others_are_refused_with_what_they_are(logprobs, vocabulary, message):
+    with pytest.raises(InferenceError, match=message):
+        check_flat(logprobs, vocabulary)

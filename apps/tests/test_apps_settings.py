@@ -1,0 +1,642 @@
+"""Every setting is read by somebody, seen in the processes of real runs; one that nobody reads is named. So is every
+leaf of every command's config that no run reads at another value than its default."""
+
+import ast
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from dataclasses import dataclass, fields, is_dataclass, replace
+from fnmatch import filter as filter_names
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from rl_apps.compose import SEAMS
+from rl_apps.config import GRPOConfig, SFTConfig
+from rl_apps.embedded.prepare import prepare_from_scratch
+from rl_apps.gsm8k_grpo import APP as GRPO
+from rl_apps.gsm8k_sft import APP as SFT
+from rl_apps.hh_rlhf import DPO, REWARD_MODEL, DPOConfig
+from rl_contracts import registry
+from rl_contracts.config import PartConfig
+from rl_datasets import GSM8KOptions
+from rl_datasets.word_problems import WordProblemsOptions
+from rl_rewards.formatting import FormatRewardConfig
+
+BIN = Path(sys.executable).parent
+PROBE = Path(__file__).with_name("settings_probe")
+
+CHECKS = {
+    "rl_inference.sglang_config:SGLangEngineConfig.memory_share": "asked of a GPU alone",
+    "rl_apps.config:RolloutSettings.allow_biased_sampling": "what it allows is refused by a check",
+}
+"""Settings that no run here comes by, and why."""
+
+FEW = ("data.batch_size=4", "evaluation.rows=4", "total_steps=2")
+QUESTIONS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(32)]
+UNSTEADY = """
+def reward(prompt, completions, prompt_ids, completion_ids, **data):
+    if sum(prompt_ids) % 3:
+        raise ValueError("as asked")
+    return 0.0
+"""
+
+
+def runs(directory):
+    """Commands that together come by every setting, and the exit code of each."""
+    launchers = Path(__file__).parents[2] / "packages" / "rl-launchers" / "tests"
+    tests = [str(launchers / f"test_launchers_{name}.py") for name in ("restarts", "signals")]
+    return {
+        # a reference, a critic, recover points and saved batches
+        ("gsm8k-grpo", *FEW, "algorithm=ppo", "algorithm.kl.place=loss", "algorithm.kl.coef=0.1", "recover.every=1"): 0,
+        # two ranks, adapters, small micro-batches, an option of the data set, a broadcast that waits for answers
+        (
+            "gsm8k-grpo",
+            *FEW,
+            "allocation=embedded:d1+fsdp:d2",
+            "actor.engine.lora.rank=2",
+            "actor.micro_batch.max_tokens=128",
+            "actor.optimizer.schedule=cosine",
+            "actor.optimizer.warmup_steps=0",
+            "algorithm.reward.overlong_max=16",
+            "data.name=gsm8k",
+            f"data.path={directory}",
+            "data.options.instruction=Be brief.",
+            "publish.route=broadcast",
+            "rollout.interrupt=wait",
+            "rollout.reward=format",
+        ): 0,
+        # groups that fail and groups that are rejected, until the run is given up
+        (
+            "gsm8k-grpo",
+            *FEW,
+            "evaluation.rows=0",
+            "launcher.max_restarts=0",
+            "rollout.dynamic_sampling=true",
+            "rollout.failure_budget=1",
+            "rollout.max_rejected_in_row=3",
+            "rollout.rehearsal=false",
+            "rollout.reward=unsteady:reward",
+        ): 1,
+        ("gsm8k-sft", *FEW, "allocation=embedded:d1+fsdp:d1", "data.overlong=truncate"): 0,
+        # steps that are skipped, since the first one leaves the weights infinite
+        ("hh-rlhf-dpo", *FEW, "preference.label_smoothing=0.1", "actor.optimizer.lr=1e38"): 0,
+        # servers of other kinds, which are not installed here: what would be started
+        **{
+            (
+                "gsm8k-grpo",
+                *FEW,
+                "--dry-run",
+                f"allocation={kind}:d1+fsdp:d1",
+                f"rollout.server.python={stand_in(directory, kind, version)}",
+            ): 0
+            for kind, version in (("vllm", "0.32.0"), ("sglang", "0.5.23"))
+        },
+        # a server that is started anew, and a run that is asked to end
+        ("pytest", "-q", "--all", *tests, "-k", "restart_window or writes_its_recover_point"): 0,
+    }
+
+
+def stand_in(directory, package, version):
+    """An interpreter that says it has a package."""
+    path = directory / f"python-with-{package}"
+    path.write_text(f"#!/bin/sh\necho '{json.dumps(['3.12.0', {package: version}, ''])}'\n")
+    path.chmod(0o755)
+    return path
+
+
+def settings_of(*roots):
+    """The settings below config classes, as `module:Class.field`: of sections that may be left out, too."""
+    found, left = {}, list(roots)
+    while left:
+        cls = left.pop()
+        types = get_type_hints(cls)
+        for item in fields(cls):
+            kinds = [kind for kind in (types[item.name], *get_args(types[item.name])) if is_dataclass(kind)]
+            left += kinds
+            if not kinds:
+                found[owner(cls, item.name)] = (cls, item.name)
+    return found
+
+
+def owner(cls, name):
+    """A field by the class that declares it first, as the probe writes it."""
+    declaring = [base for base in cls.__mro__ if name in inspect.get_annotations(base)]
+    return f"{declaring[-1].__module__}:{declaring[-1].__qualname__}.{name}"
+
+
+def constant_of_a_part(cls, name):
+    """Whether a field is a constant that an installed part of its group takes, and uses."""
+    parts = [registry.load(cls.group, kind) for kind in registry.available(cls.group)]
+    return any(name in inspect.signature(part).parameters and name in names_used(part) for part in parts)
+
+
+def names_used(part):
+    tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
+    loads = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Load)]
+    return {getattr(node, "id", None) or getattr(node, "attr", None) for node in loads}
+
+
+def unread(known, seen):
+    """What is in `known` and neither read in the processes of the runs nor taken by a part as a constant."""
+    constants = {
+        setting
+        for setting, (cls, name) in known.items()
+        if issubclass(cls, PartConfig) and hasattr(cls, "group") and constant_of_a_part(cls, name)
+    }
+    return sorted(known.keys() - seen - constants)
+
+
+def watched(command, seen, modules="rl_", code=0, cwd=None):
+    """Run a command, which ends with this exit code; what its processes read, as the probe writes it."""
+    seen.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(PROBE), "SETTINGS_READ": str(seen), "SETTINGS_MODULES": modules}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=cwd)
+    assert done.returncode == code, done.stdout + done.stderr
+    return {tuple(line.split("\t")) for file in seen.iterdir() for line in file.read_text().splitlines()}
+
+
+@pytest.mark.nightly  # six commands
+@pytest.mark.timeout(900)
+def test_every_setting_is_read_in_a_run(tmp_path):
+    parts = [registry.settings(group, name) for group in SEAMS.values() for name in registry.available(group)]
+    known = settings_of(GRPOConfig, SFTConfig, DPOConfig, *parts, WordProblemsOptions, GSM8KOptions, FormatRewardConfig)
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    (tmp_path / "unsteady.py").write_text(UNSTEADY)
+    seen = set(CHECKS)
+    for number, (command, code) in enumerate(runs(tmp_path).items()):
+        app, *arguments = command
+        where = [] if app == "pytest" else [f"run_dir={tmp_path / f'run-{number}'}"]
+        lines = watched([str(BIN / app), *arguments, *where], tmp_path / f"seen-{number}", code=code, cwd=tmp_path)
+        seen |= {setting for setting, _, _ in lines}
+
+    assert unread(known, seen) == []
+
+
+def free_port():
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A setting of a command's config at its key."""
+
+    owner: str
+    """As the probe writes it."""
+    item: Any
+    """The field."""
+    value: Any
+    part: Any
+    """The section that has it."""
+
+
+def usual(app, *more):
+    """The config of a command with no arguments but these, with servers where it may have some."""
+    return app.config((*more, "allocation=embedded:d1+fsdp:d1") if app.servers != "refused" else more)
+
+
+def leaves_of(section, prefix=""):
+    """Every leaf by its key, of sections that may be left out, too."""
+    types, found = get_type_hints(type(section)), {}
+    for item in fields(section):
+        key, value = prefix + item.name, getattr(section, item.name)
+        kinds = [kind for kind in get_args(types[item.name]) if is_dataclass(kind)]
+        value = kinds[0]() if kinds and value is None else value
+        if is_dataclass(value):
+            found |= leaves_of(value, f"{key}.")
+        else:
+            found[key] = Leaf(owner(type(section), item.name), item, value, section)
+    return found
+
+
+def other_values(leaf):
+    """Other values that a field allows, by its type and its own condition; none where only a table can know them."""
+    value, expected = leaf.value, leaf.item.metadata.get("expected", "")
+    if isinstance(value, bool):
+        candidates = [not value]
+    elif isinstance(value, int):
+        candidates = [value + step for step in (1, 2, 3, -1)]
+    elif isinstance(value, float):
+        candidates = [value * factor for factor in (0.9, 0.8, 0.7)] if value else [0.1, 0.2, 0.3]
+    else:
+        named = expected.startswith("one of ") and isinstance(value, str)
+        candidates = expected.removeprefix("one of ").split(", ") if named else []
+    holds = leaf.item.metadata.get("holds", lambda _: True)
+    return [candidate for candidate in candidates if candidate != value and holds(candidate)]
+
+
+def text(value):
+    """A value as an argument has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A run whose settings have other values than their defaults."""
+
+    app: Any
+    values: dict[str, Any]
+    """Those that say themselves which."""
+    keep: tuple[str, ...] = ("*",)
+    """Patterns of those that keep their default; all others take another value that their field allows."""
+    code: int = 0
+
+    @property
+    def overrides(self):
+        """As arguments. Values of leaves that share a field differ, so that what a copy says tells whose it was."""
+        taken, given = set(), {key: str(value) for key, value in self.values.items()}
+        for key, leaf in leaves_of(usual(self.app)).items():
+            if key not in given and not any(fnmatch(key, pattern) for pattern in self.keep):
+                free = [value for value in other_values(leaf) if (leaf.owner, value) not in taken]
+                for value in (free or other_values(leaf))[:1]:
+                    taken.add((leaf.owner, value))
+                    given[key] = text(value)
+        return [f"{key}={value}" for key, value in given.items()]
+
+
+def commands(at, port=4711):
+    """Runs that together change every leaf, by name. `at` has questions, pairs and a model."""
+    given = {
+        "experiment": "other",
+        "trial": "other",
+        "total_steps": 2,
+        "recipe": "pretrained",
+        "model.path": f"{at}/model",
+        "data.name": "gsm8k",
+        "data.path": at,
+        "data.batch_size": 4,
+        "evaluation.rows": 5,
+        "cluster.device": "cpu",
+    }
+    pairs = {"data.name": "hh-rlhf", "data.path": f"{at}/pairs"}
+    made_up = {"data.name": "word-problem-pairs", "data.path": "", "data.options": "{size: 64}"}
+    trainer = {
+        "model.chat_template": "plain",
+        "data.max_length": 200,
+        "data.overlong": "truncate",
+        "actor.optimizer.name": "sgd",
+        "actor.optimizer.momentum": 0.5,
+        "actor.optimizer.options": "{nesterov: true}",
+        "actor.optimizer.schedule": "linear",
+        "actor.optimizer.warmup_steps": 1,
+        "actor.micro_batch.max_tokens": 256,
+        "actor.dtype": "bfloat16",
+        "actor.engine.lora.rank": 2,
+        "actor.engine.lora.target_modules": "[q_proj]",
+        "actor.engine.max_logits": 60000,
+        "actor.engine.serve_dtype": "bfloat16",
+        "allocation": "fsdp:d2",
+        "launcher.kind": "rl_launchers:LocalScheduler",
+        "launcher.options.host": "localhost",
+        "launcher.options.gpus": "[]",
+        "checkpoint.every": 1,
+        "recover.every": 1,
+    }
+    rows = {"data.batch_size": 8, "actor.micro_batch.max_tokens": 64}
+    servers = {
+        "allocation": "embedded:d1+fsdp:d2",
+        "data.options": "{instruction: Be brief.}",
+        "evaluation.generation.max_new_tokens": 9,
+        "evaluation.generation.stop": "[zq]",
+        "evaluation.generation.stop_token_ids": "[7]",
+        "rollout.workflow": "rl_workflows:RLVRWorkflow",
+        "rollout.reward": "format",
+        "rollout.interrupt": "wait",
+        "rollout.port": port,
+        "rollout.server.dtype": "bfloat16",
+        "rollout.server.context_length": 300,
+        "rollout.server.max_request_bytes": 1000000,
+        "rollout.server.python": sys.executable,
+        "publish.route": "broadcast",
+        "publish.host": "localhost",
+        "gap.answer_every": 1,
+    }
+    algorithm = {
+        "rollout.max_concurrent": 4,
+        "rollout.group_size": 4,
+        "rollout.min_group": 3,
+        "rollout.generation.max_new_tokens": 12,
+        "rollout.generation.stop": "[a, e, i, n, o, s, t]",
+        "rollout.generation.stop_token_ids": "[8]",
+        "algorithm.reward.overlong_max": 9,
+        "algorithm.reward.overlong_cache": 3,
+        "algorithm.advantage.kind": "gae",
+        "algorithm.advantage.mean": "batch",
+        "algorithm.advantage.options": "{lam: 0.5}",
+        "algorithm.loss.options": "{dual_clip: 3.0}",
+        "algorithm.aggregation.kind": "constant_length",
+        "algorithm.proximal": "recompute",
+        "algorithm.correction.kind": "mask",
+        "algorithm.correction.options": "{cap: 3.0}",
+        "algorithm.mask.kind": "ratio",
+        "algorithm.mask.options": "{high: 3.0}",
+        "algorithm.kl.place": "loss",
+        "ref.path": f"{at}/model",
+        "critic.path": f"{at}/model",
+        "critic.optimizer.name": "sgd",
+        "critic.optimizer.momentum": 0.4,
+        "critic.optimizer.options": "{dampening: 0.1}",
+    }
+    failing = {
+        "evaluation.rows": 0,
+        "launcher.max_restarts": 0,
+        "launcher.log_lines": 20,
+        "rollout.dynamic_sampling": "true",
+        "rollout.failure_budget": 1,
+        "rollout.max_failed_in_row": 50,
+        "rollout.max_rejected_in_row": 3,
+        "rollout.rehearsal": "false",
+        "rollout.reward": "unsteady:reward",
+    }
+    short = {"evaluation.generation.max_new_tokens": 9, "rollout.generation.max_new_tokens": 12}
+    same = {"deterministic": "true", "launcher.options.pin_cores": "true"}
+    made = {
+        "grpo": Command(GRPO, given | trainer | servers | algorithm, KEPT),
+        "grpo-same": Command(
+            GRPO, given | same | short | {"rollout.max_staleness": 0, "algorithm.loss.kind": "importance"}
+        ),
+        "grpo-failing": Command(GRPO, given | failing, code=1),
+        "sft": Command(SFT, given | trainer | rows | servers, ROWS),
+        "sft-same": Command(SFT, given | same | {"allocation": "embedded:d1+fsdp:d1"}),
+        "dpo": Command(DPO, given | pairs | trainer | rows, (*ROWS, "preference.loss")),
+        "dpo-same": Command(DPO, given | made_up | same | {"preference.loss": "ipo"}),
+        "rm": Command(REWARD_MODEL, given | pairs | trainer | rows, ROWS),
+        "rm-same": Command(REWARD_MODEL, given | made_up | same),
+    }
+    return {
+        name: replace(command, values={**command.values, "run_dir": f"{at}/runs/{name}"})
+        for name, command in made.items()
+    }
+
+
+KEPT = (
+    "*.compile",
+    "*.offload",
+    "deterministic",
+    "model.directories",
+    "rollout.dynamic_sampling",
+    "rollout.max_rejected_in_row",
+    "launcher.options.pin_cores",
+)
+"""What the largest commands leave as it is."""
+ROWS = (*KEPT, "actor.minibatches")
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Leaves that no command above reads at another value, and the test in which one is at work."""
+
+    keys: str
+    """A pattern."""
+    why: str
+    test: str
+    apps: tuple[Any, ...] = (GRPO, SFT, DPO, REWARD_MODEL)
+    value: str = ""
+    """Another valid one, where the field does not say which."""
+
+
+TWO = "two parts read it in copies, which do not tell whose they are"
+SCHEDULE = "test_learning_rate_warms_up_then_follows_its_schedule_to_the_last_step"
+IGNORED = "test_generate_minimum_length_suppresses_end_tokens_even_where_they_are_ignored"
+TWO_RANKS = "test_train_batch_on_two_ranks_equals_one_rank"
+BLOCKS = "test_step_does_not_depend_on_order_micro_batches_padding_or_blocks"
+FILES = "test_save_hf_in_several_files_has_an_index_and_loads"
+SERVED = "test_full_parameters_under_hugging_face_names_are_served_in_the_configured_dtype"
+BIASED = "test_compose_biased_sampling_is_taken_where_it_is_allowed"
+CONFIG = "apps/tests/test_apps_config.py::"
+ENGINES, LAUNCHERS = "packages/rl-engines-fsdp/tests/test_fsdp_", "packages/rl-launchers/tests/test_launchers_"
+ELSEWHERE = [
+    Elsewhere(
+        "model.directories",
+        "the command fills it in",
+        "apps/tests/test_apps_model_path.py::test_command_with_a_hub_id_in_the_cache_trains_and_saves",
+        value="{me/tiny: /models/tiny}",
+    ),
+    Elsewhere(
+        "recipe",
+        "taken before there is an object",
+        "apps/tests/test_apps_recipes.py::test_recipe_may_be_chosen_and_an_unknown_one_is_refused",
+        value="pretrained",
+    ),
+    Elsewhere(
+        "*.engine.compile",
+        "minutes on a CPU",
+        f"{ENGINES}compile.py::test_train_batch_with_compiled_layers_equals_plain_layers",
+    ),
+    Elsewhere(
+        "*.engine.offload",
+        "needs a GPU",
+        f"{ENGINES}usage.py::test_offloaded_engine_on_cuda_gives_the_step_of_a_resident_one",
+    ),
+    Elsewhere(
+        "rollout.server.compile",
+        "minutes on a CPU",
+        "packages/rl-inference/tests/test_inference_compiled.py::test_compiled_changed_weights_are_used",
+        (GRPO, SFT),
+    ),
+    Elsewhere(
+        "*.optimizer.max_skipped_steps",
+        "a loss that is not finite",
+        f"{ENGINES}resume.py::test_limit_of_skipped_steps_counts_on_after_a_resume",
+    ),
+    Elsewhere(
+        "launcher.grace_seconds",
+        "a run that is asked to end",
+        f"{LAUNCHERS}signals.py::test_signal_deaf_trainer_is_killed_when_its_grace_is_over",
+    ),
+    Elsewhere(
+        "rollout.server.addresses",
+        "servers that run already",
+        "tests/test_attached_servers.py::test_attached_servers_are_used_and_left_running",
+        (GRPO, SFT),
+        value="[http://127.0.0.1:1]",
+    ),
+    Elsewhere(
+        "launcher.restart_window",
+        "a server that dies",
+        f"{LAUNCHERS}restarts.py::test_run_restart_window_over_restarts_no_longer_count",
+    ),
+    Elsewhere(
+        "launcher.log_lines",
+        "a process that fails",
+        f"{LAUNCHERS}launcher.py::test_run_trainer_fails_error_shows_its_log_and_everything_is_stopped",
+        (SFT, DPO, REWARD_MODEL),
+    ),
+    *(
+        Elsewhere(
+            f"launcher.{name}",
+            "there are no servers here",
+            f"{LAUNCHERS}restarts.py::test_run_server_lost_is_started_anew_and_the_run_goes_on",
+            (DPO, REWARD_MODEL),
+        )
+        for name in ("max_restarts", "health_timeout", "health_interval")
+    ),
+    Elsewhere(
+        "rollout.max_failed_in_row",
+        "an answer that fails",
+        "packages/rl-workflows/tests/test_workflows_head.py::test_failures_in_a_row_stop_the_run_whatever_the_budget",
+        (SFT,),
+    ),
+    Elsewhere(
+        "actor.engine.max_logits",
+        "a score has no logits",
+        f"{ENGINES}invariance.py::test_step_does_not_depend_on_order_micro_batches_padding_or_blocks",
+        (REWARD_MODEL,),
+    ),
+    *(
+        Elsewhere(keys, why, test, (GRPO,))
+        for keys, why, test in (
+            ("*.optimizer.schedule", TWO, f"{ENGINES}training.py::{SCHEDULE}"),
+            ("*.optimizer.min_lr_ratio", TWO, f"{ENGINES}training.py::{SCHEDULE}"),
+            ("*.generation.ignore_eos", TWO, "packages/rl-inference/tests/test_inference_generate.py::" + IGNORED),
+            ("*.engine.sync_every_micro_batch", "several micro-batches", f"{ENGINES}ranks.py::{TWO_RANKS}"),
+            ("critic.engine.max_logits", "values have no logits", f"{ENGINES}invariance.py::{BLOCKS}"),
+            (
+                "critic.engine.max_shard_gb",
+                "only the actor is exported",
+                f"{ENGINES}weights_and_checkpoints.py::{FILES}",
+            ),
+            ("ref.engine.max_shard_gb", "only the actor is exported", f"{ENGINES}weights_and_checkpoints.py::{FILES}"),
+            ("ref.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
+            ("rollout.allow_biased_sampling", "asked while composing", f"{CONFIG}{BIASED}"),
+        )
+    ),
+    Elsewhere(
+        "actor.minibatches",
+        "a batch of rows is one step, and other numbers are refused",
+        "apps/tests/test_apps_config.py::test_command_of_rows_with_several_minibatches_is_refused",
+        (SFT, DPO, REWARD_MODEL),
+    ),
+]
+
+
+def elsewhere(app):
+    """The entries of `ELSEWHERE` by the leaves of this command that they are about."""
+    entries = [entry for entry in ELSEWHERE if app in entry.apps]
+    return {key: entry for entry in entries for key in filter_names(leaves_of(usual(app)), entry.keys)}
+
+
+def changed(app, config):
+    """The leaves of a config that have another value than by default."""
+    before = leaves_of(usual(app))
+    return {key: leaf for key, leaf in leaves_of(config).items() if leaf.value != before[key].value}
+
+
+def leaves_read(leaves, changes, lines):
+    """Which changed leaves of a run its processes read, at their key, or in a copy at a value that only one leaf has.
+
+    What an installed part takes as a constant goes to it by name, past attributes."""
+    values = Counter((leaf.owner, repr(leaf.value)) for leaf in leaves.values())
+    read = {(setting, key, value) for setting, key, value in lines}
+    copies = {(setting, value) for setting, _, value in lines}
+    return {
+        key
+        for key, leaf in changes.items()
+        if (leaf.owner, key, repr(leaf.value)) in read
+        or ((leaf.owner, repr(leaf.value)) in copies and values[leaf.owner, repr(leaf.value)] == 1)
+        or (isinstance(leaf.part, PartConfig) and constant_of_a_part(type(leaf.part), leaf.item.name))
+    }
+
+
+@pytest.mark.parametrize("app", [GRPO, SFT, DPO, REWARD_MODEL], ids=lambda app: app.name)
+def test_every_leaf_has_another_value_in_some_command(app):
+    leaves = leaves_of(usual(app))
+    made = [app.config(command.overrides) for command in commands("/data").values() if command.app is app]
+    for key, entry in elsewhere(app).items():
+        made.append(usual(app, f"{key}={entry.value or text(other_values(leaves[key])[0])}"))
+    changes = {key for config in made for key in changed(app, config)}
+
+    assert sorted(leaves.keys() - changes) == []
+
+
+@pytest.mark.parametrize("entry", ELSEWHERE, ids=lambda entry: entry.keys)
+def test_leaf_that_is_read_elsewhere_is_there_and_so_is_its_test(entry):
+    file, name = entry.test.split("::")
+    assert all(entry in elsewhere(app).values() for app in entry.apps)
+    assert f"def {name}(" in (Path(__file__).parents[2] / file).read_text()
+
+
+@pytest.fixture
+def material(tmp_path):
+    """What the commands learn from: questions, pairs and a small model."""
+    pairs = [{"prompt": q["question"], "chosen": q["answer"], "rejected": "#### 0"} for q in QUESTIONS]
+    (tmp_path / "pairs").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+        (tmp_path / "pairs" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (tmp_path / "unsteady.py").write_text(UNSTEADY)
+    texts = [text for question in QUESTIONS for text in question.values()]
+    (tmp_path / "model").symlink_to(prepare_from_scratch(texts, 1, cache_dir=tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("app", [GRPO, SFT, DPO, REWARD_MODEL], ids=lambda app: app.name)
+def test_every_leaf_is_read_at_another_value(app, material):
+    read = set()
+    for name, command in commands(material, free_port()).items():
+        if command.app is app:
+            line = [str(BIN / app.name), *command.overrides]
+            lines = watched(line, material / f"seen-{name}", code=command.code, cwd=material)
+            config = app.config(file=material / "runs" / name / "config.yaml")
+            read |= leaves_read(leaves_of(config), changed(app, config), lines)
+
+    assert sorted(leaves_of(usual(app)).keys() - read - elsewhere(app).keys()) == []
+
+
+PLANTED = """
+import os
+from dataclasses import asdict, dataclass, field, replace
+from rl_contracts.config import Settings, require
+
+@dataclass
+class InnerConfig(Settings):
+    used: int = 1
+    copied: int = 2
+    dumped: int = 3
+    compared: int = 4
+    checked: int = 5
+    def __post_init__(self):
+        require(self.checked > 0, "checked", "more than 0", self.checked)
+
+@dataclass
+class OuterConfig(Settings):
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    idle: int = 6
+
+if __name__ == "__main__":
+    config = OuterConfig()
+    print(config.inner.used, replace(config.inner).copied, asdict(config), config == OuterConfig(), config)
+"""
+
+
+def test_setting_that_nobody_reads_is_named(tmp_path, monkeypatch):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import planted
+
+    seen = watched([sys.executable, str(tmp_path / "planted.py")], tmp_path / "seen", "__main__")
+
+    lines = [(setting.replace("__main__", "planted"), key, value) for setting, key, value in seen]
+    assert unread(settings_of(planted.OuterConfig), {setting for setting, _, _ in lines}) == [
+        "planted:InnerConfig.checked",
+        "planted:InnerConfig.compared",
+        "planted:InnerConfig.dumped",
+        "planted:OuterConfig.idle",
+    ]
+    leaves = leaves_of(planted.OuterConfig())
+    others = leaves_of(planted.OuterConfig(planted.InnerConfig(used=9, copied=9)))
+    assert leaves_read(leaves, leaves, lines) == {"inner.used", "inner.copied"}
+    assert leaves_read(others, others, lines) == set()  # nobody read them at these values

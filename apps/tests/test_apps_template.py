@@ -1,0 +1,106 @@
+"""Chat templates: a model without one is refused before anything starts, and one can be given."""
+
+import json
+import shutil
+
+import pytest
+
+from rl_apps import gsm8k_grpo
+from rl_apps.app import Run
+from rl_apps.driver import main
+from rl_apps.layout import layout_of
+from rl_apps.model import ModelConfig
+from rl_apps.template import load_tokenizer
+from rl_contracts.rendering import ChatRenderer
+from rl_contracts.testing.models import make_tiny_model
+
+CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory):
+    """A model whose tokenizer has no chat template."""
+    directory = make_tiny_model(tmp_path_factory.mktemp("base"), layers=1, hidden=32)
+    for file in directory.glob("chat_template*"):
+        file.unlink()
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.mark.parametrize("app", ["gsm8k-grpo", "gsm8k-sft", "hh-rlhf-dpo"])
+def test_model_without_a_chat_template_is_refused_with_what_to_give(base_model, capsys, app):
+    assert main(app, [f"model.path={base_model}", "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert (
+        "expected a tokenizer with a chat template, which base models lack; give model.chat_template=" in captured.err
+    )
+
+
+def test_template_that_is_no_file_is_refused(base_model, capsys):
+    assert main("gsm8k-sft", [f"model.path={base_model}", "model.chat_template=nowhere.jinja", "--dry-run"]) == 2
+    assert "model.chat_template: expected plain, or a file with a Jinja template, found 'nowhere.jinja'" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("broken", "content", "remedy"),
+    [
+        ("model/tokenizer.json", b'{"version": "1.0", ', "Copy or download it again"),
+        ("model/tokenizer_config.json", b"", "Copy or download it again"),
+        ("model/tokenizer.json", b"{}", "Copy or download it again"),
+        ("run/config.yaml", b"seed: [1", "delete the file to go on"),
+        ("run/config.yaml", b"", "delete the file to go on"),
+        ("run/config.yaml", b"seed: \xff", "delete the file to go on"),
+        ("mine.jinja", b"{{ '\xff' }}", "expected text in UTF-8"),
+    ],
+)
+def test_file_that_cannot_be_read_is_named_with_what_to_do(base_model, tmp_path, capsys, broken, content, remedy):
+    shutil.copytree(base_model, tmp_path / "model")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    (tmp_path / broken).write_bytes(content)
+    mine = (f"model.path={tmp_path / 'model'}", f"model.chat_template={tmp_path / 'mine.jinja'}")
+
+    assert main("gsm8k-sft", [*mine, f"run_dir={tmp_path / 'run'}", "recover.every=1", "--dry-run"]) == 2
+
+    err = capsys.readouterr().err
+    assert (tmp_path / broken).name in err
+    assert remedy in err
+    assert "Traceback" not in err
+    assert err.count("\n") == 1
+
+
+def test_plain_template_shows_turns_and_learns_answers_with_their_end(base_model):
+    tokenizer = load_tokenizer(ModelConfig(str(base_model), chat_template="plain"))
+    renderer = ChatRenderer(tokenizer)
+    end = tokenizer.eos_token
+
+    ids, mask = renderer.render_sft([{"role": "system", "content": "Be brief."}, *CHAT])
+
+    assert tokenizer.decode(ids) == f"Be brief.\n\nUser: 2+2?\n\nAssistant: It is 4.{end}\n\n"
+    assert tokenizer.decode([i for i, learned in zip(ids, mask, strict=True) if learned]) == f" It is 4.{end}"
+    prompt = renderer.render(CHAT[:1])
+    assert tokenizer.decode(prompt) == "User: 2+2?\n\nAssistant:"
+    assert ids[-len(prompt) :] != prompt
+    more = renderer.append_turn(ids[: len(ids) - len(tokenizer.encode("\n\n"))], CHAT[:1])
+    assert tokenizer.decode(more).endswith(f"4.{end}\n\nUser: 2+2?\n\nAssistant:")
+
+
+def test_template_of_a_file_is_the_one_that_is_used_and_saved(base_model, tmp_path, capsys):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}")
+    arguments = [f"model.path={base_model}", f"model.chat_template={file}"]
+
+    assert main("gsm8k-sft", [*arguments, "--dry-run"]) == 0
+
+    config = gsm8k_grpo.APP.config(arguments)
+    run = Run(config, layout_of(config.allocation, "required"), tmp_path, "cpu")
+    load_tokenizer(config.model).save_pretrained(run.tokenizer)
+    shutil.copy(base_model / "config.json", tmp_path / "tokenizer")
+    saved = load_tokenizer(ModelConfig(run.tokenizer))
+    assert saved.apply_chat_template(CHAT[:1], tokenize=False) == f"<user>2+2?{saved.eos_token}"

@@ -1,0 +1,147 @@
+"""The auxiliary loss of routers: transformers' own of each row, however rows are split, where it is asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp_toys import distance, make_batch, make_classifier, make_engine, record_gradients, value_loss_fn
+from safetensors.torch import load_file
+
+from rl_contracts.config import OptimizerConfig
+from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.testing.families import make_family
+from rl_contracts.testing.processes import run_ranks
+from rl_contracts.trajectory import select
+
+ASKED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+FAMILIES = ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmoe", "granitemoe"))]
+
+
+def likelihood(outputs, packed):
+    return -(outputs.logprobs * packed["loss_mask"]).sum(), {}
+
+
+def count(batch):
+    return batch["loss_mask"].sum()
+
+
+def step_of(path, micro_batch=64, **settings):
+    """A step's results and gradients; rows of a replica are every so many-th."""
+    optimizer = OptimizerConfig(lr=0.1, max_grad_norm=0.0)
+    engine = make_engine(str(path), micro_batch=micro_batch, optimizer=optimizer, **settings)
+    gradients, batch = record_gradients(engine), make_batch(6)
+    rows = list(range(len(batch)))[engine.parallel.dp_rank :: engine.parallel.dp_size]
+    loss_fn = likelihood if settings.get("head", "lm") == "lm" else value_loss_fn
+    result = engine.train_batch(select(batch, rows), loss_fn, count)
+    return result, gradients, engine
+
+
+def by_transformers(path):
+    """Auxiliary loss and gradients of the same step: each row by itself, with transformers' own functions."""
+    import sys
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    balance = sys.modules[type(model).__module__].load_balancing_loss_func
+    batch = make_batch(6)
+    loss, auxiliary, tokens = 0.0, 0.0, int(batch["attention_mask"].sum())
+    for row, mask in enumerate(batch["attention_mask"]):
+        ids, learn = batch["input_ids"][row][mask], batch["loss_mask"][row][mask]
+        out = model(ids[None], output_router_logits=True)
+        logits = out.logits[0, :-1] / batch["temperature"][row]
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        loss = loss - (logprobs * learn[1:]).sum()
+        aux = balance(out.router_logits, model.num_experts, model.num_experts_per_tok)
+        auxiliary = auxiliary + aux * len(ids) / tokens
+    (loss / batch["loss_mask"].sum() + ASKED["router_aux_loss_coef"] * auxiliary).backward()
+    return auxiliary.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def by_transformers_of_values(path):
+    """The same of a critic: the value before each token from the state before it."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    batch, config = make_batch(6), model.config
+    loss, auxiliary, tokens = 0.0, 0.0, int(batch["attention_mask"].sum())
+    for row, mask in enumerate(batch["attention_mask"]):
+        ids, learn = batch["input_ids"][row][mask], batch["loss_mask"][row][mask]
+        out = model.model(ids[None], output_router_logits=True)
+        values = model.score(out.last_hidden_state)[0, :-1, 0]
+        loss = loss + ((values - batch["advantages"][row][mask][1:]).square() * learn[1:]).sum()
+        aux = load_balancing_loss_func(out.router_logits, config.num_experts, config.num_experts_per_tok)
+        auxiliary = auxiliary + aux * len(ids) / tokens
+    (loss / batch["loss_mask"].sum() + ASKED["router_aux_loss_coef"] * auxiliary).backward()
+    return auxiliary.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def norm_of(gradients):
+    return sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_auxiliary_loss_and_its_gradient_are_transformers_own_of_each_row(family, checkpointing, tmp_path):
+    path = make_family(tmp_path, family, **ASKED)
+    auxiliary, expected = by_transformers(path)
+
+    result, gradients, _ = step_of(path, gradient_checkpointing=checkpointing)
+
+    assert result["loss/aux"] == pytest.approx(auxiliary, rel=1e-5)
+    assert distance(gradients, expected, norm_of(expected)) < 1e-5
+
+
+def test_auxiliary_loss_of_a_critic_is_transformers_own_of_each_row(tmp_path):
+    path = make_classifier(tmp_path, "Qwen3Moe", **ASKED)
+    auxiliary, expected = by_transformers_of_values(path)
+
+    result, gradients, engine = step_of(path, head="value")
+
+    assert result["loss/aux"] == pytest.approx(auxiliary, rel=1e-5)
+    assert distance(gradients, expected, norm_of(expected)) < 1e-5
+    evaluated = engine.eval_batch(make_batch(6), value_loss_fn, count)
+    assert "loss/aux" not in evaluated
+
+
+@pytest.mark.parametrize("micro_batch", [24, 10_000])
+def test_auxiliary_loss_any_micro_batches_give_the_same_numbers(micro_batch, tmp_path):
+    path = make_family(tmp_path, "qwen3_moe", **ASKED)
+    one, two = step_of(path), step_of(path, micro_batch)
+
+    assert two[0]["loss/aux"] == pytest.approx(one[0]["loss/aux"], rel=1e-6)
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-6)
+    assert distance(two[1], one[1], norm_of(one[1])) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"data": 2}, {"context": 2}])
+def test_auxiliary_loss_over_two_ranks_is_that_of_one(layout, tmp_path):
+    path = make_family(tmp_path / "model", "qwen3_moe", **ASKED)
+    result, gradients, _ = step_of(path)
+
+    run_ranks(Path(__file__).with_name("fsdp_balance_ranks.py"), [str(path), str(tmp_path), json.dumps(layout)], 2)
+
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["loss/aux"] == pytest.approx(result["loss/aux"], rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(result["grad_norm"], rel=1e-5)
+    assert distance(load_file(tmp_path / "gradients.safetensors"), gradients, norm_of(gradients)) < 1e-5
+
+
+def test_auxiliary_loss_is_left_out_where_the_configuration_does_not_ask(tmp_path):
+    for settings in ({}, {"output_router_logits": True, "router_aux_loss_coef": 0.0}):
+        result, _, _ = step_of(make_family(tmp_path / str(len(settings)), "qwen3_moe", **settings))
+        assert "loss/aux" not in result
+
+
+def test_auxiliary_loss_of_routers_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
+
+    path = str(make_family(tmp_path, "qwen3_moe", **ASKED))
+    with pytest.raises(ConfigError, match=r"compile=true.*output_router_logits"):
+        make_engine(path, compile=True)
+    monkeypatch.setattr(Qwen3MoeModel, "_can_record_outputs", {})
+    with pytest.raises(ModelError, match="output_router_logits to false"):
+        make_engine(path)

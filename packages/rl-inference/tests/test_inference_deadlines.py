@@ -1,0 +1,283 @@
+"""Whoever says nothing has a deadline: trainers, owners of a pause, clients in the middle of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_contracts.aio import in_thread
+from rl_contracts.config import ClientConfig
+from rl_contracts.data import ParamSpec, ServeSpec, WeightPart, WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.testing import put_weights
+from rl_contracts.weights import WeightReceiver
+from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
+from rl_inference.server.loading import load_model
+from rl_inference.server.weights import ServedWeights
+from rl_inference.testing import ServerProcess, reference_model
+
+IMPATIENT = """
+import sys
+from rl_inference.server import app, connections
+app.BODY_SECONDS = app.UNREAD_SECONDS = connections.SILENT_SECONDS = 1.0
+event = app._event
+app._event = lambda value: event(value) + (b": " + b"x" * 2**23 + b"\\n\\n" if "much" in str(value) else b"")
+from rl_inference.server.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server of short deadlines. The stream of a request named `much` brings more than a connection holds."""
+ENDLESS = {"max_new_tokens": 500, "min_new_tokens": 500, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    scratch = tmp_path_factory.mktemp("deadlines")
+    with ServerProcess(
+        model_path,
+        scratch / "server.log",
+        options={"weights_dir": scratch / "weights"},
+        command=(sys.executable, "-c", IMPATIENT),
+    ) as server:
+        yield server
+
+
+def ask(server: ServerProcess, path: str, body: dict[str, Any] | None = None, timeout: float = 30.0) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.address + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def specs(model_path: Path) -> tuple[ParamSpec, ...]:
+    named = reference_model(model_path).named_parameters()
+    return tuple(ParamSpec(name, tuple(p.shape), "float32") for name, p in named)
+
+
+def silent_update(model_path: Path, port: int, timeout: float) -> dict[str, Any]:
+    location = f"tcp://127.0.0.1:{port}/update/0?timeout={timeout}&rank=1&world=2"
+    return {"meta": WeightUpdateMeta("broadcast", 1, (WeightPart(location, specs(model_path)),)).to_json()}
+
+
+@pytest.mark.slow
+def test_stage_peer_that_accepts_and_says_nothing_is_given_up_and_the_next_version_comes(
+    server: ServerProcess, model_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        begin = time.monotonic()
+        status, answer = ask(server, "/stage_weights", silent_update(model_path, silent.getsockname()[1], 1.0))
+
+    assert status == 409
+    assert "has said nothing for 1 s" in answer["error"]["message"]
+    assert time.monotonic() - begin < 15
+    tensors = [(name, p.detach()) for name, p in reference_model(model_path).named_parameters()]
+    meta, _ = put_weights(server.options["weights_dir"], 1, tensors)
+    assert ask(server, "/stage_weights", {"meta": meta.to_json()})[0] == 200
+
+
+@pytest.mark.slow
+def test_stage_is_given_up_at_the_deadline_that_its_client_names(server: ServerProcess, model_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        body = silent_update(model_path, silent.getsockname()[1], 600.0)  # the peer's own deadline
+        status, answer = ask(server, "/stage_weights", {**body, "timeout": 0.2})
+
+    assert status == 409
+    assert "version 1: not there within 0.2 s" in answer["error"]["message"]
+
+
+@pytest.mark.slow
+def test_sigterm_while_a_silent_peer_is_waited_for_ends_the_process(model_path: Path, tmp_path: Path) -> None:
+    options = {"weights_dir": tmp_path / "weights"}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        ServerProcess(model_path, tmp_path / "server.log", options=options) as server,
+    ):
+        body = silent_update(model_path, silent.getsockname()[1], 600.0)
+
+        def stage() -> None:
+            with contextlib.suppress(OSError):  # the server ends without an answer
+                ask(server, "/stage_weights", body)
+
+        staging = threading.Thread(target=stage)
+        staging.start()
+        connection, _ = silent.accept()  # it has come
+
+        server.signal(signal.SIGTERM)
+
+        assert server.wait(20) == 0
+        staging.join()
+        connection.close()
+
+
+@pytest.mark.parametrize("client", ["waits", "is gone"])
+def test_stage_that_hangs_is_given_up_and_what_comes_late_changes_nothing(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str
+) -> None:
+    tensors = [(name, p.detach() + 1) for name, p in reference_model(model_path).named_parameters()]
+    meta, receipt = put_weights(tmp_path, 1, tensors)
+    model = load_model(EmbeddedEngineConfig(slots=1), ServeSpec(str(model_path), device="cpu")).model
+    weights = ServedWeights(model, str(tmp_path), "a test", 0)
+    began, go_on, came = threading.Event(), threading.Event(), threading.Event()
+    receive = WeightReceiver.receive
+
+    def frozen(self: WeightReceiver, meta: WeightUpdateMeta, targets: dict[str, Any]) -> dict[str, int]:
+        began.set()
+        go_on.wait(60)
+        try:
+            return receive(self, meta, targets)
+        finally:
+            came.set()
+
+    monkeypatch.setattr(WeightReceiver, "receive", frozen)
+    if client == "waits":
+        with pytest.raises(WeightUpdateError, match=r"version 1: not there within 0\.2 s"):
+            weights.stage(meta, 0.2)
+    else:
+        in_thread(lambda: weights.stage(meta))
+        assert began.wait(60)
+    monkeypatch.undo()
+    monkeypatch.setattr("rl_inference.server.weights.GIVEN_UP_SECONDS", 0.1)
+
+    found = weights.stage(meta, 60.0)
+    go_on.set()
+    came.wait(60)
+    weights.commit(1)
+
+    assert found.checksums == receipt.checksums
+    assert weights.receipt().checksums.items() >= receipt.checksums.items()
+
+
+@pytest.mark.slow
+async def test_silent_and_half_sent_requests_are_disconnected_and_work_is_not(server: ServerProcess) -> None:
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    started = head + b"Content-Length: 100\r\n\r\n{"
+    body = json.dumps({"input_ids": [5], "sampling_params": ENDLESS, "stream": True}).encode()
+    ask(server, "/pause_generation", {})
+
+    async def until_closed(sent: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(sent)
+        try:
+            return await reader.read()
+        except ConnectionError:
+            return b"reset"
+        finally:
+            writer.close()
+
+    async with asyncio.timeout(60):
+        working = asyncio.create_task(
+            until_closed(head + b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        )
+        closed = await asyncio.gather(*(until_closed(sent) for sent in (b"", b"GET /hea", head, started)))
+        assert not working.done(), "a stream that waits is not silent"
+        ask(server, "/continue_generation", {})
+        whole = await working
+
+    assert b" 408 " in closed[3]
+    assert whole.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stream", "whole answer"])
+def test_client_that_does_not_read_is_disconnected_and_its_request_ends(server: ServerProcess, kind: str) -> None:
+    assert isinstance(server.process, subprocess.Popen)
+    stream, files = kind == "stream", Path(f"/proc/{server.process.pid}/fd")
+    params = ENDLESS if stream else {"max_new_tokens": 1, "n": 4000}  # each says the 4,000 characters of its name
+    asked = {"input_ids": [5], "rid": "much" * 1000, "sampling_params": params, "stream": stream}
+    body = json.dumps(asked).encode()
+    head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    if stream:
+        ask(server, "/pause_generation", {})  # it does not end by itself
+    with socket.socket() as deaf:
+        before = len([*files.iterdir()])
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", server.port))
+        until(lambda: len([*files.iterdir()]) > before)
+        deaf.sendall(head.format(len(body)).encode() + body)
+        if stream:
+            until(lambda: ask(server, "/stats")[1]["waiting"] == 1)
+
+        until(lambda: len([*files.iterdir()]) <= before)
+
+        until(lambda: ask(server, "/stats")[1]["waiting"] == ask(server, "/health")[1]["open"] == 0)
+        assert ask(server, "/stats")[1]["running"] == 0
+        if stream:
+            assert ask(server, "/continue_generation", {})[1]["paused_seconds"] > 0
+        else:
+            deaf.settimeout(30)
+            assert len(b"".join(iter(lambda: deaf.recv(2**20), b""))) < 4000 * 4000
+
+
+@pytest.mark.slow
+def test_stats_say_what_the_second_turn_of_a_conversation_need_not_read(server: ServerProcess) -> None:
+    def turn(prompt: list[int]) -> tuple[list[int], float, float]:
+        before = ask(server, "/stats")[1]
+        _, answer = ask(
+            server, "/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 9, "ignore_eos": True}}
+        )
+        after = ask(server, "/stats")[1]
+        grown = (after[name] - before[name] for name in ("prompt_tokens", "prefix_tokens"))
+        return [*prompt, *answer["output_ids"]], *grown
+
+    talk, read, known = turn([91 - i for i in range(60)])
+    assert (read, known) == (60, 0)
+    talk, read, known = turn([*talk, 7, 8])
+
+    assert (read, known) == (71, 68)  # all that was fed: not the first answer's last token, and what is new
+
+
+@pytest.mark.slow
+def test_pause_whose_owner_is_gone_ends_with_its_lease(server: ServerProcess) -> None:
+    assert ask(server, "/pause_generation", {"lease": 0.5})[1]["paused"]
+    _, answer = ask(
+        server, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    )
+
+    assert len(answer["output_ids"]) == 3
+
+
+@asynccontextmanager
+async def client(server: ServerProcess, **settings: float) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(client=ClientConfig(**settings))
+    engine.initialize([server.address])
+    try:
+        yield engine
+    finally:
+        await engine.destroy()
+
+
+@pytest.mark.slow
+async def test_pause_of_a_client_that_lives_outlasts_its_lease(server: ServerProcess) -> None:
+    async with client(server, progress_timeout=1.0) as engine:  # a lease of three seconds
+        await engine.pause()
+        begin = time.monotonic()
+        while time.monotonic() - begin < 5:
+            assert ask(server, "/stats")[1]["paused"]
+            await asyncio.sleep(0.1)
+        await engine.resume()
+
+        assert not ask(server, "/stats")[1]["paused"]

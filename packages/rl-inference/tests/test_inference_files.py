@@ -1,0 +1,155 @@
+"""What client and server do about the number of files that a process may have open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rl_contracts.config import ClientConfig, GenerationConfig
+from rl_contracts.data import ModelRequest, WeightUpdateMeta
+from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_inference import EmbeddedEngine
+from rl_inference.files import TooManyFilesError
+from rl_inference.monitor import ServerMonitor
+from rl_inference.testing import ServerProcess
+
+REQUEST = ModelRequest([5, 6, 7], GenerationConfig(max_new_tokens=4, ignore_eos=True))
+
+
+@contextlib.contextmanager
+def soft_limit(files: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextlib.contextmanager
+def no_file_left() -> Iterator[Callable[[], None]]:
+    """This process cannot open another file. Yields what makes it so again, where something has closed one since."""
+    taken = []
+
+    def fill() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+
+    gc.collect()
+    with soft_limit(1 + max(int(number) for number in os.listdir("/proc/self/fd"))):
+        try:
+            fill()
+            yield fill
+        finally:
+            for number in taken:
+                os.close(number)
+
+
+@pytest.fixture(scope="module")
+def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(model_path, tmp_path_factory.mktemp("server") / "log") as started:
+        yield started
+
+
+@contextlib.asynccontextmanager
+async def client(address: str, **config: float):
+    engine = EmbeddedEngine(client=ClientConfig(**{"progress_timeout": 5.0, **config}))
+    engine.initialize([address])
+    try:
+        yield engine
+    finally:
+        await engine.destroy()
+
+
+async def test_no_file_left_is_an_error_with_the_remedy_and_evicts_nobody(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed, look = asyncio.Semaphore(0), ServerMonitor._look
+
+    async def counted(self: ServerMonitor, *arguments: Any) -> None:
+        await look(self, *arguments)
+        probed.release()
+
+    monkeypatch.setattr(ServerMonitor, "_look", counted)
+    async with client(server.address, probe_interval=0.02) as engine:
+        with caplog.at_level(logging.WARNING, logger="rl"), no_file_left() as fill:
+            for _ in range(3):
+                fill()
+                with pytest.raises(TooManyFilesError, match=r"ulimit -n.*rollout\.max_concurrent"):
+                    await engine.agenerate(REQUEST)
+            with pytest.raises(InferenceError, match="ulimit -n"):
+                await engine.score([1, 2, 3])
+            async with asyncio.timeout(20):
+                for _ in range(3):
+                    await probed.acquire()
+            assert (await engine.stats())["running"] == 0, "no figures, and no harm"
+            assert engine.servers == [server.address]
+        assert "cannot be asked how it is" in caplog.text
+        assert "evicted" not in caplog.text
+        assert len((await engine.agenerate(REQUEST)).output_ids) == 4
+
+
+async def test_no_file_left_fails_an_update_and_evicts_nobody(server: ServerProcess) -> None:
+    async with client(server.address, probe_interval=0.0) as engine:
+        with no_file_left(), pytest.raises(WeightUpdateError, match=r"could not stage version 1: .*ulimit -n"):
+            await engine.stage_weights(WeightUpdateMeta("shm", 1))
+        assert engine.servers == [server.address]
+
+
+async def test_client_takes_all_the_files_that_it_may_have() -> None:
+    with soft_limit(700):
+        EmbeddedEngine().initialize(["http://127.0.0.1:9"])
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == hard > 700
+
+
+@pytest.mark.slow
+def test_server_takes_all_the_files_that_it_may_have(model_path: Path, tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "rl_inference.server")
+    with soft_limit(700), ServerProcess(model_path, tmp_path / "log", command=command) as server:
+        line = next(
+            line
+            for line in Path(f"/proc/{server.process.pid}/limits").read_text().splitlines()
+            if line.startswith("Max open")
+        )
+    soft, hard = line.split()[3:5]
+    assert soft == hard != "700"
+
+
+@pytest.mark.slow
+async def test_client_has_no_limit_of_its_own_beside_the_admission_of_groups() -> None:
+    arrived, enough = [], asyncio.Event()
+
+    async def generate(request: web.Request) -> web.Response:
+        arrived.append(None)
+        if len(arrived) == 1100:
+            enough.set()
+        await enough.wait()
+        return web.json_response({"error": {"message": "seen"}}, status=400)
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
+    try:
+        async with client(
+            f"http://127.0.0.1:{runner.addresses[0][1]}", probe_interval=0.0, connect_timeout=30
+        ) as engine:
+            async with asyncio.timeout(60):
+                found = await asyncio.gather(*(engine.agenerate(REQUEST) for _ in range(1100)), return_exceptions=True)
+    finally:
+        await runner.cleanup()
+    assert all("seen" in str(error) for error in found)

@@ -1,0 +1,119 @@
+"""What can be asked of a server beside one answer: several, the end of a batch, stop strings after a minimum length."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rl_contracts.config import GenerationConfig
+from rl_inference.server.job import GenerationJob
+from rl_inference.testing import ServerProcess
+
+PROMPT = [5, 17, 40, 33, 21, 90]
+MAIN = "import sys; from rl_inference.server.__main__ import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture(scope="module")
+def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("requests") / "server.log"
+    with ServerProcess(model_path, log, options={"slots": 8}) as server:
+        yield server
+
+
+@pytest.fixture
+async def http(server: ServerProcess) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(server.address, timeout=aiohttp.ClientTimeout(60)) as session:
+        yield session
+
+
+async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> Any:
+    async with http.post(path, json=body) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+async def test_generate_n_answers_have_the_seeds_that_follow(http: aiohttp.ClientSession) -> None:
+    params = {"max_new_tokens": 12, "ignore_eos": True}
+    several = await post(
+        http, "/generate", {"input_ids": PROMPT, "rid": "a", "sampling_params": {**params, "sampling_seed": 5, "n": 3}}
+    )
+    alone = [
+        await post(http, "/generate", {"input_ids": PROMPT, "sampling_params": {**params, "sampling_seed": seed}})
+        for seed in (5, 6, 7)
+    ]
+
+    assert [answer["output_ids"] for answer in several] == [answer["output_ids"] for answer in alone]
+    assert len({tuple(answer["output_ids"]) for answer in several}) == 3
+    assert [answer["meta_info"]["id"] for answer in several] == ["a-0", "a-1", "a-2"]
+
+
+async def test_abort_request_ends_every_answer_of_a_batch_by_its_name(http: aiohttp.ClientSession) -> None:
+    endless = {"max_new_tokens": 500, "min_new_tokens": 500, "ignore_eos": True}
+    body = {"input_ids": [PROMPT, PROMPT[:3], [9]], "rid": "batch", "sampling_params": endless}
+    await post(http, "/pause_generation", {})
+    answers = asyncio.create_task(post(http, "/generate", body))
+    other = asyncio.create_task(
+        post(http, "/generate", {"input_ids": PROMPT, "rid": "other", "sampling_params": {"max_new_tokens": 3}})
+    )
+    async with asyncio.timeout(30):
+        while True:
+            async with http.get("/stats") as response:
+                if (await response.json())["waiting"] == 4:
+                    break
+
+    aborted = await post(http, "/abort_request", {"rid": "batch"})
+    await post(http, "/continue_generation", {})
+
+    assert aborted == {"aborted": 3}
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in await answers} == {"abort"}
+    assert (await other)["meta_info"]["finish_reason"]["type"] != "abort"
+
+
+async def test_generate_tiny_top_p_takes_the_likeliest(http: aiohttp.ClientSession) -> None:
+    greedy, tiny = [
+        await post(http, "/generate", {"input_ids": PROMPT, "sampling_params": {**params, "max_new_tokens": 20}})
+        for params in ({"temperature": 0.0}, {"top_p": 1e-46})
+    ]
+
+    assert tiny["output_ids"] == greedy["output_ids"]
+
+
+@pytest.mark.parametrize("resumed", [0, 4])
+def test_stop_string_counts_where_new_text_completes_it_after_the_minimum_length(
+    model_path: Path, resumed: int
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    answer = tokenizer.encode("abXYcdefghXYz")
+    settings = GenerationConfig(stop=["XY"], min_new_tokens=7 - resumed)
+    job = GenerationJob("a", [9, *answer[:resumed]], settings, 0, frozenset(), resumed=resumed)
+
+    for token in answer[resumed:]:
+        job.append(token, -1.0, 0)
+        if (matched := job.matched_stop(tokenizer)) is not None:
+            break
+    job.finish({"type": "stop", "matched": matched})
+
+    assert resumed + len(job.output_ids) == len("abXYcdefghXY")
+    assert job.told(0, tokenizer, 0, False)["text"] == "abXYcdefgh"[resumed:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org"])
+def test_start_beyond_loopback_without_a_key_is_refused(
+    tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RL_RUN_KEY", raising=False)
+    arguments = ["--model", str(tmp_path), "--port", "0", "--host", host]
+    done = subprocess.run([sys.executable, "-c", MAIN, *arguments], capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 2
+    assert "server.host: expected this machine's own address (127.0.0.1), or a key in RL_RUN_KEY" in done.stderr

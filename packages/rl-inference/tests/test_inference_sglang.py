@@ -1,0 +1,428 @@
+"""What is said to SGLang and read from its answers: against those of the real server, as they were recorded, and
+against made ones. `tests/test_servers_sglang.py` asks the server itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ParamSpec, ServeSpec, WeightPart, WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import ConfigError, InferenceError
+from rl_contracts.inference import ServedModel
+from rl_inference.protocols.base import Call, Exchange, GenerationChunk, Health, Stats
+from rl_inference.protocols.sglang import SGLangProtocol, Stream, sampling_params
+from rl_inference.sglang_config import PROGRAM, SGLangEngineConfig, server_job
+from rl_inference.transport import ServerBusyError
+
+RECORDED = Path(__file__).parent / "recorded" / "sglang"
+PROMPT = [84, 104, 101, 32, 115, 117, 109, 32, 105, 115]
+VOCABULARY = 256
+
+
+@pytest.fixture
+def protocol(tmp_path: Path) -> SGLangProtocol:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    return SGLangProtocol(ServeSpec(str(tmp_path), version=3))
+
+
+def recorded(scene: str, name: str, at: int = 0) -> dict[str, Any]:
+    exchanges = json.loads((RECORDED / f"{scene}.json").read_text())["exchanges"]
+    found: dict[str, Any] = [exchange for exchange in exchanges if exchange["name"] == name][at]
+    return found
+
+
+def read(call: Call[GenerationChunk | None], lines: list[str]) -> list[GenerationChunk]:
+    chunks = [call.parse(line.encode()) for line in lines]
+    return [chunk for chunk in chunks if chunk is not None]
+
+
+def drive(exchange: Exchange[Any], *answers: Any) -> tuple[list[Call[Any]], Any]:
+    """The calls of an exchange that gets these answers (JSON, or bytes), and what it returns."""
+    calls: list[Call[Any]] = []
+    found: Any = None
+    for answer in (*answers, None):
+        try:
+            calls.append(exchange.send(found))
+        except StopIteration as end:
+            return calls, end.value
+        found = calls[-1].parse(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+    raise AssertionError(f"one more call: {calls[-1]}")
+
+
+# ---- generation
+
+
+def test_generate_asks_what_was_recorded(protocol: SGLangProtocol) -> None:
+    asked = recorded("stream", "length")["request"]
+
+    call = protocol.generate("a", PROMPT, GenerationConfig(6, temperature=0.7, ignore_eos=True), 5, 0)
+
+    assert (call.verb, call.target) == (asked["method"], asked["path"])
+    assert call.body == {**asked["json"], "rid": "a"}
+
+
+def test_generate_reads_each_token_once_and_the_versions_at_the_end(protocol: SGLangProtocol) -> None:
+    lines = recorded("stream", "length")["response"]["lines"]
+    last = json.loads(lines[-2].removeprefix("data:"))
+
+    chunks = read(protocol.generate("a", PROMPT, GenerationConfig(6), None, 0), lines)
+
+    assert len(chunks) > 1
+    assert [token for chunk in chunks for token in chunk.output_ids] == last["output_ids"]
+    entries = last["meta_info"]["output_token_logprobs"]
+    assert [p for chunk in chunks for p in chunk.logprobs] == [entry[0] for entry in entries]
+    assert all((chunk.finish, chunk.stamps, chunk.versions) == (None, None, []) for chunk in chunks[:-1])
+    assert (chunks[-1].finish, chunks[-1].stamps) == ("length", [3] * 6)  # `default` is what it was started with
+
+
+def test_generate_stop_token_ends_the_answer(protocol: SGLangProtocol) -> None:
+    exchange = recorded("stream", "stop token")
+    stops = exchange["request"]["json"]["sampling_params"]["stop_token_ids"]
+    call = protocol.generate("a", PROMPT, GenerationConfig(6, temperature=0.0, stop_token_ids=stops), None, 0)
+
+    chunks = read(call, exchange["response"]["lines"])
+
+    assert chunks[-1].finish == "stop"
+    assert [token for chunk in chunks for token in chunk.output_ids][-1:] == stops
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_generate_aborted_answer_keeps_its_tokens(protocol: SGLangProtocol, at: int) -> None:
+    lines = recorded("abort", "interrupted stream", at)["response"]["lines"]
+
+    chunks = read(protocol.generate("a", PROMPT, GenerationConfig(24), None, 0), lines)
+
+    assert chunks[-1].finish == "abort"
+    assert chunks[-1].stamps == [3] * len([token for chunk in chunks for token in chunk.output_ids])
+
+
+def test_generate_over_an_update_has_the_version_of_each_token(protocol: SGLangProtocol) -> None:
+    exchange = recorded("update", "interrupted stream")
+    spans = json.loads(exchange["response"]["lines"][-2].removeprefix("data:"))["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["default", "1"]
+
+    [*_, last] = read(
+        SGLangProtocol(replace(protocol._spec, version=0)).generate("a", PROMPT, GenerationConfig(24), None, 0),
+        exchange["response"]["lines"],
+    )
+
+    assert last.stamps == [0] * spans[0]["end"] + [1] * (spans[1]["end"] - spans[1]["start"])
+
+
+def message(ids: list[int], total: int, reason: Any = None, **more: Any) -> bytes:
+    meta = {"completion_tokens": total, "finish_reason": reason, **more}
+    meta.setdefault("output_token_logprobs", [[-token / 10, token, None] for token in ids])
+    return b"data: " + json.dumps({"output_ids": ids, "meta_info": meta}).encode()
+
+
+@given(st.lists(st.lists(st.integers(0, VOCABULARY - 1), max_size=4), min_size=1), st.booleans(), st.data())
+def test_stream_in_any_pieces_gives_each_token_once(pieces: list[list[int]], whole: bool, data: st.DataObject) -> None:
+    ids = [token for piece in pieces for token in piece]
+    cut = data.draw(st.integers(0, len(ids)))
+    spans = [{"version": "4", "start": 0, "end": cut}, {"version": "5", "start": cut, "end": len(ids)}]
+    stream, found, so_far = Stream(3, 100), [], list[int]()
+    for index, piece in enumerate(pieces):
+        so_far = so_far + piece
+        last = index == len(pieces) - 1
+        more = {"weight_versions": spans} if last else {}
+        line = message(so_far if whole else piece, len(so_far), {"type": "stop"} if last else None, **more)
+        found.append(stream.read(line))
+
+    chunks = [chunk for chunk in found if chunk is not None]
+    assert [token for chunk in chunks for token in chunk.output_ids] == ids
+    assert [p for chunk in chunks for p in chunk.logprobs] == [-token / 10 for token in ids]
+    assert chunks[-1].stamps == [4] * cut + [5] * (len(ids) - cut)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"data: {",
+        b"data: []",
+        b"data: {}",
+        message([1, 2], 3),
+        message([1], 1, output_token_logprobs=[]),
+        message([1], 1, output_token_logprobs=[[-1.0, 2, None]]),
+        message([1], 1, output_token_logprobs=[[None, 1, None]]),
+        message([1], 1, {"type": "stop"}),
+        message([1], 1, {"type": "stop"}, weight_versions=[{"version": "new", "start": 0, "end": 1}]),
+        message([1], 1, {"type": "stop"}, weight_versions=[{"version": "1", "start": 0, "end": 2}]),
+        message([1], 1, {"type": "tired"}, weight_versions=[{"version": "1", "start": 0, "end": 1}]),
+    ],
+)
+def test_stream_of_another_protocol_is_no_answer(line: bytes) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        Stream(0, 10).read(line)
+
+
+def test_stream_says_of_a_request_that_was_given_up_why() -> None:
+    refused = {"type": "abort", "message": "too long", "status_code": 400, "err_type": "BadRequestError"}
+
+    with pytest.raises(InferenceError, match="too long"):
+        Stream(0, 10).read(message([], 0, refused))
+    with pytest.raises(ServerBusyError, match="queue"):
+        Stream(0, 10).read(message([], 0, {**refused, "message": "the queue is full", "status_code": 503}))
+    with pytest.raises(InferenceError, match="longer than"):
+        Stream(0, 10).read(b'data: {"error": {"message": "longer than", "code": 400}}')
+    failed = Stream(0, 10).read(message([], 0, {**refused, "message": "out of memory", "status_code": 500}))
+    assert failed is not None
+    assert failed.error == "out of memory"
+
+
+def test_stop_tokens_with_ignored_end_tokens_go_on_after_an_end_token(protocol: SGLangProtocol) -> None:
+    generation = GenerationConfig(3, stop_token_ids=[7], ignore_eos=True)
+
+    def finish(ids: list[int], matched: int) -> str | None:
+        call = protocol.generate("a", PROMPT, generation, None, 0)
+        assert call.body is not None
+        assert call.body["sampling_params"]["stop_token_ids"] == [7]
+        assert "ignore_eos" not in call.body["sampling_params"]
+        spans = [{"version": "3", "start": 0, "end": len(ids)}]
+        chunk = call.parse(message(ids, len(ids), {"type": "stop", "matched": matched}, weight_versions=spans))
+        assert chunk is not None
+        return chunk.finish
+
+    assert finish([5, 7], 7) == "stop"
+    assert finish([5, 2], 2) == "abort"  # so that the client asks for what comes after it
+    assert finish([5, 6, 2], 2) == "length"
+
+
+def test_sampling_params_leave_away_what_is_switched_off() -> None:
+    assert sampling_params(GenerationConfig(9)) == {"max_new_tokens": 9, "temperature": 1.0}
+    assert sampling_params(GenerationConfig(9, top_p=0.5, top_k=3, min_p=0.1)) == {
+        "max_new_tokens": 9,
+        "temperature": 1.0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+    }
+
+
+def test_sampling_params_of_a_minimum_length() -> None:
+    whole = sampling_params(GenerationConfig(9, min_new_tokens=9, stop_token_ids=[7]))
+
+    assert whole == {"max_new_tokens": 9, "temperature": 1.0, "ignore_eos": True}
+    assert "min_new_tokens" not in sampling_params(GenerationConfig(9, min_new_tokens=3, ignore_eos=True))
+    with pytest.raises(InferenceError, match=r"min_new_tokens.*expected 0 or max_new_tokens.*found 3"):
+        sampling_params(GenerationConfig(9, min_new_tokens=3))
+
+
+@pytest.mark.parametrize("ids", [[VOCABULARY], [5, -1]])
+def test_token_outside_of_the_vocabulary_is_not_sent(protocol: SGLangProtocol, ids: list[int]) -> None:
+    for ask in (
+        lambda: protocol.generate("a", ids, GenerationConfig(), None, 0),
+        lambda: protocol.generate("a", PROMPT, GenerationConfig(stop_token_ids=ids), None, 0),
+        lambda: next(protocol.score(ids, 1.0)),
+    ):
+        with pytest.raises(InferenceError, match=f"from 0 to {VOCABULARY - 1}"):
+            ask()
+
+
+def test_vocabulary_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    for spec in (ServeSpec(), ServeSpec(str(tmp_path))):
+        with pytest.raises(InferenceError, match=r"whose config\.json has vocab_size"):
+            SGLangProtocol(spec).generate("a", PROMPT, GenerationConfig(), None, 0)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 200}}))
+    SGLangProtocol(ServeSpec(str(tmp_path))).generate("a", PROMPT, GenerationConfig(), None, 0)
+
+
+def test_answer_ends_with_the_context_and_a_full_one_is_refused(protocol: SGLangProtocol) -> None:
+    narrow = SGLangProtocol(protocol._spec, len(PROMPT) + 2)
+
+    call = narrow.generate("a", PROMPT, GenerationConfig(9, min_new_tokens=5, ignore_eos=True), None, 0)
+
+    assert call.body is not None
+    assert call.body["sampling_params"]["max_new_tokens"] == 2
+    with pytest.raises(
+        InferenceError, match=r"expected at most 11 tokens .a context of 12 with one generated.*found 12"
+    ):
+        narrow.generate("a", [*PROMPT, 1, 2], GenerationConfig(9), None, 0)
+
+
+# ---- control
+
+
+def test_score_is_that_of_the_prompt_at_temperature_1(protocol: SGLangProtocol) -> None:
+    exchange = recorded("score", "T = 0.7, no token generated")
+    asked, answer = exchange["request"]["json"], exchange["response"]["json"]
+
+    [call], scores = drive(protocol.score(PROMPT, 1.0), answer)
+
+    assert call.body is not None
+    assert {name: value for name, value in asked.items() if name != "sampling_params"}.items() <= call.body.items()
+    assert call.body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+    assert scores == [0.0, *(entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:])]
+
+
+def test_score_of_other_tokens_is_no_answer(protocol: SGLangProtocol) -> None:
+    answer = recorded("score", "T = 1")["response"]["json"]
+
+    with pytest.raises(ValueError, match="10 log-probs of 9"):
+        drive(protocol.score(PROMPT[1:], 1.0), answer)
+
+
+@pytest.mark.parametrize(
+    ("ask", "sent", "answer", "found"),
+    [
+        (lambda p: p.health(), "GET /rl/health None", {"version": 8, "open": 2, "instance": "x"}, Health(8, 2)),
+        (
+            lambda p: p.stats(),
+            "GET /rl/stats None",
+            {
+                "version": 8,
+                "paused": True,
+                "running": 1,
+                "waiting": 2,
+                "generated_tokens": 3,
+                "busy_seconds": 2.5,
+            },
+            Stats(8, True, 1.0, 2.0, 3.0, 2.5),
+        ),
+        (
+            lambda p: p.describe(),
+            "GET /rl/info None",
+            {"model_path": "/m", "version": 8, "weights_dir": ""},
+            ServedModel("/m", 8, ""),
+        ),
+        (
+            lambda p: p.pause("wait", 60.0),
+            "POST /rl/pause {'mode': 'wait', 'lease': 60.0}",
+            {"paused": False, "generated_tokens": 7},
+            7.0,
+        ),
+        (
+            lambda p: p.pause("keep", 60.0),
+            "POST /rl/pause {'mode': 'keep', 'lease': 60.0}",
+            {"paused": True, "generated_tokens": 7},
+            None,
+        ),
+        (lambda p: p.resume(), "POST /rl/resume {}", {"paused_seconds": 0.5}, 0.5),
+        (lambda p: p.commit(9, "keep"), "POST /rl/commit {'version': 9, 'mode': 'keep'}", {}, None),
+        (
+            lambda p: p.receipt(),
+            "GET /rl/receipt None",
+            {"holder": "h", "version": 9, "checksums": {"w": str(2**63)}},
+            WeightReceipt("h", 9, {"w": 2**63}),
+        ),
+        (lambda p: p.abort("a"), "POST /abort_request {'rid': 'a'}", {}, None),
+    ],
+)
+def test_control_asks_our_routes(
+    protocol: SGLangProtocol, ask: Callable[[SGLangProtocol], Exchange[Any]], sent: str, answer: Any, found: Any
+) -> None:
+    [call], result = drive(ask(protocol), answer)
+
+    assert f"{call.verb} {call.target} {call.body}" == sent
+    assert result == found
+
+
+def test_load_sends_where_the_weights_are(protocol: SGLangProtocol) -> None:
+    meta = WeightUpdateMeta("disk", 4, (WeightPart("/weights/slot-0", (ParamSpec("w", (2, 3), "float32"),)),))
+
+    [call], receipt = drive(protocol.load(meta, 60.0), {"holder": "h", "version": 4, "checksums": {"w": "5"}})
+
+    assert call.target == "/rl/stage"
+    assert call.body is not None
+    assert WeightUpdateMeta.from_json(call.body["meta"]) == meta
+    assert receipt == WeightReceipt("h", 4, {"w": 5})
+
+
+@pytest.mark.parametrize(
+    ("scene", "name", "sentence"),
+    [
+        ("errors", "too long", "longer than the model's context length"),
+        ("errors", "wrong type", "expected i64"),
+        ("errors", "no such route", "expected SGLang with our routes"),
+        ("abort", "pause, unknown mode", "mode"),
+        ("update", "update to what is not there", "Failed to get weights iterator"),
+    ],
+)
+def test_error_message_is_the_sentence(protocol: SGLangProtocol, scene: str, name: str, sentence: str) -> None:
+    body = json.dumps(recorded(scene, name)["response"]["json"]).encode()
+
+    found = protocol.error_message(body)
+
+    assert sentence in found
+    assert not found.startswith("{")
+    assert protocol.error_message(b'{"error": "Unauthorized"}') == "Unauthorized"
+    assert protocol.error_message(b"<html>") == "<html>"
+
+
+# ---- how servers are started
+
+
+def test_job_has_the_settings_and_no_key() -> None:
+    config = SGLangEngineConfig([], "bfloat16", "", 1024, max_sequences=8, python="/py", arguments=["--x", "1"])
+    split = ParallelStrategy(data=2, tensor=2)
+
+    job = server_job(config, ServeSpec("/models/0", split, "/weights", version=7, gpus=2, cpus=3))
+
+    command = " ".join(job.command)
+    assert job.command[:2] == ("/py", str(PROGRAM))
+    assert PROGRAM.is_file()
+    for words in (
+        "--model-path /models/0 --host {host} --port {port} --dtype bfloat16 --weight-version 7 --tp-size 2",
+        "--max-running-requests 8",
+        "--mem-fraction-static 0.85 --context-length 1032",
+        "--incremental-streaming-output --skip-server-warmup",
+    ):
+        assert words in command
+    assert job.command[-2:] == ("--x", "1")
+    assert "--device" not in job.command
+    assert "key" not in command
+    assert (job.count, job.gpus, job.cpus, job.ready_path) == (2, 2, 3, "/health")
+    assert job.env["PYTHONPATH"] == ""  # the command's would come before what that Python has
+    told = {"RL_WEIGHTS_DIR": "/weights", "RL_WEIGHT_VERSION": "7", "RL_SERVER_NAME": "rollout-{index}"}
+    assert told.items() <= job.env.items()
+    assert "SGLANG_USE_CPU_ENGINE" not in job.env
+
+
+def test_job_on_a_cpu_says_so(tmp_path: Path) -> None:
+    job = server_job(SGLangEngineConfig(prefix_cache=False), ServeSpec(str(tmp_path), device="cpu"))
+
+    assert job.command[0] == sys.executable
+    assert "PYTHONPATH" not in job.env
+    assert "--max-total-tokens 65536" in " ".join(job.command)
+    assert "--disable-radix-cache --device cpu --attention-backend torch_native" in " ".join(job.command)
+    assert job.env["SGLANG_USE_CPU_ENGINE"] == job.env["HF_HUB_OFFLINE"] == "1"
+
+
+def test_program_is_sglang_in_the_interpreter_that_starts_it() -> None:
+    program = SGLangEngineConfig(python="/py").program()
+
+    assert (program.python, program.distributions, program.at_least) == ("/py", ("sglang",), "0.5.23")
+
+
+@pytest.mark.parametrize(
+    ("config", "spec", "named"),
+    [
+        ({}, {"strategy": ParallelStrategy(pipeline=2)}, "allocation"),
+        ({}, {"strategy": ParallelStrategy(data=2, expert=2)}, "allocation"),
+        ({}, {"deterministic": True}, "deterministic"),
+        ({"arguments": ["--api-key", "k"]}, {}, "server.arguments"),
+        ({"arguments": ["--tp-size=2"]}, {}, "server.arguments"),
+        ({"arguments": ["--tp", "2"]}, {}, "server.arguments"),
+        ({"arguments": ["--api_key", "k"]}, {}, "server.arguments"),
+        ({"arguments": ["--hicache-storage-backend=file"]}, {}, "server.arguments"),
+        ({"quantization": "fp8"}, {"device": "cpu"}, "server.quantization: expected none on CPUs"),
+        (
+            {"quantization": "fp8", "dtype": "bfloat16"},
+            {"device": "cuda", "gpus": 1, "weights_dir": "/weights"},
+            "server.quantization: expected none where weights are updated",
+        ),
+        ({}, {"device": "cuda", "gpus": 1}, "server.dtype: expected bfloat16 or float16 on GPUs"),
+    ],
+)
+def test_check_refuses_what_sglang_cannot_do(config: dict[str, Any], spec: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        SGLangEngineConfig(**config).check(ServeSpec("/models/0", **spec))

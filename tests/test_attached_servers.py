@@ -1,0 +1,137 @@
+"""`rollout.server.addresses`: a run uses servers that somebody else has started, once each was looked at."""
+
+import http.server
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rl_apps.driver import main
+from rl_apps.embedded.prepare import EmbeddedRecipe, ModelShape, prepare_embedded
+from rl_apps.parts import weights_directory
+from rl_inference.testing import ServerProcess
+
+KEY = "the key of the servers"
+FEW = ("recipe=embedded", "total_steps=2", "data.batch_size=4", "evaluation.rows=8", "evaluation.every=2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return prepare_embedded(1, EmbeddedRecipe(warm_up=None), cache_dir=tmp_path_factory.mktemp("cache"))
+
+
+def _server(model, directory, name, **options):
+    options = {"weights_dir": weights_directory(directory / "run", "disk"), **options}
+    return ServerProcess(model, directory / f"{name}.log", KEY, options=options)
+
+
+def _command(monkeypatch, directory, model, *addresses, key=KEY):
+    monkeypatch.setenv("RL_RUN_KEY", key)
+    settings = {
+        "allocation": f"embedded:d{len(addresses)}+fsdp:d1",
+        "model.path": model,
+        "run_dir": directory / "run",
+        "publish.route": "disk",
+        "rollout.server.addresses": f"[{','.join(addresses)}]",
+    }
+    return main("gsm8k-grpo", [*(f"{name}={value}" for name, value in settings.items()), *FEW])
+
+
+def _refused(monkeypatch, capsys, directory, model, address, **options):
+    """The one sentence of a command that starts nothing and leaves nothing behind."""
+    code = _command(monkeypatch, directory, model, address, **options)
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert code == 2
+    assert err.startswith("gsm8k-grpo: ConfigError: rollout.server.addresses: ")
+    assert f"{address} is no server that this run can use: " in err
+    assert f"-m rl_inference.server --host 127.0.0.1 --port {address.rpartition(':')[2]} " in err
+    assert not (directory / "run" / "logs").exists()
+    return err
+
+
+def test_attached_address_of_no_such_server_or_of_nobody_is_refused(monkeypatch, capsys, tmp_path, model):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        assert "/model_info answered 404" in _refused(monkeypatch, capsys, tmp_path, model, address)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+    assert "Cannot connect to host" in _refused(monkeypatch, capsys, tmp_path, model, address)
+
+
+@pytest.mark.slow
+def test_attached_server_of_another_key_model_or_directory_is_refused(monkeypatch, capsys, tmp_path, model):
+    other = prepare_embedded(1, EmbeddedRecipe(shape=ModelShape(layers=1), warm_up=None), cache_dir=tmp_path / "cache")
+    with _server(model, tmp_path, "server") as server:
+        refused = _refused(monkeypatch, capsys, tmp_path, model, server.address, key="another")
+        assert "answered 401: the request carries no valid key" in refused
+        assert "and its key in RL_RUN_KEY" in refused
+
+        refused = _refused(monkeypatch, capsys, tmp_path, other, server.address)
+        assert f"it serves the model {model}, and the run is about {other}" in refused
+
+        refused = _refused(monkeypatch, capsys, tmp_path / "elsewhere", model, server.address)
+        assert f"it looks for updates in {tmp_path}/run/weights, and this run puts them into {tmp_path}/else" in refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"version": 7}, "it serves version 7 of another run's weights, and this run begins with version 0"),
+        ({"weights_dir": ""}, "it takes no updates of its weights"),
+    ],
+)
+def test_attached_server_with_a_past_or_without_updates_is_refused(
+    monkeypatch, capsys, tmp_path, model, options, message
+):
+    with _server(model, tmp_path, "server", **options) as server:
+        assert message in _refused(monkeypatch, capsys, tmp_path, model, server.address)
+
+
+@pytest.mark.slow
+def test_attached_server_whose_log_probs_are_not_at_the_temperature_is_refused(monkeypatch, capsys, tmp_path, model):
+    fault = tmp_path / "fault"
+    fault.write_text("")
+    monkeypatch.setenv("FAULT_FILE", str(fault))
+    faulty = _server(model, tmp_path, "server")
+    faulty.command = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
+    with faulty as server:
+        for name, message in (
+            ("temperature", "its log-probs are not of logits / temperature, but raw: at temperature 10000 expected -"),
+            ("truncated", "its log-probs are those of a part of the vocabulary"),
+        ):
+            fault.write_text(name)
+            assert message in _refused(monkeypatch, capsys, tmp_path, model, server.address)
+
+
+def test_attached_server_of_a_kind_that_says_nothing_of_itself_is_seen_by_its_log_probs(
+    monkeypatch, capsys, tmp_path, model
+):
+    kind = "rl_contracts.testing.null_inference:NullInferenceEngine"  # whose model has another vocabulary
+    settings = (f"allocation={kind}:d1+fsdp:d1", "rollout.server.addresses=[http://null:1]", f"model.path={model}")
+
+    assert main("gsm8k-grpo", [*settings, f"run_dir={tmp_path / 'run'}", *FEW]) == 2
+
+    refused = "http://null:1 is no server that this run can use: its log-probs are those of a part of the vocabulary"
+    assert refused in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_attached_servers_are_used_and_left_running(monkeypatch, tmp_path, model):
+    with _server(model, tmp_path, "one") as one, _server(model, tmp_path, "two") as two:
+        code = _command(monkeypatch, tmp_path, model, one.address, two.address)
+
+        assert code == 0
+        assert one.exit_code is two.exit_code is None
+    run = tmp_path / "run"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["server/servers"] == 2
+    assert sorted(os.listdir(run / "logs")) == ["actor-0.log", "reward-0.log"]
+    assert KEY not in (run / "config.yaml").read_text()

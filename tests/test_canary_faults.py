@@ -1,0 +1,81 @@
+"""The canary between a real trainer and a real server process: each planted fault that checksums cannot see is named
+before the server gets a request again."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_contracts.aio import LoopThread
+from rl_contracts.config import ClientConfig, OptimizerConfig
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.sharding import shard_batch
+from rl_contracts.testing.batches import make_batch
+from rl_contracts.testing.models import make_tiny_model
+from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+from rl_inference import EmbeddedEngine
+from rl_inference.testing import ServerProcess
+from rl_trainers import PublishConfig, WeightPublisher
+
+pytestmark = pytest.mark.slow
+
+COMMAND = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
+
+
+@pytest.fixture(scope="module")
+def fault_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fault") / "fault"
+    path.write_text("")
+    os.environ["FAULT_FILE"] = str(path)
+    yield path
+    del os.environ["FAULT_FILE"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, fault_file):
+    """`update(version)`: one step of training, and the update of the servers."""
+    directory = tmp_path_factory.mktemp("run")
+    model = make_tiny_model(directory / "model", layers=2, hidden=32)
+    engine = FSDPEngine(FSDPEngineConfig())
+    engine.initialize(FinetuneSpec(str(model), 1000, optimizer=OptimizerConfig(lr=1e-2), device="cpu"))
+    batch = shard_batch(make_batch(8, 0, lengths=(16, 24)), engine.parallel)
+    client = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
+
+    def loss(outputs, packed):
+        return -(outputs.logprobs * packed["advantages"]).sum(), {}
+
+    def update():
+        engine.train_batch(batch, loss, lambda rows: rows["loss_mask"].sum())
+        engine.version += 1
+        publisher.publish(engine.version)
+
+    options = {"weights_dir": directory / "weights", "slots": 16}
+    servers = [ServerProcess(model, directory / f"{i}.log", options=options, command=COMMAND) for i in range(2)]
+    with servers[0] as first, servers[1] as second, LoopThread("client") as loop:
+        client.initialize([first.address, second.address])
+        publisher = WeightPublisher(engine, client, loop, PublishConfig(canary="always"), str(directory / "weights"))
+        publisher.publish(0)
+        yield update
+        loop.run(client.destroy(), 10)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("one behind", "its scores of 383 tokens .* those of the version before"),
+        ("weights not sent", "its scores of 383 tokens .* other weights than were sent"),
+        ("stale copy", "its scores of 383 tokens .* other weights than were sent"),
+        ("stale prefix", "its scores are right, but .* its prefix cache"),
+    ],
+)
+def test_publish_fault_of_a_real_server_is_named_by_the_canary(run, fault_file, fault, named):
+    fault_file.write_text("")
+    for _ in range(2):
+        run()
+    fault_file.write_text(fault)
+
+    with pytest.raises(WeightUpdateError, match=rf"route shm, version \d+, http\S+: {named}"):
+        run()

@@ -6,29 +6,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ServeSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.data import ServeSpec
 from rl_contracts.errors import InferenceError
-from rl_contracts.inference import Capabilities, ServedModel
+from rl_contracts.inference import Capabilities
 from rl_contracts.model_directory import vocabulary_size
-from rl_inference.protocols.base import (
-    Call,
-    Exchange,
-    GenerationChunk,
-    Health,
-    ServerProtocol,
-    Stats,
-    as_object,
-    event,
-    expand,
-    ignored,
-)
+from rl_inference.protocols.base import Call, Exchange, GenerationChunk, as_object, event, expand, ignored
+from rl_inference.protocols.control import ControlProtocol
 from rl_inference.transport import ServerBusyError
 
 
-class SGLangProtocol(ServerProtocol):
+class SGLangProtocol(ControlProtocol):
     """SGLang with our routes.
 
     Args:
@@ -46,7 +36,6 @@ class SGLangProtocol(ServerProtocol):
         keeps_cache=False,
         signs_of_life=False,
     )
-    life_header: ClassVar[str] = "X-Server-Instance"
 
     def __init__(self, spec: ServeSpec, context: int | None = None) -> None:
         self._spec, self._context = spec, context
@@ -62,9 +51,6 @@ class SGLangProtocol(ServerProtocol):
         stream = Stream(self._spec.version, generation.max_new_tokens, stops or None)
         body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": True}
         return Call("/generate", stream.read, body)
-
-    def describe(self) -> Exchange[ServedModel | None]:
-        return (yield Call("/rl/info", _served_model))
 
     def _check_ids(self, ids: list[int], name: str) -> None:
         """Refuse a token that the model does not have: SGLang would die of it."""
@@ -112,27 +98,6 @@ class SGLangProtocol(ServerProtocol):
         if len(scores) != len(input_ids):
             raise ValueError(f"{len(scores)} log-probs of {len(input_ids)} tokens")
         return scores
-
-    def health(self) -> Exchange[Health]:
-        return (yield Call("/rl/health", _health))
-
-    def stats(self) -> Exchange[Stats]:
-        return (yield Call("/rl/stats", _stats))
-
-    def pause(self, mode: str, lease: float) -> Exchange[float | None]:
-        return (yield Call("/rl/pause", _tokens_until_paused, {"mode": mode, "lease": lease}))
-
-    def resume(self) -> Exchange[float | None]:
-        return (yield Call("/rl/resume", _paused_seconds, {}))
-
-    def load(self, meta: WeightUpdateMeta, timeout: float) -> Exchange[WeightReceipt | None]:
-        return (yield Call("/rl/stage", _receipt, {"meta": meta.to_json(), "timeout": timeout}))
-
-    def commit(self, version: int, mode: str) -> Exchange[None]:
-        yield Call("/rl/commit", ignored, {"version": version, "mode": mode})
-
-    def receipt(self) -> Exchange[WeightReceipt]:
-        return (yield Call("/rl/receipt", _receipt))
 
     def error_message(self, body: bytes) -> str:
         """The sentence in a refusal: `/generate`, what controls, FastAPI and ours each have a form. A server that does
@@ -251,34 +216,3 @@ def _scores(body: bytes) -> list[float]:
     """Log-probs of the prompt's tokens; the first one has none."""
     entries = as_object(body)["meta_info"]["input_token_logprobs"]
     return [0.0 if index == 0 else float(entry[0]) for index, entry in enumerate(entries)]
-
-
-def _served_model(body: bytes) -> ServedModel:
-    value = as_object(body)
-    return ServedModel(str(value["model_path"]), int(value["version"]), str(value["weights_dir"]))
-
-
-def _health(body: bytes) -> Health:
-    value = as_object(body)
-    return Health(int(value["version"]), int(value["open"]))
-
-
-def _stats(body: bytes) -> Stats:
-    value = as_object(body)
-    figures = ("running", "waiting", "generated_tokens", "busy_seconds")
-    return Stats(int(value["version"]), bool(value["paused"]), *(float(value[name]) for name in figures))
-
-
-def _tokens_until_paused(body: bytes) -> float | None:
-    value = as_object(body)
-    return None if value["paused"] else float(value["generated_tokens"])
-
-
-def _paused_seconds(body: bytes) -> float:
-    return float(as_object(body)["paused_seconds"])
-
-
-def _receipt(body: bytes) -> WeightReceipt:
-    value = as_object(body)
-    checksums = {name: int(text) for name, text in value["checksums"].items()}
-    return WeightReceipt(str(value["holder"]), int(value["version"]), checksums)

@@ -10,21 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
 from rl_contracts.inference import Capabilities, ServedModel
-from rl_inference.protocols.base import (
-    Call,
-    Exchange,
-    GenerationChunk,
-    Health,
-    ServerProtocol,
-    Stats,
-    as_object,
-    event,
-    expand,
-    ignored,
-)
+from rl_inference.protocols.base import Call, Exchange, GenerationChunk, as_object, event, expand, ignored
+from rl_inference.protocols.control import ControlProtocol
 
 _GENERATE = "/inference/v1/generate"
 _UNKNOWN_LOGPROB = -9999.0
@@ -32,7 +21,7 @@ _UNKNOWN_LOGPROB = -9999.0
 _ENDS = ("stop", "length", "abort")
 
 
-class VLLMProtocol(ServerProtocol):
+class VLLMProtocol(ControlProtocol):
     """vLLM with our extension.
 
     Args:
@@ -41,7 +30,6 @@ class VLLMProtocol(ServerProtocol):
     """
 
     counts_tokens: ClassVar[bool] = True
-    life_header: ClassVar[str] = "X-Server-Instance"
 
     def __init__(self, version: int = 0, sleeps: bool = False) -> None:
         self._version = version
@@ -109,27 +97,6 @@ class VLLMProtocol(ServerProtocol):
                 "is sampled from; start it with --logprobs-mode processed_logprobs"
             )
         return ServedModel(str(said["model_path"]), int(said["version"]), str(said["weights_dir"]))
-
-    def health(self) -> Exchange[Health]:
-        return (yield Call("/rl/health", _health))
-
-    def stats(self) -> Exchange[Stats]:
-        return (yield Call("/rl/stats", _stats))
-
-    def pause(self, mode: str, lease: float) -> Exchange[float | None]:
-        return (yield Call("/rl/pause", _tokens_until_paused, {"mode": mode, "lease": lease}))
-
-    def resume(self) -> Exchange[float | None]:
-        return (yield Call("/rl/resume", _paused_seconds, {}))
-
-    def load(self, meta: WeightUpdateMeta, timeout: float) -> Exchange[WeightReceipt | None]:
-        return (yield Call("/rl/stage", _receipt, {"meta": meta.to_json(), "timeout": timeout}))
-
-    def commit(self, version: int, mode: str) -> Exchange[None]:
-        yield Call("/rl/commit", ignored, {"version": version, "mode": mode})
-
-    def receipt(self) -> Exchange[WeightReceipt]:
-        return (yield Call("/rl/receipt", _receipt))
 
     def sleep(self) -> Exchange[None]:
         yield Call("/rl/sleep", ignored, {})
@@ -199,29 +166,3 @@ def _scores(input_ids: list[int]) -> Callable[[bytes], list[float]]:
         return scores
 
     return parse
-
-
-def _health(body: bytes) -> Health:
-    value = as_object(body)
-    return Health(int(value["version"]), int(value["open"]))
-
-
-def _stats(body: bytes) -> Stats:
-    value = as_object(body)
-    figures = ("running", "waiting", "generated_tokens", "busy_seconds")
-    return Stats(int(value["version"]), bool(value["paused"]), *(float(value[name]) for name in figures))
-
-
-def _tokens_until_paused(body: bytes) -> float | None:
-    value = as_object(body)
-    return None if value["paused"] else float(value["generated_tokens"])
-
-
-def _paused_seconds(body: bytes) -> float:
-    return float(as_object(body)["paused_seconds"])
-
-
-def _receipt(body: bytes) -> WeightReceipt:
-    value = as_object(body)
-    checksums = {name: int(text) for name, text in value["checksums"].items()}
-    return WeightReceipt(str(value["holder"]), int(value["version"]), checksums)

@@ -1,6 +1,7 @@
 """What CI and hooks check: planted circles of imports, surplus statements, wrong messages are named."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -207,6 +208,25 @@ def test_every_script_is_in_the_list_of_scripts():
     listed = (CI.parent / "README.md").read_text()
 
     assert [path.name for path in CI.iterdir() if path.name != "__pycache__" and path.name not in listed] == []
+
+
+# ---- all of CI
+
+
+@pytest.mark.parametrize("failing", ["ruff check .", "infra/servers/build.py vllm", "pytest -q --all"])
+def test_ci_ends_with_the_message_of_what_fails(tmp_path, failing):
+    """The servers' environment is built before the tests, which would otherwise be skipped."""
+    asked = tmp_path / "asked"
+    uv = tmp_path / "uv"
+    uv.write_text(f'#!/bin/sh\necho "$*" >>{asked}\ncase "$*" in *"{failing}"*) echo why >&2; exit 1 ;; esac\n')
+    uv.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = [str(ROOT / ".ci" / "run")]
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (1, "why\n")
+    assert failing in asked.read_text().splitlines()[-1]
+    assert ("build.py" in asked.read_text()) == (failing != "ruff check .")
 
 
 # ---- the page of nightly runs

@@ -135,8 +135,27 @@ def test_build_without_the_python_a_compiler_or_space_names_it(tmp_path, monkeyp
     stand_in = tmp_path / "python3.11"
     stand_in.write_text("#!/bin/sh\nexit 127\n")
     stand_in.chmod(0o755)
-    with pytest.raises(builder.MissingError, match=r"expected a Python 3\.11 with venv.*install"):
+    with pytest.raises(builder.MissingError, match=r"expected a Python 3\.11 with venv.*no uv to fetch it; install"):
         builder.find_python("3.11")
+
+
+def test_find_python_that_is_not_on_the_path_is_fetched_by_uv(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    uv = tmp_path / "uv"
+    uv.write_text(f"""#!/bin/sh
+fetched={tmp_path / "fetched"}
+case "$*" in
+"python install "*" {version}") : >$fetched ;;
+"python find --managed-python {version}") test -e $fetched && echo {sys.executable} ;;
+*) exit 2 ;;
+esac
+""")
+    uv.chmod(0o755)
+
+    assert builder.find_python(version) == sys.executable
+    with pytest.raises(builder.MissingError, match=r"expected a Python 3\.9 with venv.*none that uv could fetch"):
+        builder.find_python("3.9")
 
 
 def test_interpreter_cache_that_cannot_be_made_is_named(tmp_path):

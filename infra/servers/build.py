@@ -7,8 +7,8 @@ each and nothing else, on standard output; a path is what `rollout.server.python
 `~/.cache/rl/servers` (`$HF_HOME/rl/servers` where that is set), named after the server and the hash of its table in
 `pins.toml`, so that other pins make another one. An environment counts as built when its last file is there: one whose
 build was interrupted is made anew. Two builds at once wait for each other. Needs the standard library of Python 3.11,
-the Python that the pins ask for, and pip's package index; vLLM's build of torch is published on PyTorch's own CPU
-index, which pip is told of as usual (`PIP_EXTRA_INDEX_URL`).
+the Python that the pins ask for or uv, which fetches it, and pip's package index; vLLM's build of torch is published on
+PyTorch's own CPU index, which pip is told of as usual (`PIP_EXTRA_INDEX_URL`).
 """
 
 from __future__ import annotations
@@ -185,21 +185,33 @@ class Steps:
 
 
 def find_python(version: str) -> str:
-    """The first `pythonVERSION` on PATH that starts, is that version and can make environments.
+    """The first `pythonVERSION` on PATH that starts, is that version and can make environments. Where there is none,
+    the one that uv keeps, or fetches.
 
     Raises:
         MissingError: there is none.
     """
-    wanted = f"import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != {version!r})"
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         candidate = shutil.which(f"python{version}", path=folder)
-        # A version manager's stand-in is there also where it cannot start the version.
-        if candidate and subprocess.run([candidate, "-c", wanted], capture_output=True, check=False).returncode == 0:
+        if candidate and _makes_environments(candidate, version):
+            return candidate
+    if uv := shutil.which("uv"):
+        subprocess.run([uv, "python", "install", "--no-bin", version], stdout=sys.stderr, check=False)
+        find = [uv, "python", "find", "--managed-python", version]
+        candidate = subprocess.run(find, capture_output=True, text=True, check=False).stdout.strip()
+        if candidate and _makes_environments(candidate, version):
             return candidate
     raise MissingError(
-        f"expected a Python {version} with venv and ensurepip, found no python{version} on PATH that has them; install "
-        f"it from your distribution (python{version} and python{version}-venv), or with `uv python install {version}`"
+        f"expected a Python {version} with venv and ensurepip, found no python{version} on PATH that has them, and "
+        f"{'none that uv could fetch' if uv else 'no uv to fetch it'}; install it from your distribution "
+        f"(python{version} and python{version}-venv), or install uv (pip install uv)"
     )
+
+
+def _makes_environments(python: str, version: str) -> bool:
+    """Whether it is there; a version manager's stand-in is there also where it cannot start the version."""
+    wanted = f"import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != {version!r})"
+    return subprocess.run([python, "-c", wanted], capture_output=True, check=False).returncode == 0
 
 
 def find_compiler() -> str:

@@ -294,3 +294,16 @@ def test_too_few_files_for_the_answers_asked_for_at_once_is_a_warning(capsys, mo
 
 def test_defaults_have_no_warning(capsys):
     assert "warning" not in _run(capsys, "--dry-run")[1]
+
+
+def test_canary_that_there_is_no_room_for_is_refused(capsys):
+    arguments = ["--dry-run", "publish.canary=always", "rollout.server.context_length=300"]
+    few = "actor.micro_batch.max_tokens=200"
+
+    code, _, err = _run(capsys, *arguments)
+    code_of_few, _, err_of_few = _run(capsys, *arguments, few)
+
+    assert (code, code_of_few) == (2, 2)
+    assert "publish.canary_tokens: expected at most 284, since 16 more must fit into the servers' context=300" in err
+    assert f"publish.canary_tokens: expected at most 184, since 16 more must fit into {few}" in err_of_few
+    assert _run(capsys, *arguments, "publish.canary_tokens=284")[0] == 0

@@ -54,8 +54,17 @@ def runs(directory):
     launchers = Path(__file__).parents[2] / "packages" / "rl-launchers" / "tests"
     tests = [str(launchers / f"test_launchers_{name}.py") for name in ("restarts", "signals")]
     return {
-        # a reference, a critic, recover points and saved batches
-        ("gsm8k-grpo", *FEW, "algorithm=ppo", "algorithm.kl.place=loss", "algorithm.kl.coef=0.1", "recover.every=1"): 0,
+        # a reference, a critic, recover points, saved batches and canaries
+        (
+            "gsm8k-grpo",
+            *FEW,
+            "algorithm=ppo",
+            "algorithm.kl.place=loss",
+            "algorithm.kl.coef=0.1",
+            "publish.canary=always",
+            "publish.canary_tokens=64",
+            "recover.every=1",
+        ): 0,
         # two ranks, adapters, small micro-batches, an option of the data set, a broadcast that waits for answers
         (
             "gsm8k-grpo",
@@ -100,7 +109,7 @@ def runs(directory):
             for kind, version in (("vllm", "0.32.0"), ("sglang", "0.5.23"))
         },
         # a server that is started anew, and a run that is asked to end
-        ("pytest", "-q", "--all", *tests, "-k", "restart_window or writes_its_recover_point"): 0,
+        ("pytest", "-q", "--nightly", *tests, "-k", "restart_window or writes_its_recover_point"): 0,
     }
 
 
@@ -320,6 +329,7 @@ def commands(at, port=4711):
         "rollout.server.python": sys.executable,
         "publish.route": "broadcast",
         "publish.host": "localhost",
+        "publish.canary_tokens": 40,  # within context and micro-batches
         "gap.answer_every": 1,
     }
     algorithm = {

@@ -15,6 +15,7 @@ from rl_apps.template import check_chat_template
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
+from rl_contracts.model_directory import context_length
 
 FILES_BESIDE_REQUESTS = 200
 """What a trainer process has open besides: modules, logs, shared memory, the other ranks."""
@@ -48,7 +49,7 @@ def remarks(run: Run[Any]) -> list[str]:
     """What works and will probably disappoint, in sentences.
 
     Raises:
-        ConfigError: see `longest_row`.
+        ConfigError: see `longest_row`; or the canary does not fit.
     """
     config, found = run.config, []
     steps, optimizers = config.total_steps * config.actor.minibatches, {"actor": config.actor.optimizer}
@@ -62,6 +63,8 @@ def remarks(run: Run[Any]) -> list[str]:
             )
     if isinstance(config, GRPOConfig):
         found += _too_few_files(config, run.layout.actor.strategy.data)
+    if run.layout.rollout is not None:
+        _check_canary(run)
     found += _comes_back_too_late(run)
     limit = longest_row(config.data, config.model.directory())
     generations = {"evaluation": config.evaluation.generation} if run.layout.rollout and config.evaluation.rows else {}
@@ -74,6 +77,19 @@ def remarks(run: Run[Any]) -> list[str]:
                 f"for: prompt and answer together have {limit} tokens at most (data.max_length, or the model's context)"
             )
     return found
+
+
+def _check_canary(run: Run[Any]) -> None:
+    """Refuse a canary for which the servers' context or the trainer's micro-batches have no room."""
+    from rl_trainers.canary import TOKENS
+
+    publish, server, tokens = run.config.publish, run.config.rollout.server, run.config.actor.micro_batch.max_tokens
+    if publish.canary == "always":
+        context = getattr(server, "context_length", 0) or context_length(run.config.model.directory()) or tokens
+        limits = {"the servers' context": context, "actor.micro_batch.max_tokens": tokens}
+        name, room = min(limits.items(), key=lambda limit: limit[1])
+        fits = f"at most {room - TOKENS}, since {TOKENS} more must fit into {name}={room}"
+        require(publish.canary_tokens <= room - TOKENS, "publish.canary_tokens", fits, publish.canary_tokens)
 
 
 def _comes_back_too_late(run: Run[Any]) -> list[str]:

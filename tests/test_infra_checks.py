@@ -251,3 +251,27 @@ def test_nightly_page_has_counts_figures_and_reasons_and_keeps_earlier_runs():
     assert "| 1 | gpu: no CUDA \\| none here |" in first
     assert second.index("abc1234") < second.index("def5678")
     assert second.count("test_learns") == 1
+
+
+# ---- what is left out of a run of the tests
+
+
+def test_marks_leave_tests_out_whatever_their_folder_is_called(tmp_path):
+    checkout = tmp_path / "nightly"
+    checkout.mkdir()
+    (checkout / "conftest.py").write_text((ROOT / "conftest.py").read_text())
+    (checkout / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow: x\n  nightly: x\n  gpu: x\n")
+    marked = "".join(f"@pytest.mark.{mark}\ndef test_{mark}(): pass\n" for mark in ("slow", "nightly"))
+    (checkout / "test_slow.py").write_text(f"import pytest\ndef test_quick(): pass\n{marked}")
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-n0", "-p", "no:cacheprovider", str(checkout)]
+
+    outputs = [
+        subprocess.run([*command, *flag], capture_output=True, text=True, timeout=120, cwd=checkout).stdout
+        for flag in ((), ("--all",), ("--nightly",))
+    ]
+
+    assert [re.findall(r"PASSED .*::test_(\w+)", output) for output in outputs] == [
+        ["quick"],
+        ["quick", "slow"],
+        ["quick", "slow", "nightly"],
+    ]

@@ -134,10 +134,11 @@ async def test_group_members_that_wait_inside_read_no_keys_and_values_of_older_w
     """They passed the door with the salt of the version before, whose blocks the others of their group hold."""
     await engine.stats()
     first = engine.version
-    asked = [make_request([*SHARED, 9], i, tokens=96) for i in range(4 * AT_ONCE)]
+    await engine.stage_weights(put_weights(weights_dir, first + 1, models.tensors(first + 1))[0])
+    asked = [make_request([*SHARED, 9], i, tokens=400) for i in range(4 * AT_ONCE)]
     running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
     await until(engine, lambda stats: stats["running"] >= 1 and stats["waiting"] >= AT_ONCE)
-    await publish(engine, models, weights_dir, "shm", "keep")
+    await engine.commit_weights(first + 1, "keep")
     responses = await asyncio.gather(*running)
 
     assert {each.versions[0] for each in responses} == {first, first + 1}

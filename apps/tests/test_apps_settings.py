@@ -109,7 +109,7 @@ def runs(directory):
             for kind, version in (("vllm", "0.32.0"), ("sglang", "0.5.23"))
         },
         # a server that is started anew, and a run that is asked to end
-        ("pytest", "-q", "--nightly", *tests, "-k", "restart_window or writes_its_recover_point"): 0,
+        ("pytest", "-q", "--all", *tests, "-k", "restart_window or writes_its_recover_point"): 0,
     }
 
 

@@ -25,7 +25,7 @@ from rl_apps.rehearsal import rehearse
 from rl_apps.servers import check_attached, check_program, command_of
 from rl_apps.template import load_tokenizer
 from rl_contracts import registry
-from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, raised_at
+from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, ServerStartError, raised_at
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Worker
 from rl_launchers import Launcher, uv_parent
 
@@ -55,7 +55,7 @@ def main(reference: str, argv: list[str] | None = None) -> int:
         return _main(reference, app, sys.argv[1:] if argv is None else argv, parent)
     except RLError as error:
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
+        return 2 if isinstance(error, ConfigError | DataError | ModelError | ServerStartError) else 1
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # a user's file is to blame, and told; anything else goes on

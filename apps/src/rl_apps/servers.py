@@ -80,14 +80,11 @@ def look_for(program: ServerProgram) -> None:
     """
     where = f"rollout.server.python={program.python}" if program.python else f"the servers' Python, {sys.executable}"
     python, found, problem = _look(program, where)
-    wanted = " or ".join(program.distributions)
-    bounds = [f"{sign}{number}" for sign, number in ((">=", program.at_least), ("<", program.below)) if number]
-    expected = f"{where} (Python {python}): expected {wanted} {','.join(bounds)}".rstrip()
+    expected = f"{where} (Python {python}): expected {_wanted(program)}"
     if not found:
         raise ConfigError(f"{expected}, found no such package. {program.remedy}")
     (name, version), *_ = found.items()
-    late = program.below and not _numbers(version) < _numbers(program.below)
-    if late or _numbers(version) < _numbers(program.at_least):
+    if not _will_do(program, version):
         raise ConfigError(f"{expected}, found {name} {version}. {program.remedy}")
     if problem:
         raise ConfigError(
@@ -118,6 +115,17 @@ def _look(program: ServerProgram, where: str) -> tuple[str, dict[str, str], str]
             f"{last}. {program.remedy}"
         ) from None
     return python, found, problem
+
+
+def _wanted(program: ServerProgram) -> str:
+    """Which packages of which versions will do, in words."""
+    bounds = [f"{sign}{number}" for sign, number in ((">=", program.at_least), ("<", program.below)) if number]
+    return f"{' or '.join(program.distributions)} {','.join(bounds)}".rstrip()
+
+
+def _will_do(program: ServerProgram, version: str) -> bool:
+    late = program.below and not _numbers(version) < _numbers(program.below)
+    return not late and _numbers(version) >= _numbers(program.at_least)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -172,7 +180,10 @@ async def _look_at(run: Run[Any], address: str, first_version: int) -> None:
 
 
 def _check_description(said: ServedModel, run: Run[Any], first_version: int) -> None:
-    spec, route = serve_spec(run), run.config.publish.route
+    spec, route, program = serve_spec(run), run.config.publish.route, run.config.rollout.server.program()
+    name, _, version = said.program.partition(" ")
+    if program is not None and name and not (name in program.distributions and _will_do(program, version)):
+        raise InferenceError(f"it is {said.program}, and this run is made for {_wanted(program)}")
     if said.model_path and not same_model(said.model_path, spec.model_path):
         raise InferenceError(f"it serves the model {said.model_path}, and the run is about {spec.model_path}")
     if said.version > first_version:

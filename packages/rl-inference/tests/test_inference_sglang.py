@@ -291,8 +291,8 @@ def test_score_of_other_tokens_is_no_answer(protocol: SGLangProtocol) -> None:
         (
             lambda p: p.describe(),
             "GET /rl/info None",
-            {"model_path": "/m", "version": 8, "weights_dir": ""},
-            ServedModel("/m", 8, ""),
+            {"model_path": "/m", "version": 8, "weights_dir": "", "server": "sglang 0.5.23"},
+            ServedModel("/m", 8, "", "sglang 0.5.23"),
         ),
         (
             lambda p: p.pause("wait", 60.0),

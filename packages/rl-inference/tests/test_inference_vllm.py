@@ -265,7 +265,7 @@ def test_extension_answers_are_read():
     _, said = drive(PROTOCOL.describe(), recorded("info"))
 
     assert health == Health(0, 0)
-    assert said == ServedModel("/models/0", 0, "/models/weights")
+    assert said == ServedModel("/models/0", 0, "/models/weights", "vllm 0.32.0")
     assert (asked.verb, figures.version, figures.paused, figures.running) == ("GET", 0, False, 0.0)
     assert figures.generated_tokens > 0
     assert (stage.verb, stage.body) == ("POST", {"meta": meta.to_json(), "timeout": 30.0})

@@ -383,20 +383,19 @@ async def test_guard_lease_wakes_no_server_that_sleeps():
     assert door.engine.asked[-1] == ("sleep", 1)
 
 
-async def test_guard_that_could_not_load_ends_its_process(monkeypatch):
-    door, ended = _Door(), []
+async def test_guard_that_could_not_load_says_why_and_ends_its_process(monkeypatch):
+    door, ended = _Door(), asyncio.Event()
     await door.ask("/rl/stage", {"meta": {"version": 7, "route": "disk", "parts": []}, "timeout": 5})
     door.engine.error = "half of it is gone"
+    monkeypatch.setattr(guard, "end_process", ended.set)
 
-    def end() -> None:
-        ended.append(True)
-        raise SystemExit
+    status, told, _ = await door.ask("/rl/commit", {"version": 7, "mode": "keep"})
 
-    monkeypatch.setattr(guard, "end_process", end)
-    with pytest.raises(SystemExit):
-        await door.ask("/rl/commit", {"version": 7, "mode": "keep"})
-
-    assert ended == [True]
+    assert status == 500
+    assert "route disk, version 7 was not loaded: half of it is gone" in told["error"]["message"]
+    assert ("resume",) not in door.engine.asked
+    async with asyncio.timeout(10):
+        await ended.wait()
 
 
 def test_end_process_waits_for_nothing_and_leaves_no_child():
@@ -569,5 +568,7 @@ def test_describe_refuses_a_server_whose_log_probs_are_raw():
             return end.value
 
     assert described(said) == ServedModel("/m", 3, "/w")
+    sglang = described({"model_path": "/m", "version": 3, "weights_dir": "/w", "server": "sglang 0.5.23"})
+    assert sglang == ServedModel("/m", 3, "/w", "sglang 0.5.23")  # has no such mode; the command says what it expected
     with pytest.raises(InferenceError, match="--logprobs-mode processed_logprobs"):
         described({**said, "logprobs_mode": "raw_logprobs"})

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
-from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
 from rl_contracts.scheduler import JobSpec, Resources, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig
 
@@ -85,9 +85,12 @@ def test_run_together_starts_trainers_beside_servers_that_are_not_ready(schedule
 def test_run_together_server_that_fails_to_start_ends_the_run_and_is_not_started_anew(
     scheduler: LocalScheduler,
 ) -> None:
-    broken = JobSpec("rollout", python("print('no such model'); raise SystemExit(3)"), ready_path="/health")
+    program = python("print('no such model'); raise SystemExit(3)")
+    broken = JobSpec("rollout", program, ready_path="/health", remedy="Choose another model.")
 
-    with pytest.raises(LaunchError, match=r"(?s)^rollout-0 ended with exit code 3 .*no such model"):
+    with pytest.raises(
+        ServerStartError, match=r"(?s)^rollout-0 ended with exit code 3 .*\nChoose another model\.\n.*no such model"
+    ):
         Launcher(scheduler).run([broken], lambda _: [JobSpec("actor", python(SLEEP))], together=True)
 
     assert scheduler.poll() == []
@@ -95,12 +98,13 @@ def test_run_together_server_that_fails_to_start_ends_the_run_and_is_not_started
 
 def test_run_together_trainer_that_fails_does_not_wait_for_the_servers(scheduler: LocalScheduler) -> None:
     started = time.monotonic()
-    with pytest.raises(LaunchError, match=r"(?s)^actor-0 ended with exit code 1 .*no such data"):
+    with pytest.raises(LaunchError, match=r"(?s)^actor-0 ended with exit code 1 .*no such data") as caught:
         Launcher(scheduler).run(
             [server(delay=600.0)],
             lambda _: [JobSpec("actor", python("raise ValueError('no such data')"))],
             together=True,
         )
+    assert type(caught.value) is LaunchError
     assert time.monotonic() - started < 15
 
 

@@ -81,6 +81,10 @@ class LaunchError(RLError):
     boundary = "launch"
 
 
+class ServerStartError(LaunchError):
+    """A server ended before it was ready: with this model and these settings it cannot be started."""
+
+
 class StopRequestedError(RLError):
     """The process was asked to stop while it waited between two steps, where the run can be saved."""
 

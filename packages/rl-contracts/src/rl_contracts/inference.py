@@ -43,6 +43,8 @@ class ServedModel:
     """Of the weights that it serves."""
     weights_dir: str | None = None
     """Directory in which it looks for updates; empty: it takes none; None: it takes them from anywhere."""
+    program: str = ""
+    """The program that it is, and its version, such as `vllm 0.32.0`; empty: it does not say."""
 
 
 @dataclass
@@ -80,6 +82,9 @@ class Capabilities:
     checksums: bool = True
     """Receipts, and `live_receipts`, have a checksum of each parameter. Else receipts are empty, and a `Canary` shows
     what is served; so it is for all that do not stage beside, whose receipts would come too late."""
+    live_checksums: bool = True
+    """Those of `live_receipts` are of what is computed with. Else of what was loaded last, which a diagnosis is not
+    shown: it says nothing of what is served."""
     stamps: bool = True
     """Servers say which version made which token. Else tokens count for the oldest version that can have made them."""
     stamps_at_end: bool = False

@@ -46,6 +46,8 @@ class JobSpec:
     spmd: bool = False
     """Set torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) for the workers of this role.
     """
+    remedy: str = ""
+    """What to do where a server ends before it is ready, in sentences."""
 
 
 class WorkerStatus(StrEnum):

@@ -12,7 +12,7 @@ from rl_contracts.data import ServeSpec
 from rl_contracts.inference import ServerConfig, ServerProgram
 from rl_contracts.model_directory import context_length
 from rl_contracts.scheduler import JobSpec
-from rl_inference.arguments import overriding
+from rl_inference.program import check_program, on_cpu, program_job
 
 PROGRAM = Path(__file__).with_name("inside") / "sglang_server.py"
 """What is started with the Python that has SGLang."""
@@ -75,20 +75,7 @@ class SGLangEngineConfig(ServerConfig):
 
     def check(self, spec: ServeSpec) -> None:
         """Refuse what SGLang, or our way of updating it, cannot do."""
-        split = spec.strategy
-        require(
-            split.pipeline == split.context == split.expert == 1,
-            "allocation",
-            f"sglang:d{split.data}t{split.tensor} (one server is split by tensors alone)",
-            f"sglang:{split}",
-        )
-        require(
-            not spec.deterministic,
-            "deterministic with allocation=sglang",
-            "embedded servers, which give the same bits",
-            True,
-        )
-        require(not (self.quantization and _on_cpu(spec)), "server.quantization", "none on CPUs", self.quantization)
+        check_program("sglang", self, spec, OWN_ARGUMENTS)
         require(
             not (self.quantization and spec.weights_dir),
             "server.quantization",
@@ -96,17 +83,10 @@ class SGLangEngineConfig(ServerConfig):
             self.quantization,
         )
         require(
-            self.dtype != "float32" or _on_cpu(spec),
+            self.dtype != "float32" or on_cpu(spec),
             "server.dtype",
             "bfloat16 or float16 on GPUs, whose attention takes no other (actor.dtype should be the same)",
             self.dtype,
-        )
-        taken = overriding(self.arguments, OWN_ARGUMENTS)
-        require(
-            not taken,
-            "server.arguments",
-            f"none of {', '.join(OWN_ARGUMENTS)}: they follow from other settings, or the run relies on them",
-            ", ".join(taken),
         )
 
 
@@ -116,28 +96,13 @@ def server_job(config: SGLangEngineConfig, spec: ServeSpec) -> JobSpec:
     Raises:
         ConfigError: no model, or what SGLang cannot do.
     """
-    config.check(spec)
-    require(bool(spec.model_path), "model_path", "a model directory", spec.model_path)
-    return JobSpec(
-        role="rollout",
-        command=(config.python or sys.executable, str(PROGRAM), *_arguments(config, spec), *config.arguments),
-        count=spec.strategy.data,
-        cpus=max(spec.cpus, 1),
-        gpus=spec.gpus,
-        env=_environment(config, spec),
-        needs_port=True,
-        ready_path="/health",
-        ready_timeout=config.ready_timeout,
-    )
+    program = (config.python or sys.executable, str(PROGRAM))
+    return program_job(config, spec, (*program, *_arguments(config, spec)), _environment(config, spec))
 
 
 def context_of(config: SGLangEngineConfig, spec: ServeSpec) -> int | None:
     """Tokens of prompt and answer together at most; None: nobody says."""
     return config.context_length or context_length(spec.model_path)
-
-
-def _on_cpu(spec: ServeSpec) -> bool:
-    return spec.device == "cpu" or not spec.gpus
 
 
 def _arguments(config: SGLangEngineConfig, spec: ServeSpec) -> list[str]:
@@ -154,7 +119,7 @@ def _arguments(config: SGLangEngineConfig, spec: ServeSpec) -> list[str]:
         "log-level-http": "warning",
     }
     values |= (
-        {"max-total-tokens": config.cache_tokens} if _on_cpu(spec) else {"mem-fraction-static": config.memory_share}
+        {"max-total-tokens": config.cache_tokens} if on_cpu(spec) else {"mem-fraction-static": config.memory_share}
     )
     if context := context_of(config, spec):
         values["context-length"] = context + SPARE_TOKENS
@@ -164,20 +129,15 @@ def _arguments(config: SGLangEngineConfig, spec: ServeSpec) -> list[str]:
     # SGLang's own warm-up would not know the key; the first health check generates a token
     switches = ["--incremental-streaming-output", "--skip-server-warmup"]
     switches += [] if config.prefix_cache else ["--disable-radix-cache"]
-    return [*named, *switches, *(_ON_CPU if _on_cpu(spec) else ())]
+    return [*named, *switches, *(_ON_CPU if on_cpu(spec) else ())]
 
 
 def _environment(config: SGLangEngineConfig, spec: ServeSpec) -> dict[str, str]:
     found = {
-        "RL_WEIGHTS_DIR": str(Path(spec.weights_dir).resolve()) if spec.weights_dir else "",
-        "RL_WEIGHT_VERSION": str(spec.version),
-        "RL_SERVER_NAME": "rollout-{index}",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the spare tokens
     }
     if config.python:
         found["PYTHONPATH"] = ""  # what the command imports is of another environment
-    if _on_cpu(spec):
+    if on_cpu(spec):
         found["SGLANG_USE_CPU_ENGINE"] = "1"
-    if Path(spec.model_path).is_dir():
-        found["HF_HUB_OFFLINE"] = "1"
     return found

@@ -11,7 +11,7 @@ from rl_contracts.config import bounded, choice, require
 from rl_contracts.data import ServeSpec
 from rl_contracts.inference import ServerConfig, ServerProgram
 from rl_contracts.scheduler import JobSpec
-from rl_inference.arguments import overriding
+from rl_inference.program import check_program, on_cpu, program_job
 
 INSIDE = Path(__file__).with_name("inside")
 """Where the extension lies that runs in vLLM's processes: the only directory of ours that these see."""
@@ -94,28 +94,8 @@ class VLLMEngineConfig(ServerConfig):
 
     def check(self, spec: ServeSpec) -> None:
         """Refuse what vLLM, or our way of updating it, cannot do."""
-        split, cpu = spec.strategy, _on_cpu(spec)
-        require(
-            split.pipeline == split.context == split.expert == 1,
-            "allocation",
-            f"vllm:d{split.data}t{split.tensor} (one server is split by tensors alone)",
-            f"vllm:{split}",
-        )
-        require(
-            not spec.deterministic,
-            "deterministic with allocation=vllm",
-            "embedded servers, which give the same bits",
-            True,
-        )
-        require(not (self.quantization and cpu), "server.quantization", "none on CPUs", self.quantization)
-        require(not (self.sleep and cpu), "server.sleep", "false on CPUs", self.sleep)
-        taken = overriding(self.arguments, OWN_ARGUMENTS)
-        require(
-            not taken,
-            "server.arguments",
-            f"none of {', '.join(OWN_ARGUMENTS)}: they follow from other settings, or the run relies on them",
-            ", ".join(taken),
-        )
+        check_program("vllm", self, spec, OWN_ARGUMENTS)
+        require(not (self.sleep and on_cpu(spec)), "server.sleep", "false on CPUs", self.sleep)
 
 
 def server_job(config: VLLMEngineConfig, spec: ServeSpec) -> JobSpec:
@@ -124,24 +104,8 @@ def server_job(config: VLLMEngineConfig, spec: ServeSpec) -> JobSpec:
     Raises:
         ConfigError: no model, or what vLLM cannot do.
     """
-    config.check(spec)
-    require(bool(spec.model_path), "model_path", "a model directory", spec.model_path)
     program = (config.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-    return JobSpec(
-        role="rollout",
-        command=(*program, *_arguments(config, spec), *config.arguments),
-        count=spec.strategy.data,
-        cpus=max(spec.cpus, 1),
-        gpus=spec.gpus,
-        env=_environment(config, spec),
-        needs_port=True,
-        ready_path="/health",
-        ready_timeout=config.ready_timeout,
-    )
-
-
-def _on_cpu(spec: ServeSpec) -> bool:
-    return spec.device == "cpu" or not spec.gpus
+    return program_job(config, spec, (*program, *_arguments(config, spec)), _environment(config, spec))
 
 
 def _arguments(config: VLLMEngineConfig, spec: ServeSpec) -> list[str]:
@@ -172,7 +136,7 @@ def _arguments(config: VLLMEngineConfig, spec: ServeSpec) -> list[str]:
         "--no-enable-prefix-caching": not config.prefix_cache,
         "--enable-sleep-mode": config.sleep,
         # a prompt with a seed that is read in parts ends vLLM on a CPU, whose random numbers cannot be taken back
-        "--no-enable-chunked-prefill": _on_cpu(spec),
+        "--no-enable-chunked-prefill": on_cpu(spec),
     }
     named = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     return named + [switch for switch, wanted in switches.items() if wanted]
@@ -181,9 +145,6 @@ def _arguments(config: VLLMEngineConfig, spec: ServeSpec) -> list[str]:
 def _environment(config: VLLMEngineConfig, spec: ServeSpec) -> dict[str, str]:
     found = {
         "PYTHONPATH": str(INSIDE),
-        "RL_WEIGHTS_DIR": str(Path(spec.weights_dir).resolve()) if spec.weights_dir else "",
-        "RL_WEIGHT_VERSION": str(spec.version),
-        "RL_SERVER_NAME": "rollout-{index}",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(config.cache_gib),
         # servers and trainers of one machine would be bound to the same cores
@@ -191,6 +152,4 @@ def _environment(config: VLLMEngineConfig, spec: ServeSpec) -> dict[str, str]:
     }
     if spec.cpus:
         found["OMP_NUM_THREADS"] = str(spec.cpus)
-    if Path(spec.model_path).is_dir():
-        found["HF_HUB_OFFLINE"] = "1"
     return found

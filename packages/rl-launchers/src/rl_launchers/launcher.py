@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl_contracts import registry
 from rl_contracts.config import bounded, require
-from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
 from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers.health import RestartConfig, ServerCare
@@ -108,8 +108,9 @@ class Launcher:
             LaunchError: a worker could not be started, a trainer failed, or a server ended or hung once more than
                 `max_restarts` allows. Names the one that ended first, what it ended with, and the last lines of its
                 log.
+            ServerStartError: a server ended before all were ready; the same, and its role's `remedy`.
         """
-        self._on_tick = on_tick
+        self._on_tick, self._remedies = on_tick, {spec.role: spec.remedy for spec in servers}
         self._care = ServerCare(self._scheduler, self._config, servers)
         code = 0
         with Interrupts(self._parent) as interrupts:
@@ -143,7 +144,11 @@ class Launcher:
 
     def _await(self, servers: Sequence[JobSpec], interrupts: Interrupts) -> None:
         for spec in servers:
-            self._scheduler.wait_ready(spec.role, tick=lambda: self._look(interrupts))
+            try:
+                self._scheduler.wait_ready(spec.role, tick=lambda: self._look(interrupts))
+            except LaunchError:
+                self._look(interrupts)  # where somebody ended, it tells of all of them
+                raise
 
     def _with_key(self, spec: JobSpec) -> JobSpec:
         """The role with the run key in its environment, and a guard against it in a place that everybody can read."""
@@ -167,7 +172,8 @@ class Launcher:
         lost = {} if failed else self._lost_servers(workers)
         if failed or lost:
             interrupts.wait(SETTLE_SECONDS)
-            raise LaunchError(self._post_mortem(self._scheduler.poll(), lost))
+            error = LaunchError if failed or self._ready else ServerStartError
+            raise error(self._post_mortem(self._scheduler.poll(), lost))
         return False
 
     def _lost_servers(self, workers: list[Worker]) -> dict[str, str]:
@@ -189,9 +195,10 @@ class Launcher:
         problem = f"{first.name} {what} while the run needed it, so the run was stopped."
         if first.name in lost and self._ready and self._config.max_restarts:
             problem += f" launcher.max_restarts={self._config.max_restarts} is used up."
+        remedy = [] if self._ready else [self._remedies.get(first.role, "")]
         after = [f"After it, {other.name} {describe_exit(other.exit_code)} (log: {other.log})." for other in others]
         before = [f"Before it: {sentence}" for sentence in self._care.history]
-        problem = "\n".join([problem, *after, *before])
+        problem = "\n".join(filter(None, [problem, *remedy, *after, *before]))
         return with_log(problem, first.log, self._scheduler.logs(first, self._config.log_lines))
 
     def _stop(self, interrupts: Interrupts, patient: bool) -> None:

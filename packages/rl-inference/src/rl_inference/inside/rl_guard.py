@@ -43,6 +43,8 @@ AGENT_ROUTES = ("/v1/models", "/tokenize", "/detokenize", "/rl/health", "/rl/inf
 ANSWER_SECONDS = 0.5
 """After which a pause that has not come yet is answered all the same."""
 POLL_SECONDS = 0.01
+FAREWELL_SECONDS = 0.2
+"""In which a server that could not load tells its client why, before it ends."""
 LARGEST_BODY = 64 * 2**20
 
 Handler = Callable[[Any, "dict[str, Any]"], Awaitable["dict[str, Any]"]]
@@ -68,7 +70,7 @@ class Guard(ABC):
         agents = hmac.new(key.encode(), b"generation", "sha256").hexdigest()
         self._keys = [f"Bearer {each}".encode() for each in (key, agents)] if key else []
         self._version = int(os.environ.get(VERSION) or 0)
-        self._staged = -1
+        self._staged, self._route = -1, ""
         self._open = 0
         self._messages = 0
         self._busy, self._busy_since = 0.0, 0.0
@@ -218,7 +220,7 @@ class Guard(ABC):
             states = await self._there(engine, deadline, late)
             await engine.collective_rpc("rl_share", kwargs={"checksums": states[0]["checksums"]})
             await self._there(engine, deadline, late)
-            self._staged = int(meta["version"])
+            self._staged, self._route = int(meta["version"]), str(meta["route"])
             return told(self._staged, states)
 
     async def _there(self, engine: Any, deadline: float, late: str) -> list[dict[str, Any]]:
@@ -279,9 +281,10 @@ class Guard(ABC):
             await self._pause
             try:
                 await engine.collective_rpc("rl_load", kwargs={"version": version})
-            except BaseException:
+            except BaseException as error:
                 logger.critical("version %d not loaded, and the one before is gone: ending", version, exc_info=True)
-                self._end()
+                asyncio.get_running_loop().call_later(FAREWELL_SECONDS, self._end)
+                raise RuntimeError(f"route {self._route}, version {version} was not loaded: {error}") from error
             self._staged = -1
             await engine.update_weight_version(str(version))
             # also of answers that go on, which hold blocks: requests that wait inside would be read with them

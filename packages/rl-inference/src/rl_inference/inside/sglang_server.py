@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shutil
@@ -39,8 +40,12 @@ else:
     import rl_guard
     import rl_staging
 
+logger = logging.getLogger("rl.sglang")
+
 STAGE = "RL_STAGE_DIR"
 """Directory in which the process that speaks HTTP leaves for the others what is to be loaded."""
+FAILED = "failed"
+"""File in which they leave why it was not: an exception would end SGLang before it could say so."""
 LOADER = "sglang_server.load_staged"
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parameters that SGLang keeps one below the other in one."""
@@ -96,7 +101,6 @@ class Guard(rl_guard.Guard):
             nonlocal left
             if not left:
                 left = True
-                self._tokens += tokens
                 self._leave()
                 self._engine.enter(-inside)
 
@@ -104,7 +108,8 @@ class Guard(rl_guard.Guard):
             nonlocal tokens
             self._messages += 1
             if found := _TOKENS.findall(message.get("body", b"")):
-                tokens = int(found[-1])
+                total = int(found[-1])
+                self._tokens, tokens = self._tokens + max(total - tokens, 0), total
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 leave()
             await send(message)
@@ -231,7 +236,7 @@ class Engine:
         from sglang.srt.utils import MultiprocessingSerializer
 
         attempt, directory, manager = self._state.attempt, Path(os.environ[STAGE]), self.manager()
-        scratch = directory / "unfinished.json"
+        scratch, failed = directory / "unfinished.json", directory / FAILED
         scratch.write_text(json.dumps({"meta": attempt.meta, "place": attempt.place}))
         scratch.replace(directory / "meta.json")
         nothing = MultiprocessingSerializer.serialize([])
@@ -247,8 +252,10 @@ class Engine:
             lambda: manager.end_weight_update(io_struct.EndWeightUpdateReqInput()),
         ):
             done, said = await step()
+            if failed.exists():
+                raise RuntimeError(failed.read_text())
             if not done:
-                raise RuntimeError(f"version {version}: {said}")
+                raise RuntimeError(str(said))
         self._state.loaded, attempt.tensors = attempt.sums, {}
         self._clear()
         return {}
@@ -265,15 +272,17 @@ class Engine:
 
 
 def load_staged(model: Any, named_tensors: Any) -> None:
-    """SGLang's custom weight loader: load what the process that speaks HTTP has staged, on each rank.
-
-    Raises:
-        RuntimeError: the model computes with something else then.
-    """
-    asked = json.loads((Path(os.environ[STAGE]) / "meta.json").read_text())
-    tensors = rl_staging.open_parts(asked["meta"], asked["place"])
-    model.load_weights(iter(list(tensors.items())))
-    compare(model, tensors)
+    """SGLang's custom weight loader: load what the process that speaks HTTP has staged, on each rank. What goes wrong,
+    also that the model computes with something else then, is left in the file `FAILED`."""
+    directory = Path(os.environ[STAGE])
+    try:
+        asked = json.loads((directory / "meta.json").read_text())
+        tensors = rl_staging.open_parts(asked["meta"], asked["place"])
+        model.load_weights(iter(list(tensors.items())))
+        compare(model, tensors)
+    except Exception as error:  # whatever the model's loader raises: told by the process that asked for it
+        logger.exception("the staged weights were not loaded")
+        (directory / FAILED).write_text(str(error) or repr(error))
 
 
 def compare(model: Any, staged: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ class ControlProtocol(ServerProtocol):
     life_header: ClassVar[str] = "X-Server-Instance"
 
     def describe(self) -> Exchange[ServedModel | None]:
-        return (yield Call(self.paths.model, _served_model))
+        return (yield Call(self.paths.model, served_model))
 
     def health(self) -> Exchange[Health]:
         return (yield Call(self.paths.health, _health))
@@ -55,10 +55,12 @@ class ControlProtocol(ServerProtocol):
         return (yield Call(self.paths.receipt, _receipt))
 
 
-def _served_model(body: bytes) -> ServedModel:
+def served_model(body: bytes) -> ServedModel:
+    """What a server says of itself."""
     value = as_object(body)  # `weights_dir` is in no other server's answer
     version = value["weight_version"] if "weight_version" in value else value["version"]
-    return ServedModel(str(value["model_path"]), int(version), str(value["weights_dir"]))
+    program = str(value.get("server", ""))
+    return ServedModel(str(value["model_path"]), int(version), str(value["weights_dir"]), program)
 
 
 def _health(body: bytes) -> Health:

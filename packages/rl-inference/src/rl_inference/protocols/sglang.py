@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ServeSpec
@@ -26,8 +26,10 @@ class SGLangProtocol(ControlProtocol):
         context: tokens of prompt and answer together at most; None: the servers know.
     """
 
+    counts_tokens: ClassVar[bool] = True
     capabilities = Capabilities(
         routes=("shm", "disk", "broadcast"),
+        live_checksums=False,
         stamps_at_end=True,
         any_score_temperature=False,
         seeds=False,

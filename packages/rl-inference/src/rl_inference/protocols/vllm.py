@@ -13,7 +13,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import InferenceError
 from rl_contracts.inference import Capabilities, ServedModel
 from rl_inference.protocols.base import Call, Exchange, GenerationChunk, as_object, event, expand, ignored
-from rl_inference.protocols.control import ControlProtocol
+from rl_inference.protocols.control import ControlProtocol, served_model
 
 _GENERATE = "/inference/v1/generate"
 _UNKNOWN_LOGPROB = -9999.0
@@ -35,6 +35,7 @@ class VLLMProtocol(ControlProtocol):
         self._version = version
         self.capabilities = Capabilities(
             routes=("shm", "disk", "broadcast"),
+            live_checksums=False,
             stamps_at_end=True,
             any_score_temperature=False,
             truncated_logprobs=True,
@@ -89,14 +90,14 @@ class VLLMProtocol(ControlProtocol):
         return (yield Call(_GENERATE, _scores(input_ids), body))
 
     def describe(self) -> Exchange[ServedModel | None]:
-        said = yield Call("/rl/info", as_object)
-        mode = said.get("logprobs_mode")
-        if mode != "processed_logprobs":
+        body = yield Call("/rl/info", bytes)
+        mode = as_object(body).get("logprobs_mode", "")  # no other program has one
+        if mode not in ("", "processed_logprobs"):
             raise InferenceError(
                 f"expected log-probs after the temperature, found logprobs_mode={mode!r}: of another distribution than "
                 "is sampled from; start it with --logprobs-mode processed_logprobs"
             )
-        return ServedModel(str(said["model_path"]), int(said["version"]), str(said["weights_dir"]))
+        return served_model(body)
 
     def sleep(self) -> Exchange[None]:
         yield Call("/rl/sleep", ignored, {})

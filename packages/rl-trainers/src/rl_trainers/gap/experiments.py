@@ -198,9 +198,9 @@ class Experiments:
         self, sent: WeightReceipt | None, before: WeightReceipt | None, server: str | None = None
     ) -> Receipts | None:
         """The live tensors of a server (None: of the one that is furthest off) against the trainer's receipts of this
-        version and of the one before; None where they have no checksums. Rank 0 asks."""
-        found = None
-        able = self.inference.capabilities.checksums
+        version and of the one before; None where they have no checksums of these. Rank 0 asks."""
+        found, can = None, self.inference.capabilities
+        able = can.checksums and can.live_checksums
         if able and self.engine.parallel.is_main and sent is not None and sent.checksums:
             live = self.attempt(self.loop.run, self.inference.live_receipts(server), self.timeout)
             found = max(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import hmac
 import importlib
 import json
@@ -12,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -413,8 +416,11 @@ finally:
     done = subprocess.run([sys.executable, "-c", code, str(INSIDE)], capture_output=True, text=True, timeout=60)
 
     assert (done.returncode, "waited" in done.stdout) == (1, False)
-    child = Path(f"/proc/{done.stdout.split()[0]}/stat")
-    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+    child, deadline = int(done.stdout.split()[0]), time.monotonic() + 30
+    with contextlib.suppress(psutil.NoSuchProcess):  # it was killed, and may take a moment
+        while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 # ---- what comes by broadcast

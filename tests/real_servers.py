@@ -110,3 +110,19 @@ async def until(engine: InferenceEngine, holds: Callable[[dict[str, float]], boo
     async with asyncio.timeout(120):
         while not holds(await engine.stats()):  # noqa: ASYNC110 - the servers are other processes
             await asyncio.sleep(0.02)
+
+
+async def aborted_and_resumed(engine: Any) -> ModelResponse:
+    """An answer of 300 tokens that was aborted by its id, and carried on; asked for anew where it ended before that."""
+    [server] = engine._router.servers
+    async with asyncio.timeout(120):
+        while True:
+            long = make_request(SHARED, 2, tokens=300)
+            long.request_id = "mine"
+            task = asyncio.create_task(engine.agenerate(long))
+            while not task.done() and (await engine.stats())["running"] < 1:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.002)
+            await engine._transport.ask(server, engine._protocol.abort("mine/"))
+            response = await task
+            if response.resubmissions:
+                return response

@@ -298,7 +298,7 @@ def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_pat
 @pytest.mark.nightly
 def test_grpo_only_server_that_freezes_is_started_anew_and_no_answer_fails(model, tmp_path):
     run_dir = tmp_path / "run"
-    limits = ("launcher.health_timeout=4", "launcher.health_interval=0.5", "rollout.client.progress_timeout=5")
+    limits = ("launcher.health_timeout=10", "launcher.health_interval=0.5", "rollout.client.progress_timeout=12")
     command = _command(
         "gsm8k-grpo", f"run_dir={run_dir}", f"model.path={model}", "total_steps=60", *limits, *SMALL[:-1]
     )
@@ -314,8 +314,8 @@ def test_grpo_only_server_that_freezes_is_started_anew_and_no_answer_fails(model
             left.kill()
 
     assert process.returncode == 0, err
-    assert "rollout-0 gave no good answer for 4 s" in err
-    assert [r["groups/failed"] for r in _records(run_dir)] == [0] * 60
+    assert "rollout-0 gave no good answer for 10 s" in err
+    assert [r["groups/failed"] for r in _records(run_dir)] == [0] * 60, err
 
 
 @pytest.mark.slow

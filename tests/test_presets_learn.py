@@ -43,7 +43,7 @@ NIGHTLY = (
     "geometric_mask",
 )
 
-OTHER_RATES = {"ppo": ["critic.optimizer.lr=1e-3"]}
+OTHER_RATES = {"ppo": ["critic.optimizer.lr=1e-3"], "m2po": ["actor.optimizer.lr=4e-4"]}
 
 
 def _run(name, directory, metric, *settings):

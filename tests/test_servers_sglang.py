@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_servers import SHARED, Models, interpreter_of, make_request, publish, until
+from real_servers import SHARED, Models, aborted_and_resumed, interpreter_of, make_request, publish, until
 from transformers import AutoTokenizer
 
 from rl_contracts.config import ClientConfig
@@ -122,13 +122,7 @@ async def test_many_requests_across_three_updates_lose_nothing(engine, models, w
 
 
 async def test_answer_that_is_aborted_is_resumed_with_its_tokens(engine, models):
-    long = make_request(SHARED, 2, tokens=300)
-    long.request_id = "mine"
-    task = asyncio.ensure_future(engine.agenerate(long))
-    await until(engine, lambda stats: stats["running"] >= 1)
-    [server] = engine._router.servers
-    await engine._transport.ask(server, engine._protocol.abort("mine/"))
-    resumed = await task
+    resumed = await aborted_and_resumed(engine)
 
     assert (resumed.resubmissions, len(resumed.output_ids)) == (1, 300)
     assert models.difference(resumed) < TOLERANCE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_servers import SHARED, Models, interpreter_of, make_request, publish, until
+from real_servers import SHARED, Models, aborted_and_resumed, interpreter_of, make_request, publish, until
 from transformers import AutoTokenizer
 
 from rl_contracts.config import ClientConfig
@@ -67,7 +67,7 @@ async def engine(server: JobProcess, models: Models, weights_dir: Path) -> Async
 class TestVLLMEngine(suite.InferenceEngineConformance):
     logprob_tolerance = TOLERANCE
     context_length = CONTEXT
-    long_answer = 300
+    long_answer = 900  # a tiny model makes 2,500 tokens a second
 
     @pytest.fixture(autouse=True)
     def _inputs(self, models: Models, weights_dir: Path) -> None:
@@ -149,13 +149,7 @@ async def test_group_members_that_wait_inside_read_no_keys_and_values_of_older_w
 @pytest.mark.timeout(1500)
 async def test_answer_that_is_aborted_is_resumed_with_its_tokens_and_stop_strings_are_found(engine, models):
     free = await engine.agenerate(make_request(SHARED, 1, tokens=40, temperature=0.0))
-    long = make_request(SHARED, 2, tokens=300)
-    long.request_id = "mine"
-    task = asyncio.ensure_future(engine.agenerate(long))
-    await until(engine, lambda stats: stats["running"] >= 1)
-    [server] = engine._router.servers
-    await engine._transport.ask(server, engine._protocol.abort("mine/"))
-    resumed = await task
+    resumed = await aborted_and_resumed(engine)
     tokenizer = AutoTokenizer.from_pretrained(models.paths[0])
     text = tokenizer.decode(free.output_ids[8:10])
     stopped = await engine.agenerate(make_request(SHARED, 1, tokens=40, temperature=0.0, stop=[text]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ def page(report: ElementTree.Element, commit: str, machine: str, before: str = "
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     reasons = Counter(skip.attrib["message"] for case in cases if (skip := case.find("skipped")) is not None)
     passed, skipped = len(cases) - len(failed) - reasons.total(), reasons.total()
-    rows = [line for line in before.splitlines() if line[:4].startswith("| 2")]
+    rows = [line for line in before.splitlines() if re.match(r"\| \d{4}-", line)]
     rows.append(f"| {day} | {commit} | {machine} | {passed} | {len(failed)} | {skipped} | {minutes:.0f} |")
     figures = [
         f"| {case.attrib['name']} | {figure.attrib['name']} | {figure.attrib['value']} |"

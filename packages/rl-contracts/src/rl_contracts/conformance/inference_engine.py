@@ -173,8 +173,7 @@ class InferenceEngineConformance:
         assert isinstance(fine, ModelResponse)
 
     async def test_agenerate_cancelled_requests_leave_the_servers_usable(self, engine: InferenceEngine) -> None:
-        tasks = [asyncio.ensure_future(engine.agenerate(request(max_new_tokens=self.long_answer))) for _ in range(8)]
-        await self._until_running(engine, 1)
+        tasks = await self._running(engine, 8)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -207,8 +206,7 @@ class InferenceEngineConformance:
         await self.publish(engine)
         for _ in range(5):  # on a busy machine an answer may end before the commit comes: then another is asked for
             old = engine.version
-            running = asyncio.ensure_future(engine.agenerate(request(max_new_tokens=self.long_answer)))
-            await self._until_running(engine, 1)
+            [running] = await self._running(engine)
 
             new = await self.publish(engine, interrupt)
 
@@ -249,8 +247,7 @@ class InferenceEngineConformance:
     # ---- the rest
 
     async def test_pause_holds_answers_back_until_resume(self, engine: InferenceEngine) -> None:
-        running = asyncio.ensure_future(engine.agenerate(request(max_new_tokens=self.long_answer)))
-        await self._until_running(engine, 1)
+        [running] = await self._running(engine)
 
         await engine.pause()
         late = asyncio.ensure_future(engine.agenerate(request()))
@@ -272,8 +269,7 @@ class InferenceEngineConformance:
         assert after["busy_seconds"] >= before["busy_seconds"]
 
     async def test_destroy_fails_what_waits_and_what_comes_with_inference_error(self, engine: InferenceEngine) -> None:
-        waiting = asyncio.ensure_future(engine.agenerate(request(max_new_tokens=self.long_answer)))
-        await self._until_running(engine, 1)
+        [waiting] = await self._running(engine)
 
         await engine.destroy()
 
@@ -283,8 +279,15 @@ class InferenceEngineConformance:
             await engine.agenerate(request())
         await engine.destroy()  # is safe twice
 
-    async def _until_running(self, engine: InferenceEngine, count: int) -> None:
-        """Return when the servers generate at least `count` answers."""
-        async with asyncio.timeout(30):
-            while (await engine.stats())["running"] < count:  # noqa: ASYNC110 - the servers are other processes
-                await asyncio.sleep(0.002)
+    async def _running(self, engine: InferenceEngine, count: int = 1) -> list[asyncio.Task[ModelResponse]]:
+        """Long answers that the servers generate, none of which has ended; asked for anew where one ends unseen."""
+        long = request(max_new_tokens=self.long_answer)
+        async with asyncio.timeout(120):
+            while True:
+                tasks = [asyncio.create_task(engine.agenerate(long)) for _ in range(count)]
+                while not any(task.done() for task in tasks):
+                    stats = await engine.stats()
+                    if stats["running"] >= 1 and not any(task.done() for task in tasks):
+                        return tasks
+                    await asyncio.sleep(0.002)
+                await asyncio.gather(*tasks)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rl_contracts.weights import adapters
 from rl_inference.server import loading
 from rl_inference.server.__main__ import main
 from rl_inference.server.job import GenerationJob
@@ -52,6 +53,16 @@ def plant_in_weights() -> None:
                 self._live["model.norm.weight"].data.mul_(1.5)
 
     ServedWeights.commit = faulty_commit  # type: ignore[method-assign]
+
+
+def plant_in_adapters() -> None:
+    """`adapter not applied`: what is staged, acknowledged and served is the base."""
+    merged = adapters.merged
+
+    def faulty_merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+        return base.float() if fault() == "adapter not applied" else merged(base, a, b, scale)
+
+    adapters.merged = faulty_merged
 
 
 def plant_in_model() -> None:
@@ -108,6 +119,7 @@ def plant_in_stamps() -> None:
 if __name__ == "__main__":
     for plant in (
         plant_in_weights,
+        plant_in_adapters,
         plant_in_model,
         plant_in_sampling,
         plant_in_cache,

@@ -1,6 +1,7 @@
 """The gap gate between a real trainer and a real server process: each planted fault stops the run and is named."""
 
 import asyncio
+import importlib.util
 import os
 import sys
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from rl_contracts.sharding import shard_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.trajectory import from_response, stack
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+from rl_engines_fsdp.config import LoRAConfig
 from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess
 from rl_trainers import GapConfig, GapGate, PolicyActor, PublishConfig, WeightPublisher
@@ -28,9 +30,9 @@ PROMPTS = [[(7 * i + 3 * j) % 200 + 5 for j in range(40)] for i in range(3)]
 class Run:
     """A trainer and the client of its servers; `step` is one training step, without a runtime between the two."""
 
-    def __init__(self, directory, model, addresses, loop, serve_dtype="float32", lr=1e-2, version=0):
+    def __init__(self, directory, model, addresses, loop, serve_dtype="float32", lr=1e-2, version=0, lora=None):
         self.loop, self.served = loop, serve_dtype
-        self.engine = FSDPEngine(FSDPEngineConfig(serve_dtype=serve_dtype))
+        self.engine = FSDPEngine(FSDPEngineConfig(serve_dtype=serve_dtype, lora=lora))
         optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
         self.engine.initialize(FinetuneSpec(str(model), 1000, optimizer=optimizer, device="cpu"))
         self.engine.version = version
@@ -209,6 +211,24 @@ def test_gap_version_stamped_late_is_named(run, fault_file):
     fault_file.write_text("stamped late")
     message = _alarm(_learn_from_answers_made_a_step_before, run, clean)
     assert "Likely cause: version stamped late" in message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.parametrize("steps", [0, 3])
+def test_gap_adapter_that_the_server_does_not_apply_is_named(tmp_path, model, fault_file, steps):
+    fault_file.write_text("")
+    options = {"weights_dir": tmp_path / "weights", "slots": 16}
+    with (
+        ServerProcess(model, tmp_path / "server.log", options=options, command=COMMAND) as server,
+        LoopThread("client") as loop,
+    ):
+        run = Run(tmp_path / "weights", model, [server.address], loop, lora=LoRAConfig(rank=4))
+        for _ in range(steps):
+            assert run.step()["gap/mean_abs"] < 1e-4
+        fault_file.write_text("adapter not applied")
+        assert "Likely cause: adapter not applied" in _alarm(_steps, run, 4)
+        assert run.publisher.receipt.checksums.keys() == {spec.name for spec in run.engine.adapter_specs()}
+        run.close()
 
 
 @pytest.fixture(scope="module")

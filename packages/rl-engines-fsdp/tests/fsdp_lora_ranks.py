@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from fsdp_ranks import rows_of
@@ -26,8 +27,12 @@ def main(model: str, out: Path) -> None:
     seen: dict = {"steps": [step(0), step(1, empty_rank=1), step(2)]}
     published = {name: tensor.clone() for name, tensor in engine.full_parameters()}
     assert [spec.name for spec in engine.param_specs()] == list(published)
+    seen["adapter"] = asdict(engine.adapter())
+    alone = {name: tensor.clone() for name, tensor in engine.adapter_parameters()}
+    assert [spec.name for spec in engine.adapter_specs()] == list(alone)
     if rank == 0:
         save_file(published, out / "published.safetensors")
+        save_file(alone, out / "alone.safetensors")
     state = SaveLoadMeta(str(out / "state"), kind="state")
     engine.save(state)
     engine.save(SaveLoadMeta(str(out / "hf")))

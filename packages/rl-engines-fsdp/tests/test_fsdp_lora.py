@@ -21,9 +21,10 @@ from fsdp_toys import (
 )
 from safetensors.torch import load_file
 
-from rl_contracts.data import SaveLoadMeta
-from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.data import AdapterSpec, SaveLoadMeta
+from rl_contracts.errors import ConfigError, ModelError, WeightUpdateError
 from rl_contracts.testing.processes import run_ranks
+from rl_contracts.weights.adapters import BaseWeights, merged
 from rl_engines_fsdp.config import LoRAConfig
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
@@ -117,6 +118,55 @@ def test_full_parameters_are_merged_weights_under_hugging_face_names(model_path,
     base = make_engine(model_path).forward(batch, logprobs_of)
     assert (served - base).abs().max() > 1e-2
     engine.destroy()
+
+
+def test_adapter_and_its_matrices_make_the_merged_weights_of_the_models_directory(model_path):
+    engine = trained_engine(model_path, steps=1)
+
+    adapter, base = engine.adapter(), BaseWeights(Path(model_path))
+    sent = {name: tensor.clone() for name, tensor in engine.adapter_parameters()}
+
+    assert [(spec.name, spec.shape, spec.dtype) for spec in engine.adapter_specs()] == [
+        (name, tuple(tensor.shape), "float32") for name, tensor in sent.items()
+    ]
+    base.check(adapter)  # the directory's, also after a step
+    whole = weights_of(engine)
+    assert adapter.base.keys() == whole.keys() > adapter.scales.keys()
+    assert (len(sent), len(adapter.scales), set(adapter.scales.values())) == (28, 14, {2.0})
+    for name, scale in adapter.scales.items():
+        made = merged(base[name], *(sent[each] for each in adapter.matrices(name)), scale)
+        assert torch.equal(made, whole[name])
+        assert not torch.equal(made, base[name])
+    assert all(torch.equal(base[name], whole[name]) for name in adapter.base.keys() - adapter.scales.keys())
+
+
+def test_adapter_of_an_engine_that_loaded_another_base_is_refused_by_the_first_one(model_path, tmp_path):
+    engine = make_engine(model_path, lora=LORA)
+    engine.adapter()
+
+    engine.load(SaveLoadMeta(make_model(tmp_path, seed=1)))
+
+    with pytest.raises(WeightUpdateError, match="is not the one that the trainer adapts"):
+        BaseWeights(Path(model_path)).check(engine.adapter())
+
+
+def test_engine_without_lora_or_with_a_scalar_head_has_no_adapter_to_publish(model_path, tmp_path):
+    plain = make_engine(model_path)
+
+    assert (plain.adapter(), plain.adapter_specs(), plain.without_adapter()) == (None, (), None)
+    assert make_engine(make_classifier(tmp_path), lora=LORA, head="score").adapter() is None
+
+
+def test_without_adapter_computes_with_the_base_for_the_time_of_a_block(model_path):
+    engine, batch = trained_engine(model_path), make_batch()
+    after = engine.forward(batch, logprobs_of)
+
+    with engine.without_adapter():
+        found = engine.forward(batch, logprobs_of)
+
+    torch.testing.assert_close(found, make_engine(model_path).forward(batch, logprobs_of), atol=1e-6, rtol=1e-6)
+    assert torch.equal(engine.forward(batch, logprobs_of), after)
+    assert (after - found).abs().max() > 1e-2
 
 
 @pytest.mark.slow
@@ -248,6 +298,7 @@ def test_adapters_on_two_ranks_train_publish_and_save_as_on_one(model_path, tmp_
         for found, one in zip(seen["steps"], expected, strict=True):
             assert found == pytest.approx(one, rel=2e-5)
         assert seen["after loading"] == seen["after saving"]
+        assert seen["adapter"]["scales"]
     weights = weights_of(engine)
     published = load_file(tmp_path / "published.safetensors")
     assert published.keys() == weights.keys()
@@ -256,5 +307,11 @@ def test_adapters_on_two_ranks_train_publish_and_save_as_on_one(model_path, tmp_
     engine.load(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
     for name, value in weights_of(engine).items():
         torch.testing.assert_close(published[name], value, atol=1e-6, rtol=1e-5)
-    merged = weights_of(make_engine(str(tmp_path / "hf")))
-    assert all(torch.equal(merged[name], published[name]) for name in merged)
+    saved = weights_of(make_engine(str(tmp_path / "hf")))
+    assert all(torch.equal(saved[name], published[name]) for name in saved)
+    alone, adapter = load_file(tmp_path / "alone.safetensors"), AdapterSpec(**seen["adapter"])
+    base = BaseWeights(Path(model_path))
+    base.check(adapter)
+    for name, scale in adapter.scales.items():
+        made = merged(base[name], *(alone[each] for each in adapter.matrices(name)), scale)
+        torch.testing.assert_close(made, published[name], atol=1e-6, rtol=1e-5)

@@ -150,7 +150,7 @@ def test_engine_leaves_nothing_of_a_broadcast_that_failed(
         engine.rl_stage({"route": "broadcast", "version": 1, "parts": []})
         while not engine._state.attempt.error:
             time.sleep(0.01)
-        (tmp_path / "broadcast").mkdir()
+        Path(engine._area()).mkdir()
         left()
         assert list(tmp_path.iterdir()) == []
 

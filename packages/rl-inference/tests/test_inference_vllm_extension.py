@@ -209,7 +209,8 @@ class _Engine:
             await self.loads.wait()
             if self.error:
                 raise RuntimeError(self.error)
-        return [{"done": True, "error": self.error, "checksums": {"a": "18446744073709551615"}}]
+        sums = {"a": "18446744073709551615"}
+        return [{"done": True, "error": self.error, "checksums": sums, "shared": sums}]
 
 
 class _Door:
@@ -460,6 +461,7 @@ class _Worker(extension.WeightStage):
     """A rank that does not fetch."""
 
     rank = 1
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="no directory"))
 
 
 @pytest.mark.parametrize("other", [False, True])

@@ -44,6 +44,9 @@ class HalfEngine:
             if self.is_mine(index)
         )
 
+    def adapter(self):
+        return None
+
     def full_parameters(self):
         for index, name in enumerate(SHAPES):
             value = self.value(name) if self.is_mine(index) else torch.zeros(SHAPES[name])

@@ -255,6 +255,18 @@ def test_attend_all_ranks_compute_what_rank_0_was_told(model_path, loop):
     assert sorted(asked) == [0, 1]
 
 
+def test_fault_scores_of_the_base_weights_are_named_however_small_the_adapter_is():
+    right = Right(9, [0.0, -1.0, -2.0], {(5,): [-1.0]}, base=[0.0, -1.0001, -2.0001])
+    before = Right(8, [0.0, -1.00005, -2.0], {})
+
+    unapplied = right.fault(CanaryAnswer("a", right.base, [5], [-1.0]), before, 0.01)
+
+    assert "and they are those of the base weights: the adapter is not applied" in unapplied
+    assert right.fault(CanaryAnswer("a", right.scores, [5], [-1.0]), before, 0.01) is None
+    without = Right(0, right.base, {(5,): [-1.0]}, base=right.base)  # an adapter that is zero
+    assert without.fault(CanaryAnswer("a", [0.0, -1.00011, -2.00009], [5], [-1.0]), None, 0.01) is None
+
+
 def test_fault_nan_is_off_and_an_answer_that_shares_nothing_is_too():
     right = Right(1, [0.0, -1.0, -2.0], {(5, 6): [-1.0, -1.0]})
 

@@ -3,11 +3,13 @@
 import contextlib
 
 import pytest
+import torch
 
 from rl_contracts.aio import LoopThread
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import FinetuneSpec, ModelRequest
-from rl_contracts.errors import StalledError, WeightUpdateError
+from rl_contracts.data import AdapterSpec, FinetuneSpec, ModelRequest, ParamSpec
+from rl_contracts.errors import ConfigError, StalledError, WeightUpdateError
+from rl_contracts.inference import Capabilities
 from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum, open_weights, read_committed
@@ -60,6 +62,64 @@ def test_publish_server_that_fails_to_commit_raises(parts):
     server.faults.commit = lambda version: WeightUpdateError(f"no server committed version {version}")
     with pytest.raises(WeightUpdateError, match="no server committed version 1"):
         publisher.publish(1)
+
+
+class AdaptedEngine(ReferenceTrainEngine):
+    """One that says that it trains an adapter."""
+
+    def adapter(self):
+        return AdapterSpec({"x.weight": 2.0}, {"x.weight": "1"}, "float32")
+
+    def adapter_specs(self):
+        return tuple(ParamSpec(name, tuple(t.shape), "float32") for name, t in self.adapter_parameters())
+
+    def adapter_parameters(self):
+        return iter([("x.lora_A.weight", torch.ones(2, 5)), ("x.lora_B.weight", torch.ones(4, 2))])
+
+
+class AddingServers(NullInferenceEngine):
+    """Servers that can add an adapter to their weights."""
+
+    capabilities = Capabilities(lora=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "servers", "alone"),
+    [
+        ("auto", AddingServers, True),
+        ("always", AddingServers, True),
+        ("never", AddingServers, False),
+        ("auto", NullInferenceEngine, False),
+    ],
+)
+def test_publish_sends_adapters_alone_where_that_is_wanted_and_all_servers_can(
+    parts, tmp_path, setting, servers, alone
+):
+    _, _, loop, _ = parts
+    engine, server = AdaptedEngine(), servers()
+    engine.initialize(FinetuneSpec(str(tmp_path / "model"), 10))
+    publisher = WeightPublisher(engine, server, loop, PublishConfig(adapter=setting), str(tmp_path / "of adapters"))
+
+    publisher.publish(1)
+
+    record = read_committed(tmp_path / "of adapters")
+    assert record.meta.adapter == (engine.adapter() if alone else None)
+    expected = engine.adapter_specs() if alone else engine.param_specs()
+    assert record.receipt.checksums.keys() == {spec.name for spec in expected}
+    publisher.destroy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [(AdaptedEngine, "these servers take whole weights alone"), (ReferenceTrainEngine, "there is none")],
+)
+def test_publish_adapters_always_is_refused_where_it_cannot_be(parts, tmp_path, kind, told):
+    _, server, loop, _ = parts
+    engine = kind()
+    engine.initialize(FinetuneSpec(str(tmp_path / "model"), 10))
+
+    with pytest.raises(ConfigError, match=rf"publish.adapter: expected auto or never, found 'always, and {told}"):
+        WeightPublisher(engine, server, loop, PublishConfig(adapter="always"), str(tmp_path / "weights"))
 
 
 @pytest.mark.slow

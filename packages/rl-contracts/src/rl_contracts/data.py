@@ -83,11 +83,35 @@ class WeightPart:
     """The parameters, in the order in which they are sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """What an update says that carries low-rank adapters in place of the weights that they adapt. A server makes each
+    of these, base + scale B A, of the weights in the model directory that it was started with; what is neither sent
+    nor adapted is as it is there."""
+
+    scales: dict[str, float]
+    """Of each adapted weight [out, in] by its name. A [rank, in] and B [out, rank] are among the update's parameters,
+    under the names of `matrices`."""
+    base: dict[str, str]
+    """Of each parameter that is not sent, by name: `rl_contracts.weights.adapters.begins_with` of what the trainer has.
+    A server that was started with other weights refuses the update."""
+    dtype: str
+    """Name of the torch dtype in which the adapted weights are served: computed in float32, they are rounded once."""
+
+    @staticmethod
+    def matrices(name: str) -> tuple[str, str]:
+        """Names of A and B of the weight of that name."""
+        layer = name.removesuffix(".weight")
+        return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
 STORED_ROUTES = ("shm", "disk")
 """Routes of weights on which a version lies somewhere for whoever comes to read it."""
 MEETING_ROUTES = ("broadcast",)
 """Routes on which senders and receivers must be there at the same time."""
-ROUTES = (*STORED_ROUTES, *MEETING_ROUTES, "ipc")
+NO_GPU_ROUTES = (*STORED_ROUTES, *MEETING_ROUTES)
+"""Routes that need no GPU."""
+ROUTES = (*NO_GPU_ROUTES, "ipc")
 """Every way for weights to travel."""
 
 
@@ -101,6 +125,8 @@ class WeightUpdateMeta:
     """The version that these weights become once committed."""
     parts: tuple[WeightPart, ...] = ()
     """One for each rank that sends; each parameter is in one of them."""
+    adapter: AdapterSpec | None = None
+    """How servers make weights of adapters, where these are sent alone. None: the parts have every parameter."""
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
@@ -108,8 +134,11 @@ class WeightUpdateMeta:
         return tuple(spec for part in self.parts for spec in part.params)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; `from_json` is its inverse."""
-        return asdict(self)
+        """A JSON object; `from_json` is its inverse. Whole weights are told as before there were adapters."""
+        value = asdict(self)
+        if self.adapter is None:
+            del value["adapter"]
+        return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> WeightUpdateMeta:
@@ -125,7 +154,13 @@ class WeightUpdateMeta:
             )
             for part in value["parts"]
         )
-        return cls(str(value["route"]), int(value["version"]), parts)
+        given = value.get("adapter")  # which records of earlier commits do not have
+        adapter = given and AdapterSpec(
+            {str(name): float(scale) for name, scale in given["scales"].items()},
+            {str(name): str(begin) for name, begin in given["base"].items()},
+            str(given["dtype"]),
+        )
+        return cls(str(value["route"]), int(value["version"]), parts, adapter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_contracts.config import Settings
-from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
+from rl_contracts.data import AdapterSpec, FinetuneSpec, ParamSpec, SaveLoadMeta
 
 if TYPE_CHECKING:
     import torch
@@ -139,6 +140,25 @@ class TrainEngine(ABC):
         its iterator. Tensors have any dtype, are detached, and are not to be kept or written to: the next one may use
         their memory. Adapters are merged into the weights that they adapt.
         """
+
+    def adapter(self) -> AdapterSpec | None:
+        """What an update says that carries `adapter_parameters` in place of `full_parameters` (collective, and the same
+        on every rank). None, which is the default: only whole weights can be published."""
+        return None
+
+    def adapter_specs(self) -> tuple[ParamSpec, ...]:
+        """What this rank's `adapter_parameters` yields, in that order; see `param_specs`. A and B in float32."""
+        return ()
+
+    def adapter_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A and B of each adapted weight (`AdapterSpec.matrices`), and what else is trained, as `full_parameters` has
+        it (collective)."""
+        return iter(())
+
+    def without_adapter(self) -> AbstractContextManager[None] | None:
+        """For the time of a block, compute with the base weights alone; None: no adapter is trained. A diagnosis asks
+        for it, on every rank."""
+        return None
 
     @abstractmethod
     def save(self, meta: SaveLoadMeta) -> None:

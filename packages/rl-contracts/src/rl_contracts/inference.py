@@ -109,7 +109,7 @@ class Capabilities:
     """Whoever answers shows at least every few seconds that it does. Else silence says nothing, and `/health` is asked.
     """
     lora: bool = False
-    """Adapters alone can be published."""
+    """Updates may carry adapters alone (`WeightUpdateMeta.adapter`)."""
     sleeps: bool = False
     """`sleep` and `wake` work."""
 

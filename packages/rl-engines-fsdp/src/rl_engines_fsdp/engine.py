@@ -6,7 +6,8 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +15,18 @@ from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import OptimizerConfig
-from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
+from rl_contracts.data import AdapterSpec, FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
-from rl_contracts.hub_names import hub_parts
+from rl_contracts.hub_names import HubPart, hub_parts
 from rl_contracts.trajectory import PackedBatch, lengths
+from rl_contracts.weights.adapters import begins_with
 from rl_engines_fsdp import micro_batches
 from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
 from rl_engines_fsdp.checkpoint.hugging_face import save_hugging_face
 from rl_engines_fsdp.checkpoint.state import COUNTERS, AsyncWriter, load_state, save_state, state_of
 from rl_engines_fsdp.config import FSDPEngineConfig, check_heads
-from rl_engines_fsdp.model import loading
+from rl_engines_fsdp.model import loading, lora
 from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.model.maker import ModelMaker
 from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, set_rate, squared_norm
@@ -54,6 +56,7 @@ class FSDPEngine(TrainEngine):
         self.version = 0
         self._optimizer: torch.optim.Optimizer | None = None
         self._writer: AsyncWriter | None = None
+        self._adapter: AdapterSpec | None = None
         self._exit = ExitStack()  # what `destroy` undoes, in reverse order
         self._steps = 0
         self._skipped = 0
@@ -265,15 +268,76 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.param_specs`. Rank 0 yields all, in the served dtype."""
         if not self.parallel.is_main:
             return ()
-        dtype = self.config.serve_dtype or self._spec.dtype
-        return tuple(ParamSpec(part.name, part.shape, dtype) for parts in self._hub_parts.values() for part in parts)
+        return tuple(self._spec_of(part) for parts in self._hub_parts.values() for part in parts)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.full_parameters`."""
         for name, value in sharding.full_parameters(self._model):
+            yield from self._parts_of(name, value)
+
+    def _spec_of(self, part: HubPart) -> ParamSpec:
+        return ParamSpec(part.name, part.shape, self.config.serve_dtype or self._spec.dtype)
+
+    def _parts_of(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A whole parameter as its checkpoint has it, on rank 0."""
+        for part in self._hub_parts[name] if self.parallel.is_main else ():
+            yield part.name, part.of(value)
+
+    def adapter(self) -> AdapterSpec | None:
+        """See `TrainEngine.adapter`. The base is looked at when this is asked first, and after a `load`."""
+        if self.config.lora is None or self._spec.head != "lm":
+            return None
+        if self._adapter is None:
+            self._adapter = self._describe_adapter(self._model.adapters())
+        return self._adapter
+
+    def _describe_adapter(self, pairs: dict[str, lora.Pair]) -> AdapterSpec | None:
+        """None where a checkpoint holds an adapted weight in pieces, or turned round."""
+        scales, base, found = dict[str, float](), dict[str, str](), None
+        for name, parameter in self._model.hugging_face_parameters():
+            if parameter.requires_grad:
+                continue
+            for part, value in self._parts_of(name, sharding.whole(parameter.detach())):
+                base[part] = begins_with(value)
+                if name in pairs and value.shape == parameter.shape and value.is_contiguous():
+                    scales[part] = pairs[name].scaling
+        if len(scales) == len(pairs):
+            found = asdict(AdapterSpec(scales, base, self.config.serve_dtype or self._spec.dtype))
+        told = self.parallel.broadcast_json(found)
+        return told and AdapterSpec(**told)
+
+    def adapter_specs(self) -> tuple[ParamSpec, ...]:
+        """See `TrainEngine.adapter_specs`. Rank 0 yields all."""
+        if not self.parallel.is_main:
+            return ()
+        matrices = (
+            ParamSpec(name, tuple(matrix.shape), "float32")
+            for weight, pair in self._model.adapters().items()
+            for name, matrix in zip(self._matrices(weight), (pair.a, pair.b), strict=True)
+        )
+        others = (self._spec_of(part) for name, _ in self._trained_whole() for part in self._hub_parts[name])
+        return (*matrices, *others)
+
+    def adapter_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.adapter_parameters`."""
+        for weight, pair in self._model.adapters().items():
+            whole = pair.whole()
             if self.parallel.is_main:
-                for part in self._hub_parts[name]:
-                    yield part.name, value.as_strided(part.shape, part.strides, value.storage_offset() + part.offset)
+                yield from zip(self._matrices(weight), whole, strict=True)
+        for name, parameter in self._trained_whole():
+            yield from self._parts_of(name, sharding.whole(parameter.detach()))
+
+    def _matrices(self, weight: str) -> tuple[str, str]:
+        return AdapterSpec.matrices(self._hub_parts[weight][0].name)
+
+    def _trained_whole(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """What is trained beside adapters."""
+        named = [] if self.config.lora is None else self._model.hugging_face_parameters()
+        return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+    def without_adapter(self) -> AbstractContextManager[None] | None:
+        """See `TrainEngine.without_adapter`."""
+        return None if self.config.lora is None else lora.switched_off(self._model)
 
     def save(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.save`. Of kind `hf` adapters are merged into the weights, kind `adapter` has them alone."""
@@ -315,7 +379,7 @@ class FSDPEngine(TrainEngine):
 
     def load(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced, and adapters start anew."""
-        model, lora = self._model, self.config.lora
+        model, settings, self._adapter = self._model, self.config.lora, None
         match meta.kind:
             case "hf":
                 source = self._maker.read(meta.path, like=model)
@@ -323,8 +387,8 @@ class FSDPEngine(TrainEngine):
             case "state":
                 counters = load_state(model, self._optimizer, meta.path, self.parallel)
                 self.version, self._steps, self._skipped = (counters[name] for name in COUNTERS)
-            case "adapter" if lora is not None:
-                load_adapter(model, lora, meta.path, self._device, self.parallel)
+            case "adapter" if settings is not None:
+                load_adapter(model, settings, meta.path, self._device, self.parallel)
             case _:
                 raise _unknown_kind(meta, self.config)
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 from rl_contracts.data import ServeSpec
 from rl_contracts.scheduler import JobSpec
 from rl_inference.engine import HttpEngine
+from rl_inference.program import on_cpu
 from rl_inference.protocols.base import ServerProtocol
 from rl_inference.protocols.vllm import VLLMProtocol
 from rl_inference.vllm_config import VLLMEngineConfig, server_job
@@ -19,7 +20,7 @@ class VLLMEngine(HttpEngine):
     server_config: VLLMEngineConfig
 
     def make_protocol(self) -> ServerProtocol:
-        return VLLMProtocol(self.spec.version, self.server_config.sleep)
+        return VLLMProtocol(self.spec.version, self.server_config.sleep, not on_cpu(self.spec))
 
     @property
     def served_dtype(self) -> str:

@@ -21,6 +21,8 @@ from rl_contracts.errors import WeightUpdateError
 from rl_contracts.inference import Canary, CanaryAnswer
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from rl_contracts.engine import TrainEngine
 
 TOKENS = 16
@@ -44,6 +46,8 @@ class Right:
     """Log-probs of the prompt's tokens; entry 0 is 0."""
     answers: dict[tuple[int, ...], list[float]]
     """Log-probs of tokens after it, by the tokens."""
+    base: list[float] | None = None
+    """As `scores`, of the base weights without the adapter; None: none is trained."""
 
     def logprobs(self, output_ids: Sequence[int]) -> list[float]:
         """Of the beginning of an answer that is also the beginning of a known one: of as much as there is."""
@@ -54,6 +58,11 @@ class Right:
             best = max(best, logprobs[:same], key=len)
         return best
 
+    @staticmethod
+    def _nearer(other: Sequence[float], scores: Sequence[float], spread: float) -> bool:
+        """Whether scores are so much nearer to others than `spread` that noise is no reason."""
+        return _rms(_differences(other[1:], scores[1:])) * NEARER < spread
+
     def fault(self, answer: CanaryAnswer, before: Right | None, tolerance: float) -> str | None:
         """What is wrong with what a server showed; None: nothing.
 
@@ -63,9 +72,11 @@ class Right:
         """
         scored = _differences(self.scores[1:], answer.scores[1:])
         off, spread = _mean(scored), _rms(scored)
-        moved = before is not None and _rms(_differences(before.scores[1:], answer.scores[1:])) * NEARER < spread
-        if moved or not off <= tolerance:  # nan is off
+        moved = before is not None and self._nearer(before.scores, answer.scores, spread)
+        unapplied = self.base is not None and self._nearer(self.base, answer.scores, spread)
+        if moved or unapplied or not off <= tolerance:  # nan is off
             what = ", and they are those of the version before" if moved else ""
+            what = ", and they are those of the base weights: the adapter is not applied" if unapplied else what
             return (
                 f"its scores of {len(scored)} tokens are {off:.3g} nats off the trainer's on average (at most "
                 f"{tolerance:g}){what}: it serves other weights than were sent. Does it load them, all of them (a tied "
@@ -97,6 +108,7 @@ class CanaryCheck:
         self.prompt = random.Random(0).choices(VOCABULARY, k=tokens)
         self._right: Right | None = None
         self._before: Right | None = None
+        self._base: list[float] | None = None
         self._asked: Future[list[CanaryAnswer]] = Future()
         self._verdict: Future[None] = Future()
 
@@ -154,9 +166,16 @@ class CanaryCheck:
                 for output in outputs
             ]
         )
-        found = self.engine.forward(rows, lambda outputs, _: outputs.logprobs).tolist()
-        prompt = len(self.prompt)
-        return Right(version, found[0][:prompt], {o: row[prompt:] for o, row in zip(outputs, found, strict=True)})
+        found, prompt, base = self._logprobs(rows), len(self.prompt), self.engine.without_adapter()
+        after = {o: row[prompt:] for o, row in zip(outputs, found, strict=True)}
+        if base is not None and self._base is None:  # which no step changes
+            with base:
+                self._base = self._logprobs(rows[:1])[0][:prompt]
+        return Right(version, found[0][:prompt], after, self._base)
+
+    def _logprobs(self, rows: TensorDict) -> list[list[float]]:
+        found: list[list[float]] = self.engine.forward(rows, lambda outputs, _: outputs.logprobs).tolist()
+        return found
 
     def _fault(self, right: Right, answers: list[CanaryAnswer]) -> WeightUpdateError | None:
         faults = [(answer.server, right.fault(answer, self._before, self.tolerance)) for answer in answers]

@@ -57,6 +57,9 @@ class PublishConfig(Settings):
     `ipc` (trainer and server on one GPU)."""
     host: str = LOOPBACK
     """Of `broadcast`: address on which rank 0 listens; servers on other hosts need one that they can reach."""
+    adapter: str = choice("auto", ("auto", "always", "never"))
+    """Where low-rank adapters are trained: `auto` sends them alone if all servers can add them to their base weights,
+    `always` refuses servers that cannot, `never` sends the merged weights whole."""
     timeout: float = bounded(300.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds for staging, and again for the commit, on all servers."""
     drain_timeout: float = bounded(3600.0, "more than 0 seconds", lambda seconds: seconds > 0)
@@ -115,7 +118,8 @@ class WeightPublisher:
         self.receipt: WeightReceipt | None = None
         """The trainer's own, of the last version that was sent; complete on rank 0."""
         self._canary = self._open_canary()
-        self._specs = engine.param_specs()
+        self._adapter_alone = self._choose_adapter()
+        self._specs = engine.adapter_specs() if self._adapter_alone else engine.param_specs()
         self._sender = self._open_sender()
 
     def publish(self, version: int) -> dict[str, float]:
@@ -183,6 +187,20 @@ class WeightPublisher:
         tolerance = parallel.broadcast_json(tolerance)
         return tolerance and CanaryCheck(self.engine, config.route, config.canary_tokens, tolerance)
 
+    def _choose_adapter(self) -> bool:
+        """Whether adapters are sent alone (collective)."""
+        parallel, wanted, alone = self.engine.parallel, self.config.adapter, False
+        if wanted == "never":
+            return False
+        trained = self.engine.adapter() is not None
+        with parallel.agreeing("choosing what is published"):
+            if parallel.is_main:
+                able = self.inference.capabilities.lora
+                alone = trained and able
+                found = f"{wanted}, and " + ("these servers take whole weights alone" if trained else "there is none")
+                require(alone or wanted == "auto", "publish.adapter", "auto or never", found)
+        return bool(parallel.broadcast_json(alone))
+
     def _open_sender(self) -> WeightSender | None:
         """The end of the route on this rank: on rank 0, and wherever there is something to send (collective)."""
         from rl_contracts.weights import open_sender
@@ -211,18 +229,20 @@ class WeightPublisher:
     def _begin(self, version: int, doing: str) -> WeightUpdateMeta:
         """What the servers are told: the parts of all ranks that send (collective; complete on rank 0)."""
         parallel, metas = self.engine.parallel, list[WeightUpdateMeta]()
+        adapter = self.engine.adapter() if self._adapter_alone else None
         with parallel.agreeing(doing):
             if self._sender is not None:
                 metas = [self._sender.begin(version, self._specs)]
         others = parallel.gather_json([] if parallel.is_main else [meta.to_json() for meta in metas])
         metas += [WeightUpdateMeta.from_json(value) for values in others for value in values]
         parts = tuple(part for meta in metas for part in meta.parts if part.params)
-        return WeightUpdateMeta(self.config.route, version, parts)
+        return WeightUpdateMeta(self.config.route, version, parts, adapter)
 
     def _send(self) -> tuple[dict[str, int], Exception | None]:
         """Gather with the other ranks and send what is this rank's (collective): checksums of it, and what went
         wrong."""
-        tensors, sums = self.engine.full_parameters(), dict[str, int]()
+        engine, sums = self.engine, dict[str, int]()
+        tensors = engine.adapter_parameters() if self._adapter_alone else engine.full_parameters()
         try:
             try:
                 if self._sender is not None and self._specs:

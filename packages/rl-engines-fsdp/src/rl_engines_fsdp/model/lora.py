@@ -1,12 +1,13 @@
 """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), by the layers of `peft`.
 
-Only the matrices A [rank, in] and B [out, rank] of each adapted layer learn. What leaves the engine for servers and for
-Hugging Face directories is the merged weight W + (alpha / rank) B A under the layer's own name, so nobody else has to
-know of adapters.
+Only the matrices A [rank, in] and B [out, rank] of each adapted layer learn. What leaves the engine for Hugging Face
+directories is the merged weight W + (alpha / rank) B A under the layer's own name; servers get that, or the matrices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl_contracts.errors import ConfigError
+from rl_contracts.weights import adapters
 from rl_engines_fsdp.config import LoRAConfig
 
 ADAPTER = "default"
@@ -37,8 +39,12 @@ class Pair:
 
     def merged(self, weight: Tensor) -> Tensor:
         """W + scaling B A of the whole weight W [out, in], a new tensor (collective where the matrices are sharded)."""
+        return adapters.merged(weight, *self.whole(), self.scaling).to(weight.dtype)
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """A and B (collective where they are sharded)."""
         a, b = (t.full_tensor() if isinstance(t, DTensor) else t for t in (self.a.detach(), self.b.detach()))
-        return weight + self.scaling * (b @ a).to(weight.dtype)
+        return a, b
 
 
 def peft_config(config: LoRAConfig, model_path: str, head: str) -> Any:
@@ -112,6 +118,23 @@ def pairs(model: nn.Module, prefix: str) -> dict[str, Pair]:
         f"{name.removeprefix(prefix)}.weight": Pair(
             module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight, module.scaling[ADAPTER]
         )
-        for name, module in model.named_modules()
-        if hasattr(module, "base_layer") and hasattr(module, "lora_A")
+        for name, module in _adapted(model)
     }
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """For the time of a block, the model computes as if all adapters were zero."""
+    layers = [(module, module.scaling[ADAPTER]) for _, module in _adapted(model)]
+    try:
+        for module, _ in layers:
+            module.scaling[ADAPTER] = 0.0
+        yield
+    finally:
+        for module, scale in layers:
+            module.scaling[ADAPTER] = scale
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    named = model.named_modules()
+    return ((name, module) for name, module in named if hasattr(module, "base_layer") and hasattr(module, "lora_A"))

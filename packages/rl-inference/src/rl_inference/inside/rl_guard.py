@@ -218,7 +218,7 @@ class Guard(ABC):
             late = f"{what}: not there within {limit:g} s. Is the trainer frozen?"
             await engine.collective_rpc("rl_stage", kwargs={"meta": meta})
             states = await self._there(engine, deadline, late)
-            await engine.collective_rpc("rl_share", kwargs={"checksums": states[0]["checksums"]})
+            await engine.collective_rpc("rl_share", kwargs={"checksums": states[0]["shared"]})
             await self._there(engine, deadline, late)
             self._staged, self._route = int(meta["version"]), str(meta["route"])
             return told(self._staged, states)

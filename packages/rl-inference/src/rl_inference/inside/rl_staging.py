@@ -6,6 +6,7 @@ safetensors. `rl_contracts.weights` is the trainer's end of each route.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import mmap
@@ -33,6 +34,9 @@ logger = logging.getLogger("rl.staging")
 WEIGHTS_DIR = "RL_WEIGHTS_DIR"
 """Directory in which updates are published; empty: the server takes none."""
 AREAS = Path("/dev/shm")
+STORED = ("shm", "disk")
+"""Routes on which a version lies where the server's ranks can open it."""
+ROUTES = (*STORED, "broadcast", "ipc")
 
 
 def make_area(kind: str) -> str:
@@ -60,6 +64,10 @@ class State:
 
     def __init__(self) -> None:
         self.receivers: dict[int, Receiver] = {}
+        self.base: dict[str, str] = {}
+        """What the checkpoint was found to begin with."""
+        self.memory: dict[str, Any] = {}
+        """The trainer's, on a GPU, by its handles."""
         self.attempt: Attempt = Attempt({"route": "", "version": -1, "parts": []}, self)
         self.loaded: dict[str, str] = {}
 
@@ -72,8 +80,8 @@ class Attempt:
     """One version on its way into the host's memory.
 
     Args:
-        meta: `rl_contracts.data.WeightUpdateMeta` as JSON; of a broadcast also `area`, a directory that all ranks of
-            the server can read.
+        meta: `rl_contracts.data.WeightUpdateMeta` as JSON; where `needs_area`, also `area`, a directory that all ranks
+            of the server can read.
         state: whose connections it may use again.
     """
 
@@ -85,21 +93,30 @@ class Attempt:
         self.done, self.error = False, ""
         self.tensors: dict[str, Any] = {}
         self.sums: dict[str, str] = {}
-        self._receivers = state.receivers
+        self.shared: dict[str, str] = {}
+        self._state = state
+
+    def told(self) -> dict[str, Any]:
+        """How far it is: whether it is there, or why it is not; checksums of what came, and of what the other ranks
+        find."""
+        sums = (self.sums, self.shared) if self.done else ({}, {})
+        return {"done": self.done, "error": self.error, "checksums": dict(sums[0]), "shared": dict(sums[1])}
 
     @property
     def place(self) -> str | None:
-        """Directory of what came by broadcast; None: it lies where the trainer has put it."""
-        return str(self.meta["area"]) if self.meta["route"] == "broadcast" else None
+        """Directory of what lies in the area; None: it lies where the trainer has put it."""
+        return None if self.meta["route"] in STORED else str(self.meta["area"])
 
     def share(self, checksums: dict[str, str]) -> None:
         """Open what another rank has fetched, and see that it is that; the thread's whole life."""
         try:
+            if self.meta.get("adapter"):
+                self.meta = merged_meta(self.meta, self.checkpoint)
             self.tensors = open_parts(self.meta, self.place)
-            for name, tensor in self.tensors.items():
-                if str(checksum(tensor)) != checksums.get(name):
+            for name, value in checksums.items():
+                if name not in self.tensors or str(checksum(self.tensors[name])) != value:
                     raise RefusedError(f"parameter {name!r}: this rank finds other weights than were fetched.")
-            self.sums, self.done = checksums, True
+            self.done = True
         except Exception as error:  # noqa: BLE001 - the thread's owner tells its error
             self._fail(error)
 
@@ -109,18 +126,55 @@ class Attempt:
             self._check()
             if self.meta["route"] == "broadcast":
                 self._receive()
+            elif self.meta["route"] == "ipc":
+                self._copy_from_gpu()
             else:
                 self.tensors = open_parts(self.meta, None)
-            for name, tensor in self.tensors.items():
-                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                    raise RefusedError(
-                        f"version {self.version}: expected finite numbers, found nan or infinity in {name!r}. The "
-                        "trainer's step made them; lower the learning rate, or look at its gradients."
-                    )
-                self.sums[name] = str(checksum(tensor))  # 64 bits, more than a JSON number safely carries
+            self.sums = self.shared = self._sums(self.tensors)
+            if self.meta.get("adapter"):
+                self._merge()
             self.done = True
         except Exception as error:  # noqa: BLE001 - the thread's owner tells its error
             self._fail(error)
+
+    def _sums(self, tensors: dict[str, Any]) -> dict[str, str]:
+        """Checksums, as text: 64 bits are more than a JSON number safely carries.
+
+        Raises:
+            RefusedError: names what is not finite.
+        """
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise RefusedError(
+                    f"version {self.version}: expected finite numbers, found nan or infinity in {name!r}. The "
+                    "trainer's step made them; lower the learning rate, or look at its gradients."
+                )
+        return {name: str(checksum(tensor)) for name, tensor in tensors.items()}
+
+    def _merge(self) -> None:
+        """Put what is made of adapters, and what else was sent, into the area; all else is the checkpoint's own."""
+        meta, sent, base = merged_meta(self.meta, self.checkpoint), self.tensors, Base(self.checkpoint)
+        [made] = _make_files(meta, meta["area"])
+        for name, tensor in made.items():
+            if name in self.meta["adapter"]["scales"]:
+                a, b = (sent[each] for each in matrices(name))
+                tensor.copy_(merged(base[name], a, b, self.meta["adapter"]["scales"][name]))
+            else:
+                tensor.copy_(sent[name])
+        self.shared, self.meta = self._sums(made), meta
+        self.tensors = open_parts(meta, self.place)
+
+    def _copy_from_gpu(self) -> None:
+        """Copy what lies in the trainer's memory on this machine's GPU into the host's."""
+        area = _make_files(self.meta, str(self.place))
+        kept, self._state.memory = self._state.memory, {}
+        for part, targets in zip(self.meta["parts"], area, strict=True):
+            where = part["location"]  # once opened it stays open: the trainer counts who has it
+            memory = self._state.memory[where] = kept[where] if where in kept else open_gpu_memory(where)
+            for name, start, size in _places(part)[0]:
+                target = targets[name]
+                target.copy_(memory[start : start + size].view(target.dtype).view(target.shape))
+        self.tensors = {name: tensor for part in area for name, tensor in part.items()}
 
     def _fail(self, error: Exception) -> None:
         told = str(error) if isinstance(error, RefusedError) else f"cannot be read: {error}"
@@ -137,19 +191,23 @@ class Attempt:
             raise RefusedError(
                 f"this server takes no weight updates; start it with {WEIGHTS_DIR} set to where they lie."
             )
-        if route not in ("shm", "disk", "broadcast"):
+        if route not in ROUTES:
             raise RefusedError(
-                f"expected route shm, disk or broadcast, found {route!r}; this server is given weights by those."
+                f"expected a route of {', '.join(ROUTES)}, found {route!r}; this server is given weights by those."
             )
-        for part in self.meta["parts"] if route != "broadcast" else ():
+        for part in self.meta["parts"] if route in STORED else ():
             place, root = Path(part["location"]).resolve(), Path(directory).resolve()
             if root != place and root not in place.parents:
                 raise RefusedError(f"{part['location']}: outside of the server's weights directory {root}.")
         sent = {spec["name"]: list(spec["shape"]) for part in self.meta["parts"] for spec in part["params"]}
-        known = checkpoint_shapes(self.checkpoint)
-        if not known:  # not a directory of safetensors: the server itself will say what it cannot load
+        known, adapter = checkpoint_shapes(self.checkpoint), self.meta.get("adapter")
+        if not (known or adapter):  # not a directory of safetensors: the server itself will say what it cannot load
             return
         try:
+            if adapter:
+                self._check_base(adapter, sent)
+                made = {each for name in adapter["scales"] for each in matrices(name)}
+                sent = {n: shape for n, shape in sent.items() if n not in made} | {n: known[n] for n in adapter["base"]}
             for name, shape in sent.items():
                 if name not in known and name != "lm_head.weight":
                     raise RefusedError(f"the model has no parameter {name!r}.")
@@ -165,6 +223,22 @@ class Attempt:
             if route == "broadcast" and self.meta["parts"]:
                 self._receiver(0).refuse(self.meta["parts"][0], str(error))
             raise
+
+    def _check_base(self, adapter: dict[str, Any], sent: dict[str, list[int]]) -> None:
+        """See that the checkpoint is the base that the trainer adapts, and that what is to be added to it was sent."""
+        for name in adapter["scales"]:
+            if lacking := [each for each in matrices(name) if each not in sent]:
+                raise RefusedError(f"the adapter is not whole; missing is {lacking[0]!r}.")
+        if self._state.base == adapter["base"]:
+            return
+        base = Base(self.checkpoint)
+        for name, begin in {**dict.fromkeys(adapter["scales"], ""), **adapter["base"]}.items():
+            if begins_with(base[name]) != begin:
+                raise RefusedError(
+                    f"{self.checkpoint}: parameter {name!r} is not the one that the trainer adapts. Start the servers "
+                    "with the trainer's base model, or set publish.adapter=never, so that whole weights are sent."
+                )
+        self._state.base = adapter["base"]
 
     def _receive(self) -> None:
         """Take the seats that the trainer's ranks have for this server, at the same time."""
@@ -187,7 +261,75 @@ class Attempt:
         self.tensors = {name: tensor for part in area for name, tensor in part.items()}
 
     def _receiver(self, index: int) -> Receiver:
-        return self._receivers.setdefault(index, Receiver())
+        return self._state.receivers.setdefault(index, Receiver())
+
+
+def needs_area(meta: dict[str, Any]) -> bool:
+    """Whether the ranks of a server need a directory for what does not lie where they can open it."""
+    return meta["route"] not in STORED or bool(meta.get("adapter"))
+
+
+# ---- adapters alone: `rl_contracts.weights.adapters` says the same
+
+SAMPLE = 2**16
+
+
+def matrices(name: str) -> tuple[str, str]:
+    """Names of A and B of an adapted weight."""
+    layer = name[: -len(".weight")] if name.endswith(".weight") else name
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def merged(base: Any, a: Any, b: Any, scale: float) -> Any:
+    """base + scale B A in float32, [out, in]."""
+    return base.float() + scale * (b.float() @ a.float())
+
+
+def begins_with(parameter: Any) -> str:
+    """The checksum of a parameter's first numbers in float32, as text."""
+    return str(checksum(parameter.reshape(-1)[:SAMPLE].float()))
+
+
+class Base:
+    """A checkpoint's parameters by name, mapped: nothing is copied.
+
+    Raises:
+        RefusedError: they cannot be read, or there is none of a name.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._directory = directory
+        try:
+            files = [safe_open(str(path), framework="pt") for path in sorted(directory.glob("*.safetensors"))]
+        except (OSError, SafetensorError) as error:
+            raise RefusedError(f"{directory}: the base weights cannot be read: {error}") from error
+        self.files = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.files:
+            raise RefusedError(
+                f"{self._directory}: expected the base weight {name!r} in its safetensors, found none of that name. "
+                "Set publish.adapter=never, so that whole weights are sent."
+            )
+        return self.files[name].get_tensor(name)
+
+
+def merged_meta(meta: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Where what is to be loaded lies once adapters are merged: in the area what differs from the checkpoint, the same
+    for all ranks."""
+    adapter, known = meta["adapter"], checkpoint_shapes(checkpoint)
+    made = {each for name in adapter["scales"] for each in matrices(name)}
+    others = [spec for part in meta["parts"] for spec in part["params"] if spec["name"] not in made]
+    specs = [{"name": name, "shape": known[name], "dtype": adapter["dtype"]} for name in adapter["scales"]]
+    return {
+        "route": "merged",
+        "version": meta["version"],
+        "parts": [{"location": "", "params": specs + others}],
+        "checkpoint": str(checkpoint),
+        "area": f"{meta['area']}/merged",
+    }
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, list[int]]:
@@ -245,12 +387,15 @@ def _views(part: dict[str, Any], memory: Any) -> dict[str, Any]:
 
 
 def open_parts(meta: dict[str, Any], area: str | None) -> dict[str, Any]:
-    """All parameters of a version by name, as they lie in files; `area` is the directory of a broadcast's.
+    """All parameters of a version by name, as they lie in files; `area` is the directory of what was put there.
 
     Raises:
         RefusedError: a file is missing or too small.
     """
     found: dict[str, Any] = {}
+    if "checkpoint" in meta:
+        base = Base(Path(meta["checkpoint"]))
+        found = {name: base[name] for name in checkpoint_shapes(Path(meta["checkpoint"]))}
     for index, part in enumerate(meta["parts"]):
         if meta["route"] == "disk":
             found |= _safetensors(part)
@@ -292,7 +437,7 @@ def _safetensors(part: dict[str, Any]) -> dict[str, Any]:
 def _make_files(meta: dict[str, Any], place: str) -> list[dict[str, Any]]:
     """Memory for a version, which other ranks of this server can open; by part, each parameter by name."""
     area, found = Path(place), []
-    area.mkdir(mode=0o700, exist_ok=True)
+    area.mkdir(mode=0o700, parents=True, exist_ok=True)
     for index, part in enumerate(meta["parts"]):
         _, size = _places(part)
         path = area / str(index)
@@ -303,6 +448,38 @@ def _make_files(meta: dict[str, Any], place: str) -> list[dict[str, Any]]:
             memory = mmap.mmap(file.fileno(), size) if size else b""
         found.append(_views(part, memory))
     return found
+
+
+# ---- memory of a GPU: `rl_contracts.weights.ipc` is the trainer's end
+
+
+def open_gpu_memory(location: str) -> Any:
+    """The trainer's memory, uint8, by the handle that it told.
+
+    Raises:
+        RefusedError: this process does not see that GPU, or the handle cannot be opened.
+    """
+    import torch
+
+    try:
+        value = json.loads(location)
+        count = torch.cuda.device_count()
+        found = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+        if value["device"] not in found:
+            raise RefusedError(
+                f"route ipc: expected the trainer's GPU {value['device']}, but this server sees {found or 'none'}. Put "
+                "both on one GPU, or use another route."
+            )
+        handle = [_unpacked(part) for part in value["handle"]]
+        storage = torch.UntypedStorage._new_shared_cuda(found.index(value["device"]), *handle)
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return memory.set_(storage, int(value["offset"]), (int(value["size"]),))  # type: ignore[call-overload]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RefusedError(f"route ipc: the trainer's memory cannot be opened: {error!r}") from error
+
+
+def _unpacked(value: Any) -> Any:
+    return base64.b64decode(value["base64"], validate=True) if isinstance(value, dict) else value
 
 
 # ---- the broadcast: `rl_contracts.weights.broadcast` and `.rendezvous` are the trainer's end, and say how it goes

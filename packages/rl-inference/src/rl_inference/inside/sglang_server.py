@@ -214,7 +214,7 @@ class Engine:
         attempt = self._state.attempt
         if attempt.error:
             self._clear()
-        return {"done": attempt.done, "error": attempt.error, "checksums": dict(attempt.sums) if attempt.done else {}}
+        return attempt.told()
 
     def rl_give_up(self) -> dict[str, Any]:
         """Leave what is being staged to itself."""
@@ -261,10 +261,10 @@ class Engine:
         return {}
 
     def _area(self) -> str:
-        return f"{os.environ.get(STAGE)}/broadcast"
+        return f"{os.environ.get(STAGE)}/area"
 
     def _clear(self) -> None:
-        """Nobody opens any more what came by broadcast."""
+        """Nobody opens any more what lies in the area."""
         shutil.rmtree(self._area(), ignore_errors=True)
 
 

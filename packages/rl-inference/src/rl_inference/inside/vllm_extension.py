@@ -142,8 +142,8 @@ class Guard(rl_guard.Guard):
             await engine.reset_encoder_cache()
 
     async def _stage(self, engine: Any, asked: dict[str, Any]) -> dict[str, Any]:
-        """As the base says. Once all ranks have opened what came by broadcast, or it has failed, it needs no name."""
-        if asked["meta"]["route"] != "broadcast":
+        """As the base says. Once all ranks have opened what lies in the area, or it has failed, it needs no name."""
+        if not rl_staging.needs_area(asked["meta"]):
             return await super()._stage(engine, asked)
         area = rl_staging.make_area("vllm")
         try:
@@ -207,8 +207,8 @@ class WeightStage:
         state = self._rl_state()
         state.attempt = attempt = rl_staging.Attempt(meta, state)
         attempt.done = self._rl_rank() != 0
+        attempt.checkpoint = Path(self.vllm_config.model_config.model)  # type: ignore[attr-defined]
         if self._rl_rank() == 0:
-            attempt.checkpoint = Path(self.vllm_config.model_config.model)  # type: ignore[attr-defined]
             attempt.device = str(self.device)  # type: ignore[attr-defined]
             threading.Thread(target=attempt.run, name="rl-stage", daemon=True).start()
 
@@ -221,8 +221,7 @@ class WeightStage:
 
     def rl_staged(self) -> dict[str, Any]:
         """Whether it is there; its checksums, or why it is not."""
-        attempt = self._rl_state().attempt
-        return {"done": attempt.done, "error": attempt.error, "checksums": dict(attempt.sums) if attempt.done else {}}
+        return self._rl_state().attempt.told()
 
     def rl_give_up(self) -> None:
         """Leave what is being staged to itself."""
@@ -240,7 +239,7 @@ class WeightStage:
         repack(model)
         compare(model, tensors)
         state.loaded = attempt.sums
-        if attempt.meta["route"] not in ("shm", "disk"):
+        if attempt.place is not None:
             attempt.tensors = {}
 
     def rl_loaded(self) -> dict[str, Any]:

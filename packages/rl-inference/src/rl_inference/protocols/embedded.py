@@ -18,9 +18,9 @@ def generation_key(key: str) -> str:
 
 
 class EmbeddedProtocol(ControlProtocol):
-    """The embedded server: everything that the contract asks for, but LoRA and sleep."""
+    """The embedded server: everything that the contract asks for, but sleep."""
 
-    capabilities = Capabilities(scores_before=True)
+    capabilities = Capabilities(scores_before=True, lora=True)
     paths: ClassVar[ControlPaths] = ControlPaths(
         health="/health",
         stats="/stats",

@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ServeSpec
+from rl_contracts.data import NO_GPU_ROUTES, ROUTES, ServeSpec
 from rl_contracts.errors import InferenceError
 from rl_contracts.inference import Capabilities
 from rl_contracts.model_directory import vocabulary_size
+from rl_inference.program import on_cpu
 from rl_inference.protocols.base import Call, Exchange, GenerationChunk, as_object, event, expand, ignored
 from rl_inference.protocols.control import ControlProtocol
 from rl_inference.transport import ServerBusyError
@@ -27,20 +28,21 @@ class SGLangProtocol(ControlProtocol):
     """
 
     counts_tokens: ClassVar[bool] = True
-    capabilities = Capabilities(
-        routes=("shm", "disk", "broadcast"),
-        live_checksums=False,
-        stamps_at_end=True,
-        any_score_temperature=False,
-        seeds=False,
-        seeds_by_position=False,
-        continues=False,
-        keeps_cache=False,
-        signs_of_life=False,
-    )
 
     def __init__(self, spec: ServeSpec, context: int | None = None) -> None:
         self._spec, self._context = spec, context
+        self.capabilities = Capabilities(
+            routes=NO_GPU_ROUTES if on_cpu(spec) else ROUTES,
+            live_checksums=False,
+            stamps_at_end=True,
+            any_score_temperature=False,
+            seeds=False,
+            seeds_by_position=False,
+            continues=False,
+            keeps_cache=False,
+            signs_of_life=False,
+            lora=True,
+        )
 
     def generate(
         self, rid: str, input_ids: list[int], generation: GenerationConfig, seed: int | None, resumed: int

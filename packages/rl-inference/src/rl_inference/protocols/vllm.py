@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rl_contracts.config import GenerationConfig
+from rl_contracts.data import NO_GPU_ROUTES, ROUTES
 from rl_contracts.errors import InferenceError
 from rl_contracts.inference import Capabilities, ServedModel
 from rl_inference.protocols.base import Call, Exchange, GenerationChunk, as_object, event, expand, ignored
@@ -27,14 +28,15 @@ class VLLMProtocol(ControlProtocol):
     Args:
         version: of the weights with which the servers were started.
         sleeps: whether they were started so that they can sleep.
+        gpu: whether they run on GPUs.
     """
 
     counts_tokens: ClassVar[bool] = True
 
-    def __init__(self, version: int = 0, sleeps: bool = False) -> None:
+    def __init__(self, version: int = 0, sleeps: bool = False, gpu: bool = False) -> None:
         self._version = version
         self.capabilities = Capabilities(
-            routes=("shm", "disk", "broadcast"),
+            routes=ROUTES if gpu else NO_GPU_ROUTES,
             live_checksums=False,
             stamps_at_end=True,
             any_score_temperature=False,
@@ -43,6 +45,7 @@ class VLLMProtocol(ControlProtocol):
             continues=False,
             keeps_cache=False,
             signs_of_life=False,
+            lora=True,
             sleeps=sleeps,
         )
 

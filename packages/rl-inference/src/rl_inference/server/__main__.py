@@ -134,7 +134,7 @@ def _load(
             if spec.cpus:
                 torch.set_num_threads(spec.cpus)
             model = load_model(config, spec, options.sharing)
-            weights = ServedWeights(model.model, spec.weights_dir, holder, spec.version)
+            weights = ServedWeights(model.model, spec.weights_dir, holder, spec.version, spec.model_path)
             restore(weights, spec.weights_dir)
             loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash, spec.deterministic)
         except BaseException as error:  # noqa: BLE001 - handed to the main thread

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
+from rl_contracts.data import AdapterSpec, ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError
 from rl_inference.server.job import GenerationJob
 
@@ -102,10 +102,17 @@ class _Part(Struct, forbid_unknown_fields=True):
     params: list[_Param]
 
 
+class _Adapter(Struct, forbid_unknown_fields=True):
+    scales: dict[Name, Annotated[float, Meta(ge=-1e9, le=1e9)]]
+    base: dict[Name, Name]
+    dtype: Name
+
+
 class _Meta(Struct, forbid_unknown_fields=True):
     route: Name
     version: Size
     parts: Annotated[list[_Part], Meta(max_length=1024)]
+    adapter: _Adapter | None = None
 
 
 class Stage(Struct, forbid_unknown_fields=True):
@@ -121,7 +128,9 @@ class Stage(Struct, forbid_unknown_fields=True):
             WeightPart(part.location, tuple(ParamSpec(p.name, tuple(p.shape), p.dtype) for p in part.params))
             for part in self.meta.parts
         )
-        return WeightUpdateMeta(self.meta.route, self.meta.version, parts)
+        told = self.meta.adapter
+        adapter = None if told is None else AdapterSpec(told.scales, told.base, told.dtype)
+        return WeightUpdateMeta(self.meta.route, self.meta.version, parts, adapter)
 
 
 Mode = Literal["keep", "recompute", "wait"]

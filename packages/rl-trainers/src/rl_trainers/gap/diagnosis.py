@@ -57,6 +57,8 @@ class Evidence:
     """Taken from the live tensors now."""
     older: Gap | None = None
     """How far they are from what the version before gives."""
+    base: Gap | None = None
+    """How far they are from what the base weights give, where low-rank adapters are trained."""
     temperature: tuple[float, Gap] | None = None
     """The temperature at which the trainer is nearest to them, and how near."""
     seen_prompt: Gap | None = None
@@ -91,6 +93,12 @@ def diagnose(evidence: Evidence) -> Cause | None:
     if receipts is not None and receipts.differing:
         return _wrong_tensors(receipts, older)
     what = "recorded log-probs" if evidence.recorded else "scores"
+    if evidence.explained_by(evidence.base):
+        return Cause(
+            "adapter not applied",
+            f"the {what} are those of the base weights without the adapter: the servers acknowledged it, and do not "
+            "add it to what they compute with",
+        )
     if evidence.temperature is not None and evidence.explained_by(evidence.temperature[1]):
         return Cause(
             "temperature",

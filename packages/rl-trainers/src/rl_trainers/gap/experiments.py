@@ -69,6 +69,14 @@ class Experiments:
         """The trainer's log-probs at the rows' temperatures, [B, T]."""
         return self.engine.forward(rows, lambda outputs, _: outputs.logprobs)
 
+    def unadapted(self, rows: TensorDict) -> torch.Tensor | None:
+        """The same with the base weights alone; None where no adapter is trained."""
+        base = self.engine.without_adapter()
+        if base is None:
+            return None
+        with base:
+            return self.ours(rows)
+
     def compare(self, ours: torch.Tensor, theirs: torch.Tensor | None, mask: torch.Tensor) -> Gap | None:
         """Over all replicas; None without tokens, or where there are none of theirs."""
         if theirs is None:

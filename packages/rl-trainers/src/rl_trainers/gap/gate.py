@@ -269,8 +269,8 @@ class GapGate:
         """Add what experiments give."""
         find = self.experiments
         mask = self._is_fresh(rows) if evidence.recorded else find.compared(rows)
-        older, temperature = find.compare(theirs, before, mask), find.temperature(rows, theirs, mask)
-        return replace(evidence, older=older, temperature=temperature, **more)
+        older, base = find.compare(theirs, before, mask), find.compare(theirs, find.unadapted(rows), mask)
+        return replace(evidence, older=older, base=base, temperature=find.temperature(rows, theirs, mask), **more)
 
     def _examine_recorded(self, evidence: Evidence, rows: TensorDict, ours: torch.Tensor) -> Evidence:
         """Scores come first: where they are wrong, what is generated is wrong as well."""

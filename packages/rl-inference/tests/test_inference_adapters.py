@@ -1,0 +1,199 @@
+"""Updates that carry adapters alone, at the embedded server: what is served, what is told, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rl_contracts.data import AdapterSpec, WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.testing import put_weights
+from rl_contracts.weights import checksum, verify_receipt, write_committed
+from rl_contracts.weights.adapters import BaseWeights, begins_with, merged
+from rl_inference.server.requests import Stage
+from rl_inference.server.weights import ServedWeights, restore
+
+SCALE = 2.0
+ADAPTED = "layer.weight"
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Model(torch.nn.Module):
+    """An adapted layer, a frozen one that is tied, and a norm that is trained whole."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        self.layer, self.frozen = torch.nn.Linear(5, 4), torch.nn.Linear(4, 6, bias=False)
+        self.tied = torch.nn.Linear(4, 6, bias=False)
+        self.tied.weight = self.frozen.weight
+        self.norm = torch.nn.LayerNorm(6, bias=False)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=random)
+        self.to(dtype)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A directory with the model's weights in two files, one of them kept in bfloat16."""
+    directory = tmp_path / "base"
+    directory.mkdir()
+    tensors = {name: p.detach().clone() for name, p in Model().named_parameters()}
+    tensors["frozen.weight"] = tensors["frozen.weight"].bfloat16()
+    save_file({name: tensors.pop(name) for name in ("layer.weight", "layer.bias")}, directory / "model-1.safetensors")
+    save_file(tensors, directory / "model-2.safetensors")
+    return directory
+
+
+def loaded(base: Path, dtype: torch.dtype = torch.float32) -> Model:
+    model, weights = Model(dtype), BaseWeights(base)
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name].to(dtype)
+    return model
+
+
+def matrices(seed: int) -> Tensors:
+    random = torch.Generator().manual_seed(seed)
+    a, b = AdapterSpec.matrices(ADAPTED)
+    return {a: torch.randn(2, 5, generator=random), b: torch.randn(4, 2, generator=random)}
+
+
+def update(directory: Path, base: Path, version: int, dtype: str = "float32", **more: Any) -> Any:
+    """Meta and receipt of an update that carries an adapter and a norm."""
+    sent = {**matrices(version), "norm.weight": torch.full((6,), float(version), dtype=getattr(torch, dtype)), **more}
+    meta, receipt = put_weights(directory, version, sent.items())
+    names = [name for name, _ in Model().named_parameters() if name not in sent]
+    adapter = AdapterSpec({ADAPTED: SCALE}, {name: begins_with(BaseWeights(base)[name]) for name in names}, dtype)
+    return replace(meta, adapter=adapter), receipt
+
+
+def expected(base: Path, version: int) -> torch.Tensor:
+    return merged(BaseWeights(base)[ADAPTED], *matrices(version).values(), SCALE)
+
+
+def served(tmp_path: Path, base: Path, model: torch.nn.Module) -> ServedWeights:
+    return ServedWeights(model, str(tmp_path / "weights"), "server", 0, str(base))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_adapter_update_serves_base_plus_product_rounded_once_and_all_else_as_it_was(tmp_path, base, dtype):
+    model = loaded(base, dtype)
+    weights = served(tmp_path, base, model)
+    frozen, frozen_memory = model.frozen.weight.detach().clone(), model.frozen.weight.data_ptr()
+    for version in (1, 2, 3):
+        meta, sent = update(tmp_path / "weights", base, version, str(dtype).removeprefix("torch."))
+
+        receipt = weights.stage(meta)
+        before = model.layer.weight.detach().clone()
+        weights.commit(version)
+
+        verify_receipt(sent, receipt, "shm")
+        assert torch.equal(model.layer.weight, expected(base, version).to(dtype))
+        assert not torch.equal(model.layer.weight, before)
+        assert bool((model.norm.weight == version).all())
+        assert torch.equal(model.frozen.weight, frozen)
+        assert model.frozen.weight.data_ptr() == frozen_memory == model.tied.weight.data_ptr()  # never a copy
+
+
+def test_live_receipt_tells_of_matrices_where_the_weight_still_is_what_they_made(tmp_path, base):
+    model = loaded(base)
+    weights = served(tmp_path, base, model)
+    meta, sent = update(tmp_path / "weights", base, 1)
+    weights.stage(meta)
+    assert not weights.receipt().checksums.keys() & matrices(1).keys()  # staged is not served
+    weights.commit(1)
+
+    live = weights.receipt().checksums
+
+    assert {name: live[name] for name in sent.checksums} == sent.checksums
+    assert live[ADAPTED] == checksum(model.layer.weight.detach())
+    with torch.no_grad():
+        model.layer.weight[0, 0] += 1
+    assert weights.receipt().checksums.keys() == live.keys() - matrices(1).keys()
+
+
+def test_adapter_update_after_a_whole_one_goes_back_to_the_base(tmp_path, base):
+    model = loaded(base)
+    weights = served(tmp_path, base, model)
+    other = [(name, p.detach() + 1) for name, p in model.named_parameters()]
+    whole, _ = put_weights(tmp_path / "weights", 1, other)
+    weights.stage(whole)
+    weights.commit(1)
+    assert not weights.receipt().checksums.keys() & matrices(1).keys()
+    for version in (2, 3):
+        weights.stage(update(tmp_path / "weights", base, version)[0])
+        weights.commit(version)
+
+        assert torch.equal(model.layer.weight, expected(base, version))
+        assert torch.equal(model.frozen.weight, BaseWeights(base)["frozen.weight"].float())
+        assert torch.equal(model.layer.bias, BaseWeights(base)["layer.bias"])
+    with weights.before():
+        assert torch.equal(model.layer.weight, expected(base, 2))
+
+
+def test_server_that_starts_again_serves_base_plus_adapter_of_the_committed_version(tmp_path, base):
+    meta, sent = update(tmp_path / "weights", base, 6)
+    write_committed(tmp_path / "weights", meta, sent)
+    model = loaded(base)
+    weights = served(tmp_path, base, model)
+
+    restore(weights, str(tmp_path / "weights"))
+
+    assert weights.version == 6
+    assert torch.equal(model.layer.weight, expected(base, 6))
+
+
+def test_adapter_update_that_cannot_be_right_is_refused_and_nothing_changes(tmp_path, base):
+    model = loaded(base)
+    weights, directory = served(tmp_path, base, model), tmp_path / "weights"
+    good, _ = update(directory, base, 1)
+    adapter = good.adapter
+    name = AdapterSpec.matrices(ADAPTED)[1]
+    other = {**adapter.base, "frozen.weight": "1"}
+    few = {name: begin for name, begin in adapter.base.items() if name != "layer.bias"}
+    lone = replace(good, parts=(replace(good.parts[0], params=good.params[:1]),))
+    for wrong, match in (
+        (replace(good, adapter=replace(adapter, base=other)), "'frozen.weight' is not the one that the trainer adapts"),
+        (replace(good, adapter=replace(adapter, base=few)), r"1 parameters were not sent, the first \['layer.bias'\]"),
+        (replace(good, adapter=replace(adapter, base={**few, "x": "1"})), "expected the base weight 'x'"),
+        (replace(good, adapter=replace(adapter, dtype="bfloat16")), f"'{ADAPTED}': expected torch.float32"),
+        (lone, f"the adapter is not whole; missing are .'{name}'"),
+        (torch.ones(4, 3), "cannot be read: .*shapes cannot be multiplied"),
+        (torch.full((4, 2), 3e38), f"'{ADAPTED}' is not finite"),
+        (torch.full((4, 2), torch.nan), "expected finite numbers"),
+    ):
+        meta = update(directory, base, 1, **{name: wrong})[0] if isinstance(wrong, torch.Tensor) else wrong
+        with pytest.raises(WeightUpdateError, match=match):
+            weights.stage(meta)
+        assert weights.staged_version is None
+    without = ServedWeights(model, str(directory), "server", 0)
+    with pytest.raises(WeightUpdateError, match="does not know its base weights"):
+        without.stage(good)
+    with pytest.raises(WeightUpdateError, match="expected the base weight"):
+        served(tmp_path, tmp_path, model).stage(good)
+    assert torch.equal(model.layer.weight, BaseWeights(base)[ADAPTED])
+
+
+def test_adapter_travels_as_json_and_a_record_without_one_is_read(tmp_path, base):
+    meta, _ = update(tmp_path / "weights", base, 1)
+
+    assert WeightUpdateMeta.from_json(meta.to_json()) == meta
+    told = {"meta": json.loads(json.dumps(meta.to_json()))}
+    assert msgspec.convert(told, Stage).update() == meta
+    whole = replace(meta, adapter=None)
+    assert "adapter" not in whole.to_json()
+    assert WeightUpdateMeta.from_json(whole.to_json()) == whole
+
+
+def test_base_weights_are_mapped_and_not_copied(base):
+    weights = BaseWeights(base)
+
+    assert weights[ADAPTED].data_ptr() == weights[ADAPTED].data_ptr()

@@ -1,0 +1,175 @@
+"""Runs with the real vLLM and SGLang learn the embedded task, also where a server dies.
+
+The commands are those of docs/servers.md; what came of them is read from the run's own files.
+
+Needs the environments that `infra/servers/build.py` makes; what needs one that is not there is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+from real_servers import interpreter_of
+
+from rl_apps.parts import weights_directory
+
+SECONDS = 1500
+"""For a whole command on a busy machine."""
+QUARTER_OF_AN_HOUR = 900
+SMALLER = ("total_steps=40", "data.batch_size=16", "actor.optimizer.warmup_steps=5")
+"""For SGLang, which computes slowly without a GPU."""
+PROGRAMS = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang_server.py"}
+"""What the command of a server names."""
+
+pytestmark = pytest.mark.timeout(SECONDS + 300)
+
+
+@pytest.fixture(scope="module")
+def checker() -> ModuleType:
+    """The learning check of CI."""
+    path = Path(__file__).parents[1] / "infra" / "ci" / "check_learning.py"
+    spec = importlib.util.spec_from_file_location("check_learning_of_servers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Command:
+    """A `gsm8k-grpo` with real servers, under way."""
+
+    def __init__(self, server: str, servers: int, run_dir: Path, checker: ModuleType, *settings: str) -> None:
+        self.server, self.run_dir, self._checker = server, run_dir, checker
+        words = (f"allocation={server}:d{servers}+fsdp:d1", f"rollout.server.python={interpreter_of(server)}")
+        command = [str(Path(sys.executable).parent / "gsm8k-grpo"), f"run_dir={run_dir}", *words, *settings]
+        self._log, self.begin = run_dir.with_suffix(".out"), time.monotonic()
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    @property
+    def said(self) -> str:
+        """All that it has said so far."""
+        return self._log.read_text()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """What it has written of its steps so far."""
+        path = self.run_dir / "metrics.jsonl"
+        return self._checker.read_metrics(path) if path.exists() else []
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that it has started and that are there."""
+        with_children = psutil.Process(self._process.pid).children(recursive=True)
+        return [process for process in with_children if process.is_running()]
+
+    def servers(self) -> list[psutil.Process]:
+        """The servers among them: each leads the group of its own processes."""
+        name = PROGRAMS[self.server]
+        found = (p for p in self.processes() if any(word.endswith(name) for word in p.cmdline()))
+        return [p for p in found if os.getpgid(p.pid) == p.pid]
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Until it is so; it must not end before."""
+        while not condition():
+            assert self._process.poll() is None, self.said
+            assert time.monotonic() < self.begin + SECONDS, f"not within {SECONDS} s: {what}\n{self.said}"
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        """Its own end, which must be a good one, and leave nothing."""
+        assert self._process.wait(self.begin + SECONDS - time.monotonic()) == 0, self.said
+        assert not weights_directory(self.run_dir).exists()
+
+    def kill(self) -> None:
+        """Let the launcher end all that it started."""
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path, checker: ModuleType) -> Iterator[Callable[..., Command]]:
+    """Starts commands, and ends those that a failed test left."""
+    started: list[Command] = []
+
+    def begin(server: str, servers: int, *settings: str) -> Command:
+        started.append(Command(server, servers, tmp_path / "run", checker, *settings))
+        return started[-1]
+
+    yield begin
+    for command in started:
+        command.kill()
+
+
+@pytest.fixture
+def learned(record_property: Callable[[str, object], None], checker: ModuleType) -> Callable[..., list[dict[str, Any]]]:
+    """Waits for the end of a command, and sees that it learned."""
+
+    def judge(command: Command, at_least: float = 0.80, more_by: float = 0.0) -> list[dict[str, Any]]:
+        command.end()
+        records = command.records
+        accuracy = checker.values(records, "eval/accuracy")
+        steps = [record for record in records if "rows" in record]
+        seconds, each = time.monotonic() - command.begin, sum(r["time/step"] for r in steps) / len(steps)
+        record_property("accuracy before and after", f"{accuracy[0]:.3f}, {accuracy[-1]:.3f}")
+        record_property("steps, seconds of one, seconds of all", f"{len(steps)}, {each:.2f}, {seconds:.0f}")
+        assert checker.problems(records, 0.55, max(at_least, accuracy[0] + more_by), 1) == []
+        return steps
+
+    return judge
+
+
+def _nothing_lost(steps: list[dict[str, Any]], prompts: int) -> None:
+    """Each step took its prompts, all of them finished, and published its version."""
+    assert [r["step"] for r in steps] == [r["version"] for r in steps] == list(range(1, len(steps) + 1))
+    assert {(r["groups/trained"], r["groups/failed"]) for r in steps} == {(prompts, 0)}
+    assert max(r["staleness/max"] for r in steps) == 1
+    gaps = [r["gap/max_abs"] for r in steps if r["gap/max_abs"] is not None]  # none where the killed one was asked
+    assert len(gaps) > len(steps) / 2
+    assert max(gaps) < 1e-4
+
+
+@pytest.mark.slow
+def test_two_vllm_servers_of_which_one_is_killed_learn_the_task(start, learned, record_property):
+    """By the default route. The processes of a server die at once, as where memory runs out."""
+    command = start("vllm", 2)
+    command.wait_for(lambda: len(command.records) > 6, "six steps")
+    [victim, _] = command.servers()
+    os.killpg(victim.pid, signal.SIGKILL)
+    steps = learned(command)
+
+    _nothing_lost(steps, 32)
+    assert len(steps) == 90
+    assert re.search(r"rollout-\d was killed by SIGKILL .*restart 1 of 3", command.said)
+    servers = [r["server/servers"] for r in steps]
+    record_property("steps with one server", servers.count(1))
+    assert servers[0] == servers[-1] == 2
+    assert 1 in servers
+    assert steps[-1]["server/rejoins"] == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("route", ["disk", "broadcast"])
+def test_vllm_learns_the_task_over_each_route(start, learned, route):
+    _nothing_lost(learned(start("vllm", 1, f"publish.route={route}")), 32)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("route", ["disk", "broadcast"])
+def test_sglang_gets_better_over_each_route_within_a_quarter_of_an_hour(start, learned, route):
+    command = start("sglang", 1, f"publish.route={route}", *SMALLER)
+
+    _nothing_lost(learned(command, at_least=0.0, more_by=0.1), 16)

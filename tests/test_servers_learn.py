@@ -28,8 +28,7 @@ from rl_apps.parts import weights_directory
 SECONDS = 1500
 """For a whole command on a busy machine."""
 QUARTER_OF_AN_HOUR = 900
-SMALLER = ("total_steps=40", "data.batch_size=16", "actor.optimizer.warmup_steps=5")
-"""For SGLang, which computes slowly without a GPU."""
+"""Within which one server of either kind must do."""
 PROGRAMS = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang_server.py"}
 """What the command of a server names."""
 
@@ -118,7 +117,7 @@ def start(tmp_path: Path, checker: ModuleType) -> Iterator[Callable[..., Command
 def learned(record_property: Callable[[str, object], None], checker: ModuleType) -> Callable[..., list[dict[str, Any]]]:
     """Waits for the end of a command, and sees that it learned."""
 
-    def judge(command: Command, at_least: float = 0.80, more_by: float = 0.0) -> list[dict[str, Any]]:
+    def judge(command: Command) -> list[dict[str, Any]]:
         command.end()
         records = command.records
         accuracy = checker.values(records, "eval/accuracy")
@@ -126,7 +125,7 @@ def learned(record_property: Callable[[str, object], None], checker: ModuleType)
         seconds, each = time.monotonic() - command.begin, sum(r["time/step"] for r in steps) / len(steps)
         record_property("accuracy before and after", f"{accuracy[0]:.3f}, {accuracy[-1]:.3f}")
         record_property("steps, seconds of one, seconds of all", f"{len(steps)}, {each:.2f}, {seconds:.0f}")
-        assert checker.problems(records, 0.55, max(at_least, accuracy[0] + more_by), 1) == []
+        assert checker.problems(records, start=0.55, end=0.80, staleness=1) == []
         return steps
 
     return judge
@@ -163,13 +162,9 @@ def test_two_vllm_servers_of_which_one_is_killed_learn_the_task(start, learned, 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("route", ["disk", "broadcast"])
-def test_vllm_learns_the_task_over_each_route(start, learned, route):
-    _nothing_lost(learned(start("vllm", 1, f"publish.route={route}")), 32)
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_one_server_learns_the_task_over_each_route(start, learned, server, route):
+    command = start(server, 1, f"publish.route={route}")
 
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("route", ["disk", "broadcast"])
-def test_sglang_gets_better_over_each_route_within_a_quarter_of_an_hour(start, learned, route):
-    command = start("sglang", 1, f"publish.route={route}", *SMALLER)
-
-    _nothing_lost(learned(command, at_least=0.0, more_by=0.1), 16)
+    _nothing_lost(learned(command), 32)
+    assert time.monotonic() - command.begin < QUARTER_OF_AN_HOUR

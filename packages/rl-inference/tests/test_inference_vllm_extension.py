@@ -397,6 +397,7 @@ async def test_guard_that_could_not_load_says_why_and_ends_its_process(monkeypat
 
     assert status == 500
     assert "route disk, version 7 was not loaded: half of it is gone" in told["error"]["message"]
+    assert (await door.ask("/rl/resume", {}))[0] == 400
     assert ("resume",) not in door.engine.asked
     async with asyncio.timeout(10):
         await ended.wait()

@@ -70,7 +70,7 @@ class Guard(ABC):
         agents = hmac.new(key.encode(), b"generation", "sha256").hexdigest()
         self._keys = [f"Bearer {each}".encode() for each in (key, agents)] if key else []
         self._version = int(os.environ.get(VERSION) or 0)
-        self._staged, self._route = -1, ""
+        self._staged, self._route, self._spoiled = -1, "", False
         self._open = 0
         self._messages = 0
         self._busy, self._busy_since = 0.0, 0.0
@@ -283,6 +283,7 @@ class Guard(ABC):
                 await engine.collective_rpc("rl_load", kwargs={"version": version})
             except BaseException as error:
                 logger.critical("version %d not loaded, and the one before is gone: ending", version, exc_info=True)
+                self._spoiled = True
                 asyncio.get_running_loop().call_later(FAREWELL_SECONDS, self._end)
                 raise RuntimeError(f"route {self._route}, version {version} was not loaded: {error}") from error
             self._staged = -1
@@ -305,6 +306,8 @@ class Guard(ABC):
 
     async def _resume(self, engine: Any, _: dict[str, Any]) -> dict[str, Any]:
         """Generate again; says how many seconds it stood still."""
+        if self._spoiled:
+            raise RefusedError("the weights were not loaded, and this server ends.")
         self._end_lease()
         stopped, self._stopped_at = self._stopped_at, 0.0
         if self._pause is not None:

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_contracts.config import GenerationConfig
-from rl_contracts.data import ModelRequest, ModelResponse, ParamSpec, WeightReceipt, WeightUpdateMeta
+from rl_contracts.config import ClientConfig, GenerationConfig
+from rl_contracts.data import ModelRequest, ModelResponse, ParamSpec, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.inference import InferenceEngine
+from rl_contracts.scheduler import JobSpec
 from rl_contracts.testing import make_tiny_model, put_weights
 from rl_contracts.weights import open_sender, verify_receipt
 from rl_contracts.weights.rendezvous import Address
+from rl_inference import SGLangEngine, VLLMEngine
+from rl_inference.engine import HttpEngine
 
+CONTEXT = 1024
+KEY = "the key of this run"
+FAULTY = Path(__file__).with_name("faulty_inside.py")
 SHARED = [40 + i % 31 for i in range(400)]
 """What all prompts begin with: long enough to fill several blocks of a prefix cache."""
 
@@ -36,6 +43,45 @@ def interpreter_of(server: str) -> Path:
     if not (directory / builder.DONE).is_file():
         pytest.skip(f"no environment with {server} at {directory}: python infra/servers/build.py {server}")
     return directory / "bin" / "python"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of real server."""
+
+    engine: type[HttpEngine]
+    """Its client."""
+    python: Path
+    """Interpreter that has it."""
+
+    def config(self, **settings: Any) -> Any:
+        """Its settings, with a context of `CONTEXT` tokens."""
+        return self.engine.config_class(python=str(self.python), context_length=CONTEXT, **settings)
+
+    def job(self, spec: ServeSpec, **settings: Any) -> JobSpec:
+        """How such a server is started."""
+        return self.engine.server_spec(self.config(**settings), spec)
+
+    def client(self, spec: ServeSpec, addresses: list[str], client: ClientConfig, key: str = KEY) -> HttpEngine:
+        """A client of servers that run."""
+        made = self.engine(self.config(), spec, client)
+        made.initialize(addresses, key)
+        return made
+
+
+def kind_of(name: str) -> Kind:
+    """`vllm` or `sglang`; the test is skipped where there is no environment with it."""
+    return Kind({"vllm": VLLMEngine, "sglang": SGLangEngine}[name], interpreter_of(name))
+
+
+def faulty(job: JobSpec, faults: Path) -> JobSpec:
+    """Servers with `faulty_inside` before what runs inside them; a file names the faults that are on."""
+    command = tuple(
+        str(FAULTY) if text.endswith("sglang_server.py") else text.replace("vllm_extension.", "faulty_inside.")
+        for text in job.command
+    )
+    path = ":".join(filter(None, [str(FAULTY.parent), job.env.get("PYTHONPATH")]))
+    return replace(job, command=command, env={**job.env, "PYTHONPATH": path, "FAULT_FILE": str(faults)})
 
 
 class Models:

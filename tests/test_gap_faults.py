@@ -1,6 +1,5 @@
 """The gap gate between a real trainer and a real server process: each planted fault stops the run and is named."""
 
-import asyncio
 import importlib.util
 import os
 import sys
@@ -8,79 +7,21 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from training_run import Run
 
 from rl_contracts.aio import LoopThread
-from rl_contracts.config import ClientConfig, GenerationConfig, OptimizerConfig
-from rl_contracts.data import FinetuneSpec, ModelRequest
+from rl_contracts.config import ClientConfig
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.sharding import shard_batch
 from rl_contracts.testing.models import make_tiny_model
-from rl_contracts.trajectory import from_response, stack
-from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_engines_fsdp.config import LoRAConfig
 from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess
-from rl_trainers import GapConfig, GapGate, PolicyActor, PublishConfig, WeightPublisher
-from rl_trainers.algorithm import AlgorithmConfig
-
-TEMPERATURE = 1.3
-PROMPTS = [[(7 * i + 3 * j) % 200 + 5 for j in range(40)] for i in range(3)]
 
 
-class Run:
-    """A trainer and the client of its servers; `step` is one training step, without a runtime between the two."""
-
-    def __init__(self, directory, model, addresses, loop, serve_dtype="float32", lr=1e-2, version=0, lora=None):
-        self.loop, self.served = loop, serve_dtype
-        self.engine = FSDPEngine(FSDPEngineConfig(serve_dtype=serve_dtype, lora=lora))
-        optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
-        self.engine.initialize(FinetuneSpec(str(model), 1000, optimizer=optimizer, device="cpu"))
-        self.engine.version = version
-        self.client = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
-        self.client.initialize(addresses)
-        self.publisher = WeightPublisher(self.engine, self.client, loop, PublishConfig(), str(directory))
-        self.forget()
-
-    def forget(self, answer_every=0):
-        """Begin anew: nothing is suspected, and the servers hold what the trainer holds."""
-        config = GapConfig(rows=3, warn=0.005, stop=2.0, patience=1, answer_every=answer_every)
-        self.gate = GapGate(self.engine, self.client, self.loop, config, "float32", self.served)
-        self.actor = PolicyActor(self.engine, AlgorithmConfig())
-        self.publisher.publish(self.engine.version)
-
-    def answers(self):
-        """Two answers to each prompt, as a batch whose rewards differ within each group."""
-        generation = GenerationConfig(max_new_tokens=12, temperature=TEMPERATURE, ignore_eos=True)
-        first = 100 * self.engine.version
-
-        async def ask():
-            requests = [
-                ModelRequest(prompt, generation, seed=first + 10 * group + sample, group=str(group))
-                for group, prompt in enumerate(PROMPTS)
-                for sample in range(2)
-            ]
-            return await asyncio.gather(*(self.client.agenerate(request) for request in requests))
-
-        rows = []
-        for index, response in enumerate(self.loop.run(ask(), 60)):
-            row = from_response(response, reward=index % 2, temperature=TEMPERATURE)
-            row.prompt_id = row.group_id = index // 2
-            row.episode_id = index % 2
-            rows.append(row)
-        return shard_batch(stack(rows), self.engine.parallel)
-
-    def step(self, batch=None):
-        """What `rl_trainers.train` does with a batch."""
-        batch = self.answers() if batch is None else batch
-        stats = self.actor.prepare(batch)
-        stats |= self.gate.before_update(batch)
-        stats |= self.actor.update(batch)
-        stats |= self.publisher.publish(self.engine.version)
-        return stats | self.gate.after_commit(self.publisher.receipt)
-
-    def close(self):
-        self.loop.run(self.client.destroy(), 10)
-        self.engine.destroy()
+def _run(directory, model, addresses, loop, **options):
+    client = EmbeddedEngine(client=ClientConfig(progress_timeout=20))
+    client.initialize(addresses)
+    return Run(directory, model, client, loop, **options)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +49,7 @@ def whole_run(tmp_path_factory, model, fault_file):
         ServerProcess(model, directory / "server.log", options=options, command=COMMAND) as server,
         LoopThread("client") as loop,
     ):
-        run = Run(directory / "weights", model, [server.address], loop)
+        run = _run(directory / "weights", model, [server.address], loop)
         yield run
         run.close()
 
@@ -222,7 +163,7 @@ def test_gap_adapter_that_the_server_does_not_apply_is_named(tmp_path, model, fa
         ServerProcess(model, tmp_path / "server.log", options=options, command=COMMAND) as server,
         LoopThread("client") as loop,
     ):
-        run = Run(tmp_path / "weights", model, [server.address], loop, lora=LoRAConfig(rank=4))
+        run = _run(tmp_path / "weights", model, [server.address], loop, lora=LoRAConfig(rank=4))
         for _ in range(steps):
             assert run.step()["gap/mean_abs"] < 1e-4
         fault_file.write_text("adapter not applied")
@@ -255,7 +196,7 @@ def test_gap_one_of_several_servers_that_is_always_a_version_behind_is_named_at_
     directory, addresses = fleet
     fault_file.write_text("")
     with LoopThread("client") as loop:
-        run = Run(directory, model, addresses[:count], loop, lr=1e-6, version=1000 // count)
+        run = _run(directory, model, addresses[:count], loop, lr=1e-6, version=1000 // count)
         for _ in range(count):
             assert run.step()["gap/mean_abs"] < 1e-4
         fault_file.write_text("one behind")
@@ -268,7 +209,7 @@ def test_gap_one_of_several_servers_that_is_always_a_version_behind_is_named_at_
 def test_gap_rounding_to_16_bits_is_named_and_does_not_stop_the_run(tmp_path, model, caplog):
     options = {"weights_dir": tmp_path / "weights", "dtype": "bfloat16", "slots": 16}
     with ServerProcess(model, tmp_path / "server.log", options=options) as server, LoopThread("client") as loop:
-        run = Run(tmp_path / "weights", model, [server.address], loop, serve_dtype="bfloat16")
+        run = _run(tmp_path / "weights", model, [server.address], loop, serve_dtype="bfloat16")
         assert max(run.step()["gap/mean_abs"] for _ in range(3)) > 0.005, "above the threshold of the warning"
         run.close()
     assert "Likely cause: dtype" in caplog.text

@@ -1,0 +1,225 @@
+"""Faults planted in real servers (`faulty_inside.py`), between a real trainer and two of them: each is named by the
+server's own comparison after a load, by the canary, or by the gap gate.
+
+vLLM's in CI, SGLang's nightly; they need the environments that `infra/servers/build.py` makes, and are skipped where
+there are none. Both servers of a kind start at once, and again only where a test has ended them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from real_servers import KEY, SHARED, Kind, Models, faulty, kind_of, make_request, publish, until
+from training_run import Run
+
+from rl_contracts.aio import LoopThread
+from rl_contracts.config import ClientConfig
+from rl_contracts.data import ServeSpec
+from rl_contracts.errors import WeightUpdateError
+from rl_inference.engine import HttpEngine
+from rl_inference.testing import JobProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+LONG = 300
+"""Tokens of a prompt: more than two blocks of vLLM's prefix cache on a CPU, which hold 128."""
+
+
+class Fleet:
+    """Two servers with a file of faults each, and the runs that use them one after the other."""
+
+    def __init__(self, kind: Kind, directory: Path) -> None:
+        self.kind, self.directory, self._version = kind, directory, 0
+        self.models, self.weights = Models(directory / "models", tied=True), directory / "weights"
+        self.model = self.models.paths[0]
+        self.spec = ServeSpec(str(self.model), device="cpu", weights_dir=str(self.weights), cpus=1)
+        self.faults = [directory / f"faults-{index}" for index in range(2)]
+        jobs = [faulty(kind.job(self.spec), faults) for faults in self.faults]
+        logs = [directory / f"server-{index}.log" for index in range(2)]
+        self.servers = [JobProcess(self.model, log, KEY, job=job) for log, job in zip(logs, jobs, strict=True)]
+
+    def ready(self) -> None:
+        """Let both run without a fault; one that has ended is started again."""
+        self.plant("", 0, 1)
+        ended = [server for server in self.servers if server.process is None or server.exit_code is not None]
+        for server in ended:
+            server.start()
+        for server in ended:
+            server.wait_ready()
+
+    def plant(self, faults: str, *servers: int) -> None:
+        """Switch faults on, on some servers."""
+        for index in servers:
+            self.faults[index].write_text(faults)
+
+    def client(self, servers: Sequence[int], progress_timeout: float = 60.0) -> HttpEngine:
+        """A client of the servers of these numbers, which waits for none to come back."""
+        addresses = [self.servers[index].address for index in servers]
+        settings = ClientConfig(progress_timeout=progress_timeout, probe_timeout=5, rejoin_timeout=0)
+        return self.kind.client(self.spec, addresses, settings)
+
+    @contextmanager
+    def run(self, *servers: int, **options: Any) -> Iterator[Run]:
+        """A run that uses the servers of these numbers, and has made two steps without an alarm."""
+        self._version += 100  # a server's never goes down
+        options |= {"version": self._version, "prompt_tokens": LONG}
+        with LoopThread("client") as loop:
+            run = Run(self.weights, self.model, self.client(servers), loop, **options)
+            try:
+                for _ in range(2):
+                    stats = run.step()
+                    assert max(stats["gap/mean_abs"], stats["gap/fresh_mean_abs"]) < 1e-4
+                yield run
+            finally:
+                run.close()
+
+    def stop(self) -> None:
+        """Kill what runs."""
+        for server in self.servers:
+            if server.process is not None:
+                server.stop()
+
+
+@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(kind_of(request.param), tmp_path_factory.mktemp(request.param))
+    try:
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+@pytest.fixture
+def fleet(started: Fleet) -> Fleet:
+    started.ready()
+    return started
+
+
+def alarm(run: Run, steps: int) -> str:
+    """What ends a run within so many steps."""
+
+    def take() -> None:
+        for _ in range(steps):
+            run.step()
+
+    with pytest.raises(WeightUpdateError) as caught:
+        take()
+    return str(caught.value)
+
+
+def test_temperature_changed_on_the_server_is_named_by_the_gap_gate(fleet):
+    with fleet.run(0) as run:
+        fleet.plant("temperature", 0)
+        message = alarm(run, 3)
+
+    assert "the recorded log-probs of tokens that the trainer's version made" in message
+    assert "Likely cause: temperature" in message
+    assert "at temperature 0.7 instead" in message
+
+
+def test_prefix_cache_kept_is_named_by_the_gap_gate(fleet):
+    with fleet.run(0) as run:
+        fleet.plant("cache kept", 0)
+        message = alarm(run, 4)
+
+    assert "Likely cause: stale prefix cache" in message
+    assert "one to a new prompt is right" in message
+
+
+@pytest.mark.parametrize(
+    ("faults", "cause"),
+    [
+        ("not loaded, unseen", "weights not received: these are the scores of the version before"),
+        ("stale head, unseen", "one tensor may be wrong, a fused copy stale"),
+    ],
+    ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale"],
+)
+def test_weights_that_the_server_does_not_compare_are_named_by_the_gap_gate(fleet, faults, cause):
+    with fleet.run(0) as run:
+        fleet.plant(faults, 0)
+        message = alarm(run, 1)
+
+    assert f"the scores of {fleet.servers[0].address}" in message
+    assert cause in message
+
+
+def test_one_server_of_two_behind_is_named_by_the_gap_gate(fleet):
+    with fleet.run(0, 1) as run:
+        run.step()  # the gate looks at each in turn, and it is the second's now
+        fleet.plant("one behind", 1)
+        message = alarm(run, 1)
+
+    assert f"the scores of {fleet.servers[1].address}" in message
+    assert "weights not received: these are the scores of the version before" in message
+
+
+@pytest.mark.parametrize(
+    ("faults", "named"),
+    [
+        ("not loaded, unseen", "and they are those of the version before: it serves other weights than were sent"),
+        ("stale head, unseen", "it serves other weights than were sent. Does it load them, all of them (a tied head"),
+        ("cache kept", "its scores are right, but the log-probs of the 16 tokens that it generated after them are"),
+        ("one behind", "and they are those of the version before: it serves other weights than were sent"),
+    ],
+    ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale", "prefix_cache_kept", "one_of_two_behind"],
+)
+def test_fault_of_one_server_of_two_is_named_by_the_canary(fleet, faults, named):
+    with fleet.run(0, 1, canary="always") as run:
+        fleet.plant(faults, 1)
+        message = alarm(run, 1)
+
+    assert message.startswith(f"route shm, version {run.engine.version}, {fleet.servers[1].address}: its scores ")
+    assert named in message
+    assert fleet.servers[0].address not in message
+
+
+@pytest.mark.parametrize(
+    ("faults", "server"),
+    [("not loaded", 0), ("stale head", 1)],
+    ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale"],
+)
+def test_load_that_missed_a_parameter_is_named_by_the_servers_own_comparison_and_ends_it(fleet, faults, server):
+    with fleet.run(server) as run:
+        fleet.plant(faults, server)
+        message = alarm(run, 1)
+
+    process = fleet.servers[server]
+    assert f"{process.address} could not commit version {run.engine.version}" in message
+    assert f"route shm, version {run.engine.version} was not loaded: " in message
+    assert "parameter 'model.embed_tokens.weight': " in message or "parameter 'lm_head.weight': " in message
+    assert "served is something else than was staged; the load missed it" in message
+    process.wait(30)
+
+
+@pytest.mark.nightly
+async def test_server_that_computes_no_more_and_says_it_is_well_loses_its_answers_and_its_place(fleet):
+    """The process that computes is frozen; the one that speaks HTTP goes on."""
+    hung, other = fleet.servers
+    children = psutil.Process(hung.process.pid).children(recursive=True)
+    [computes] = [p for p in children if any(name in " ".join(p.cmdline()) for name in ("EngineCore", "scheduler"))]
+    engine = fleet.client((0, 1), progress_timeout=10.0)
+    try:
+        asked = [make_request([*SHARED[:200], i], i, tokens=500) for i in range(8)]
+        running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
+        await until(engine, lambda stats: stats["running"] == len(asked))
+        computes.send_signal(signal.SIGSTOP)
+        answers = await asyncio.gather(*running)
+        assert hung.wait_ready(10).exit_code is None
+
+        await publish(engine, fleet.models, fleet.weights, "shm")
+
+        assert {len(answer.output_ids) for answer in answers} == {500}
+        assert {answer.server for answer in answers} == {other.address}
+        assert max(answer.resubmissions for answer in answers) >= 1
+        assert engine.servers == [other.address]
+        assert "for 10 s (client.progress_timeout)" in engine._router.reasons
+    finally:
+        hung.stop()
+        await engine.destroy()

@@ -1,0 +1,109 @@
+"""A trainer and its servers without a runtime between the two, for tests that plant faults."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+
+from rl_contracts.aio import LoopThread
+from rl_contracts.config import GenerationConfig, OptimizerConfig
+from rl_contracts.data import FinetuneSpec, ModelRequest
+from rl_contracts.inference import InferenceEngine
+from rl_contracts.sharding import shard_batch
+from rl_contracts.trajectory import from_response, stack
+from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+from rl_engines_fsdp.config import LoRAConfig
+from rl_trainers import GapConfig, GapGate, PolicyActor, PublishConfig, WeightPublisher
+from rl_trainers.algorithm import AlgorithmConfig
+
+TEMPERATURE = 1.3
+"""At which answers are asked for."""
+
+
+def prompts(tokens: int = 40) -> list[list[int]]:
+    """Three that are alike in nothing."""
+    return [[(7 * i + 3 * j) % 200 + 5 for j in range(tokens)] for i in range(3)]
+
+
+class Run:
+    """A trainer and the client of its servers; `step` is one training step.
+
+    Args:
+        directory: of the weights.
+        model: that the servers were started with.
+        client: of the servers, initialised; closed with the run.
+        loop: on which it runs.
+        serve_dtype: in which the servers compute.
+        lr: of the trainer.
+        version: which the run begins with.
+        canary: as `PublishConfig` has it.
+        prompt_tokens: of each prompt.
+        lora: adapters that are trained alone.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        client: InferenceEngine,
+        loop: LoopThread,
+        serve_dtype: str = "float32",
+        lr: float = 1e-2,
+        version: int = 0,
+        canary: str = "auto",
+        prompt_tokens: int = 40,
+        lora: LoRAConfig | None = None,
+    ) -> None:
+        self.loop, self.served, self.client, self.prompts = loop, serve_dtype, client, prompts(prompt_tokens)
+        self.engine = FSDPEngine(FSDPEngineConfig(serve_dtype=serve_dtype, lora=lora))
+        optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
+        self.engine.initialize(FinetuneSpec(str(model), 1000, optimizer=optimizer, device="cpu"))
+        self.engine.version = version
+        self.publisher = WeightPublisher(self.engine, client, loop, PublishConfig(canary=canary), str(directory))
+        self.forget()
+
+    def forget(self, answer_every: int = 0) -> None:
+        """Begin anew: nothing is suspected, and the servers hold what the trainer holds."""
+        config = GapConfig(rows=3, warn=0.005, stop=2.0, patience=1, answer_every=answer_every)
+        self.gate = GapGate(self.engine, self.client, self.loop, config, "float32", self.served)
+        self.actor = PolicyActor(self.engine, AlgorithmConfig())
+        self.publisher.publish(self.engine.version)
+
+    def answers(self) -> TensorDict:
+        """Two answers to each prompt, as a batch whose rewards differ within each group."""
+        generation = GenerationConfig(max_new_tokens=12, temperature=TEMPERATURE, ignore_eos=True)
+        first = 100 * self.engine.version
+
+        async def ask() -> list[Any]:
+            requests = [
+                ModelRequest(prompt, generation, seed=first + 10 * group + sample, group=str(group))
+                for group, prompt in enumerate(self.prompts)
+                for sample in range(2)
+            ]
+            return await asyncio.gather(*(self.client.agenerate(request) for request in requests))
+
+        rows = []
+        for index, response in enumerate(self.loop.run(ask(), 60)):
+            row = from_response(response, reward=index % 2, temperature=TEMPERATURE)
+            row.prompt_id = row.group_id = index // 2
+            row.episode_id = index % 2
+            rows.append(row)
+        return shard_batch(stack(rows), self.engine.parallel)
+
+    def step(self, batch: TensorDict | None = None) -> dict[str, Any]:
+        """What `rl_trainers.train` does with a batch."""
+        batch = self.answers() if batch is None else batch
+        stats = self.actor.prepare(batch)
+        stats |= self.gate.before_update(batch)
+        stats |= self.actor.update(batch)
+        stats |= self.publisher.publish(self.engine.version)
+        return stats | self.gate.after_commit(self.publisher.receipt)
+
+    def close(self) -> None:
+        """Free what it holds."""
+        self.loop.run(self.client.destroy(), 10)
+        self.publisher.destroy()
+        self.engine.destroy()

@@ -178,7 +178,7 @@ class Transport:
         return _parsed(where, call, body)
 
     async def stream[T](self, server: Server, call: Call[T]) -> AsyncGenerator[T]:
-        """Ask and yield what each line of the answer says, as they come.
+        """Ask and yield what each line of the answer says, as they come; empty ones, which part messages, are left out.
 
         Raises:
             InferenceError: refused; ServerBusyError, ServerLostError: see there. A silence longer than the
@@ -192,7 +192,7 @@ class Transport:
                 rest = b""
                 async for data in response.content.iter_any():
                     *lines, rest = (rest + data).split(b"\n")
-                    for line in lines:
+                    for line in filter(None, lines):
                         yield _parsed(where, call, line)
 
     def _request(self, server: Server, call: Call[Any], silence: float | None) -> Any:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import urlencode
 
+import msgspec
+
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.inference import Capabilities, ServedModel
@@ -206,7 +208,7 @@ class ServerProtocol(ABC):
 
 def as_object(body: bytes) -> dict[str, Any]:
     """An answer that is a JSON object."""
-    value = json.loads(body)
+    value = msgspec.json.decode(body)  # each message of a stream comes here: several times faster than `json`
     if not isinstance(value, dict):
         raise TypeError(f"expected a JSON object, found {type(value).__name__}")
     return value

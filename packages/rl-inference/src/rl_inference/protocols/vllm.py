@@ -142,7 +142,7 @@ class _Stream:
         logprobs = [float(entry["logprob"]) for entry in (choice["logprobs"] or {"content": []})["content"]]
         if len(ids) != len(logprobs):
             raise ValueError(f"{len(ids)} tokens, {len(logprobs)} log-probs")
-        if any(logprob <= _UNKNOWN_LOGPROB for logprob in logprobs):
+        if logprobs and min(logprobs) <= _UNKNOWN_LOGPROB:
             return GenerationChunk(error="a token's log-prob is not finite: the weights compute nan or infinity")
         self.tokens += len(ids)
         finish = choice["finish_reason"]

@@ -32,15 +32,21 @@ SHARED = [40 + i % 31 for i in range(400)]
 """What all prompts begin with: long enough to fill several blocks of a prefix cache."""
 
 
-def interpreter_of(server: str) -> Path:
-    """The Python of the environment that `infra/servers/build.py` made; the test is skipped where there is none."""
+def environment_of(server: str) -> tuple[Path, bool]:
+    """Where `infra/servers/build.py` makes the environment of a server, and whether it is there."""
     path = Path(__file__).parents[1] / "infra" / "servers" / "build.py"
     spec = importlib.util.spec_from_file_location("servers_build_for_tests", path)
     builder = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = builder
     spec.loader.exec_module(builder)
     directory = builder.default_cache() / builder.read_pins()[server].key
-    if not (directory / builder.DONE).is_file():
+    return directory, (directory / builder.DONE).is_file()
+
+
+def interpreter_of(server: str) -> Path:
+    """The Python of that environment; the test is skipped where there is none."""
+    directory, complete = environment_of(server)
+    if not complete:
         pytest.skip(f"no environment with {server} at {directory}: python infra/servers/build.py {server}")
     return directory / "bin" / "python"
 

@@ -19,10 +19,10 @@ def quick(name: str) -> dict[str, Any]:
     return run(name, "--quick")
 
 
-def run(name: str, *options: str) -> dict[str, Any]:
-    """The JSON line of a benchmark."""
+def run(name: str, *options: str, limit: float = 560) -> dict[str, Any]:
+    """The JSON line of a benchmark, within `limit` seconds."""
     command = [sys.executable, str(BENCHMARKS / name), *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return figures
@@ -91,6 +91,34 @@ def test_weight_publish_quick_last_line_has_the_ratio_of_every_route() -> None:
         assert figures[route]["ratio"] > 0
         assert figures[route]["paused_s"] > 0
     assert 7 < figures["shm"]["mebibytes"] < 9
+
+
+def test_servers_client_takes_at_most_two_milliseconds_per_answer_of_64_tokens(
+    record_property: Callable[[str, object], None],
+) -> None:
+    figures = run("servers.py", "--quick", "--client")["client"]
+    for server in ("vllm", "sglang"):
+        assert figures[server]["stream_interval"] == 8
+        record_property(
+            f"client, ms per answer, {server}", f"{figures[server]['ours']} (bare {figures[server]['bare']})"
+        )
+        assert 0 < figures[server]["bare"] < figures[server]["ours"] <= figures[server]["required"] == 2
+
+
+@pytest.mark.nightly  # starts each server for which there is an environment
+@pytest.mark.timeout(1800)
+def test_servers_quick_last_line_has_the_figures_of_each_or_why_it_was_skipped() -> None:
+    figures = run("servers.py", "--quick", limit=1700)
+    assert "skipped" not in figures["embedded"]
+    for server in ("embedded", "vllm", "sglang"):
+        found = figures[server]
+        if "skipped" in found:
+            assert "infra/servers/build.py" in found["skipped"]
+            continue
+        assert min(found["tokens_per_s"].values()) > 0
+        assert found["lost_at_most"] > 0
+        for route in ("shm", "disk", "broadcast"):
+            assert min(found["publish"][route].values()) > 0
 
 
 @pytest.mark.nightly

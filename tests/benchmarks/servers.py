@@ -1,0 +1,373 @@
+"""One workload over the embedded server, vLLM and SGLang, and what our client costs beside a bare one.
+
+    uv run python tests/benchmarks/servers.py [--server embedded] [--server vllm] [--server sglang]
+
+A random Qwen3 of 4 layers of width 128 in float32 on this machine's cores; each server is started as a run starts it,
+one after the other, with the environments that `infra/servers/build.py` makes. One whose environment is missing is
+skipped, and the figures say so. Prompts are 32 random tokens, all different; temperature 1; end tokens ignored;
+log-probs and versions of every token come with the answers. Per server:
+
+- `uniform` (64 answers of 64 tokens) and `long_tail` (512 of log-normal length, mean about 54, at most 256), 64 at
+  once: tokens per second through our client.
+- `client_ms`: processor time of this process per answer of 64 tokens, in milliseconds, for our client and for a bare
+  one of aiohttp that posts the same and reads the same streams without looking at them, in turn.
+- `lost_at_most`: tokens of the largest message of 64 answers of 256 tokens at once: so many are lost with a server
+  that dies just before it would have sent it.
+- `publish`: seconds of an update by a run's own publisher over each route, and for how long the server stood still
+  while it wrote answers.
+
+`client` is the processor time alone, against a program that replays recorded answers of vLLM and SGLang: what it says
+depends on no server. `required` is the limit with the interval that servers are started with.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # for `real_servers`
+
+import aiohttp  # noqa: E402
+from imposed_lengths import long_tail, uniform  # noqa: E402
+from real_servers import environment_of  # noqa: E402
+
+from rl_contracts.aio import LoopThread  # noqa: E402
+from rl_contracts.config import ClientConfig, GenerationConfig  # noqa: E402
+from rl_contracts.data import FinetuneSpec, ModelRequest, ServeSpec  # noqa: E402
+from rl_contracts.inference import ServerConfig  # noqa: E402
+from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig  # noqa: E402
+from rl_inference import HttpEngine  # noqa: E402
+from rl_inference.testing import JobProcess, tiny_model  # noqa: E402
+from rl_trainers import PublishConfig, WeightPublisher  # noqa: E402
+
+VOCABULARY = 1024
+PROMPT_TOKENS = 32
+AT_ONCE = 64
+"""Answers that a server generates at the same time."""
+CONTEXT = 1024
+KEY = "the key of this benchmark"
+LIMIT_MS = 2.0
+"""Processor time of our client per answer of 64 tokens, at most."""
+REPLAY_SECONDS = 0.02
+"""Between two messages of an answer that is replayed."""
+SERVERS = ("embedded", "vllm", "sglang")
+ROUTES = ("shm", "disk", "broadcast")
+
+Asking = Callable[[ModelRequest], Awaitable[Any]]
+
+
+def make_requests(lengths: list[int], seed: int) -> list[ModelRequest]:
+    """One request per length, with random prompts that share nothing."""
+    draw = random.Random(seed)
+    return [
+        ModelRequest(
+            [draw.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)],
+            GenerationConfig(max_new_tokens=tokens, ignore_eos=True),
+            seed=draw.getrandbits(62),
+        )
+        for tokens in lengths
+    ]
+
+
+class Bare:
+    """A client that posts what ours posts, and reads the stream."""
+
+    def __init__(self, engine: HttpEngine, address: str) -> None:
+        self._protocol, self._address = engine._protocol, address
+        headers = {"Authorization": f"Bearer {KEY}"}
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
+        self._asked = 0
+
+    async def ask(self, request: ModelRequest) -> None:
+        """One answer, thrown away."""
+        async with self._post(request) as response:
+            async for _ in response.content.iter_any():
+                pass
+
+    async def largest_message(self, request: ModelRequest) -> int:
+        """Tokens of the largest message of one answer."""
+        call, largest = self._call(request), 0
+        async with self._session.post(self._address + call.path, json=call.body) as response:
+            async for line in response.content:
+                chunk = call.parse(line.rstrip(b"\n"))
+                largest = max(largest, len(chunk.output_ids) if chunk else 0)
+        return largest
+
+    def _call(self, request: ModelRequest) -> Any:
+        self._asked += 1
+        return self._protocol.generate(f"bare-{self._asked}/", request.input_ids, request.generation, request.seed, 0)
+
+    def _post(self, request: ModelRequest) -> Any:
+        call = self._call(request)
+        return self._session.post(self._address + call.path, json=call.body)
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._session.close()
+
+
+async def processor_ms(ask: Asking, seed: int) -> float:
+    """Milliseconds of this process per answer of 64 tokens, 64 at once."""
+    requests = make_requests([64] * AT_ONCE, seed)
+    begin = time.process_time()
+    await asyncio.gather(*map(ask, requests))
+    return (time.process_time() - begin) / AT_ONCE * 1e3
+
+
+async def compare_clients(engine: HttpEngine, bare: Bare, rounds: int) -> dict[str, Any]:
+    """Processor time of our client and of a bare one, in turn, the order swapped; medians."""
+    found: dict[str, list[float]] = {"ours": [], "bare": []}
+    sides: list[tuple[str, Asking]] = [("ours", engine.agenerate), ("bare", bare.ask)]
+    for _, ask in sides:
+        await processor_ms(ask, seed=0)  # opens the connections
+    for turn in range(rounds):
+        for name, ask in sides if turn % 2 == 0 else sides[::-1]:
+            found[name].append(await processor_ms(ask, seed=1 + turn))
+    return {name: round(statistics.median(values), 3) for name, values in found.items()} | {"required": LIMIT_MS}
+
+
+# ---- against replayed answers
+
+
+@contextmanager
+def replaying(server: str, interval: int) -> Iterator[str]:
+    """A program that replays answers; its address."""
+    command = [sys.executable, str(HERE / "servers_replay.py"), server, str(interval), str(REPLAY_SECONDS)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def measure_client(model: Path, loop: LoopThread, rounds: int) -> dict[str, Any]:
+    """The client alone, per kind of server."""
+
+    async def compare(engine: HttpEngine, address: str) -> dict[str, Any]:
+        bare = Bare(engine, address)
+        try:
+            return await compare_clients(engine, bare, rounds)
+        finally:
+            await bare.close()
+            await engine.destroy()
+
+    found: dict[str, Any] = {}
+    for server in ("vllm", "sglang"):
+        engine, config = make_engine(server, model)
+        with replaying(server, config.stream_interval) as address:
+            engine.initialize([address], KEY)
+            found[server] = {"stream_interval": config.stream_interval, **loop.run(compare(engine, address), 600)}
+        print(f"client against replayed answers of {server:7s} {found[server]}", flush=True)
+    return found
+
+
+# ---- against servers
+
+
+def make_engine(server: str, model: Path, python: str = "", threads: int = 1) -> tuple[HttpEngine, Any]:
+    """The client of a kind of server, and the servers' settings."""
+    import rl_inference
+
+    names = {"embedded": "Embedded", "vllm": "VLLM", "sglang": "SGLang"}
+    kind = getattr(rl_inference, f"{names[server]}Engine")
+    limits = {"slots": AT_ONCE} if server == "embedded" else {"max_sequences": AT_ONCE}
+    config: ServerConfig = kind.config_class(python=python, context_length=CONTEXT, **limits)
+    spec = ServeSpec(
+        model_path=str(model),
+        device="cpu",
+        weights_dir="/",  # one server takes all routes: from the disk, and from the memory's file system
+        cpus=threads,
+    )
+    return kind(config, spec, ClientConfig(probe_timeout=60)), config
+
+
+@contextmanager
+def started(server: str, model: Path, scratch: Path, threads: int) -> Iterator[tuple[HttpEngine, Any, str]]:
+    """A server as a run starts it: its client, its settings and its address.
+
+    Raises:
+        FileNotFoundError: the environment is missing.
+    """
+    python = ""
+    if server != "embedded":
+        directory, complete = environment_of(server)
+        if not complete:
+            raise FileNotFoundError(f"no environment with {server} at {directory}: python infra/servers/build.py")
+        python = str(directory / "bin" / "python")
+    engine, config = make_engine(server, model, python, threads)
+    job = type(engine).server_spec(config, engine.spec)
+    job = replace(job, env={**job.env, "OMP_NUM_THREADS": str(threads)})
+    with JobProcess(model, scratch / f"{server}.log", key=KEY, job=job) as process:
+        engine.initialize([process.address], KEY)
+        yield engine, config, process.address
+
+
+async def generate(engine: HttpEngine, cases: dict[str, list[int]], rounds: int, bare: Bare) -> dict[str, Any]:
+    """Tokens per second of both cases, the client's processor time, and the largest message."""
+    figures: dict[str, Any] = {"tokens_per_s": {}}
+    for case, lengths in cases.items():
+        rates = []
+        for turn in range(rounds + 1):
+            requests = make_requests(lengths if turn else lengths[:AT_ONCE], seed=turn)
+            begin = time.perf_counter()
+            answers = await asyncio.gather(*map(engine.agenerate, requests))
+            rates.append(sum(len(answer.output_ids) for answer in answers) / (time.perf_counter() - begin))
+        figures["tokens_per_s"][case] = round(statistics.median(rates[1:]), 1)  # the first one warms up
+        print(f"  {case:10s} {figures['tokens_per_s'][case]:8.0f} tokens/s (load {os.getloadavg()[0]:.1f})", flush=True)
+    figures["client_ms"] = await compare_clients(engine, bare, 2 * rounds)
+    print(f"  client, ms per answer: {figures['client_ms']}", flush=True)
+    asked = make_requests([max(cases["long_tail"])] * AT_ONCE, seed=7)
+    figures["lost_at_most"] = max(await asyncio.gather(*map(bare.largest_message, asked)))
+    return figures
+
+
+class Publishing:
+    """A trainer's engine, whose weights go to one server after the other."""
+
+    def __init__(self, stack: ExitStack, model: Path, loop: LoopThread, scratch: Path) -> None:
+        memory = Path("/dev/shm")
+        base = memory if memory.is_dir() else scratch
+        shared = stack.enter_context(tempfile.TemporaryDirectory(dir=base, prefix="rl-servers-"))
+        self.loop, self.folders = loop, {"shm": shared, "disk": str(scratch / "disk"), "broadcast": str(scratch)}
+        Path(self.folders["disk"]).mkdir()
+        self.engine = FSDPEngine(FSDPEngineConfig())
+        self.engine.initialize(FinetuneSpec(str(model), 1, optimizer=None))
+        stack.callback(self.engine.destroy)
+
+    @property
+    def mebibytes(self) -> float:
+        """Of what is published."""
+        return sum(p.numel() * p.element_size() for _, p in self.engine._model.hugging_face_parameters()) / 2**20
+
+    def measure(self, client: HttpEngine, route: str, rounds: int) -> dict[str, float]:
+        """Medians of updates of a server that has nothing to do, and of one that writes 8 answers."""
+        publisher = WeightPublisher(self.engine, client, self.loop, PublishConfig(route=route), self.folders[route])
+        try:
+            idle = [self._publish(client, publisher) for _ in range(rounds + 1)][1:]
+            with self._generating(client):
+                busy = [self._publish(client, publisher) for _ in range(rounds)]
+        finally:
+            publisher.destroy()
+        figures = {
+            "seconds": round(statistics.median(seconds for seconds, _ in idle), 4),
+            "seconds_while_generating": round(statistics.median(seconds for seconds, _ in busy), 4),
+            "paused_s": round(statistics.median(paused for _, paused in busy), 4),
+        }
+        print(f"  {route:10s} {figures}", flush=True)
+        return figures
+
+    def _publish(self, client: HttpEngine, publisher: WeightPublisher) -> tuple[float, float]:
+        begin, version = time.perf_counter(), client.version + 1
+        times = publisher.publish(version)
+        seconds = time.perf_counter() - begin
+        assert client.version == version
+        return seconds, times["time/paused"]
+
+    @contextmanager
+    def _generating(self, client: HttpEngine) -> Iterator[None]:
+        async def work() -> None:
+            while True:
+                await asyncio.gather(*map(client.agenerate, make_requests([256] * 8, seed=3)))
+
+        async def begun() -> None:
+            while (await client.stats())["running"] < 1:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.01)
+
+        future = self.loop.submit(work())
+        self.loop.run(begun(), 120)
+        try:
+            yield
+        finally:
+            future.cancel()
+
+
+def measure_server(
+    server: str,
+    model: Path,
+    scratch: Path,
+    threads: int,
+    cases: dict[str, list[int]],
+    rounds: int,
+    publishing: Publishing,
+) -> dict[str, Any]:
+    """All figures of one kind of server."""
+    print(server, flush=True)
+    try:
+        with started(server, model, scratch, threads) as (engine, config, address):
+            loop = publishing.loop
+
+            async def work() -> dict[str, Any]:
+                bare = Bare(engine, address)
+                try:
+                    return await generate(engine, cases, rounds, bare)
+                finally:
+                    await bare.close()
+
+            try:
+                figures = loop.run(work(), 1800)
+                figures["publish"] = {route: publishing.measure(engine, route, rounds) for route in ROUTES}
+            finally:
+                loop.run(engine.destroy(), 30)
+    except FileNotFoundError as missing:
+        print(f"  skipped: {missing}", flush=True)
+        return {"skipped": str(missing)}
+    interval = getattr(config, "stream_interval", None)
+    figures["stream_interval"] = interval if interval is not None else "every half second"
+    return figures
+
+
+def main() -> None:
+    """Measure, and print a line per server and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", choices=SERVERS, action="append", help="only these; `--server embedded`")
+    parser.add_argument("--client", action="store_true", help="the client alone, against replayed answers")
+    parser.add_argument("--rounds", type=int, default=3, help="of each measurement")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each server")
+    parser.add_argument("--quick", action="store_true", help="a small model and little work, to see that it runs")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
+    layers, hidden = (1, 64) if options.quick else (4, 128)
+    if options.quick:
+        cases = {"uniform": [8] * 8, "long_tail": [min(long_tail(i, 0), 16) for i in range(80)]}
+    else:
+        cases = {"uniform": [uniform(i, 0) for i in range(64)], "long_tail": [long_tail(i, 0) for i in range(512)]}
+    rounds = 1 if options.quick else options.rounds
+    result: dict[str, Any] = {"benchmark": "servers", "layers": layers, "hidden": hidden, "threads": options.threads}
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        scratch = Path(temporary)
+        shape = {"num_hidden_layers": layers, "hidden_size": hidden, "head_dim": 32, "intermediate_size": 3 * hidden}
+        heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
+        limits = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+        model = tiny_model(scratch / "model", "qwen3", **shape, **heads, **limits)
+        loop = stack.enter_context(LoopThread("benchmark"))
+        result["client"] = measure_client(model, loop, 4 * rounds)
+        if not options.client:
+            publishing = Publishing(stack, model, loop, scratch)
+            result["mebibytes"] = round(publishing.mebibytes, 2)
+            for server in options.server or SERVERS:
+                found = measure_server(server, model, scratch, options.threads, cases, rounds, publishing)
+                result[server] = found
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

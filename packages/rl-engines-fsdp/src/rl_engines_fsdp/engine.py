@@ -281,7 +281,7 @@ class FSDPEngine(TrainEngine):
     def _parts_of(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A whole parameter as its checkpoint has it, on rank 0."""
         for part in self._hub_parts[name] if self.parallel.is_main else ():
-            yield part.name, part.of(value)
+            yield part.name, value.as_strided(part.shape, part.strides, value.storage_offset() + part.offset)
 
     def adapter(self) -> AdapterSpec | None:
         """See `TrainEngine.adapter`. The base is looked at when this is asked first, and after a `load`."""

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -404,6 +403,7 @@ async def test_guard_that_could_not_load_says_why_and_ends_its_process(monkeypat
 
 
 def test_end_process_waits_for_nothing_and_leaves_no_child():
+    psutil = pytest.importorskip("psutil", reason="psutil comes with the servers and with rl-launchers")
     code = """
 import signal, subprocess, sys
 sys.path.insert(0, sys.argv[1])

@@ -25,7 +25,7 @@ COLDER = 0.7
 
 sys.path.insert(0, str(INSIDE))
 import rl_guard  # noqa: E402
-import rl_staging  # noqa: E402
+import rl_stored  # noqa: E402
 
 if IN_SGLANG:
     import sglang_server as real
@@ -123,7 +123,7 @@ if not IN_SGLANG:
 
 if IN_SGLANG:
     real.Guard = Guard
-    load, open_parts, due, stale = real.load_staged, rl_staging.open_parts, {}, []
+    load, open_parts, due, stale = real.load_staged, rl_stored.open_parts, {}, []
 
     def staged_before(meta, place):
         """What a commit brings, or what the one before should have brought."""
@@ -158,7 +158,7 @@ if IN_SGLANG:
         if stale:
             model.lm_head = stale[0]
 
-    real.load_staged, rl_staging.open_parts = load_staged, staged_before
+    real.load_staged, rl_stored.open_parts = load_staged, staged_before
     plant_in_comparison(leave_head)
 
 

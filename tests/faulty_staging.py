@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, os.environ["FAULT_INSIDE"])
 
-import rl_staging
+import rl_adapters
 
-merged = rl_staging.merged
+merged = rl_adapters.merged
 
 
 def faulty_merged(base, a, b, scale):
@@ -21,7 +21,7 @@ def faulty_merged(base, a, b, scale):
     return base.float() if fault == "adapter not applied" else merged(base, a, b, scale)
 
 
-rl_staging.merged = faulty_merged
+rl_adapters.merged = faulty_merged
 
 if __name__ == "__main__":
     import sglang_server

@@ -26,7 +26,8 @@ from rl_contracts.weights.rendezvous import Address
 from rl_inference import SGLangEngine, SGLangEngineConfig, VLLMEngine, VLLMEngineConfig
 
 sys.path.insert(0, str(Path(rl_inference.__file__).parent / "inside"))  # as the servers have it
-staging, extension, sglang = (importlib.import_module(n) for n in ("rl_staging", "vllm_extension", "sglang_server"))
+NAMES = ("rl_staging", "rl_stored", "vllm_extension", "sglang_server")
+staging, stored, extension, sglang = (importlib.import_module(name) for name in NAMES)
 sys.path.pop(0)
 
 SCALES = {"a.weight": 2.0, "b.weight": 0.5}
@@ -225,7 +226,7 @@ def test_attempt_copies_what_lies_on_the_gpu_and_opens_each_handle_once(tmp_path
     tensors["b.weight"] = tensors["b.weight"].bfloat16()
     specs = tuple(ParamSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items())
     memory, opened = torch.zeros(offsets(specs)[1], dtype=torch.uint8), []
-    monkeypatch.setattr(staging, "open_gpu_memory", lambda location: opened.append(location) or memory)
+    monkeypatch.setattr(stored, "open_gpu_memory", lambda location: opened.append(location) or memory)
     state = staging.State()
     for version in (1, 2):
         sums = fill(views(memory, specs), specs, [(name, tensor + version) for name, tensor in tensors.items()])
@@ -248,7 +249,7 @@ def test_gpu_memory_of_a_device_that_is_not_here_is_refused_by_name():
 
     for wrong, told in ((location, "expected the trainer's GPU GPU-of-nobody"), ("{}", "cannot be opened")):
         with pytest.raises(Exception, match=told):
-            staging.open_gpu_memory(wrong)
+            stored.open_gpu_memory(wrong)
 
 
 @pytest.mark.parametrize("engine", [VLLMEngine, SGLangEngine])

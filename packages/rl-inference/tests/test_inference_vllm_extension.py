@@ -32,12 +32,13 @@ from rl_inference.protocols.base import Health
 from rl_inference.protocols.vllm import VLLMProtocol
 
 INSIDE = Path(rl_inference.__file__).parent / "inside"
-FILES = [INSIDE / f"{name}.py" for name in ("vllm_extension", "rl_guard", "rl_staging")]
+FILES = [INSIDE / f"{name}.py" for name in ("vllm_extension", "rl_guard", "rl_staging", "rl_stored")]
+OTHERS = [INSIDE / f"{name}.py" for name in ("sglang_server", "rl_adapters", "rl_broadcast")]
 
 AREA = f"{tempfile.gettempdir()}/rl-staging-{os.getpid()}"
 
 sys.path.insert(0, str(INSIDE))  # as the server has it
-extension, guard, staging = (importlib.import_module(file.stem) for file in FILES)
+extension, guard, staging, stored = (importlib.import_module(file.stem) for file in FILES)
 sys.path.remove(str(INSIDE))
 
 
@@ -67,7 +68,7 @@ def _attempt(meta: WeightUpdateMeta, checkpoint: Path = Path()) -> Any:
     return attempt
 
 
-@pytest.mark.parametrize("file", [*FILES, INSIDE / "sglang_server.py"], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*FILES, *OTHERS], ids=lambda file: file.stem)
 def test_files_inside_need_nothing_but_the_servers_packages_and_python_3_10(file):
     tree = ast.parse(file.read_text(), feature_version=(3, 10))
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -78,7 +79,7 @@ def test_files_inside_need_nothing_but_the_servers_packages_and_python_3_10(file
 
     assert top <= sys.stdlib_module_names
     packages = {"numpy", "prometheus_client", "psutil", "safetensors", "torch", "vllm", "sglang"}
-    assert elsewhere - sys.stdlib_module_names <= packages | {"rl_guard", "rl_staging"}
+    assert elsewhere - sys.stdlib_module_names <= packages | {file.stem for file in [*FILES, *OTHERS]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -86,7 +87,7 @@ def test_files_inside_need_nothing_but_the_servers_packages_and_python_3_10(file
 def test_checksum_is_the_trainers(dtype, count):
     tensor = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
 
-    assert staging.checksum(tensor) == checksum(tensor)
+    assert stored.checksum(tensor) == checksum(tensor)
 
 
 @pytest.mark.parametrize("route", ["disk", "shm"])
@@ -429,8 +430,8 @@ finally:
 
 
 def test_area_has_a_name_of_its_own_and_those_of_the_dead_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "AREAS", tmp_path)
-    mine = [Path(staging.make_area("vllm")) for _ in range(2)]
+    monkeypatch.setattr(stored, "AREAS", tmp_path)
+    mine = [Path(stored.make_area("vllm")) for _ in range(2)]
     head, _, _, end = mine[0].name.rsplit("-", 3)
     kind, namespace = head.rsplit("-", 1)
     of_another_container, dead = (tmp_path / f"{name}-1-2-{end}" for name in (f"{kind}-7", f"{kind}-{namespace}"))
@@ -438,7 +439,7 @@ def test_area_has_a_name_of_its_own_and_those_of_the_dead_are_removed(tmp_path, 
     dead.mkdir()
     (dead / "0").write_bytes(b"weights")
 
-    mine.append(Path(staging.make_area("vllm")))
+    mine.append(Path(stored.make_area("vllm")))
 
     assert len(set(mine)) == 3
     assert set(tmp_path.iterdir()) == {*mine, of_another_container}
@@ -446,7 +447,7 @@ def test_area_has_a_name_of_its_own_and_those_of_the_dead_are_removed(tmp_path, 
 
 @pytest.mark.parametrize("error", ["", "the trainer was lost"])
 async def test_guard_leaves_nothing_of_a_broadcast_in_shared_memory(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(staging, "AREAS", tmp_path)
+    monkeypatch.setattr(stored, "AREAS", tmp_path)
     door = _Door()
     door.engine.error = error
 

@@ -3,7 +3,7 @@
     python sglang_server.py --model-path ... (the arguments of `python -m sglang.launch_server`)
 
 This file is handed over by its path to the Python that has SGLang, which may live in an environment of its own. It
-imports `rl_guard` and `rl_staging` beside it, nothing else of ours, and what SGLang brings along. Written against
+imports the files `rl_*.py` beside it, nothing else of ours, and what SGLang brings along. Written against
 SGLang 0.5.23.
 
 What SGLang lacks, and what this adds around its routes, in the process that speaks HTTP:
@@ -35,10 +35,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from rl_inference.inside import rl_guard, rl_staging
+    from rl_inference.inside import rl_guard, rl_staging, rl_stored
 else:
     import rl_guard
     import rl_staging
+    import rl_stored
 
 logger = logging.getLogger("rl.sglang")
 
@@ -277,7 +278,7 @@ def load_staged(model: Any, named_tensors: Any) -> None:
     directory = Path(os.environ[STAGE])
     try:
         asked = json.loads((directory / "meta.json").read_text())
-        tensors = rl_staging.open_parts(asked["meta"], asked["place"])
+        tensors = rl_stored.open_parts(asked["meta"], asked["place"])
         model.load_weights(iter(list(tensors.items())))
         compare(model, tensors)
     except Exception as error:  # whatever the model's loader raises: told by the process that asked for it
@@ -332,7 +333,7 @@ def main() -> None:
     load_plugins()
     http_server.app.add_middleware(Guard, key=key, manager=lambda: http_server.get_global_state().tokenizer_manager)
     arguments = prepare_server_args([*sys.argv[1:], "--custom-weight-loader", LOADER])
-    os.environ[STAGE] = rl_staging.make_area("sglang")
+    os.environ[STAGE] = rl_stored.make_area("sglang")
     try:
         run_server(arguments)
     finally:

@@ -1,9 +1,9 @@
 """What runs inside vLLM's own processes.
 
 A server is started with this file's directory on `PYTHONPATH`, `--middleware vllm_extension.Guard` (in the process that
-speaks HTTP) and `--worker-extension-cls vllm_extension.WeightStage` (in each worker). It imports `rl_guard` and
-`rl_staging` beside it, nothing else of ours, and needs Python 3.10 and what vLLM brings along, because the server may
-live in an environment of its own. Written against vLLM 0.32 and 0.33.
+speaks HTTP) and `--worker-extension-cls vllm_extension.WeightStage` (in each worker). It imports the files `rl_*.py`
+beside it, nothing else of ours, and needs Python 3.10 and what vLLM brings along, because the server may live in an
+environment of its own. Written against vLLM 0.32 and 0.33.
 
 What vLLM lacks, and what this adds:
 
@@ -36,10 +36,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_inference.inside import rl_guard, rl_staging
+    from rl_inference.inside import rl_guard, rl_staging, rl_stored
 else:
     import rl_guard
     import rl_staging
+    import rl_stored
 
 COLUMNS = 32
 """Of a packed matrix that are compared after a load."""
@@ -145,7 +146,7 @@ class Guard(rl_guard.Guard):
         """As the base says. Once all ranks have opened what lies in the area, or it has failed, it needs no name."""
         if not rl_staging.needs_area(asked["meta"]):
             return await super()._stage(engine, asked)
-        area = rl_staging.make_area("vllm")
+        area = rl_stored.make_area("vllm")
         try:
             return await super()._stage(engine, {**asked, "meta": {**asked["meta"], "area": area}})
         finally:

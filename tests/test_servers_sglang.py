@@ -12,21 +12,15 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from real_servers import SHARED, Models, aborted_and_resumed, interpreter_of, make_request, publish, until
+from real_servers import CONTEXT, KEY, SHARED, Models, interpreter_of, make_request
+from server_suite import TOLERANCE, ServerSuite
 from transformers import AutoTokenizer
 
 from rl_contracts.config import ClientConfig
-from rl_contracts.conformance import inference_engine as suite
-from rl_contracts.data import ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
-from rl_contracts.errors import InferenceError, WeightUpdateError
-from rl_contracts.testing import put_weights
+from rl_contracts.data import ModelResponse, ServeSpec
+from rl_contracts.errors import InferenceError
 from rl_inference import SGLangEngine, SGLangEngineConfig
 from rl_inference.testing import JobProcess
-
-CONTEXT = 1024
-KEY = "the key of this run"
-TOLERANCE = 1e-4
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
@@ -60,72 +54,18 @@ async def engine(server: JobProcess, models: Models, weights_dir: Path) -> Async
     await engine.destroy()
 
 
-class TestSGLangEngine(suite.InferenceEngineConformance):
-    logprob_tolerance = TOLERANCE
-    context_length = CONTEXT
+class TestSGLangEngine(ServerSuite):
     seeded = False
-
-    @pytest.fixture(autouse=True)
-    def _inputs(self, models: Models, weights_dir: Path) -> None:
-        self.models, self.weights_dir = models, weights_dir
 
     @pytest.fixture
     async def engine(self, engine: SGLangEngine) -> SGLangEngine:
         return engine
 
-    async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
-        return put_weights(self.weights_dir, version, self.models.tensors(version))
-
     async def check(self, engine: SGLangEngine, response: ModelResponse, temperature: float = 1.0) -> None:
         """By transformers where the server cannot score: at other temperatures than 1."""
         if temperature == 1:
             await super().check(engine, response, temperature)
-        assert self.models.difference(response, temperature) < self.logprob_tolerance
-
-
-@pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
-async def test_update_over_each_route_serves_what_transformers_computes(engine, models, weights_dir, route):
-    """Prompts of several hundred tokens were served before the update, so that a stale prefix would be used."""
-    before = await engine.agenerate(make_request([*SHARED, 7], 1, temperature=0.7))
-
-    for _ in range(2):
-        version = await publish(engine, models, weights_dir, route)
-        requests = [make_request([*SHARED, 7 + i], i, temperature=0.7) for i in range(8)]
-        after = await asyncio.gather(*map(engine.agenerate, requests))
-
-        assert {v for response in after for v in response.versions} == {version}
-        assert max(models.difference(response, 0.7) for response in after) < TOLERANCE
-        scores = await engine.score([*SHARED, 5])
-        assert scores == pytest.approx(models.logprobs(version, [*SHARED, 5]), abs=TOLERANCE)
-    assert models.difference(before, 0.7) < TOLERANCE
-
-
-@pytest.mark.parametrize("interrupt", ["keep", "recompute", "wait"])
-async def test_many_requests_across_three_updates_lose_nothing(engine, models, weights_dir, interrupt):
-    """64 at once; each token's log-prob is that of its own version, since keys and values are always computed anew."""
-    await engine.stats()
-    first = engine.version
-    asked = [make_request([*SHARED[: 300 + i], 9], i, tokens=48 + i % 32) for i in range(64)]
-    running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
-    for _ in range(3):
-        await until(engine, lambda stats: stats["running"] >= 1 or all(task.done() for task in running))
-        await publish(engine, models, weights_dir, "shm", interrupt)
-    responses = await asyncio.gather(*running)
-    later = await engine.agenerate(make_request([*SHARED, 9], 0))
-
-    assert [len(each.output_ids) for each in responses] == [each.generation.max_new_tokens for each in asked]
-    assert all(each.versions == sorted(each.versions) for each in responses)
-    assert {v for each in responses for v in each.versions} <= set(range(first, first + 4))
-    assert interrupt != "wait" or all(len(set(each.versions)) == 1 for each in responses)
-    assert set(later.versions) == {first + 3}
-    assert max(models.difference(each) for each in (*responses, later)) < TOLERANCE
-
-
-async def test_answer_that_is_aborted_is_resumed_with_its_tokens(engine, models):
-    resumed = await aborted_and_resumed(engine)
-
-    assert (resumed.resubmissions, len(resumed.output_ids)) == (1, 300)
-    assert models.difference(resumed) < TOLERANCE
+        assert self.models.difference(response, temperature) < TOLERANCE
 
 
 async def test_answer_goes_on_after_an_end_token_that_does_not_count(engine, models):
@@ -140,23 +80,6 @@ async def test_answer_goes_on_after_an_end_token_that_does_not_count(engine, mod
     assert all(stop in each.output_ids or len(each.output_ids) == 500 for each in found)
     assert [each.resubmissions for each in found] == [each.output_ids.count(end) for each in found]
     assert any(each.resubmissions for each in found)
-
-
-async def test_weights_that_sglang_could_not_load_are_refused_and_it_goes_on(engine, models, weights_dir):
-    await engine.stats()
-    version = engine.version + 1
-    tensors = models.tensors(version)
-    fewer, _ = put_weights(weights_dir, version, tensors[1:])
-    with pytest.raises(WeightUpdateError, match="1 parameters were not sent"):
-        await engine.stage_weights(fewer)
-    nan, _ = put_weights(weights_dir, version, [(name, t * torch.nan) for name, t in tensors])
-    with pytest.raises(WeightUpdateError, match="expected finite numbers"):
-        await engine.stage_weights(nan)
-
-    response = await engine.agenerate(make_request(SHARED, 3))
-
-    assert set(response.versions) == {version - 1}
-    assert models.difference(response) < TOLERANCE
 
 
 async def test_requests_that_cannot_be_served_say_why_and_end_no_server(engine, server):

@@ -1,0 +1,96 @@
+"""What every real server must pass: the contract of inference engines, and what it serves after updates.
+
+`test_servers_vllm.py` and `test_servers_sglang.py` bring the fixtures: `models`, `weights_dir` and an `engine` of one
+server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from real_servers import CONTEXT, SHARED, Models, aborted_and_resumed, make_request, publish, until
+
+from rl_contracts.conformance import inference_engine as suite
+from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import WeightUpdateError
+from rl_contracts.testing import put_weights
+
+TOLERANCE = 1e-4
+
+
+class ServerSuite(suite.InferenceEngineConformance):
+    """Log-probs are those of transformers at the weights of each token's own version."""
+
+    logprob_tolerance = TOLERANCE
+    context_length = CONTEXT
+    drains = True
+    """Whether `wait` lets every answer end with the version that it began with, also those that wait inside."""
+
+    @pytest.fixture(autouse=True)
+    def _inputs(self, models: Models, weights_dir: Path) -> None:
+        self.models, self.weights_dir = models, weights_dir
+
+    async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
+        return put_weights(self.weights_dir, version, self.models.tensors(version))
+
+    @pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
+    async def test_update_over_each_route_serves_what_transformers_computes(self, engine, route):
+        """Prompts of several hundred tokens were served before the update, so that a stale prefix would be used."""
+        before = await engine.agenerate(make_request([*SHARED, 7], 1, temperature=0.7))
+
+        for _ in range(2):
+            version = await publish(engine, self.models, self.weights_dir, route)
+            requests = [make_request([*SHARED, 7 + i], i, temperature=0.7) for i in range(8)]
+            after = await asyncio.gather(*map(engine.agenerate, requests))
+
+            assert {v for response in after for v in response.versions} == {version}
+            assert max(self.models.difference(response, 0.7) for response in after) < TOLERANCE
+            scores = await engine.score([*SHARED, 5])
+            assert scores == pytest.approx(self.models.logprobs(version, [*SHARED, 5]), abs=TOLERANCE)
+        assert self.models.difference(before, 0.7) < TOLERANCE
+
+    @pytest.mark.parametrize("interrupt", ["keep", "recompute", "wait"])
+    async def test_many_requests_across_three_updates_lose_nothing(self, engine, interrupt):
+        """64 at once. The KV cache is computed anew or drained: each token's log-prob is that of its own version."""
+        await engine.stats()
+        first = engine.version
+        asked = [make_request([*SHARED[: 300 + i], 9], i, tokens=48 + i % 32) for i in range(64)]
+        running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
+        for _ in range(3):
+            await until(engine, lambda stats: stats["running"] >= 1 or all(task.done() for task in running))
+            await publish(engine, self.models, self.weights_dir, "shm", interrupt)
+        responses = await asyncio.gather(*running)
+        later = await engine.agenerate(make_request([*SHARED, 9], 0))
+
+        assert [len(each.output_ids) for each in responses] == [each.generation.max_new_tokens for each in asked]
+        assert all(each.versions == sorted(each.versions) for each in responses)
+        assert {v for each in responses for v in each.versions} <= set(range(first, first + 4))
+        if interrupt == "wait" and self.drains:
+            assert all(len(set(each.versions)) == 1 for each in responses)
+        assert set(later.versions) == {first + 3}
+        assert max(self.models.difference(each) for each in (*responses, later)) < TOLERANCE
+
+    async def test_answer_that_is_aborted_is_resumed_with_its_tokens(self, engine):
+        resumed = await aborted_and_resumed(engine)
+
+        assert (resumed.resubmissions, len(resumed.output_ids)) == (1, 300)
+        assert self.models.difference(resumed) < TOLERANCE
+
+    async def test_weights_that_it_could_not_load_are_refused_and_it_goes_on(self, engine):
+        await engine.stats()
+        version = engine.version + 1
+        tensors = self.models.tensors(version)
+        fewer, _ = put_weights(self.weights_dir, version, tensors[1:])
+        with pytest.raises(WeightUpdateError, match="1 parameters were not sent"):
+            await engine.stage_weights(fewer)
+        nan, _ = put_weights(self.weights_dir, version, [(name, t * torch.nan) for name, t in tensors])
+        with pytest.raises(WeightUpdateError, match="expected finite numbers"):
+            await engine.stage_weights(nan)
+
+        response = await engine.agenerate(make_request(SHARED, 3))
+
+        assert set(response.versions) == {version - 1}
+        assert self.models.difference(response) < TOLERANCE

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.errors import InferenceError
 from rl_contracts.inference import ServedModel
 from rl_inference.protocols.base import Call, Exchange, Health, ServerProtocol, Stats, as_object, ignored
 
@@ -56,8 +57,14 @@ class ControlProtocol(ServerProtocol):
 
 
 def served_model(body: bytes) -> ServedModel:
-    """What a server says of itself."""
-    value = as_object(body)  # `weights_dir` is in no other server's answer
+    """What a server says of itself.
+
+    Raises:
+        InferenceError: it is another program, which answers at the same place (SGLang has a `/model_info` too).
+    """
+    value = as_object(body)
+    if "weights_dir" not in value:
+        raise InferenceError("it does not say where it looks for weights (weights_dir): it is another program")
     version = value["weight_version"] if "weight_version" in value else value["version"]
     program = str(value.get("server", ""))
     return ServedModel(str(value["model_path"]), int(version), str(value["weights_dir"]), program)

@@ -59,11 +59,11 @@ class Fleet:
         for index in servers:
             self.faults[index].write_text(faults)
 
-    def client(self, servers: Sequence[int], progress_timeout: float = 60.0) -> HttpEngine:
+    def client(self, servers: Sequence[int], **settings: float) -> HttpEngine:
         """A client of the servers of these numbers, which waits for none to come back."""
         addresses = [self.servers[index].address for index in servers]
-        settings = ClientConfig(progress_timeout=progress_timeout, probe_timeout=5, rejoin_timeout=0)
-        return self.kind.client(self.spec, addresses, settings)
+        options = {"progress_timeout": 60.0, "probe_timeout": 5.0, "rejoin_timeout": 0.0, **settings}
+        return self.kind.client(self.spec, addresses, ClientConfig(**options))
 
     @contextmanager
     def run(self, *servers: int, **options: Any) -> Iterator[Run]:
@@ -204,7 +204,7 @@ async def test_server_that_computes_no_more_and_says_it_is_well_loses_its_answer
     hung, other = fleet.servers
     children = psutil.Process(hung.process.pid).children(recursive=True)
     [computes] = [p for p in children if any(name in " ".join(p.cmdline()) for name in ("EngineCore", "scheduler"))]
-    engine = fleet.client((0, 1), progress_timeout=10.0)
+    engine = fleet.client((0, 1), progress_timeout=10.0, update_timeout=30.0)
     try:
         asked = [make_request([*SHARED[:200], i], i, tokens=500) for i in range(8)]
         running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
@@ -212,6 +212,7 @@ async def test_server_that_computes_no_more_and_says_it_is_well_loses_its_answer
         computes.send_signal(signal.SIGSTOP)
         answers = await asyncio.gather(*running)
         assert hung.wait_ready(10).exit_code is None
+        assert "for 10 s (client.progress_timeout)" in engine._router.reasons
 
         await publish(engine, fleet.models, fleet.weights, "shm")
 
@@ -219,7 +220,6 @@ async def test_server_that_computes_no_more_and_says_it_is_well_loses_its_answer
         assert {answer.server for answer in answers} == {other.address}
         assert max(answer.resubmissions for answer in answers) >= 1
         assert engine.servers == [other.address]
-        assert "for 10 s (client.progress_timeout)" in engine._router.reasons
     finally:
         hung.stop()
         await engine.destroy()

@@ -8,7 +8,7 @@ import pytest
 
 from rl_apps.app import Run
 from rl_apps.compose import describe, to_yaml
-from rl_apps.driver import main
+from rl_apps.driver import main, trainer_job
 from rl_apps.gsm8k_grpo import APP
 from rl_apps.gsm8k_sft import APP as SFT
 from rl_apps.layout import devices_of, layout_of
@@ -254,6 +254,43 @@ def test_servers_that_are_split_get_devices_and_cores_of_all_their_ranks(theirs,
     [job] = server_jobs(Run(config, layout, tmp_path, devices.kind), devices)
 
     assert (job.count, job.gpus, job.cpus) == expected
+
+
+@pytest.mark.parametrize(("servers", "ranks"), [("d2", "d2"), ("d1t2", "d2")])
+def test_servers_and_trainer_that_share_gpus_need_as_many_as_one_of_them(theirs, tmp_path, servers, ranks):
+    allocation = f"allocation=theirserver:{servers}|fsdp:{ranks}"
+    config = APP.config([allocation, "launcher.kind=local", "launcher.options.gpus=['4','5']"])
+    layout = layout_of(config.allocation, "required")
+    devices = devices_of(layout, config.cluster, config.launcher)
+    run = Run(config, layout, tmp_path, devices.kind)
+
+    trainer = trainer_job("app", run, devices, [])
+    [started] = server_jobs(run, devices)
+
+    assert "2 of 2 GPUs" in devices.sentence
+    assert (trainer.beside, trainer.gpus, trainer.count) == (started.role, 1, 2)
+    assert started.gpus * started.count == 2
+
+
+def test_allocation_that_shares_gpus_is_refused_where_the_scheduler_or_the_memory_cannot(theirs, capsys):
+    machine = ("launcher=machine", "launcher.options.gpus=2", "--dry-run")
+    told = _refused(capsys, "allocation=theirserver:d1|fsdp:d1", *machine)
+    assert "launcher.kind=machine with allocation=theirserver:d1|fsdp:d1: expected `+`" in told
+
+    local = ("launcher.options.gpus=['0']", "--dry-run")
+    told = _refused(capsys, "allocation=vllm:d1|fsdp:d1", "rollout.server.memory_share=0.9", *local)
+    assert "rollout.server.memory_share: expected at most 0.7, so that the trainer has room on the same GPU" in told
+
+
+def test_ipc_needs_one_gpu_that_trainer_and_server_share(theirs, capsys):
+    for allocation, gpus in (("embedded:d1+fsdp:d1", "['0','1']"), ("embedded:d2|fsdp:d2", "['0','1']")):
+        told = _refused(
+            capsys, f"allocation={allocation}", f"launcher.options.gpus={gpus}", "publish.route=ipc", "--dry-run"
+        )
+        assert f"publish.route with allocation={allocation}: expected shm on one host" in told
+    shared = ("allocation=embedded:d1|fsdp:d1", "launcher.options.gpus=['0']", "publish.route=ipc")
+    assert main("gsm8k-grpo", [*shared, "--dry-run"]) == 0
+    assert "# Devices: 1 of 1 GPUs: rollout 1, actor 1" in capsys.readouterr().out
 
 
 def test_port_of_any_server_that_is_in_use_is_refused_before_anything_starts(theirs, capsys, monkeypatch):

@@ -17,6 +17,8 @@ from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
 from rl_contracts.model_directory import context_length
 
+LARGEST_SHARE = 0.7
+"""Of a GPU's memory that servers may have where a trainer uses the same."""
 FILES_BESIDE_REQUESTS = 200
 """What a trainer process has open besides: modules, logs, shared memory, the other ranks."""
 
@@ -159,15 +161,19 @@ def check_rollout(run: Run[Any]) -> None:
         ConfigError: names the settings.
     """
     check_chat_template(run)
-    settings, allocation = run.config.rollout, run.config.allocation
+    settings, layout = run.config.rollout, run.layout
     registry.load("rl.workflows", settings.workflow)
     registry.load("rl.rewards", settings.reward)
+    together = layout.shared and run.device == "cuda"
     require(
-        run.config.publish.route != "ipc",
-        f"publish.route with allocation={allocation}",
-        "shm on one host, or broadcast: ipc needs trainer and server on one CUDA device, and here each has its own",
+        run.config.publish.route != "ipc" or (together and layout.actor.world_size == 1),
+        f"publish.route with allocation={run.config.allocation}",
+        "shm on one host, or broadcast: ipc is for a trainer and a server on one GPU (such as `vllm:d1|fsdp:d1`)",
         run.config.publish.route,
     )
+    share = getattr(settings.server, "memory_share", 0.0)
+    expected = f"at most {LARGEST_SHARE:g}, so that the trainer has room on the same GPU"
+    require(not together or share <= LARGEST_SHARE, "rollout.server.memory_share", expected, share)
 
 
 def check_algorithm(run: Run[GRPOConfig]) -> list[str]:

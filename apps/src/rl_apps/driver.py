@@ -210,12 +210,14 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequen
         servers: addresses of the inference servers.
     """
     addresses, actor = ",".join(servers), run.layout.actor
+    shared = run.layout.rollout if run.layout.shared and not attached(run.config, run.layout) else None
     return JobSpec(
         role=actor.name,
         command=(sys.executable, "-m", "rl_apps.worker", reference, str(run.directory), run.device, addresses),
         count=actor.world_size,
         cpus=devices.cores_each,
         gpus=int(run.device == "cuda"),
+        beside=shared.name if shared else "",
         spmd=True,
     )
 

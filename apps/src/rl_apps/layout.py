@@ -34,6 +34,8 @@ class Layout:
 
     actor: Component
     rollout: Component | None
+    shared: bool = False
+    """Whether both use the same GPUs, at the same time."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def layout_of(allocation: str, servers: str) -> Layout:
         servers: whether they are `required`, `optional` or `refused`.
 
     Raises:
-        ConfigError: no trainer or several, no servers where they are needed, or components that share devices.
+        ConfigError: no trainer or several, or no servers where they are needed.
     """
     parsed = Allocation.parse(allocation)
     if len(parsed.train) != 1:
@@ -65,18 +67,16 @@ def layout_of(allocation: str, servers: str) -> Layout:
         raise ConfigError(f"allocation={allocation}: expected servers of one kind, found {found}.")
     if servers == "refused" and found:
         raise ConfigError(f"allocation={allocation}: this command asks no servers; use {actor} alone.")
-    if any(len(group) > 1 for group in parsed.groups):
-        raise ConfigError(
-            f"allocation={allocation}: components that share devices (`|`) are not supported here; use `+`."
-        )
-    return Layout(actor, parsed.inference[0] if found else None)
+    return Layout(actor, parsed.inference[0] if found else None, shared=len(parsed.groups[0]) > 1)
 
 
 def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig) -> Devices:
-    """Where a run computes. Each rank and each part of a split server has a GPU of its own; cores may be shared.
+    """Where a run computes. Each rank and each part of a split server has a GPU of its own, or one rank and one part
+    have one together (`|`); cores may be shared.
 
     Raises:
-        ConfigError: fewer GPUs than the allocation needs, none where they are asked for, or nobody says what there is.
+        ConfigError: fewer GPUs than the allocation needs, none where they are asked for, nobody says what there is, or
+            the scheduler has no GPUs for two.
     """
     assert launcher.options is not None
     found = launcher.options.resources() or Resources(gpus=cluster.devices, cores=cluster.cores)
@@ -84,11 +84,14 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig)
     source = f"cluster.cores with launcher.kind={launcher.kind}"
     require(cores > 0, source, "a number, since this scheduler cannot know it (and cluster.devices for GPUs)", cores)
     roles = [role for role in (layout.rollout, layout.actor) if role is not None]
-    needed, written = sum(role.world_size for role in roles), "+".join(map(str, roles))
-    cores_each = max(1, cores // needed)
+    processes, written = sum(role.world_size for role in roles), ("|" if layout.shared else "+").join(map(str, roles))
+    cores_each = max(1, cores // processes)
     if cluster.device == "cpu" or (cluster.device == "auto" and not gpus):
         why = "as asked" if cluster.device == "cpu" else "no GPU was found"
-        return Devices("cpu", cores_each, f"CPU ({why}): {needed} processes, {cores_each} of {cores} cores each")
+        return Devices("cpu", cores_each, f"CPU ({why}): {processes} processes, {cores_each} of {cores} cores each")
+    alone = f"launcher.kind={launcher.kind} with allocation={written}"
+    require(launcher.options.shares_devices or not layout.shared, alone, "`+`: this scheduler shares no GPUs", "`|`")
+    needed = layout.actor.world_size if layout.shared else processes
     if gpus < needed:
         raise ConfigError(
             f"allocation={written} with cluster.device={cluster.device}: expected {needed} GPUs, one a rank, found "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
 from rl_contracts.config import Settings
 from rl_contracts.errors import LaunchError
@@ -35,6 +36,9 @@ class JobSpec:
     """Cores, and threads of numeric libraries, per process."""
     gpus: int = 0
     """Devices per process."""
+    beside: str = ""
+    """Role that has started, whose devices these processes use too; empty: they have devices of their own. Needs a
+    scheduler with `SchedulerConfig.shares_devices`."""
     port: int | None = None
     """Fixed port of worker 0 (worker i gets port + i); None: any free one."""
     needs_port: bool = False
@@ -105,6 +109,9 @@ class Resources:
 @dataclass
 class SchedulerConfig(Settings):
     """The settings of a scheduler: each brings a subclass beside its class, called like it with `Config` behind."""
+
+    shares_devices: ClassVar[bool] = False
+    """Whether it starts a role beside another, on the same devices (`JobSpec.beside`)."""
 
     def resources(self) -> Resources | None:
         """What there is to run on; None where that is not known before a job starts, so that the user must say it."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, LaunchError, RLError
@@ -30,6 +31,7 @@ LOG_LINES = 30
 class LocalSchedulerConfig(SchedulerConfig):
     """How the processes of one machine are started."""
 
+    shares_devices: ClassVar[bool] = True
     host: str = "127.0.0.1"
     """Address on which workers listen and are reached. Loopback unless told otherwise."""
     pin_cores: bool = False
@@ -178,7 +180,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             ended = self._roles.pop(name)
             for reservation in ended.ports:
                 reservation.release()
-            self._gpus.give_back(ended.gpus)
+            self._gpus.give_back([] if ended.spec.beside else ended.gpus)
             self._cores.give_back(ended.cores)
         if self._keeper is not None and not self._roles:
             keeper, self._keeper = self._keeper, None
@@ -200,7 +202,9 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         spec = role.spec
         for index in range(spec.count if _listens(spec) else 0):
             role.ports.append(PortReservation(self._host, spec.port + index) if spec.port else PortReservation())
-        if "CUDA_VISIBLE_DEVICES" not in spec.env:
+        if spec.beside:
+            role.gpus = self._roles[spec.beside].gpus
+        elif "CUDA_VISIBLE_DEVICES" not in spec.env:
             role.gpus = self._gpus.take(spec.gpus * spec.count, spec.role)
         if self._pins_cores:
             role.cores = self._cores.take(spec.cpus * spec.count, spec.role)

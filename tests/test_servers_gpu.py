@@ -1,13 +1,15 @@
-"""CUDA IPC to servers of others: needs a GPU and the server in this environment."""
+"""What servers of others do on a GPU alone, CUDA IPC and sleep: needs one, and the server in this environment."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_servers import SHARED, Models
+import torch
+from real_servers import SHARED, Models, make_request
 
 from rl_contracts.config import ClientConfig
 from rl_contracts.data import ParamSpec, ServeSpec, WeightReceipt
@@ -48,3 +50,28 @@ async def test_ipc_server_of_others_on_the_same_gpu_computes_with_what_was_sent(
             assert 5 * off < far  # 16 bits are coarse, and the other weights are far off
         await client.destroy()
     sender.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1500)
+async def test_vllm_that_sleeps_gives_its_gpu_back_and_goes_on_with_its_version(tmp_path: Path) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed here: uv sync --package rl-apps --extra vllm")
+    models = Models(tmp_path, tied=True)
+    settings = VLLMEngineConfig(dtype="bfloat16", memory_share=0.3, context_length=1024, sleep=True)
+    spec = ServeSpec(model_path=str(models.paths[0]), device="cuda", gpus=1, weights_dir=str(tmp_path / "weights"))
+    job = VLLMEngine.server_spec(settings, spec)
+    with JobProcess(models.paths[0], tmp_path / "server.log", key=KEY, job=job) as server:
+        client = VLLMEngine(settings, spec, ClientConfig(progress_timeout=120, probe_timeout=60))
+        client.initialize([server.address], KEY)
+        before = await client.agenerate(make_request(SHARED, 1, temperature=0.0))
+        awake, total = torch.cuda.mem_get_info()
+        await client.sleep()
+        asleep, _ = torch.cuda.mem_get_info()
+        waiting = asyncio.ensure_future(client.agenerate(make_request(SHARED, 1, temperature=0.0)))
+        await client.wake()
+        after = await asyncio.wait_for(waiting, 120)
+        await client.destroy()
+
+    assert asleep - awake > 0.2 * total  # most of its 0.3 are keys and values
+    assert (after.output_ids, set(after.versions)) == (before.output_ids, {0})

@@ -16,12 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
-from real_servers import KEY, SHARED, Kind, Models, faulty, kind_of, make_request, publish, until
+from real_servers import KEY, SHARED, Kind, Models, faulty, kind_of, make_request, publish
 from training_run import Run
 
 from rl_contracts.aio import LoopThread
 from rl_contracts.config import ClientConfig
-from rl_contracts.data import ServeSpec
+from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec
 from rl_contracts.errors import WeightUpdateError
 from rl_inference.engine import HttpEngine
 from rl_inference.testing import JobProcess
@@ -198,6 +198,17 @@ def test_load_that_missed_a_parameter_is_named_by_the_servers_own_comparison_and
     process.wait(30)
 
 
+async def in_flight(engine: HttpEngine, asked: Sequence[ModelRequest]) -> list[asyncio.Future[ModelResponse]]:
+    """Answers that are all being written now; asked for anew where one ended before the last began."""
+    async with asyncio.timeout(120):
+        while True:
+            running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
+            while not any(each.done() for each in running):
+                if (await engine.stats())["running"] == len(asked):
+                    return running
+            await asyncio.gather(*running)
+
+
 @pytest.mark.nightly
 async def test_server_that_computes_no_more_and_says_it_is_well_loses_its_answers_and_its_place(fleet):
     """The process that computes is frozen; the one that speaks HTTP goes on."""
@@ -206,9 +217,7 @@ async def test_server_that_computes_no_more_and_says_it_is_well_loses_its_answer
     [computes] = [p for p in children if any(name in " ".join(p.cmdline()) for name in ("EngineCore", "scheduler"))]
     engine = fleet.client((0, 1), progress_timeout=10.0, update_timeout=30.0)
     try:
-        asked = [make_request([*SHARED[:200], i], i, tokens=500) for i in range(8)]
-        running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
-        await until(engine, lambda stats: stats["running"] == len(asked))
+        running = await in_flight(engine, [make_request([*SHARED[:200], i], i, tokens=800) for i in range(8)])
         computes.send_signal(signal.SIGSTOP)
         answers = await asyncio.gather(*running)
         assert hung.wait_ready(10).exit_code is None
@@ -216,7 +225,7 @@ async def test_server_that_computes_no_more_and_says_it_is_well_loses_its_answer
 
         await publish(engine, fleet.models, fleet.weights, "shm")
 
-        assert {len(answer.output_ids) for answer in answers} == {500}
+        assert {len(answer.output_ids) for answer in answers} == {800}
         assert {answer.server for answer in answers} == {other.address}
         assert max(answer.resubmissions for answer in answers) >= 1
         assert engine.servers == [other.address]

@@ -162,6 +162,8 @@ def test_gpus_role_beside_another_sees_the_same_and_gives_none_back(tmp_path: Pa
         scheduler.delete_workers("actor")
         with pytest.raises(LaunchError, match="needs 1 gpus, but 0 of this machine's 2 are free"):
             scheduler.create_workers(JobSpec("more", python(SLEEP), gpus=1))
+        with pytest.raises(ConfigError, match=r"beside: expected a role that has started, of \['server'\]"):
+            scheduler.create_workers(JobSpec("lost", python(SLEEP), gpus=1, beside="nobody"))
 
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in (*servers, *ranks)] == ["2", "3", "2,3", "2,3"]
 

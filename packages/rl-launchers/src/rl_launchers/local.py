@@ -99,6 +99,8 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         _validate(spec)
         if spec.role in self._roles:
             raise LaunchError(f"role {spec.role!r} exists already. Delete its workers first, or choose another name.")
+        known = f"a role that has started, of {sorted(self._roles)}"
+        require(spec.beside in ("", *self._roles), f"role {spec.role!r}: beside", known, spec.beside)
         role = self._roles[spec.role] = _Role(spec)
         try:
             self._reserve(role)

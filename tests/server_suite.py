@@ -1,7 +1,7 @@
 """What every real server must pass: the contract of inference engines, and what it serves after updates.
 
 `test_servers_vllm.py` and `test_servers_sglang.py` bring the fixtures: `models`, `weights_dir` and an `engine` of one
-server.
+server; `test_servers_split.py` asks a server in two parts for the updates alone.
 """
 
 from __future__ import annotations
@@ -21,20 +21,12 @@ from rl_contracts.testing import put_weights
 TOLERANCE = 1e-4
 
 
-class ServerSuite(suite.InferenceEngineConformance):
-    """Log-probs are those of transformers at the weights of each token's own version."""
-
-    logprob_tolerance = TOLERANCE
-    context_length = CONTEXT
-    drains = True
-    """Whether `wait` lets every answer end with the version that it began with, also those that wait inside."""
+class UpdateSuite:
+    """Log-probs are those of transformers at the weights of each token's own version, whatever way they came."""
 
     @pytest.fixture(autouse=True)
     def _inputs(self, models: Models, weights_dir: Path) -> None:
         self.models, self.weights_dir = models, weights_dir
-
-    async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
-        return put_weights(self.weights_dir, version, self.models.tensors(version))
 
     @pytest.mark.parametrize("route", ["shm", "disk", "broadcast"])
     async def test_update_over_each_route_serves_what_transformers_computes(self, engine, route):
@@ -51,6 +43,18 @@ class ServerSuite(suite.InferenceEngineConformance):
             scores = await engine.score([*SHARED, 5])
             assert scores == pytest.approx(self.models.logprobs(version, [*SHARED, 5]), abs=TOLERANCE)
         assert self.models.difference(before, 0.7) < TOLERANCE
+
+
+class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
+    """And all that the contract asks of an engine."""
+
+    logprob_tolerance = TOLERANCE
+    context_length = CONTEXT
+    drains = True
+    """Whether `wait` lets every answer end with the version that it began with, also those that wait inside."""
+
+    async def next_weights(self, version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:
+        return put_weights(self.weights_dir, version, self.models.tensors(version))
 
     @pytest.mark.parametrize("interrupt", ["keep", "recompute", "wait"])
     async def test_many_requests_across_three_updates_lose_nothing(self, engine, interrupt):

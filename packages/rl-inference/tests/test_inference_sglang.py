@@ -395,6 +395,7 @@ def test_job_on_a_cpu_says_so(tmp_path: Path) -> None:
     assert "--max-total-tokens 65536" in " ".join(job.command)
     assert "--disable-radix-cache --device cpu --attention-backend torch_native" in " ".join(job.command)
     assert job.env["SGLANG_USE_CPU_ENGINE"] == job.env["HF_HUB_OFFLINE"] == "1"
+    assert not Path(job.env["SGLANG_NCCL_SO_PATH"]).exists()
 
 
 def test_program_is_sglang_in_the_interpreter_that_starts_it() -> None:

@@ -219,6 +219,34 @@ def test_comparison_finds_a_parameter_that_is_another(
         server.compare(model, sent)
 
 
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda model: setattr(model.model.down_proj, "tp_group", SimpleNamespace(world_size=2)),
+        lambda model: setattr(model.model.embed_tokens, "tp_size", 2),
+    ],
+)
+def test_comparison_leaves_out_what_is_split_and_no_more(
+    server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: Any
+) -> None:
+    """SGLang pads parts on a CPU, up to the shape of the whole."""
+    sent, model = staged(server, tmp_path, monkeypatch), Model()
+    server.load_staged(model, [])
+    split(model)
+    names = {name for name, _ in server.served(model)}
+    with torch.no_grad():
+        for name, parameter in model.model.named_parameters():
+            if f"model.{name}" in sent and f"model.{name}" not in names:
+                parameter += 1e-3
+
+    server.compare(model, sent)
+
+    with torch.no_grad():
+        model.model.qkv_proj.weight += 1e-3
+    with pytest.raises(RuntimeError, match=r"q_proj\.weight.*served is something else than was staged"):
+        server.compare(model, sent)
+
+
 def test_loader_that_loads_nothing_says_so_to_the_process_that_speaks_http(
     server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,3 +255,26 @@ def test_loader_that_loads_nothing_says_so_to_the_process_that_speaks_http(
     server.load_staged(Model(loads=False), [])
 
     assert "the load missed it" in (tmp_path / server.FAILED).read_text()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "allowed", "parts", "found"),
+    [
+        (["0,1"], [0, 1], 1, ""),
+        (["0,1", "2,3"], [0, 1, 2, 3], 2, ""),  # SGLang itself gives each a node
+        (["0,1"], [0, 1], 2, "0|1"),
+        (["0,1,2", "8,9"], [0, 1, 2, 8, 9], 4, "0|1|2|8,9"),
+        (["0,1", "2,3"], [0, 1, 2, 3, 4, 5, 6, 7], 4, "0|1|2|3"),  # not those that share a physical core
+        (["4"], [4, 68], 2, "4|68"),  # unless there are no others
+        ([], [68], 1, "68"),
+    ],
+)
+def test_each_part_of_a_model_has_cores_of_its_own(
+    server: ModuleType, nodes: list[str], allowed: list[int], parts: int, found: str
+) -> None:
+    assert server.cores_of_parts(nodes, allowed, parts) == found
+
+
+def test_fewer_cores_than_parts_are_refused(server: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=r"tensor size 4 on CPUs: expected at least as many cores, found 2 that"):
+        server.cores_of_parts(["0,1"], [0, 1], 4)

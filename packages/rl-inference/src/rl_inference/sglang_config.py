@@ -140,4 +140,6 @@ def _environment(config: SGLangEngineConfig, spec: ServeSpec) -> dict[str, str]:
         found["PYTHONPATH"] = ""  # what the command imports is of another environment
     if on_cpu(spec):
         found["SGLANG_USE_CPU_ENGINE"] = "1"
+        # no such file: parts of a model would else meet over NCCL, which torch's CUDA build brings along
+        found["SGLANG_NCCL_SO_PATH"] = "none"
     return found

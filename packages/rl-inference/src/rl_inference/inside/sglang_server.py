@@ -23,6 +23,7 @@ What SGLang lacks, and what this adds around its routes, in the process that spe
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -48,6 +49,8 @@ STAGE = "RL_STAGE_DIR"
 FAILED = "failed"
 """File in which they leave why it was not: an exception would end SGLang before it could say so."""
 LOADER = "sglang_server.load_staged"
+BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Variable that gives each part of a model on CPUs its cores; without it SGLang wants a NUMA node for each."""
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parameters that SGLang keeps one below the other in one."""
 
@@ -305,9 +308,12 @@ def compare(model: Any, staged: dict[str, Any]) -> None:
 
 
 def served(model: Any) -> Iterator[tuple[str, Any]]:
-    """What an SGLang model computes with, under the names of its checkpoint: pairs of name and tensor."""
+    """What an SGLang model computes with and this rank has whole, under the names of its checkpoint: pairs of name and
+    tensor."""
     for prefix, module in model.named_modules():
-        if getattr(module, "use_intel_amx_backend", False):
+        group = getattr(module, "tp_group", None)
+        parts = max(getattr(module, "tp_size", 1), getattr(group, "world_size", 1))
+        if getattr(module, "use_intel_amx_backend", False) or parts > 1:  # a part may be padded to the whole's shape
             continue
         parent, _, leaf = prefix.rpartition(".")
         for kind, tensor in module.named_parameters(recurse=False):
@@ -321,6 +327,33 @@ def served(model: Any) -> Iterator[tuple[str, Any]]:
                     yield f"{parent}.{name}.{kind}", piece
 
 
+def cores_of_parts(nodes: list[str], allowed: list[int], parts: int) -> str:
+    """Cores for each part of a model that is split by tensors, as `BIND` takes them: `0,1|2,3`.
+
+    Args:
+        nodes: the physical cores of each NUMA node that this process may use, as SGLang writes them: `0,1`.
+        allowed: all cores that it may use, those that share a physical one too; taken where there are too few others.
+        parts: of the model.
+
+    Returns:
+        as equal shares of the cores as can be; empty where each part has a node of its own.
+
+    Raises:
+        SystemExit: fewer cores than parts.
+    """
+    if parts <= len(nodes):
+        return ""
+    physical = [core for node in nodes for core in node.split(",")]
+    cores = physical if len(physical) >= parts else [str(core) for core in allowed]
+    if len(cores) < parts:
+        raise SystemExit(
+            f"tensor size {parts} on CPUs: expected at least as many cores, found {len(cores)} that this server may "
+            f"use. Split it into fewer parts (allocation), give it more cores, or say in {BIND} which each part has."
+        )
+    edges = [len(cores) * part // parts for part in range(parts + 1)]
+    return "|".join(",".join(cores[begin:end]) for begin, end in itertools.pairwise(edges))
+
+
 def main() -> None:
     """Start SGLang as `python -m sglang.launch_server` does, with the guard around its routes."""
     key = os.environ.pop(rl_guard.KEY, "")  # so that neither its other processes nor its reports have it
@@ -328,11 +361,14 @@ def main() -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    from sglang.srt.utils import get_cpu_ids_by_node, kill_process_tree
 
     load_plugins()
     http_server.app.add_middleware(Guard, key=key, manager=lambda: http_server.get_global_state().tokenizer_manager)
     arguments = prepare_server_args([*sys.argv[1:], "--custom-weight-loader", LOADER])
+    if arguments.device == "cpu" and not os.environ.get(BIND):
+        cores = cores_of_parts(get_cpu_ids_by_node(), sorted(os.sched_getaffinity(0)), arguments.tp_size)
+        os.environ.update({BIND: cores} if cores else {})
     os.environ[STAGE] = rl_stored.make_area("sglang")
     try:
         run_server(arguments)

@@ -1,0 +1,71 @@
+"""The real vLLM and SGLang on a CPU, one model split by tensors over two processes: what they serve after updates.
+
+Needs the environments that `infra/servers/build.py` makes; what needs one that is not there is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from real_servers import KEY, Kind, Models, kind_of
+from server_suite import UpdateSuite
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import ClientConfig
+from rl_contracts.data import ServeSpec
+from rl_inference.engine import HttpEngine
+from rl_inference.testing import JobProcess
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
+
+PARTS = 2
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    if (cores := len(psutil.Process().cpu_affinity())) < PARTS:
+        pytest.skip(f"a model in {PARTS} parts on a CPU needs as many cores, found {cores}")
+    return kind_of(request.param)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"), tied=request.param == "tied")
+
+
+@pytest.fixture(scope="module")
+def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def server(
+    kind: Kind, models: Models, weights_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[JobProcess]:
+    split = ParallelStrategy(tensor=PARTS)
+    job = kind.job(ServeSpec(str(models.paths[0]), split, str(weights_dir), device="cpu", cpus=PARTS))
+    with JobProcess(models.paths[0], tmp_path_factory.mktemp("logs") / "server.log", key=KEY, job=job) as process:
+        yield process
+
+
+@pytest.fixture
+async def engine(kind: Kind, server: JobProcess, models: Models, weights_dir: Path) -> AsyncIterator[HttpEngine]:
+    spec = ServeSpec(str(models.paths[0]), ParallelStrategy(tensor=PARTS), str(weights_dir))
+    engine = kind.client(spec, [server.address], ClientConfig(progress_timeout=120, probe_timeout=60))
+    yield engine
+    await engine.destroy()
+
+
+class TestSplitServer(UpdateSuite):
+    pass
+
+
+def test_each_part_is_a_process_of_its_own(server):
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    titles = [" ".join(child.cmdline()) for child in children]
+
+    for part in range(PARTS):
+        assert [title for title in titles if f"TP{part}" in title] != [], titles

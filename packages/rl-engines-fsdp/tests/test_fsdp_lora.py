@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fsdp_toys import (
+    EPS,
     logprobs_of,
     loss_fn,
     loss_weight_fn,
@@ -21,6 +22,7 @@ from fsdp_toys import (
 )
 from safetensors.torch import load_file
 
+from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import AdapterSpec, SaveLoadMeta
 from rl_contracts.errors import ConfigError, ModelError, WeightUpdateError
 from rl_contracts.testing.processes import run_ranks
@@ -64,31 +66,53 @@ def test_train_batch_changes_adapters_alone(model_path):
     assert len(changed) == 2 * 2 * 7  # A and B of seven layers in each of two blocks
 
 
-def test_train_batch_equals_peft_on_plain_transformers(model_path):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    engine, batch = make_engine(model_path, lora=LORA), make_batch()
-    plain = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(model_path), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    )
-    start = {name: value.detach().clone() for name, value in engine._model.own_parameters() if ".lora_" in name}
-    for name, parameter in plain.named_parameters():
-        if ".lora_" in name:
-            parameter.data.copy_(start[name.removeprefix("base_model.model.")])
+def plain_loss(model, batch):
+    """The engine's loss of a batch by a plain forward pass of each row."""
     loss = torch.zeros(())
     for row in range(len(batch)):
         length = int(batch["attention_mask"][row].sum())
         ids = batch["input_ids"][row, :length]
-        logits = plain(input_ids=ids[None], use_cache=False).logits[0, :-1] / batch["temperature"][row]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / batch["temperature"][row]
         logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         loss = loss - (logprobs * batch["advantages"][row, 1:length] * batch["loss_mask"][row, 1:length]).sum()
-    (loss / batch["loss_mask"].sum()).backward()
-    norm = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None) ** 0.5
+    return loss / batch["loss_mask"].sum()
 
-    found = engine.train_batch(batch, loss_fn, loss_weight_fn)
 
-    assert found["grad_norm"] == pytest.approx(norm, rel=1e-5)
+def test_updates_of_adapters_equal_those_of_plain_peft_and_torch(model_path, record_property):
+    """Warm-up, clipping and weight decay among them; the products are large enough for every library that may make
+    them."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    settings = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, eps=EPS, max_grad_norm=0.1)
+    engine = make_engine(model_path, micro_batch=512, lora=LoRAConfig(rank=16, alpha=32.0), optimizer=settings)
+    plain = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_path), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    )
+    ours = {f"base_model.model.{name}": value for name, value in engine._model.own_parameters() if ".lora_" in name}
+    theirs = {name: value for name, value in plain.named_parameters() if value.requires_grad}
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        theirs[name].data.copy_(value.detach())
+    start = {name: value.detach().clone() for name, value in ours.items()}
+    optimizer = torch.optim.AdamW(theirs.values(), betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
+
+    for step in range(6):
+        batch = make_batch(rows=40, seed=step)
+        found = engine.train_batch(batch, loss_fn, loss_weight_fn)
+        optimizer.zero_grad()
+        plain_loss(plain, batch).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(theirs.values(), 0.1))
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, (step + 1) / 2)
+        optimizer.step()
+        assert found["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert norm > 0.1  # so gradients were clipped
+
+    far = max(float((ours[name] - theirs[name]).detach().abs().max()) for name in ours)
+    record_property("largest difference of an adapter's entry after six steps", f"{far:.1e}")
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=1e-4)
+        assert (value - start[name]).abs().max() > 1e-3, name
 
 
 def test_train_batch_with_named_modules_adapts_those_alone(model_path):

@@ -1,5 +1,6 @@
 """Every preset improves the embedded task: real servers, a real trainer, thirty steps."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -82,6 +83,18 @@ def test_preset_improves_the_reward_nightly(name, improves):
 @pytest.mark.nightly
 def test_preset_reinforce_improves_the_reward_on_policy(improves):
     improves("reinforce", *SETTINGS, "actor.minibatches=1", "rollout.max_staleness=0")
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_adapters_of_low_rank_learn_alone(tmp_path, record_property):
+    adapters = ("actor.engine.lora.rank=16", "actor.optimizer.lr=1e-3", "total_steps=60", "evaluation.rows=256")
+
+    accuracy = _run("grpo", tmp_path / "run", "eval/accuracy", *SETTINGS, *adapters)
+
+    first, last = accuracy[0], accuracy[-1]
+    record_property("accuracy before and after", f"{first:.3f}, {last:.3f}")
+    assert last >= first + 0.2
 
 
 @pytest.mark.nightly

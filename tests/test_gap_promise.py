@@ -30,28 +30,31 @@ RATES = (1e-6, 1e-5, 1e-4, 1e-3)
 
 
 class Servers:
-    """A client of four servers without checksums, each with weights of its own, that compute as the embedded server
-    does; where none is late, two do so by other kernels, as other devices would.
+    """A client of servers without checksums, each with weights of its own, that compute as the embedded server does.
 
     Args:
-        late: the number of the one that serves, after each commit, the version before.
+        count: of servers.
+        late: the number of the one that serves, after each commit, the version before; and of one that goes on serving
+            what it has (`stays`).
+        mixed: every other server computes by other kernels, as another device would.
     """
 
     capabilities = Capabilities(checksums=False)
 
-    def __init__(self, path, dtype, late=None):
+    def __init__(self, path, dtype, late=None, stays=False, mixed=True, count=SERVERS):
         slots = load_model(EmbeddedEngineConfig(dtype=dtype, slots=1), ServeSpec(str(path)))
-        self.dtype, self.late = getattr(torch, dtype), late
+        self.dtype, self.late, self.stays, self.mixed = getattr(torch, dtype), late, stays, mixed
         eager = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, attn_implementation="eager").eval()
         self.models = [slots.model, eager]
         self.computes = [slots.score, self._eager]
-        self.servers = [f"http://server-{number}" for number in range(SERVERS)]
-        self.held, self.newest = [None] * SERVERS, None
+        self.servers = [f"http://server-{number}" for number in range(count)]
+        self.held, self.newest = [None] * count, None
 
     def commit(self, engine):
         before, self.newest = self.newest, {n: v.to(self.dtype, copy=True) for n, v in engine.full_parameters()}
-        for number in range(SERVERS):
-            self.held[number] = before if number == self.late and before is not None else self.newest
+        for number, held in enumerate(self.held):
+            behind = number == self.late and before is not None
+            self.held[number] = self.newest if not behind else held if self.stays else before
         return WeightReceipt("trainer", engine.version, {name: checksum(v) for name, v in self.newest.items()})
 
     async def score(self, input_ids, temperature=1.0, server=None):
@@ -60,7 +63,7 @@ class Servers:
 
     @torch.no_grad()
     def _score(self, number, input_ids, temperature):
-        kind = number % 2 if self.late is None else 0
+        kind = number % 2 if self.mixed else 0
         for name, parameter in self.models[kind].named_parameters():
             parameter.data.copy_(self.held[number][name])
         return self.computes[kind](input_ids, temperature)
@@ -80,12 +83,12 @@ class Servers:
 class Run:
     """Updates of a policy on answers to prompts, each published to servers and looked at by the gate."""
 
-    def __init__(self, path, loop, dtype, lr, late=None):
+    def __init__(self, path, loop, dtype, lr, **servers):
         self.rng, self.figures = np.random.default_rng(0), []
         self.engine = FSDPEngine(FSDPEngineConfig(serve_dtype=dtype))
         optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
         self.engine.initialize(FinetuneSpec(str(path), 10_000, optimizer=optimizer, device="cpu"))
-        self.servers = Servers(path, dtype, late)
+        self.servers = Servers(path, dtype, **servers)
         self.servers.commit(self.engine)
         self.gate = GapGate(
             self.engine, self.servers, loop, GapConfig(patience=1, answer_every=0), trained="float32", served=dtype
@@ -133,16 +136,76 @@ def loop():
         yield loop
 
 
+def _named(run, most, record_property):
+    """What is said of the late server within so many looks at it."""
+    count = len(run.servers.servers)
+    with pytest.raises(WeightUpdateError) as caught:
+        run.steps(most * count)
+    run.engine.destroy()
+    record_property("looks at the server until it is named", math.ceil(len(run.figures) / count))
+    return str(caught.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("late", range(SERVERS))
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 3), ("bfloat16", 20)])
 def test_server_that_serves_the_version_before_is_named_at_lr_1e_6(model, loop, dtype, most, late, record_property):
-    run = Run(model, loop, dtype, 1e-6, late)
-    with pytest.raises(WeightUpdateError) as caught:
-        run.steps(most * SERVERS)
+    run = Run(model, loop, dtype, 1e-6, late=late, mixed=False)
+    message = _named(run, most, record_property)
+    assert f"scores of http://server-{late}, nearer to those before the update than to those" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("late", "count"), [(0, 1), (0, SERVERS), (1, SERVERS), (2, SERVERS), (3, SERVERS)])
+def test_bfloat16_server_that_stays_at_its_version_is_named_whatever_kernels_the_others_have(
+    model, loop, late, count, record_property
+):
+    run = Run(model, loop, "bfloat16", 1e-6, late=late, stays=True, count=count)
+    message = _named(run, 3, record_property)
+    assert f"scores of http://server-{late}, to the last bit its own before the update" in message
+    assert "Likely cause: weights not received" in message
+
+
+class Exact:
+    """In the gate's place: how the exact log-probs of what is served move, and how far servers' are from them."""
+
+    def __init__(self, run):
+        self.run, self.moves, self.noise = run, [], []
+
+    def _exact(self, batch):
+        with self.run.engine.as_served():
+            return self.run.engine.forward(batch, lambda outputs, _: outputs.logprobs)
+
+    def before_update(self, batch):
+        self.batch, self.before = batch, self._exact(batch)
+
+    def after_commit(self, receipt):
+        generated, after = self.batch["versions"] >= 0, self._exact(self.batch)
+        self.moves.append((after - self.before)[generated])
+        for row, exact, mask in zip(self.batch, after, generated, strict=True):
+            ids = row["input_ids"][: int(row["attention_mask"].sum())].tolist()
+            scores = torch.tensor(self.run.servers._score(1, ids, 1.0))
+            self.noise.append((scores - exact[: len(ids)])[mask[: len(ids)]])
+        return {}
+
+
+@pytest.mark.nightly
+def test_no_twenty_looks_can_tell_a_bfloat16_server_that_is_always_one_version_late_by_its_distance(
+    model, loop, record_property
+):
+    """The limit of what is promised: of n tokens whose noise is independent, sqrt(n) |movement| / |noise| standard
+    deviations lie between the two hypotheses (Neyman and Pearson 1933, for normal noise), the movement being known
+    exactly. An alarm as rare as the gate's (5.5) that is seldom missed (1.6) needs 7."""
+    run = Run(model, loop, "bfloat16", 1e-6)
+    run.gate = Exact(run)
+    run.steps(40)
     run.engine.destroy()
-    record_property("looks at the server until it is named", math.ceil(len(run.figures) / SERVERS))
-    assert f"scores of http://server-{late}, nearer to those before the update than to those" in str(caught.value)
+    move, noise = (torch.cat(parts).square().mean().sqrt().item() for parts in (run.gate.moves, run.gate.noise))
+    tokens = 20 * len(torch.cat(run.gate.moves)) / 40 / 2  # of 4 of the 8 rows
+    apart = math.sqrt(tokens) * move / noise
+    record_property("movement and noise in nats", f"{move:.2g}, {noise:.2g}")
+    record_property("standard deviations between the hypotheses after 20 looks", f"{apart:.2f}")
+    assert 0 < apart < 7
 
 
 @pytest.mark.nightly

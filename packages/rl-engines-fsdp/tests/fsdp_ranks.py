@@ -112,6 +112,11 @@ def main(models: Path, out: Path) -> None:
     engine.forward(batch, logprobs_of)
     engine.load(SaveLoadMeta(str(models / "Qwen3")))
     tensors |= {f"reloaded.{name}": value for name, value in weights_of(engine).items()}
+    engine.config.serve_dtype = "bfloat16"
+    with engine.as_served():
+        tensors[f"served.{rank}"] = engine.forward(batch, logprobs_of)
+        tensors |= {f"served.{name}": value for name, value in weights_of(engine).items()}
+    tensors |= {f"unserved.{name}": value for name, value in weights_of(engine).items()}
 
     # errors on one rank reach both
     crowded = select(make_batch(), [0] if engine.parallel.rank else [0, 1])

@@ -104,6 +104,20 @@ def test_full_parameters_on_two_ranks_are_whole_and_come_on_rank_0_alone(two_ran
     assert part(tensors[1], "yielded.") == {}
 
 
+def test_as_served_on_two_ranks_rounds_every_shard_for_the_time_of_a_block(models, two_ranks):
+    engine, tensors = make_engine(str(models / "Qwen3"), serve_dtype="bfloat16"), two_ranks[1]
+    weights = weights_of(engine)
+    with engine.as_served():
+        expected = engine.forward(make_batch(seed=1), logprobs_of)
+
+    for rank in range(2):
+        found, after = part(tensors[rank], "served."), part(tensors[rank], "unserved.")
+        logprobs = found.pop(str(rank))
+        torch.testing.assert_close(logprobs, expected[rank::2, : logprobs.shape[1]], atol=1e-5, rtol=1e-5)
+        assert all(torch.equal(found[name], value.bfloat16().float()) for name, value in weights.items())
+        assert all(torch.equal(after[name], value) for name, value in weights.items())
+
+
 def test_save_state_on_two_ranks_continues_exactly_there_and_on_one(models, two_ranks):
     seen, _, out = two_ranks
     assert seen[0]["after loading"] == seen[0]["after saving"]

@@ -36,6 +36,22 @@ def test_full_parameters_under_hugging_face_names_are_served_in_the_configured_d
     assert not report.unexpected_keys
 
 
+def test_as_served_computes_with_what_is_published_for_the_time_of_a_block(model_path, tmp_path):
+    engine = make_engine(model_path, serve_dtype="bfloat16")
+    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
+    weights, after = weights_of(engine), engine.forward(make_batch(), logprobs_of)
+
+    with engine.as_served():
+        found = engine.forward(make_batch(), logprobs_of)
+
+    engine.save(SaveLoadMeta(str(tmp_path / "published")))
+    published = make_engine(str(tmp_path / "published"))
+    assert torch.equal(found, published.forward(make_batch(), logprobs_of))
+    assert not torch.equal(found, after)
+    assert all(torch.equal(value, weights[name]) for name, value in weights_of(engine).items())
+    assert make_engine(model_path).as_served() is None, "the trainer's own digits are published"
+
+
 # ---- Hugging Face directories
 
 

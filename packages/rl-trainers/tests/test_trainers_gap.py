@@ -447,7 +447,7 @@ def test_gate_trainer_in_float32_is_no_judge_of_versions_that_bfloat16_servers_h
     for parameter in engine.model.parameters():  # as loaded from a bfloat16 checkpoint: rounding swallows the updates
         parameter.data = parameter.data.bfloat16().float()
     gate = _gate(Fleet(engine, 1, "bfloat16"), loop, "bfloat16", warn=0.4)
-    assert all(stats["gap/lag"] is None for stats in _steps(gate, gate.inference, 12))
+    assert not any(stats["gap/lag"] for stats in _steps(gate, gate.inference, 12)), "it moves: that speaks for it"
 
 
 @pytest.mark.parametrize(("servers", "served", "times"), [(1, "bfloat16", 1), (2, "bfloat16", 0), (1, "float32", 0)])

@@ -99,6 +99,13 @@ def test_lag_a_single_look_is_not_enough_however_clear():
     assert test.look(_rows(before, after, before)) < LIMIT
 
 
+def test_lag_server_whose_own_scores_never_move_is_named_at_the_second_look_that_says_something():
+    test = LagTest()
+    assert [test.look_at_itself(moved) for moved in (False, None, True, None)] == [None, None, 0.0, None]
+    assert test.look_at_itself(False) < LIMIT < test.look_at_itself(False)
+    assert test.look_at_itself(True) == 0.0, "it caught up"
+
+
 def test_surprise_is_the_normal_quantile_of_students_t():
     values = np.array([0.5, 0.1, 0.9, 0.4, 0.6, 0.3, 0.8, 0.2])
     t = values.mean() / (values.std(ddof=1) / math.sqrt(8))

@@ -160,6 +160,11 @@ class TrainEngine(ABC):
         for it, on every rank."""
         return None
 
+    def as_served(self) -> AbstractContextManager[None] | None:
+        """For the time of a block, compute with the weights as they are published, where the engine keeps more digits
+        than that. None: it cannot, or it always does. The gap gate asks for it, on every rank."""
+        return None
+
     @abstractmethod
     def save(self, meta: SaveLoadMeta) -> None:
         """Save (collective) into a new directory that appears whole or not at all."""

@@ -339,6 +339,14 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.without_adapter`."""
         return None if self.config.lora is None else lora.switched_off(self._model)
 
+    def as_served(self) -> AbstractContextManager[None] | None:
+        """See `TrainEngine.as_served`. Keeps a copy of this rank's parameters meanwhile. None for adapters as well, which
+        are merged before they are cast."""
+        served = self.config.serve_dtype or self._spec.dtype
+        if served == self._spec.dtype or self.config.lora is not None:
+            return None
+        return sharding.rounded(self._model, getattr(torch, served))
+
     def save(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.save`. Of kind `hf` adapters are merged into the weights, kind `adapter` has them alone."""
         config, parallel, dtype = self.config, self.parallel, self.config.serve_dtype or self._spec.dtype

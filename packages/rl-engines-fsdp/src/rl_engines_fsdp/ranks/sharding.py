@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -159,6 +160,21 @@ def full_parameters(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.hugging_face_parameters():
         value = whole(parameter.detach())
         yield name, adapters[name].merged(value) if name in adapters else value
+
+
+@contextmanager
+def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """For the time of a block, parameters have the values that a cast to `dtype` leaves of them, in their own dtype."""
+    reshard(model)
+    kept = [(part, part.clone()) for part in (local(parameter.detach()) for parameter in model.parameters())]
+    try:
+        for part, value in kept:
+            part.copy_(value.to(dtype))
+        yield
+    finally:
+        reshard(model)
+        for part, value in kept:
+            part.copy_(value)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 log = get_logger("trainers.gap")
 
+NEARER = "nearer to those before the update than to those after it"
+SAME = "to the last bit its own before the update, which changed those of others,"
+
 
 @dataclass
 class GapConfig(Settings):
@@ -75,10 +78,14 @@ class _Look:
     """As the servers can score them."""
     before: torch.Tensor
     """The trainer's log-probs before the update, [B, T]."""
+    served_before: torch.Tensor | None
+    """The same with the weights as they were served, [B, T], where these are a reference."""
     server: str
     """The server whose turn it is; empty without a live one."""
     peer: str
     """The one that comes after it."""
+    own_before: torch.Tensor | None
+    """The server's scores before the update, [B, T], where it is a reference for itself."""
     peer_before: torch.Tensor | None
     """Its scores before the update, [B, T], where they are a reference."""
 
@@ -186,6 +193,7 @@ class GapGate:
         mask = find.compared(look.rows)
         asked = find.ask_scores(look.rows, self._on(look.server))
         ours = find.ours(look.rows)  # while the server computes its own
+        served = ours if look.served_before is look.before else find.as_served(look.rows)
         theirs, why = None, "the rows have no token to compare"
         try:
             theirs = find.scores(look.rows, self._on(look.server), asked)
@@ -196,47 +204,54 @@ class GapGate:
             times = f"{self._missing.in_row} times in a row, the run stops at {self.config.patience}"
             self._missing.speak(f"{look.server or 'servers'} and trainer could not be compared ({times}): {why}")
         if gap is not None and theirs is not None:
-            lag = self._lag_of(look, ours, theirs)
-            self._judge_scores(look, gap, theirs, lag)
+            lag, how = self._lag_of(look, served, theirs)
+            self._judge_scores(look, gap, theirs, lag, how)
         return {**_figures("gap/", gap), "gap/lag": lag, "gap/empty": float(self._empty + (gap is None))}
 
     def _prepare(self, rows: TensorDict, before: torch.Tensor) -> _Look:
         """With the server whose turn it is. In float32 the trainer is reference enough."""
+        find = self.experiments
         rows, before = self._as_scored(rows, before)
+        served = before if self.trained == self.served else find.as_served(rows)
         parallel = self.engine.parallel
         names = sorted(self.inference.servers, key=lambda n: self._turns.get(n, -1)) if parallel.is_main else []
         server, peer = parallel.broadcast_json([*names, "", ""][:2])
         self._turns[server] = 1 + max(self._turns.values(), default=0)
-        find, by_peer = self.experiments, self.low_precision and peer
-        scores = find.attempt(find.scores, rows, self._on(peer)) if by_peer else None
-        return _Look(rows, before, server, peer, scores)
+        own, others = (
+            find.attempt(find.scores, rows, self._on(name)) if self.low_precision and name else None
+            for name in (server, peer)
+        )
+        return _Look(rows, before, served, server, peer, own, others)
 
-    def _lag_of(self, look: _Look, ours: torch.Tensor, theirs: torch.Tensor) -> float | None:
-        """What says most that the server is behind: the trainer, if it computes in the servers' dtype, or the peer."""
-        find, references = self.experiments, {}
-        if self.trained == self.served:
-            references["trainer"] = (ours, look.before)
-        if look.peer_before is not None:
-            peer_after = find.attempt(find.scores, look.rows, self._on(look.peer))
-            if peer_after is not None:
-                references["peer"] = (peer_after, look.peer_before)
+    def _lag_of(self, look: _Look, served: torch.Tensor | None, theirs: torch.Tensor) -> tuple[float | None, str]:
+        """What says most that the server is behind, and how it says it: the trainer with the weights as they are
+        served, the peer, or the server itself."""
+        find, rows, tests = self.experiments, look.rows, self._lag
+        peer = None if look.peer_before is None else find.attempt(find.scores, rows, self._on(look.peer))
+        references = {"trainer": (served, look.served_before), "peer": (peer, look.peer_before)}
         found = [
-            self._lag[look.server, name].look(find.nearness(look.rows, theirs, after, before))
+            (tests[look.server, name].look(find.nearness(rows, theirs, after, before)), NEARER)
             for name, (after, before) in references.items()
+            if after is not None and before is not None
         ]
-        return self.engine.parallel.broadcast_json(max((z for z in found if z is not None), default=None))
+        if look.own_before is not None:
+            others_moved = any(find.moved(rows, before, after).clear for after, before in references.values())
+            moved = find.moved(rows, look.own_before, theirs).share > 0
+            found.append((tests[look.server, "itself"].look_at_itself(moved if moved or others_moved else None), SAME))
+        z, how = max(((z, how) for z, how in found if z is not None), default=(None, ""))
+        return self.engine.parallel.broadcast_json(z), how
 
-    def _judge_scores(self, look: _Look, gap: Gap, theirs: torch.Tensor, lag: float | None) -> None:
+    def _judge_scores(self, look: _Look, gap: Gap, theirs: torch.Tensor, lag: float | None, how: str) -> None:
         find, what, behind = self.experiments, f"the scores of {look.server}", lag is not None and lag > LIMIT
         if behind:
-            what += f", nearer to those before the update than to those after it (z={lag:.1f}),"
+            what += f", {how} (z={lag:.1f}),"
         receipts = find.receipts(*self._receipts, look.server) if self.low_precision else None
         evidence = Evidence(self.config.warn, self.low_precision, gap, behind=behind, receipts=receipts)
-        if not (self._told_blind or look.peer or receipts or self.trained == self.served):
+        if not (self._told_blind or look.peer or receipts or look.served_before is not None):
             self._told_blind = True
             log.warning(
                 "a server that misses an update is seen only where that makes a difference above gap.warn: %s serves "
-                "%s without checksums, a trainer in %s is no reference for that (gap/lag stays null), and there is no "
+                "%s without checksums, a trainer in %s is no reference for that, and there is no "
                 "second server to compare with.",
                 look.server,
                 self.served,

@@ -340,7 +340,7 @@ class FSDPEngine(TrainEngine):
         return None if self.config.lora is None else lora.switched_off(self._model)
 
     def as_served(self) -> AbstractContextManager[None] | None:
-        """See `TrainEngine.as_served`. Keeps a copy of this rank's parameters meanwhile. None for adapters as well, which
+        """See `TrainEngine.as_served`. Keeps a copy of this rank's parameters meanwhile. None for adapters too, which
         are merged before they are cast."""
         served = self.config.serve_dtype or self._spec.dtype
         if served == self._spec.dtype or self.config.lora is not None:

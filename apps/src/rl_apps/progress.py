@@ -42,7 +42,7 @@ PREFERENCE_COLUMNS: dict[str, tuple[str, str]] = {
     "tok/s": ("throughput/trained_tokens_per_s", ".0f"),
 }
 
-STAGES = ("rollout_wait", "train", "publish")
+STAGES = ("rollout_wait", "train", "publish", "gap")
 
 CUT_OFF = 0.2
 """Fraction of a step's answers that end for lack of tokens from which on that is worth a warning."""

@@ -328,7 +328,7 @@ def test_server_spec_starts_vllm_with_what_the_run_relies_on(tmp_path):
     assert (job.role, job.count, job.gpus, job.needs_port, job.ready_path) == ("rollout", 2, 2, True, "/health")
     assert job.env["PYTHONPATH"] == str(INSIDE)
     assert (INSIDE / "vllm_extension.py").is_file()
-    assert (job.env["RL_WEIGHTS_DIR"], job.env["RL_WEIGHT_VERSION"], job.env["OMP_NUM_THREADS"]) == ("/w", "4", "2")
+    assert (job.env["RL_WEIGHTS_DIR"], job.env["RL_WEIGHT_VERSION"], job.env["OMP_NUM_THREADS"]) == ("/w", "4", "1")
     assert set(OWN_ARGUMENTS) >= {word for word in job.command if word.startswith("--")} - {"--max-num-batched-tokens"}
 
 

@@ -151,5 +151,5 @@ def _environment(config: VLLMEngineConfig, spec: ServeSpec) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     if spec.cpus:
-        found["OMP_NUM_THREADS"] = str(spec.cpus)
+        found["OMP_NUM_THREADS"] = str(max(1, spec.cpus // spec.strategy.tensor))  # of each process
     return found

@@ -83,14 +83,17 @@ def train(
         before = learner.version
         with books.time("train"):
             stats = learner.prepare(batch)  # proximal log-probs, advantages
-            if gap is not None:
+        if gap is not None:
+            with books.time("gap"):
                 stats |= gap.before_update(batch)  # what the servers recorded, and what the trainer says
+        with books.time("train"):
             stats |= learner.update(batch)  # minibatches of packed micro-batches
         with books.time("publish"):
             if publisher is not None and learner.version > before:
                 stats |= publisher.publish(learner.version)  # returns at the commit; servers run on
-                if gap is not None:
-                    stats |= gap.after_commit(publisher.receipt)
+        if publisher is not None and gap is not None and learner.version > before:
+            with books.time("gap"):
+                stats |= gap.after_commit(publisher.receipt)
         books.count()
         source.end_step(learner.version)
         books.close(step, batch, stats, before, learner.version)

@@ -102,8 +102,8 @@ def figures_of(job: Job, directory: Path) -> dict[str, Any]:
     if len(records) != job.steps:
         raise SystemExit(f"expected {job.steps} measured steps, found {len(records)} in {directory}")
     mean = {
-        name.removeprefix("time/"): statistics.mean(r[name] for r in records)
-        for name in ("time/rollout_wait", "time/train", "time/publish", "staleness/mean")
+        name.removeprefix("time/"): statistics.mean(r.get(name, 0.0) for r in records)
+        for name in ("time/rollout_wait", "time/train", "time/publish", "time/gap", "staleness/mean")
     }
     return {
         "seconds": sum(r["time/step"] for r in records),

@@ -121,7 +121,8 @@ def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total
             parts.append(f"{label} {record[name]:{form}}")
     seconds = record.get("time/step")
     if seconds:
-        fractions = [f"{s.removeprefix('rollout_')} {record.get(f'time/{s}', 0) / seconds:.0%}" for s in STAGES]
+        taken = {s.removeprefix("rollout_"): record[f"time/{s}"] for s in STAGES if f"time/{s}" in record}
+        fractions = [f"{stage} {took / seconds:.0%}" for stage, took in taken.items()]
         parts.append(f"{seconds:.2f} s ({', '.join(fractions)})")
     if record.get("applied", 1) < 1:
         why = "loss or gradients not finite" if "grad_norm" in record else "nothing to learn from"

@@ -7,6 +7,7 @@ from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_eng
 
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
+from rl_engines_fsdp import LoRAConfig
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,11 @@ def test_as_served_computes_with_what_is_published_for_the_time_of_a_block(model
     assert torch.equal(found, published.forward(make_batch(), logprobs_of))
     assert not torch.equal(found, after)
     assert all(torch.equal(value, weights[name]) for name, value in weights_of(engine).items())
-    assert make_engine(model_path).as_served() is None, "the trainer's own digits are published"
+    with pytest.raises(ZeroDivisionError), engine.as_served():
+        1 / 0  # noqa: B018
+    assert all(torch.equal(value, weights[name]) for name, value in weights_of(engine).items())
+    for settings in ({}, {"lora": LoRAConfig(), "serve_dtype": "bfloat16"}, {"dtype": "bfloat16"}):
+        assert make_engine(model_path, **settings).as_served() is None
 
 
 # ---- Hugging Face directories

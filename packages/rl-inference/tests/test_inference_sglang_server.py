@@ -220,24 +220,19 @@ def test_comparison_finds_a_parameter_that_is_another(
 
 
 @pytest.mark.parametrize(
-    "split",
-    [
-        lambda model: setattr(model.model.down_proj, "tp_group", SimpleNamespace(world_size=2)),
-        lambda model: setattr(model.model.embed_tokens, "tp_size", 2),
-    ],
+    ("name", "split"),
+    [("down_proj", {"tp_group": SimpleNamespace(world_size=2)}), ("embed_tokens", {"tp_size": 2})],
 )
 def test_comparison_leaves_out_what_is_split_and_no_more(
-    server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: Any
+    server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, split: dict[str, Any]
 ) -> None:
     """SGLang pads parts on a CPU, up to the shape of the whole."""
     sent, model = staged(server, tmp_path, monkeypatch), Model()
     server.load_staged(model, [])
-    split(model)
-    names = {name for name, _ in server.served(model)}
+    module = model.model.get_submodule(name)
+    vars(module).update(split)
     with torch.no_grad():
-        for name, parameter in model.model.named_parameters():
-            if f"model.{name}" in sent and f"model.{name}" not in names:
-                parameter += 1e-3
+        module.weight += 1e-3
 
     server.compare(model, sent)
 

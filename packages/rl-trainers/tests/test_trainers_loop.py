@@ -69,7 +69,7 @@ def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine,
         assert records[-1][name] is not None
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_2", "step_3"]
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    assert {"rollout_wait", "train", "publish", "save"} <= {event["name"] for event in events}
+    assert {"rollout_wait", "train", "save"} <= {event["name"] for event in events}
     saved = load_batch(tmp_path / "run" / "batches" / "step_2-version_1.safetensors")
     assert len(saved) == 6
     assert "advantages" not in saved

@@ -190,7 +190,8 @@ class InferenceEngine(ABC):
     @property
     @abstractmethod
     def served_dtype(self) -> str:
-        """Name of the torch dtype in which the servers hold weights and compute, for example `"float32"`."""
+        """Name of the torch dtype in which the servers hold weights and compute, for example `"float32"`; or how they
+        quantise them (`"fp8"`)."""
 
     @property
     @abstractmethod

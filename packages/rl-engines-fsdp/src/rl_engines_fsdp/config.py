@@ -34,8 +34,8 @@ class FSDPEngineConfig(TrainEngineConfig):
     """A model in training on PyTorch FSDP2."""
 
     lora: LoRAConfig | None = None
-    """Train adapters of low rank instead of all weights, at a higher learning rate, while embeddings and head stay as
-    they are; needs the extra `rl-engines-fsdp[lora]`. None: all weights."""
+    """Train adapters of low rank instead of all weights; they want a higher learning rate, and embeddings and head stay
+    as they are. Needs the extra `rl-engines-fsdp[lora]`. None: all weights."""
     serve_dtype: str = choice("", ("", *DTYPES))
     """Type in which weights are published and saved: `float32`, `bfloat16`; empty: the one in which the model
     computes."""

@@ -340,12 +340,12 @@ class FSDPEngine(TrainEngine):
         return None if self.config.lora is None else lora.switched_off(self._model)
 
     def as_served(self) -> AbstractContextManager[None] | None:
-        """See `TrainEngine.as_served`. Keeps a copy of this rank's parameters meanwhile. None for adapters too, which
-        are merged before they are cast."""
+        """See `TrainEngine.as_served`: only where it computes in float32 and `serve_dtype` is less. Keeps a copy of
+        this rank's parameters meanwhile. None for adapters too, which are merged before they are cast."""
         served = self.config.serve_dtype or self._spec.dtype
-        if served == self._spec.dtype or self.config.lora is not None:
+        if self._spec.dtype != "float32" or served == "float32" or self.config.lora is not None:
             return None
-        return sharding.rounded(self._model, getattr(torch, served))
+        return sharding.rounded(self._model, getattr(torch, served), self.parallel)
 
     def save(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.save`. Of kind `hf` adapters are merged into the weights, kind `adapter` has them alone."""

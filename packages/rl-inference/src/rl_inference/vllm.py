@@ -24,8 +24,8 @@ class VLLMEngine(HttpEngine):
 
     @property
     def served_dtype(self) -> str:
-        """Dtype in which the servers hold weights and compute."""
-        return self.server_config.dtype
+        """Dtype in which the servers hold weights and compute; `fp8` where they quantise them."""
+        return self.server_config.quantization or self.server_config.dtype
 
     @classmethod
     def server_spec(cls, config: VLLMEngineConfig, spec: ServeSpec) -> JobSpec:

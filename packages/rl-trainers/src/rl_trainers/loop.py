@@ -88,12 +88,12 @@ def train(
                 stats |= gap.before_update(batch)  # what the servers recorded, and what the trainer says
         with books.time("train"):
             stats |= learner.update(batch)  # minibatches of packed micro-batches
-        with books.time("publish"):
-            if publisher is not None and learner.version > before:
+        if publisher is not None and learner.version > before:
+            with books.time("publish"):
                 stats |= publisher.publish(learner.version)  # returns at the commit; servers run on
-        if publisher is not None and gap is not None and learner.version > before:
-            with books.time("gap"):
-                stats |= gap.after_commit(publisher.receipt)
+            if gap is not None:
+                with books.time("gap"):
+                    stats |= gap.after_commit(publisher.receipt)
         books.count()
         source.end_step(learner.version)
         books.close(step, batch, stats, before, learner.version)

@@ -163,10 +163,16 @@ def full_parameters(model: PackedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """For the time of a block, parameters have the values that a cast to `dtype` leaves of them, in their own dtype."""
+def rounded(model: nn.Module, dtype: torch.dtype, parallel: ParallelContext) -> Iterator[None]:
+    """For the time of a block, parameters have the values that a cast to `dtype` leaves of them, in their own dtype
+    (collective).
+
+    Raises:
+        EngineError: on every rank, if one has no memory for a copy of its part.
+    """
     reshard(model)
-    kept = [(part, part.clone()) for part in (local(parameter.detach()) for parameter in model.parameters())]
+    with parallel.agreeing("keeping the weights while they are rounded"):
+        kept = [(part, part.clone()) for part in (local(parameter.detach()) for parameter in model.parameters())]
     try:
         for part, value in kept:
             part.copy_(value.to(dtype))

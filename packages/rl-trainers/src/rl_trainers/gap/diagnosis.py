@@ -52,7 +52,8 @@ class Evidence:
     """Whether it is about recorded log-probs, of tokens whose whole prefix carries the trainer's version, while the
     servers' scores are right."""
     behind: bool = False
-    """Whether scores are nearer to the log-probs before the update than to those after it (`lag.LagTest`)."""
+    """Whether scores are nearer to the log-probs before the update than to those after it, or the server's own of then
+    (`lag.LagTest`)."""
     receipts: Receipts | None = None
     """Taken from the live tensors now."""
     older: Gap | None = None

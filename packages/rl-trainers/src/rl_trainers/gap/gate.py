@@ -3,8 +3,8 @@
 Two comparisons over a few rows of each batch. Before the update, tokens whose whole prefix carries the trainer's
 version must have been recorded with the log-probs that the trainer gives them. After the commit, one server, each in
 turn, scores the same rows: its scores must be the trainer's, and nearer to those after the update than to those before
-it. The second comparison finds what is wrong with the weights or with what is computed from them, the first also what
-is wrong with sampling, caches and stamps. Servers that score at temperature 1 alone are compared there.
+it; servers in 16 bits are therefore asked before the update as well. The second comparison finds what is wrong with the
+weights or with what is computed from them, the first also what is wrong with sampling, caches and stamps. Servers that score at temperature 1 alone are compared there.
 
 Where a comparison is off, experiments look for the cause and the warning or error names it.
 """
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 log = get_logger("trainers.gap")
 
 NEARER = "nearer to those before the update than to those after it"
-SAME = "to the last bit its own before the update, which changed those of others,"
+SAME = "to the last bit its own before the update, which changed the trainer's"
+HALF = ("bfloat16", "float16")
 
 
 @dataclass
@@ -78,16 +79,16 @@ class _Look:
     """As the servers can score them."""
     before: torch.Tensor
     """The trainer's log-probs before the update, [B, T]."""
-    served_before: torch.Tensor | None
-    """The same with the weights as they were served, [B, T], where these are a reference."""
     server: str
     """The server whose turn it is; empty without a live one."""
     peer: str
     """The one that comes after it."""
-    own_before: torch.Tensor | None
-    """The server's scores before the update, [B, T], where it is a reference for itself."""
     peer_before: torch.Tensor | None
     """Its scores before the update, [B, T], where they are a reference."""
+    own_before: torch.Tensor | None
+    """The server's own, [B, T], where it repeats them to the last bit when it is asked again."""
+    served_before: torch.Tensor | None
+    """The trainer's log-probs before the update with the weights as they were served, [B, T]; with `own_before`."""
 
 
 class GapGate:
@@ -182,6 +183,7 @@ class GapGate:
         if look is None:
             return {**_figures("gap/", None), "gap/lag": None, "gap/empty": 0.0}
         same = sent is not None and before is not None and sent.checksums == before.checksums != {}
+        same = self.engine.parallel.broadcast_json(same)  # rank 0's receipts are whole
         if self._unchanged.note(same):
             log.warning(
                 "version %d is the one before to the last bit, as it is served in %s, which cannot resolve so small an "
@@ -193,7 +195,6 @@ class GapGate:
         mask = find.compared(look.rows)
         asked = find.ask_scores(look.rows, self._on(look.server))
         ours = find.ours(look.rows)  # while the server computes its own
-        served = ours if look.served_before is look.before else find.as_served(look.rows)
         theirs, why = None, "the rows have no token to compare"
         try:
             theirs = find.scores(look.rows, self._on(look.server), asked)
@@ -204,7 +205,7 @@ class GapGate:
             times = f"{self._missing.in_row} times in a row, the run stops at {self.config.patience}"
             self._missing.speak(f"{look.server or 'servers'} and trainer could not be compared ({times}): {why}")
         if gap is not None and theirs is not None:
-            lag, how = self._lag_of(look, served, theirs)
+            lag, how = self._lag_of(look, ours, theirs, same)
             self._judge_scores(look, gap, theirs, lag, how)
         return {**_figures("gap/", gap), "gap/lag": lag, "gap/empty": float(self._empty + (gap is None))}
 
@@ -212,34 +213,51 @@ class GapGate:
         """With the server whose turn it is. In float32 the trainer is reference enough."""
         find = self.experiments
         rows, before = self._as_scored(rows, before)
-        served = before if self.trained == self.served else find.as_served(rows)
         parallel = self.engine.parallel
         names = sorted(self.inference.servers, key=lambda n: self._turns.get(n, -1)) if parallel.is_main else []
         server, peer = parallel.broadcast_json([*names, "", ""][:2])
         self._turns[server] = 1 + max(self._turns.values(), default=0)
-        own, others = (
-            find.attempt(find.scores, rows, self._on(name)) if self.low_precision and name else None
-            for name in (server, peer)
-        )
-        return _Look(rows, before, served, server, peer, own, others)
+        others = find.attempt(find.scores, rows, self._on(peer)) if self.low_precision and peer else None
+        return _Look(rows, before, server, peer, others, *self._by_itself(rows, before, server))
 
-    def _lag_of(self, look: _Look, served: torch.Tensor | None, theirs: torch.Tensor) -> tuple[float | None, str]:
-        """What says most that the server is behind, and how it says it: the trainer with the weights as they are
-        served, the peer, or the server itself."""
+    def _by_itself(
+        self, rows: TensorDict, ours: torch.Tensor, server: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A server's own scores and what the trainer gives with the weights as they are served, where 16 bits are all
+        that there is to tell whether the server is behind."""
+        find, can = self.experiments, self.inference.capabilities
+        if not server or self.served not in HALF or (can.checksums and can.live_checksums):
+            return None, None
+        served = self._as_served(rows, ours)
+        own = None if served is None else find.attempt(find.scores, rows, self._on(server))
+        again = None if own is None else find.attempt(find.scores, rows, self._on(server))
+        repeats = again is not None and not find.moved(rows, own, again).share
+        return (own, served) if repeats else (None, None)
+
+    def _as_served(self, rows: TensorDict, ours: torch.Tensor) -> torch.Tensor | None:
+        return ours if self.trained == self.served else self.experiments.as_served(rows)
+
+    def _lag_of(self, look: _Look, ours: torch.Tensor, theirs: torch.Tensor, same: bool) -> tuple[float | None, str]:
+        """What says most that the server is behind, and how: itself, the trainer, if it computes in the servers' dtype,
+        or the peer.
+
+        Args:
+            same: the update left what is served as it was.
+        """
         find, rows, tests = self.experiments, look.rows, self._lag
         peer = None if look.peer_before is None else find.attempt(find.scores, rows, self._on(look.peer))
-        references = {"trainer": (served, look.served_before), "peer": (peer, look.peer_before)}
-        found = [
-            (tests[look.server, name].look(find.nearness(rows, theirs, after, before)), NEARER)
-            for name, (after, before) in references.items()
-            if after is not None and before is not None
-        ]
-        if look.own_before is not None:
-            others_moved = any(find.moved(rows, before, after).clear for after, before in references.values())
-            moved = find.moved(rows, look.own_before, theirs).share > 0
-            found.append((tests[look.server, "itself"].look_at_itself(moved if moved or others_moved else None), SAME))
-        z, how = max(((z, how) for z, how in found if z is not None), default=(None, ""))
-        return self.engine.parallel.broadcast_json(z), how
+        found: list[tuple[float | None, str]] = []
+        if look.own_before is not None and not same:
+            moved = find.moved(rows, look.served_before, self._as_served(rows, ours))
+            still = moved.clear and not find.moved(rows, look.own_before, theirs).share
+            found.append((tests[look.server, "itself"].look_at_itself(still), SAME))
+        if self.trained == self.served:
+            found.append((tests[look.server, "trainer"].look(find.nearness(rows, theirs, ours, look.before)), NEARER))
+        if peer is not None and look.peer_before is not None:
+            found.append((tests[look.server, "peer"].look(find.nearness(rows, theirs, peer, look.peer_before)), NEARER))
+        said = [(z, how) for z, how in found if z is not None]
+        z, how = max(said, key=lambda told: told[0], default=(None, ""))
+        return tuple(self.engine.parallel.broadcast_json([z, how]))
 
     def _judge_scores(self, look: _Look, gap: Gap, theirs: torch.Tensor, lag: float | None, how: str) -> None:
         find, what, behind = self.experiments, f"the scores of {look.server}", lag is not None and lag > LIMIT
@@ -247,12 +265,12 @@ class GapGate:
             what += f", {how} (z={lag:.1f}),"
         receipts = find.receipts(*self._receipts, look.server) if self.low_precision else None
         evidence = Evidence(self.config.warn, self.low_precision, gap, behind=behind, receipts=receipts)
-        if not (self._told_blind or look.peer or receipts or look.served_before is not None):
+        if not (self._told_blind or look.peer or receipts or self.trained == self.served):
             self._told_blind = True
             log.warning(
-                "a server that misses an update is seen only where that makes a difference above gap.warn: %s serves "
-                "%s without checksums, a trainer in %s is no reference for that, and there is no "
-                "second server to compare with.",
+                "a server that misses an update is seen only where that makes a difference above gap.warn, or where "
+                "its scores repeat to the last bit: %s serves %s without checksums, a trainer in %s is no reference "
+                "for that, and there is no second server to compare with.",
                 look.server,
                 self.served,
                 self.trained,

@@ -19,11 +19,12 @@ decide it. Such a look counts as 0: left out, it would make room for older ones 
 same reason a reference must compute with the weights as they are served: where rounding to bfloat16 swallows the
 updates of a trainer that keeps float32, a healthy server *is* nearer to the version before.
 
-In 16 bits an update may move log-probs by far less than rounding does (at lr 1e-6 by a thirtieth, in a small model),
-and a reference with kernels of its own does not help: 100 tokens a look of 20, measured against the exact movement,
-give z = 1.4 at best. There a server is its own reference (`look_at_itself`): one that computes the very same log-probs
-to the last bit before and after an update that changed those of others did not receive it. One that moves, but always
-one version late, is then seen by a reference with the same kernels, or where updates outweigh rounding.
+In 16 bits an update may move log-probs by far less than rounding does (at lr 1e-6 by a thirtieth, in a small random
+model), and a reference with kernels of its own does not help: 20 looks of 100 tokens, each against the exact movement,
+put 1.6 standard deviations between a server that is up to date and one that is not. There a server may be its own
+reference (`look_at_itself`): one that repeats its log-probs to the last bit when it is asked twice, and gives them a
+third time after an update that changed the trainer's, did not receive it. A server whose kernels depend on what else it
+computes at the moment does not repeat itself, and that says nothing.
 
 Simulated looks of 4 groups with 30 tokens, where the noise is the server's alone. *Named*: a server that is always one
 version behind, after 2 looks where the update moved log-probs by ten times the noise, 4 at twice, 7 at once, 23 at half
@@ -78,16 +79,16 @@ class LagTest:
         clear = len(values) > 1 and (after - before) ** 2 > (2 * CLEAR) ** 2 * moved * middle
         return self._note(surprise(values) if clear else None)
 
-    def look_at_itself(self, moved: bool | None) -> float | None:
-        """One more look, without a reference's log-probs.
+    def look_at_itself(self, still: bool) -> float | None:
+        """One more look, at the server's own log-probs before and after the update.
 
         Args:
-            moved: whether any of the server's log-probs changed with the update; None: nobody's did.
+            still: they are the same to the last bit, where they had to change.
 
         Returns:
-            As `look`.
+            As `look`; None where they are not still.
         """
-        return self._note(None if moved is None else -MOST if moved else MOST)
+        return self._note(MOST if still else None)
 
     def _note(self, z: float | None) -> float | None:
         """Count a look that gave z, or said nothing."""

@@ -4,7 +4,8 @@ Two comparisons over a few rows of each batch. Before the update, tokens whose w
 version must have been recorded with the log-probs that the trainer gives them. After the commit, one server, each in
 turn, scores the same rows: its scores must be the trainer's, and nearer to those after the update than to those before
 it; servers in 16 bits are therefore asked before the update as well. The second comparison finds what is wrong with the
-weights or with what is computed from them, the first also what is wrong with sampling, caches and stamps. Servers that score at temperature 1 alone are compared there.
+weights or with what is computed from them, the first also what is wrong with sampling, caches and stamps. Servers that
+score at temperature 1 alone are compared there.
 
 Where a comparison is off, experiments look for the cause and the warning or error names it.
 """

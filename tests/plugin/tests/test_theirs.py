@@ -76,6 +76,7 @@ class TestInferenceEngine(inference_engine.InferenceEngineConformance):
 
 class TestScheduler(scheduler.SchedulerConformance):
     restarts_workers = False
+    resizes_roles = False
 
     @pytest.fixture
     def scheduler(self, tmp_path: Path) -> Iterator[TheirScheduler]:

@@ -84,6 +84,8 @@ class Worker:
     """When it ended, in seconds since the epoch. Of several dead workers the first is the likely cause."""
     restarts: int = 0
     """How often its process was started anew."""
+    node: str = ""
+    """Name of the scheduler's node on which it runs, which decides what is "the same host"; empty: there is one."""
 
     @property
     def name(self) -> str:
@@ -97,6 +99,19 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class Node:
+    """A machine of a cluster, as its scheduler sees it."""
+
+    name: str
+    """The scheduler's own name for it."""
+    host: str
+    """Address under which its processes listen and are reached."""
+    cores: int
+    gpus: int = 0
+    """CUDA devices."""
+
+
+@dataclass(frozen=True)
 class Resources:
     """What a scheduler can hand out."""
 
@@ -104,6 +119,8 @@ class Resources:
     """CUDA devices in all."""
     cores: int
     """Cores in all."""
+    nodes: tuple[Node, ...] = ()
+    """On which machines these are; empty: on one."""
 
 
 @dataclass
@@ -173,6 +190,19 @@ class Scheduler(ABC):
                 restart a single worker.
         """
         raise LaunchError(f"{type(self).__name__} cannot restart {worker.name} alone. Set launcher.max_restarts to 0.")
+
+    def resize_workers(self, role: str, count: int, grace: float = 5.0) -> list[Worker]:
+        """Start further workers of a role, or stop its last ones, until there are `count`. Returns at once for those
+        that start, and when they are gone for those that end (see `delete_workers`).
+
+        Returns:
+            the workers that the role has now.
+
+        Raises:
+            ConfigError: a role of ranks, or none would be left.
+            LaunchError: no such role, there is no room for more, or this scheduler cannot do it; the role is as before.
+        """
+        raise LaunchError(f"{type(self).__name__} cannot change how many workers role {role!r} has.")
 
     @abstractmethod
     def logs(self, worker: Worker, lines: int = 30) -> str:

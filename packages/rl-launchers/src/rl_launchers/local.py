@@ -17,7 +17,7 @@ from rl_contracts.errors import ConfigError, LaunchError, RLError
 from rl_contracts.scheduler import JobSpec, Resources, Scheduler, SchedulerConfig, Worker
 from rl_launchers import report
 from rl_launchers.keeper import Keeper
-from rl_launchers.process import LocalProcess, fill_in, worker_environment
+from rl_launchers.process import Group, LocalProcess, fill_in, ranks_of, worker_environment
 from rl_launchers.resources import Pool, PortReservation, pinnable_cores, visible_gpus
 from rl_launchers.sessions import stop_sessions
 
@@ -55,14 +55,25 @@ class LocalSchedulerConfig(SchedulerConfig):
 
 
 @dataclass
-class _Role:
-    """What a role holds until it is deleted."""
+class _Slot:
+    """What one worker holds until it is deleted."""
 
-    spec: JobSpec
-    processes: list[LocalProcess] = field(default_factory=list)
-    ports: list[PortReservation] = field(default_factory=list)
+    port: PortReservation | None = None
     gpus: list[str] = field(default_factory=list)
     cores: list[str] = field(default_factory=list)
+    process: LocalProcess | None = None
+
+
+@dataclass
+class _Role:
+    """A role, or as much of it as lies on this machine."""
+
+    spec: JobSpec
+    group: Group
+    slots: dict[int, _Slot] = field(default_factory=dict)
+    """By index of the worker."""
+    meeting: PortReservation | None = None
+    """Where the ranks meet, if that is here."""
 
 
 class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
@@ -96,33 +107,61 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             LaunchError: the command is not there, a fixed port is in use, devices or cores are lacking, or the role
                 exists already. Nothing of the role is running then.
         """
-        _validate(spec)
         if spec.role in self._roles:
             raise LaunchError(f"role {spec.role!r} exists already. Delete its workers first, or choose another name.")
+        return self.add_workers(spec, range(spec.count))
+
+    def add_workers(self, spec: JobSpec, indices: Sequence[int], group: Group | None = None) -> list[Worker]:
+        """Start some workers of a role, beside those of it that run here.
+
+        Args:
+            spec: the role.
+            indices: of the workers in it.
+            group: the ranks of a role that lies on several machines; None: all of it lies here.
+
+        Raises:
+            ConfigError, LaunchError: see `create_workers`; of these workers nothing is running then.
+        """
+        _validate(spec)
         known = f"a role that has started, of {sorted(self._roles)}"
         require(spec.beside in ("", *self._roles), f"role {spec.role!r}: beside", known, spec.beside)
-        role = self._roles[spec.role] = _Role(spec)
+        role = self._roles.setdefault(spec.role, _Role(spec, group or Group(len(indices), tuple(indices))))
         try:
-            self._reserve(role)
-            for index in range(spec.count):
-                role.processes.append(self._start(role, index))
+            self._reserve(role, indices)
+            for port in (role.meeting, *(role.slots[index].port for index in indices)):
+                if port is not None:
+                    port.hand_over()
+            for index in indices:
+                role.slots[index].process = self._start(role, index)
         except (RLError, OSError) as error:
-            self.delete_workers(spec.role, grace=0)
+            self.remove_workers(spec.role, indices, grace=0.0)
             if isinstance(error, OSError):  # such as no file descriptor left for a port
                 raise LaunchError(f"role {spec.role!r} cannot be started: {error}") from error
             raise
-        return self.get_workers(spec.role)
+        return [worker for worker in self.get_workers(spec.role) if worker.index in indices]
+
+    def resize_workers(self, role: str, count: int, grace: float = 5.0) -> list[Worker]:
+        """Start further workers of a role, or stop its last ones; see the contract."""
+        if role not in self._roles:
+            raise LaunchError(f"there is no role {role!r} to resize. Started: {', '.join(self._roles) or 'nothing'}.")
+        spec, now = self._roles[role].spec, len(self._roles[role].slots)
+        require_resizable(spec, count)
+        if count < now:
+            self.remove_workers(role, range(count, now), grace)
+        elif count > now:
+            self.add_workers(spec, range(now, count))
+        return self.get_workers(role)
 
     def wait_ready(self, role: str, tick: Callable[[], object] | None = None) -> list[Worker]:
         """Block until every worker of the role answers its readiness check; see the contract."""
         if role not in self._roles:
             raise LaunchError(f"there is no role {role!r} to wait for. Started: {', '.join(self._roles) or 'nothing'}.")
         timeout = self._roles[role].spec.ready_timeout
-        processes = self._roles[role].processes
         while True:
             if tick is not None:
                 tick()
             workers = self.get_workers(role)
+            processes = self._of(role)
             for process in processes:
                 if process.worker.exit_code is not None:
                     end = report.describe_exit(process.worker.exit_code)
@@ -137,7 +176,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
 
     def get_workers(self, role: str) -> list[Worker]:
         """The workers of a role, status refreshed; empty for an unknown role."""
-        processes = self._roles[role].processes if role in self._roles else []
+        processes = self._of(role)
         for process in processes:
             process.refresh()
         return [process.worker for process in processes]
@@ -146,24 +185,25 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         """All workers, status refreshed. Also replaces a keeper that was killed."""
         if self._keeper is not None and not self._keeper.lives():
             self._keeper.close()
-            self._keeper = Keeper(process.session.pid for process in self._processes())
+            self._keeper = Keeper(process.session.pid for process in self.processes())
         return [worker for role in self._roles for worker in self.get_workers(role)]
 
     def restart_worker(self, worker: Worker, note: str = "") -> Worker:
         """Start one worker anew in the place of its process; see the contract."""
         role = self._roles.get(worker.role)
-        if role is None or worker.index >= len(role.processes):
+        slot = role.slots.get(worker.index) if role else None
+        if role is None or slot is None or slot.process is None:
             raise LaunchError(f"there is no worker {worker.name!r} to restart.")
-        former = role.processes[worker.index]
+        former = slot.process
         self._end([former], grace=0.0)
         lives = former.worker.restarts + 1
         report.separate(former.worker.log, f"{worker.name}, start {lives + 1}" + (f": {note}" if note else ""))
-        role.processes[worker.index] = self._start(role, worker.index, lives)
-        return role.processes[worker.index].worker
+        slot.process = self._start(role, worker.index, lives)
+        return slot.process.worker
 
     def logs(self, worker: Worker, lines: int = 30) -> str:
         """The last lines that a worker wrote, behind earlier ones that name an error; empty where there are none."""
-        for process in self._processes():
+        for process in self.processes():
             if process.worker.name == worker.name:
                 return process.log_tail(lines)
         return report.telling(worker.log, lines)
@@ -177,16 +217,45 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             LaunchError: a process outlived SIGKILL.
         """
         names = [name for name in self._roles if role is None or name == role]
-        self._end([process for name in names for process in self._roles[name].processes], grace)
+        self._end([process for name in names for process in self._of(name)], grace)
         for name in names:
-            ended = self._roles.pop(name)
-            for reservation in ended.ports:
-                reservation.release()
-            self._gpus.give_back([] if ended.spec.beside else ended.gpus)
-            self._cores.give_back(ended.cores)
+            self._free(name, [*self._roles[name].slots])
         if self._keeper is not None and not self._roles:
             keeper, self._keeper = self._keeper, None
             keeper.close()
+
+    def remove_workers(self, role: str, indices: Sequence[int], grace: float = 5.0) -> None:
+        """Stop some workers of a role, with everything that they started, and free what they held.
+
+        Raises:
+            LaunchError: a process outlived SIGKILL.
+        """
+        slots = self._roles[role].slots
+        self._end([process for index in indices if index in slots and (process := slots[index].process)], grace)
+        self._free(role, [index for index in indices if index in slots])
+
+    def processes(self) -> list[LocalProcess]:
+        """Of all roles."""
+        return [process for role in self._roles for process in self._of(role)]
+
+    def _of(self, role: str) -> list[LocalProcess]:
+        """The processes of a role, by index; none for an unknown one."""
+        slots = self._roles[role].slots if role in self._roles else {}
+        return [process for index in sorted(slots) if (process := slots[index].process)]
+
+    def _free(self, name: str, indices: Sequence[int]) -> None:
+        """Give back what workers held that have ended, and with the last of them the role."""
+        role = self._roles[name]
+        for index in indices:
+            slot = role.slots.pop(index)
+            if slot.port is not None:
+                slot.port.release()
+            self._gpus.give_back([] if role.spec.beside else slot.gpus)
+            self._cores.give_back(slot.cores)
+        if not role.slots:
+            if role.meeting is not None:
+                role.meeting.release()
+            del self._roles[name]
 
     def _end(self, processes: list[LocalProcess], grace: float) -> None:
         """Stop processes with everything that they started."""
@@ -199,56 +268,62 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             if self._keeper is not None:
                 self._keeper.forget(process.session.pid)
 
-    def _reserve(self, role: _Role) -> None:
-        """Take ports, devices and cores, all of them before anything starts."""
-        spec = role.spec
-        for index in range(spec.count if _listens(spec) else 0):
-            role.ports.append(PortReservation(self._host, spec.port + index) if spec.port else PortReservation())
+    def _reserve(self, role: _Role, indices: Sequence[int]) -> None:
+        """Take ports, devices and cores for further workers, all of them before anything starts."""
+        spec, number = role.spec, len(indices)
         if spec.beside:
-            role.gpus = self._roles[spec.beside].gpus
-        elif "CUDA_VISIBLE_DEVICES" not in spec.env:
-            role.gpus = self._gpus.take(spec.gpus * spec.count, spec.role)
-        if self._pins_cores:
-            role.cores = self._cores.take(spec.cpus * spec.count, spec.role)
-        if spec.spmd:
-            role.ports.append(PortReservation())  # the last one: where the ranks meet
+            gpus = [gpu for slot in self._roles[spec.beside].slots.values() for gpu in slot.gpus]
+        else:
+            gpus = [] if "CUDA_VISIBLE_DEVICES" in spec.env else self._gpus.take(spec.gpus * number, spec.role)
+        for place, index in enumerate(indices):
+            role.slots[index] = _Slot(gpus=gpus[place * spec.gpus : (place + 1) * spec.gpus])
+        cores = self._cores.take(spec.cpus * number, spec.role) if self._pins_cores else []
+        for place, index in enumerate(indices):
+            slot = role.slots[index]
+            slot.cores = cores[place * spec.cpus : (place + 1) * spec.cpus]
+            if _listens(spec):
+                slot.port = PortReservation(self._host, spec.port + index) if spec.port else PortReservation()
+        if spec.spmd and not role.group.master:
+            role.meeting = PortReservation()
 
     def _start(self, role: _Role, index: int, restarts: int = 0) -> LocalProcess:
-        spec = role.spec
-        port = role.ports[index].port if _listens(spec) else None
-        master_port = role.ports[-1].port if spec.spmd else None
+        spec, slot = role.spec, role.slots[index]
+        port = slot.port.port if slot.port else None
         # ranks see all of their role's, and choose by LOCAL_RANK
-        gpus = role.gpus if spec.spmd else role.gpus[index * spec.gpus : (index + 1) * spec.gpus]
+        gpus = [gpu for other in role.slots.values() for gpu in other.gpus] if spec.spmd else slot.gpus
+        ranks = ranks_of(role.group, index, role.meeting.port if role.meeting else 0, self._host) if spec.spmd else {}
         environment = worker_environment(
-            spec, os.environ, index, self._host, port, master_port, gpus if self._gpus.size else None
+            spec, os.environ, index, self._host, port, ranks, gpus if self._gpus.size else None
         )
         command = [fill_in(part, index, self._host, port) for part in spec.command]
         if shutil.which(command[0], path=environment.get("PATH")) is None:
             raise LaunchError(f"role {spec.role!r}: no program {command[0]!r} on PATH. Install it, or give its path.")
-        log = self._log_dir / f"{spec.role}-{index}.log"
-        if index == 0:
-            for reservation in role.ports:
-                reservation.hand_over()
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             if self._keeper is None:
                 self._keeper = Keeper()
             return LocalProcess(
-                Worker(spec.role, index, self._host, port, log, restarts=restarts),
+                Worker(
+                    spec.role, index, self._host, port, self._log_dir / f"{spec.role}-{index}.log", restarts=restarts
+                ),
                 command,
                 environment,
                 self._keeper.fd,
-                role.cores[index * spec.cpus : (index + 1) * spec.cpus],
+                slot.cores,
                 spec.ready_path,
             )
         except OSError as error:
             raise LaunchError(f"{spec.role}-{index} cannot be started: {error}") from error
 
-    def _processes(self) -> list[LocalProcess]:
-        return [process for role in self._roles.values() for process in role.processes]
-
     def _fail(self, process: LocalProcess, problem: str) -> None:
         raise LaunchError(report.with_log(problem, process.worker.log, process.log_tail(LOG_LINES)))
+
+
+def require_resizable(spec: JobSpec, count: int) -> None:
+    """Raise a ConfigError for a role whose number of workers cannot become `count`."""
+    require(not spec.spmd, f"resizing role {spec.role!r}", "a role of servers: ranks of one group stay as many", count)
+    require(not spec.beside, f"resizing role {spec.role!r}", "a role with devices of its own", spec.beside)
+    require(count >= 1, f"resizing role {spec.role!r}", "at least 1 worker", count)
 
 
 def _listens(spec: JobSpec) -> bool:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rl_contracts.errors import ConfigError
@@ -35,18 +36,49 @@ def fill_in(text: str, index: int, host: str, port: int | None) -> str:
     return text.replace("{index}", str(index)).replace("{host}", host).replace("{port}", str(port))
 
 
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a role, and which of them are here."""
+
+    world: int
+    """Ranks in all."""
+    here: tuple[int, ...]
+    """Those on this machine, in order."""
+    master: str = ""
+    """`host:port` at which they meet; empty: at a port of this machine."""
+
+
+def ranks_of(group: Group, index: int, port: int, host: str) -> dict[str, str]:
+    """torchrun's variables of one rank.
+
+    Args:
+        group: the ranks.
+        index: which of them.
+        port, host: where they meet, unless the group says it.
+    """
+    at = group.master.rpartition(":") if group.master else (host, "", str(port))
+    return {
+        "RANK": str(index),
+        "LOCAL_RANK": str(group.here.index(index)),
+        "WORLD_SIZE": str(group.world),
+        "LOCAL_WORLD_SIZE": str(len(group.here)),
+        "MASTER_ADDR": at[0],
+        "MASTER_PORT": at[2],
+    }
+
+
 def worker_environment(
     spec: JobSpec,
     inherited: Mapping[str, str],
     index: int,
     host: str,
     port: int | None,
-    master_port: int | None,
+    ranks: Mapping[str, str],
     gpus: list[str] | None,
 ) -> dict[str, str]:
     """The whole environment of one worker; later sources win.
 
-    Thread counts and other defaults, the inherited variables, torchrun's (`spmd` roles), devices, `spec.env`.
+    Thread counts and other defaults, the inherited variables, torchrun's, devices, `spec.env`.
 
     Args:
         spec: the role.
@@ -54,20 +86,11 @@ def worker_environment(
         index: of the worker in its role.
         host: address of this machine.
         port: the worker's own.
-        master_port: of the role's rendezvous; None where the role is not `spmd`.
+        ranks: torchrun's variables; empty where the role is not `spmd`.
         gpus: devices that the worker may see; None leaves that as it is.
     """
     threads = {name: str(spec.cpus) for name in THREAD_VARIABLES}
-    environment = {**DEFAULTS, **threads, **inherited}
-    if spec.spmd:
-        environment |= {
-            "RANK": str(index),
-            "LOCAL_RANK": str(index),
-            "WORLD_SIZE": str(spec.count),
-            "LOCAL_WORLD_SIZE": str(spec.count),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(master_port),
-        }
+    environment = {**DEFAULTS, **threads, **inherited, **ranks}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return environment | {name: fill_in(value, index, host, port) for name, value in spec.env.items()}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.errors import LaunchError
+from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
 
 SERVER = """
@@ -93,6 +93,9 @@ class SchedulerConformance:
 
     restarts_workers = True
     """Whether `restart_worker` is implemented; the launcher then brings back servers that die."""
+
+    resizes_roles = True
+    """Whether `resize_workers` is implemented; servers can then be added and taken away while a run goes on."""
 
     @pytest.fixture
     def scheduler(self) -> Scheduler:
@@ -268,3 +271,32 @@ class SchedulerConformance:
     def test_restart_worker_unknown_raises(self, scheduler: Scheduler) -> None:
         with pytest.raises(LaunchError, match="nobody-0"):
             scheduler.restart_worker(Worker("nobody", 0, "127.0.0.1", None, Path("nobody-0.log")))
+
+    def test_resize_workers_starts_further_and_stops_the_last(self, scheduler: Scheduler) -> None:
+        if not self.resizes_roles:
+            pytest.skip("the scheduler cannot resize a role")
+        (first,) = scheduler.create_workers(server())
+        scheduler.wait_ready("server")
+
+        workers = scheduler.resize_workers("server", 3)
+        assert [worker.name for worker in workers] == ["server-0", "server-1", "server-2"]
+        scheduler.wait_ready("server")
+        assert len({worker.address for worker in workers}) == 3
+        assert all(listens(worker) for worker in workers)
+
+        assert [worker.name for worker in scheduler.resize_workers("server", 1, grace=0.0)] == ["server-0"]
+        assert [worker.pid for worker in scheduler.poll()] == [first.pid]
+        assert [listens(worker) for worker in workers] == [True, False, False]
+
+    def test_resize_workers_ranks_or_none_left_or_unknown_role_raises(self, scheduler: Scheduler) -> None:
+        if not self.resizes_roles:
+            pytest.skip("the scheduler cannot resize a role")
+        scheduler.create_workers(JobSpec("ranks", python(SLEEP), spmd=True))
+        scheduler.create_workers(JobSpec("role", python(SLEEP)))
+        with pytest.raises(ConfigError, match="ranks"):
+            scheduler.resize_workers("ranks", 2)
+        with pytest.raises(ConfigError, match="at least 1"):
+            scheduler.resize_workers("role", 0)
+        with pytest.raises(LaunchError, match="nobody"):
+            scheduler.resize_workers("nobody", 2)
+        assert [worker.name for worker in scheduler.poll()] == ["ranks-0", "role-0"]

@@ -15,12 +15,13 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_contracts.config import Settings, bounded
 from rl_contracts.data import SaveLoadMeta
-from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.errors import ConfigError
 from rl_contracts.logging import get_logger
+from rl_trainers.part_states import PartState, Stateful, restore_parts
 
 if TYPE_CHECKING:
     from rl_contracts.engine import TrainEngine
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 log = get_logger("trainers.recover")
 
 _STEP = re.compile(r"step_(\d+)")
-_TENSOR = "$tensor"
-"""Key under which the JSON of a state names a tensor that lies in the safetensors file beside it."""
 
 
 @dataclass
@@ -41,17 +40,6 @@ class RecoverConfig(Settings):
     """Steps between recover points; 0: only where the run is asked to stop."""
     resume: bool = True
     """Go on from the last recover point of the run directory, where there is one."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A part of a run that goes on from a saved state: nested dicts and lists of JSON values and tensors."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
 
 
 class RecoverPoints:
@@ -104,8 +92,8 @@ class RecoverPoints:
         for name, engine in self.engines.items() if step else ():
             engine.load(SaveLoadMeta(str(point / name), "state"))
         with self.parallel.agreeing(f"going on after step {step} of {self.run_dir}"):
-            for name, part in self.parts.items() if step else ():
-                part.load_state_dict(_read(point / f"{name}-{self.parallel.rank}"))
+            if step:
+                restore_parts(point, self.parts, self.parallel)
             if self.parallel.is_main:
                 drop_lost_steps(self.run_dir, self.config)
         self._last = step
@@ -144,7 +132,7 @@ class RecoverPoints:
             engine.save(SaveLoadMeta(str(scratch / name), "state"))
         with self.parallel.agreeing(f"saving {point}"):
             for name, part in self.parts.items():
-                _write(scratch / f"{name}-{self.parallel.rank}", part.state_dict())
+                PartState.of(name, part).write(scratch, self.parallel.rank)
         with self.parallel.agreeing(f"completing {point}"):
             if self.parallel.is_main:
                 _to_disk([*scratch.rglob("*"), scratch])
@@ -200,40 +188,3 @@ def _to_disk(paths: Iterable[Path]) -> None:
 def _points(directory: Path) -> dict[int, Path]:
     found = {path: _STEP.fullmatch(path.name) for path in directory.glob("step_*")}
     return {int(match[1]): path for path, match in found.items() if match}
-
-
-def _write(path: Path, state: dict[str, Any]) -> None:
-    """A state as `<path>.json`, with its tensors in `<path>.safetensors`."""
-    import torch
-    from safetensors.torch import save_file
-
-    tensors: dict[str, torch.Tensor] = {}
-
-    def named(value: Any) -> dict[str, str]:
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{path.name}: expected JSON values and tensors, found {type(value).__name__}.")
-        name = str(len(tensors))
-        tensors[name] = value.clone(memory_format=torch.contiguous_format)
-        return {_TENSOR: name}
-
-    text = json.dumps(state, default=named)
-    if tensors:
-        save_file(tensors, f"{path}.safetensors")
-    Path(f"{path}.json").write_text(text, encoding="utf-8")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    try:
-        text = Path(f"{path}.json").read_text(encoding="utf-8")
-        tensors = load_file(f"{path}.safetensors") if Path(f"{path}.safetensors").exists() else {}
-        result: dict[str, Any] = json.loads(
-            text, object_hook=lambda found: tensors[found[_TENSOR]] if found.keys() == {_TENSOR} else found
-        )
-    except (OSError, ValueError) as error:
-        raise EngineError(
-            f"{path}: this rank's part of the recover point cannot be read: {error}. Resume with as many trainer "
-            "processes as the run had, or start a new run (recover.resume=false)."
-        ) from error
-    return result

@@ -12,7 +12,7 @@ from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.sharding import shard_batch
 from rl_contracts.trajectory import UNIT_KEY, Trajectory, stack, validate
 from rl_trainers.functional.other_losses import cross_entropy_loss
-from rl_trainers.recover import Stateful
+from rl_trainers.part_states import Stateful
 from rl_trainers.steps import take_steps, trained_tokens
 
 if TYPE_CHECKING:

@@ -79,6 +79,90 @@ def test_prompt_loader_resumed_anywhere_continues_exactly(data):
     assert taken == whole
 
 
+@given(st.data())
+def test_prompt_loaders_resumed_with_any_numbers_of_shards_give_every_row_once_per_epoch(data):
+    n, epochs = data.draw(st.integers(4, 20), "rows"), data.draw(st.integers(1, 4), "epochs")
+    counts = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=5), "numbers of shards")
+    taken: list[tuple[int, int]] = []
+    states: list[Any] = []
+    for life, count in enumerate(counts):
+        shards = [PromptLoader(make_rows(n), seed=7, epochs=epochs, num_shards=count, shard=i) for i in range(count)]
+        if life:
+            data.draw(st.randoms(use_true_random=False)).shuffle(states)
+            for shard in shards:
+                shard.load_states(states)
+        for shard in shards:  # each goes ahead by itself, also by whole epochs
+            found = keys(islice(shard, data.draw(st.integers(0, n)) if life + 1 < len(counts) else None))
+            assert [epoch for epoch, _ in found] == sorted(epoch for epoch, _ in found)
+            taken += found
+        states = json.loads(json.dumps([shard.state_dict() for shard in shards]))
+
+    assert sorted(taken) == [(epoch, i) for epoch in range(epochs) for i in range(n)]
+
+
+def test_prompt_loaders_of_another_number_deal_what_is_left_in_order_and_then_whole_epochs():
+    order = EpochOrder(10, seed=3)
+    former = [PromptLoader(make_rows(10), seed=3, num_shards=2, shard=shard) for shard in range(2)]
+    for shard, count in zip(former, (3, 5), strict=True):  # places 0 2 4, and all of 1 3 5 7 9
+        list(islice(shard, count))
+
+    shards = [PromptLoader(make_rows(10), seed=3, num_shards=3, shard=shard) for shard in range(3)]
+    for shard in shards:
+        shard.load_states([loader.state_dict() for loader in former])
+
+    first = order.indices(0)
+    assert [shard.epoch for shard in shards] == [0, 0, 1]
+    assert keys(islice(shards[0], 2)) == [(0, first[6]), (1, order.indices(1)[0])]
+    assert keys(islice(shards[1], 2)) == [(0, first[8]), (1, order.indices(1)[1])]
+    assert keys(islice(shards[2], 3)) == [(1, order.indices(1)[i]) for i in (2, 5, 8)]
+
+
+def test_prompt_loader_state_of_the_same_number_of_shards_continues_bit_for_bit():
+    former = [PromptLoader(make_rows(9), num_shards=2, shard=shard) for shard in range(2)]
+    list(islice(former[1], 6))
+    states = [shard.state_dict() for shard in former]
+
+    one, other = (PromptLoader(make_rows(9), num_shards=2, shard=1) for _ in range(2))
+    one.load_states(states)
+    other.load_state_dict(states[1])
+
+    assert one.state_dict() == other.state_dict()
+
+
+def test_prompt_loader_state_of_what_was_dealt_anew_stays_small():
+    former = [PromptLoader(make_rows(100_000), num_shards=2, shard=shard) for shard in range(2)]
+    for shard, count in zip(former, (40_000, 10), strict=True):
+        list(islice(shard, count))
+    loader = PromptLoader(make_rows(100_000), num_shards=3, shard=1)
+
+    loader.load_states([shard.state_dict() for shard in former])
+
+    assert len(json.dumps(loader.state_dict())) < 1000
+    assert sum(1 for row in islice(loader, 30_000) if row["epoch"] == 0) == 19_997  # a third of 10,000 and 49,990
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([0], "expected a state with num_shards=1, found num_shards=2"),
+        ([0, 0], "expected a state with shard=1, found shard=0"),
+        ([0, 1, 1], "expected a state with num_shards=3, found num_shards=2"),
+    ],
+)
+def test_prompt_loader_refuses_states_that_are_not_one_of_each_shard(shards, message):
+    states = [PromptLoader(make_rows(6), num_shards=2, shard=shard).state_dict() for shard in shards]
+
+    with pytest.raises(ConfigError, match=message):
+        PromptLoader(make_rows(6), num_shards=3).load_states(states)
+
+
+def test_prompt_loader_refuses_states_of_another_order_for_another_number_of_shards():
+    states = [PromptLoader(make_rows(6), seed=1).state_dict()]
+
+    with pytest.raises(ConfigError, match="seed=0, found seed=1"):
+        PromptLoader(make_rows(6), num_shards=2).load_states(states)
+
+
 @given(st.integers(1, 25), st.integers(1, 6), st.booleans(), st.data())
 def test_batch_loader_resumed_anywhere_continues_exactly(n, batch_size, drop_last, data):
     batch_size = min(n, batch_size)

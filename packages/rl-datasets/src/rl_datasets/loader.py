@@ -12,7 +12,8 @@ import json
 import random
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -54,12 +55,21 @@ class EpochOrder:
         )
 
     @property
+    def places(self) -> range:
+        """Places of this shard in the permutation of an epoch."""
+        return range(self.shard, self.rows, self.num_shards)
+
+    @property
     def size(self) -> int:
         """Rows of this shard in one epoch."""
-        return len(range(self.shard, self.rows, self.num_shards))
+        return len(self.places)
 
     def indices(self, epoch: int) -> list[int]:
         """Row indices of this shard in `epoch`, in order."""
+        return self.permutation(epoch)[self.shard :: self.num_shards]
+
+    def permutation(self, epoch: int) -> list[int]:
+        """Row indices of all shards in `epoch`, by place."""
         places = list(range(self.rows))
         if self.shuffle:
             # Sorted by random keys, because of `random` only `random()` promises the same stream in every Python
@@ -67,45 +77,59 @@ class EpochOrder:
             stream = random.Random(f"{self.seed}/{epoch}")
             keys = [stream.random() for _ in places]
             places.sort(key=keys.__getitem__)
-        return places[self.shard :: self.num_shards]
+        return places
 
 
 class PositionSampler:
-    """Yields (epoch, position) for ever or for `epochs`; iterating again goes on where the last iteration stopped."""
+    """Yields (epoch, place) for ever or for `epochs`; iterating again goes on where the last iteration stopped.
 
-    def __init__(self, per_epoch: int, epochs: int | None) -> None:
+    Args:
+        places: of every epoch, in order.
+        epochs: how many; None for no end.
+    """
+
+    def __init__(self, places: range, epochs: int | None) -> None:
         require(epochs is None or epochs >= 0, "epochs", "0 or more, or None for no end", epochs)
-        self.per_epoch = per_epoch
-        self.epochs = epochs
-        self.epoch = 0
-        self.position = 0
+        self.places, self.epochs = places, epochs
+        self.epoch = self.position = 0
+        self.left: list[tuple[int, range]] = []
+        """Epochs and places that come before all others: this shard's part of what other shards had left of them."""
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        while self.epochs is None or self.epoch < self.epochs:
-            here = self.epoch, self.position
+        while self.left and self._is_due(self.left[0][0]):
+            epoch, places = self.left[0]
+            self.left[:1] = [(epoch, places[1:])] if len(places) > 1 else []
+            yield epoch, places[0]
+        while self._is_due(self.epoch):
+            here = self.epoch, self.places[self.position]
             self.position += 1
-            if self.position == self.per_epoch:
+            if self.position == len(self.places):
                 self.epoch, self.position = self.epoch + 1, 0
             yield here
 
-    def state_dict(self) -> dict[str, int]:
-        """The next item's epoch and position."""
-        return {"epoch": self.epoch, "position": self.position}
+    def _is_due(self, epoch: int) -> bool:
+        return self.epochs is None or epoch < self.epochs
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """The next item's epoch and its position in `places`, and what is left before it, if anything is."""
+        left = [[epoch, places.start, places.stop, places.step] for epoch, places in self.left]
+        return {"epoch": self.epoch, "position": self.position} | ({"left": left} if left else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at a saved position."""
         self.epoch, self.position = state["epoch"], state["position"]
+        self.left = [(epoch, range(*places)) for epoch, *places in state.get("left", ())]
 
 
 class ResumableLoader[T](Iterator[T]):
     """What the loaders share: iteration, state, and refusing a state of other data or another layout."""
 
-    def __init__(self, per_epoch: int, epochs: int | None, identity: dict[str, Any]) -> None:
+    def __init__(self, places: range, epochs: int | None, identity: dict[str, Any]) -> None:
         import torch
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         self._identity = identity
-        self._sampler = PositionSampler(per_epoch, epochs)
+        self._sampler = PositionSampler(places, epochs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             self._loader: Any = StatefulDataLoader(
@@ -125,12 +149,12 @@ class ResumableLoader[T](Iterator[T]):
 
     def __len__(self) -> int:
         """Items in one epoch."""
-        return self._sampler.per_epoch
+        return len(self._sampler.places)
 
     @property
     def epoch(self) -> int:
         """Epoch of the next item, from 0."""
-        return self._sampler.epoch
+        return self._sampler.left[0][0] if self._sampler.left else self._sampler.epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last item that was handed out, as JSON values."""
@@ -143,19 +167,22 @@ class ResumableLoader[T](Iterator[T]):
             ConfigError: the state is of other rows, another seed or another number of shards, whose order is not this
                 one's.
         """
+        self._check(state, self._identity)
+        self._loader.load_state_dict(state["loader"])
+        self._iterator = iter(self._loader)
+
+    def _check(self, state: dict[str, Any], expected: dict[str, Any]) -> None:
         saved = state["identity"]
-        for key, value in self._identity.items():
+        for key, value in expected.items():
             if saved.get(key) != value:
                 raise ConfigError(
                     f"data loader: expected a state with {key}={value!r}, found {key}={saved.get(key)!r}; resume with "
                     f"the data and settings of the saved run, or start a new one"
                 )
-        self._loader.load_state_dict(state["loader"])
-        self._iterator = iter(self._loader)
 
     @abstractmethod
-    def _item(self, epoch: int, position: int) -> T:
-        """The item at `position` of `epoch`."""
+    def _item(self, epoch: int, place: int) -> T:
+        """The item at `place` of `epoch`."""
 
 
 class PromptLoader(ResumableLoader[Row]):
@@ -190,13 +217,38 @@ class PromptLoader(ResumableLoader[Row]):
             ConfigError: a setting that cannot work, or fewer rows than shards.
         """
         self._rows = rows
-        order = EpochOrder(len(rows), seed, shuffle, num_shards, shard)
-        self._indices = lru_cache(maxsize=1)(order.indices)
+        self._order = EpochOrder(len(rows), seed, shuffle, num_shards, shard)
+        self._permutation = lru_cache(maxsize=1)(self._order.permutation)
         identity = _identity(rows, seed, shuffle) | {"num_shards": num_shards, "shard": shard}
-        super().__init__(order.size, epochs, identity)
+        super().__init__(self._order.places, epochs, identity)
 
-    def _item(self, epoch: int, position: int) -> Row:
-        index = self._indices(epoch)[position]
+    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue from the states of all shards, whatever their number was and however far each had come.
+
+        With the same number this is `load_state_dict` of this shard's. With another one the places that are left of the
+        epochs that any shard had begun are dealt anew, in order; after them come whole epochs again.
+
+        Raises:
+            ConfigError: as `load_state_dict`; or they are not one state of each shard.
+        """
+        order, count = self._order, len(states)
+        by_shard = sorted(states, key=lambda state: int(state["identity"]["shard"]))
+        for shard, state in enumerate(by_shard):
+            self._check(state, self._identity | {"num_shards": count, "shard": shard})
+        if count == order.num_shards:
+            self.load_state_dict(by_shard[order.shard])
+            return
+        positions = [state["loader"]["_index_sampler_state"] for state in by_shard]
+        whole, left = _left_over(positions, order.rows)
+        mine: dict[int, list[int]] = defaultdict(list)
+        for epoch, place in left[order.shard :: order.num_shards]:
+            mine[epoch].append(place)
+        runs = [(epoch, places) for epoch, some in mine.items() for places in _progressions(some)]
+        self._sampler.epoch, self._sampler.position, self._sampler.left = whole, 0, runs
+        self._iterator = iter(self._loader)
+
+    def _item(self, epoch: int, place: int) -> Row:
+        index = self._permutation(epoch)[place]
         return {"prompt_id": index, **self._rows[index], "epoch": epoch}
 
 
@@ -258,16 +310,46 @@ class BatchLoader(ResumableLoader[list[Row]]):
         self._batch_size = batch_size
         self._share = slice(shard, None, num_shards)
         identity = _identity(rows, seed, shuffle) | {"batch_size": batch_size, "drop_last": drop_last}
-        super().__init__(full + short, epochs, identity)
+        super().__init__(range(full + short), epochs, identity)
 
-    def _item(self, epoch: int, position: int) -> list[Row]:
-        start = position * self._batch_size
+    def _item(self, epoch: int, place: int) -> list[Row]:
+        start = place * self._batch_size
         batch = self._indices(epoch)[start : start + self._batch_size]
         return [{"prompt_id": i, **self._rows[i], "epoch": epoch} for i in batch[self._share]]
 
 
+def _left_over(positions: Sequence[dict[str, Any]], rows: int) -> tuple[int, list[tuple[int, int]]]:
+    """The first epoch that no shard has begun, and (epoch, place) of all that is left before it, in order.
+
+    Args:
+        positions: states of the samplers of all shards.
+        rows: of an epoch.
+    """
+    whole = max(at["epoch"] + (at["position"] > 0) for at in positions)
+    left: list[tuple[int, int]] = []
+    for shard, at in enumerate(positions):
+        left += [(epoch, place) for epoch, *places in at.get("left", ()) for place in range(*places)]
+        places, skipped = range(shard, rows, len(positions)), at["position"]
+        for epoch in range(at["epoch"], whole):
+            left += [(epoch, place) for place in places[skipped:]]
+            skipped = 0
+    return whole, sorted(left)
+
+
+def _progressions(numbers: Iterable[int]) -> list[range]:
+    """Ascending numbers as ranges, which are few where most numbers are equally far apart."""
+    found: list[range] = []
+    for number in numbers:
+        last = found[-1] if found else range(0)
+        if len(last) == 1 or (last and number - last[-1] == last.step):
+            found[-1] = range(last[0], number + 1, number - last[-1])
+        else:
+            found.append(range(number, number + 1))
+    return found
+
+
 class _Items:
-    """A map-style data set whose keys are (epoch, position)."""
+    """A map-style data set whose keys are (epoch, place)."""
 
     def __init__(self, item: Any) -> None:
         self._item = item

@@ -4,12 +4,13 @@ file `<part>-<rank>.json`, with its tensors in the safetensors file beside it.""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from rl_contracts.errors import EngineError
+from rl_contracts.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +23,24 @@ _TENSOR = "$tensor"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part of a run that goes on from a saved state: nested dicts and lists of JSON values and tensors."""
+    """A part of a run that goes on from a saved state: nested dicts and lists of JSON values and tensors.
+
+    With another number of ranks a part goes on where its state was the same on all of them, or where it is `Divisible`.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
+
+
+@runtime_checkable
+class Divisible(Stateful, Protocol):
+    """A part whose states differ between ranks, and that another number of them can go on from."""
+
+    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from what all ranks said, in order of rank; their number may be this run's, or another."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +83,62 @@ class PartState:
         Path(f"{path}.json").write_text(self.text, encoding="utf-8")
 
 
+class SavedStates(Sequence[dict[str, Any]]):
+    """What all ranks of the saved run said of one part, in order of rank; each state is read where it is asked for.
+
+    Args:
+        point: directory of the point.
+        name: of the part.
+
+    Raises:
+        EngineError: there is none, or those of some ranks are missing.
+    """
+
+    def __init__(self, point: Path, name: str) -> None:
+        self._point, self._name = point, name
+        matches = (re.fullmatch(rf"{re.escape(name)}-(\d+)\.json", path.name) for path in point.iterdir())
+        found = {int(match[1]) for match in matches if match}
+        self._ranks = max(found, default=0) + 1
+        for rank in set(range(self._ranks)) - found:
+            raise _unreadable(point / f"{name}-{rank}", "it is missing")
+
+    def __len__(self) -> int:
+        """Ranks of the saved run."""
+        return self._ranks
+
+    def __getitem__(self, rank: Any) -> Any:
+        """The state of a rank."""
+        return _read(self._point / f"{self._name}-{range(self._ranks)[rank]}")
+
+    @property
+    def differing(self) -> bool:
+        """Whether some rank said something else than rank 0."""
+        return any(len({path.read_bytes() for path in self._files(kind)}) > 1 for kind in ("json", "safetensors"))
+
+    def _files(self, kind: str) -> list[Path]:
+        return [path for rank in range(self._ranks) if (path := self._point / f"{self._name}-{rank}.{kind}").exists()]
+
+
 def restore_parts(point: Path, parts: Mapping[str, Stateful], parallel: ParallelContext) -> None:
-    """Let the parts of this rank go on from what they said in a point.
+    """Let the parts of this rank go on from what all ranks said in a point, whatever their number was.
 
     Raises:
         EngineError: a state cannot be read.
+        ConfigError: the run had another number of ranks, and a part can go on with that number alone.
     """
     for name, part in parts.items():
-        part.load_state_dict(_read(point / f"{name}-{parallel.rank}"))
+        states = SavedStates(point, name)
+        if isinstance(part, Divisible):
+            part.load_states(states)
+        elif len(states) == parallel.world_size:
+            part.load_state_dict(states[parallel.rank])
+        elif states.differing:
+            raise ConfigError(
+                f"{point}: {name} ({type(part).__name__}) has another state on each of {len(states)} trainer processes "
+                f"and no load_states, so that {parallel.world_size} cannot go on from them. Resume with {len(states)}."
+            )
+        else:
+            part.load_state_dict(states[0])
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -91,8 +151,11 @@ def _read(path: Path) -> dict[str, Any]:
             text, object_hook=lambda found: tensors[found[_TENSOR]] if found.keys() == {_TENSOR} else found
         )
     except (OSError, ValueError) as error:
-        raise EngineError(
-            f"{path}: this rank's part of the recover point cannot be read: {error}. Resume with as many trainer "
-            "processes as the run had, or start a new run (recover.resume=false)."
-        ) from error
+        raise _unreadable(path, error) from error
     return result
+
+
+def _unreadable(path: Path, why: object) -> EngineError:
+    return EngineError(
+        f"{path}: this part of the recover point cannot be read: {why}. Start a new run (recover.resume=false)."
+    )

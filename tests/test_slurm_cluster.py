@@ -1,0 +1,65 @@
+"""The four-node Slurm on one machine: it stands, loses nodes as clusters do, and leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from slurm_cluster import PROGRAM, clusters, slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def _wait_for(condition, seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting after {seconds:g} s"
+        time.sleep(0.1)
+
+
+def test_cluster_job_over_nodes_each_has_its_name_and_temporary_directory():
+    with slurm() as cluster:
+        said = cluster.run("srun", "-N4", "-n4", "sh", "-c", "echo $SLURMD_NODENAME $TMPDIR")
+
+        lines = dict(line.split() for line in said.splitlines())
+        assert sorted(lines) == cluster.names == ["node0", "node1", "node2", "node3"]
+        assert len(set(lines.values())) == 4
+        assert all(directory.endswith(f"/{name}") for name, directory in lines.items())
+
+
+def test_cluster_killed_node_all_below_it_is_gone_and_slurm_notices(tmp_path):
+    with slurm(lost_after=4) as cluster:
+        pids = tmp_path / "pids"
+        orphan = f"(setsid sleep 1000 & echo $! >> {pids}); env -i sleep 1000 & echo $! >> {pids}; wait"
+        cluster.run("sbatch", "-wnode1", "-o/dev/null", "--wrap", orphan)
+        _wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+
+        cluster.kill_node("node1")
+
+        assert cluster.processes("node1") == []
+        assert not [pid for pid in pids.read_text().split() if os.path.exists(f"/proc/{pid}/fd/0")]
+        assert cluster.processes("node0")
+        cluster.await_state("node1", "down*", "idle*")
+        cluster.revive("node1")
+        assert cluster.run("srun", "-wnode1", "echo", "back") == "back"
+
+
+def test_cluster_program_starts_twice_in_a_row_and_stops_everything(tmp_path):
+    directory = tmp_path / "cluster"
+
+    def call(*arguments):
+        done = subprocess.run([sys.executable, PROGRAM, *arguments], capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout + done.stderr
+
+    assert call("start", directory, "--nodes", "2", "--gpus", "1")[0] == 0
+    code, said = call("start", directory, "--nodes", "2", "--gpus", "1")
+    assert (code, said.strip()) == (0, f"export SLURM_CONF={directory}/slurm.conf")
+    cluster = clusters.Cluster(directory)
+    assert cluster.run("sinfo", "-hN", "-pall", "-o", "%N %c %G").splitlines() == ["node0 2 gpu:1", "node1 2 gpu:1"]
+    code, said = call("kill-node", directory, "node7")
+    assert (code, "node0, node1" in said) == (1, True)
+
+    assert call("stop", directory)[0] == call("stop", directory)[0] == 0
+
+    assert cluster.processes() == []

@@ -79,6 +79,8 @@ class Worker:
     status: WorkerStatus = WorkerStatus.STARTING
     exit_code: int | None = None
     """As `subprocess` gives it: negative for the signal that ended the worker. None while it runs."""
+    cause: str = ""
+    """Why it ended, in words that go on a sentence about it, where the exit code does not say so."""
     pid: int | None = None
     ended_at: float | None = None
     """When it ended, in seconds since the epoch. Of several dead workers the first is the likely cause."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 from rl_contracts.config import Settings, bounded
 from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
-from rl_launchers.report import describe_exit
+from rl_launchers.report import describe_end
 
 logger = get_logger("launcher")
 
@@ -116,7 +116,7 @@ class ServerCare:
     def _trouble(self, worker: Worker, spec: JobSpec) -> str:
         """What is wrong with a server, in words; empty where nothing is. Returns at once."""
         if worker.status in (WorkerStatus.DONE, WorkerStatus.FAILED):
-            return describe_exit(worker.exit_code)
+            return describe_end(worker)
         if not self._config.health_timeout or spec.ready_path is None or worker.port is None:
             return ""
         now, limit = time.monotonic(), self._config.health_timeout

@@ -16,7 +16,7 @@ from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers.health import RestartConfig, ServerCare
 from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
-from rl_launchers.report import describe_exit, with_log
+from rl_launchers.report import describe_end, with_log
 
 logger = get_logger("launcher")
 
@@ -180,7 +180,7 @@ class Launcher:
         """Names of servers that are gone for good, and in words what happened to each. Restarts what can be."""
         if self._ready:
             return self._care.look(workers)
-        return {worker.name: describe_exit(worker.exit_code) for worker in workers if self._ended_wrongly(worker)}
+        return {worker.name: describe_end(worker) for worker in workers if self._ended_wrongly(worker)}
 
     def _ended_wrongly(self, worker: Worker) -> bool:
         """Whether it failed, or is a server that ended while there are trainers that need it."""
@@ -191,12 +191,12 @@ class Launcher:
         """What happened: the first death is told in full, for the later ones are mostly its consequences."""
         ended = [worker for worker in workers if worker.name in lost or self._ended_wrongly(worker)]
         first, *others = sorted(ended, key=lambda worker: worker.ended_at or math.inf)
-        what = lost.get(first.name) or describe_exit(first.exit_code)
+        what = lost.get(first.name) or describe_end(first)
         problem = f"{first.name} {what} while the run needed it, so the run was stopped."
         if first.name in lost and self._ready and self._config.max_restarts:
             problem += f" launcher.max_restarts={self._config.max_restarts} is used up."
         remedy = [] if self._ready else [self._remedies.get(first.role, "")]
-        after = [f"After it, {other.name} {describe_exit(other.exit_code)} (log: {other.log})." for other in others]
+        after = [f"After it, {other.name} {describe_end(other)} (log: {other.log})." for other in others]
         before = [f"Before it: {sentence}" for sentence in self._care.history]
         problem = "\n".join(filter(None, [problem, *remedy, *after, *before]))
         return with_log(problem, first.log, self._scheduler.logs(first, self._config.log_lines))

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,9 +122,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         Raises:
             ConfigError, LaunchError: see `create_workers`; of these workers nothing is running then.
         """
-        _validate(spec)
-        known = f"a role that has started, of {sorted(self._roles)}"
-        require(spec.beside in ("", *self._roles), f"role {spec.role!r}: beside", known, spec.beside)
+        require_sound(spec, self._roles)
         role = self._roles.setdefault(spec.role, _Role(spec, group or Group(len(indices), tuple(indices))))
         try:
             self._reserve(role, indices)
@@ -330,8 +328,8 @@ def _listens(spec: JobSpec) -> bool:
     return spec.needs_port or spec.port is not None or spec.ready_path is not None
 
 
-def _validate(spec: JobSpec) -> None:
-    """Raise a ConfigError for a role that cannot be meant as it is written."""
+def require_sound(spec: JobSpec, started: Iterable[str]) -> None:
+    """Raise a ConfigError for a role that cannot be meant as it is written, after the roles that have `started`."""
     path, last = spec.ready_path, 65536 - spec.count
     rules = {
         "role": (
@@ -346,5 +344,7 @@ def _validate(spec: JobSpec) -> None:
         "port": (spec.port is None or 1 <= spec.port <= last, f"between 1 and {last} for {spec.count} workers"),
         "ready_path": (path is None or path.startswith("/"), "a path that starts with '/'"),
     }
+    known = sorted(started)
+    rules["beside"] = (spec.beside in ("", *known), f"a role that has started, of {known}")
     for name, (holds, expected) in rules.items():
         require(holds, f"role {spec.role!r}: {name}", expected, getattr(spec, name))

@@ -128,10 +128,10 @@ class LocalProcess:
         self.worker = worker
         self.started_at = time.monotonic()
         self._ready_path = ready_path
-        self._last_answer = "it was not asked yet"
+        self.last_answer = "it was not asked yet"
         self._end: tuple[int, float] | None = None
         with worker.log.open("ab") as log:
-            self._log_start = log.tell()  # an earlier run's lines must not pass for this one's
+            self.log_start = log.tell()  # an earlier run's lines must not pass for this one's
             self._popen = subprocess.Popen(
                 [sys.executable, "-I", "-S", _ENLIST, str(keeper), ",".join(cores), *command],
                 env=dict(environment),
@@ -161,19 +161,17 @@ class LocalProcess:
             if problem is None:
                 worker.status = WorkerStatus.RUNNING
             else:
-                self._last_answer = problem
+                self.last_answer = problem
         return worker.status is WorkerStatus.RUNNING
 
     def not_ready(self, timeout: float) -> str:
         """Why it is not ready, in a sentence."""
-        return (
-            f"{self.worker.name} was not ready within {timeout:g} s: {self.worker.address}{self._ready_path} gave no "
-            f"200; last: {self._last_answer}. See its log, or raise ready_timeout."
-        )
+        asked = f"{self.worker.address}{self._ready_path}"
+        return report.not_ready(self.worker.name, timeout, asked, self.last_answer)
 
     def log_tail(self, lines: int) -> str:
         """The last lines that this process wrote, behind earlier ones that name an error."""
-        return report.telling(self.worker.log, lines, self._log_start)
+        return report.telling(self.worker.log, lines, self.log_start)
 
     def collect(self, timeout: float) -> None:
         """Wait until the process has been reaped, so that not even a zombie is left."""

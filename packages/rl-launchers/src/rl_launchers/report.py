@@ -6,6 +6,10 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_contracts.scheduler import Worker
 
 TAIL_BYTES = 256 * 1024
 """Read from the end of a log at most, so that a huge log costs nothing."""
@@ -36,6 +40,19 @@ def describe_exit(code: int | None) -> str:
     if code < 0:
         return f"was killed by {name}{likely}"
     return f"ended with exit code {code}, which a shell gives for {name}{likely}"
+
+
+def describe_end(worker: Worker) -> str:
+    """How a worker ended, in words that go on a sentence about it."""
+    return worker.cause or describe_exit(worker.exit_code)
+
+
+def not_ready(name: str, timeout: float, asked: str, answer: str) -> str:
+    """That a worker was not ready in time, and what it said last when `asked` (a URL)."""
+    return (
+        f"{name} was not ready within {timeout:g} s: {asked} gave no 200; last: {answer}. See its log, or raise "
+        "ready_timeout."
+    )
 
 
 def tail(log: Path, lines: int, offset: int = 0) -> str:

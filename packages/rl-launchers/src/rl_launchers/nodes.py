@@ -1,0 +1,50 @@
+"""Where the machines of a run come from: the one thing that differs between schedulers of clusters."""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rl_contracts.scheduler import Node
+
+
+class NodeProvider(ABC):
+    """The machines that a scheduler gave to a run, on each of which one process, its agent, is started."""
+
+    @abstractmethod
+    def nodes(self) -> list[Node]:
+        """The machines that are there now, always in the same order; lost ones are not among them. Asked several times
+        a second.
+
+        Raises:
+            LaunchError: they cannot be had; why, and what to do.
+        """
+
+    @abstractmethod
+    def start(self, node: Node, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        """Start the agent on a machine and return at once.
+
+        Args:
+            node: one of `nodes`.
+            command: program and arguments; no secrets.
+            env: the variables of this process, for the agent and all that it starts; no run key.
+            log: to which its output is appended.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+
+    @abstractmethod
+    def ended(self, node: Node) -> str:
+        """Why the agent that was started on a machine is gone, in words that go on a sentence about the machine; empty
+        while it is there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End whatever was started and is still there. May be called twice."""
+
+    def address(self) -> str:
+        """Under which the machines reach this one."""
+        return socket.gethostbyname(socket.gethostname())

@@ -1,0 +1,60 @@
+"""Machines for tests: directories and process groups of this one, behind the contract of a cluster's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rl_contracts.scheduler import Node
+from rl_launchers.nodes import NodeProvider
+from rl_launchers.sessions import Session, stop_sessions
+
+
+class MachinesOfTests(NodeProvider):
+    """Machines of which every agent is a process of this one.
+
+    Args:
+        number: of machines at the start.
+        cores, gpus: of each.
+    """
+
+    def __init__(self, number: int = 2, cores: int = 2, gpus: int = 0) -> None:
+        self.there = [Node(f"node{index}", "127.0.0.1", cores, gpus) for index in range(number)]
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.commands: list[list[str]] = []
+
+    def nodes(self) -> list[Node]:
+        return list(self.there)
+
+    def address(self) -> str:
+        return "127.0.0.1"
+
+    def start(self, node: Node, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.commands.append(list(command))
+        with log.open("ab") as file:
+            self.agents[node.name] = subprocess.Popen(
+                list(command), env=dict(env), stdout=file, stderr=file, start_new_session=True
+            )
+
+    def ended(self, node: Node) -> str:
+        code = self.agents[node.name].poll()
+        return "" if code is None else f"ended with exit code {code}"
+
+    def close(self) -> None:
+        stop_sessions([Session(agent.pid) for agent in self.agents.values()], grace=0.0)
+        for agent in self.agents.values():
+            agent.wait(10)
+
+    def kill(self, name: str) -> None:
+        """Everything on a machine at once, as a loss of power would; it is offered no more."""
+        self.there = [node for node in self.there if node.name != name]
+        agent = Session(self.agents[name].pid)
+        members = agent.members()  # the keeper and the workers lead sessions of their own
+        for process in [*members, *(child for member in members for child in member.children(recursive=True))]:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        self.agents[name].wait(10)

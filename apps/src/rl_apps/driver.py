@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from rl_apps.servers import check_attached, check_program, command_of
 from rl_apps.template import load_tokenizer
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, ServerStartError, raised_at
-from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Worker
+from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
 from rl_launchers import Launcher, uv_parent
 
 if TYPE_CHECKING:
@@ -78,7 +79,13 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
     started = replace(layout, rollout=None) if attached(config, layout) else layout
     devices = devices_of(started, config.cluster, config.launcher)
     run = Run(config, layout, run_directory(config.run_dir, config.experiment, config.trial), devices.kind)
-    with nullcontext() if line.dry_run else claimed(run.directory):
+    options = config.launcher.options
+    assert options is not None
+    if not line.dry_run and options.submits() and (code := options.attach(run.directory)) is not None:
+        return code
+    with ExitStack() as claim:
+        if not line.dry_run:
+            claim.enter_context(claimed(run.directory))
         past = past_of(run)
         if past.finished:
             print(f"{app.name}: finished before, nothing is left to do. Files: {run.directory}")
@@ -90,16 +97,19 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             changes = (f"  {change}" for change in past.changes)
             print(devices.sentence, *begun, *changes, "looking at the data", sep="\n", flush=True)
         arithmetic = app.check(run)
-        assert config.launcher.options is not None
-        config.launcher.options.check(server_jobs(run, devices))
+        job = submission(reference, run, devices, [word for word in argv if word != "--dry-run"])
+        options.check(job.roles)
         check_program(run, (lambda _: None) if line.dry_run else partial(print, flush=True))
         if line.dry_run:
             arithmetic += remarks(run)
             if Path(config.model.directory()).is_dir():
                 with TemporaryDirectory(prefix="rl-plan-") as scratch:
                     arithmetic += _try_out(app, replace(run, directory=Path(scratch)), lambda _: None)
-            print(_plan(reference, app, run, devices, arithmetic))
+            print(_plan(run, devices, arithmetic, job))
             return 0
+        if options.submits():
+            claim.close()  # the job claims it
+            return options.submit(job)
         return launch(reference, app, run, devices, parent, past.step)
 
 
@@ -149,6 +159,15 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
     (run_dir / FINISHED).touch()
     print("\n".join(app.closing(config, run_dir)))
     return 0
+
+
+def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[str]) -> Submission:
+    """This command as a job: the same, in the same run directory, which may be named after the time of day."""
+    place = str(run.directory)
+    place = place if re.fullmatch(r"[\w./-]+", place) else "'" + place.replace("'", "\\'") + "'"  # in Hydra's grammar
+    command = (sys.executable, "-m", "rl_apps.cli", "run", reference, *argv, f"run_dir={place}")
+    roles = (*server_jobs(run, devices), trainer_job(reference, run, devices, []))
+    return Submission(command, run.directory, roles, run.config.launcher.grace_seconds)
 
 
 def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
@@ -222,16 +241,18 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequen
     )
 
 
-def _plan(reference: str, app: App, run: Run[Any], devices: Devices, arithmetic: list[str]) -> str:
-    jobs = [*server_jobs(run, devices), trainer_job(reference, run, devices, [])]
+def _plan(run: Run[Any], devices: Devices, arithmetic: list[str], job: Submission) -> str:
+    assert run.config.launcher.options is not None
+    script = run.config.launcher.options.script(job)
     parts = [
         compose.to_yaml(run.config).rstrip(),
         "# A step",
         *(f"#   {text}" for text in arithmetic),
         f"# Devices: {devices.sentence}",
         f"# Processes ({devices.cores_each} core(s) each)",
-        *(f"#   {job.count} x {job.role}: {' '.join(job.command)}" for job in jobs),
+        *(f"#   {role.count} x {role.role}: {' '.join(role.command)}" for role in job.roles),
         *(f"#   expected at {a}: {command_of(run, a, i)}" for i, a in enumerate(attached(run.config, run.layout))),
         f"# Run directory: {run.directory}",
+        *(["# Batch script", *(f"#   {text}".rstrip() for text in script.splitlines())] if script else []),
     ]
     return "\n".join(parts)

@@ -125,6 +125,20 @@ class Resources:
     """On which machines these are; empty: on one."""
 
 
+@dataclass(frozen=True)
+class Submission:
+    """A run that is handed to a cluster as a job."""
+
+    command: tuple[str, ...]
+    """Program and arguments of this same run, which launch it where the job runs. No secrets."""
+    run_dir: Path
+    """The run's directory, which the cluster's machines share. `logs/launcher.log` in it is the command's output."""
+    roles: tuple[JobSpec, ...]
+    """What it will start."""
+    grace: float = 30.0
+    """Seconds that the run needs after a request to stop, to write a recover point."""
+
+
 @dataclass
 class SchedulerConfig(Settings):
     """The settings of a scheduler: each brings a subclass beside its class, called like it with `Config` behind."""
@@ -142,6 +156,30 @@ class SchedulerConfig(Settings):
         Raises:
             ConfigError: says which, and why.
         """
+
+    def submits(self) -> bool:
+        """Whether a run is to be handed to the cluster as a job, from here; else this process launches it."""
+        return False
+
+    def submit(self, submission: Submission) -> int:
+        """Hand a run to the cluster and follow it to its end, where `submits`. Ctrl-C ends only the following.
+
+        Returns:
+            the exit code of the run, or 130 where it is not followed any more.
+
+        Raises:
+            ConfigError: the cluster does not take it; why, and what to do.
+            LaunchError: what became of it cannot be known.
+        """
+        raise NotImplementedError
+
+    def script(self, submission: Submission) -> str:
+        """What `submit` would hand in, as text for people; needs no cluster. Empty where there is nothing to show."""
+        return ""
+
+    def attach(self, run_dir: Path) -> int | None:
+        """Follow the job of a run that was handed in earlier and lives, as `submit` does. None: there is none."""
+        return None
 
 
 class Scheduler(ABC):

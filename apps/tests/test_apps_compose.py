@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from rl_contracts.config import require
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.inference import ServerConfig
-from rl_contracts.scheduler import JobSpec, Resources, SchedulerConfig
+from rl_contracts.scheduler import JobSpec, Node, Resources, SchedulerConfig
 
 class Engine: pass
 
@@ -52,8 +52,13 @@ class MachineConfig(SchedulerConfig):
     """A machine with GPUs."""
     gpus: int = 4
     """GPUs that it has."""
+    nodes: int = 1
+    """Machines, each with as many."""
     def resources(self):
-        return Resources(self.gpus, 8)
+        if self.nodes == 1:
+            return Resources(self.gpus, 8)
+        nodes = [Node(f"node{i}", f"10.0.0.{i}", 8, self.gpus) for i in range(self.nodes)]
+        return Resources(self.nodes * self.gpus, self.nodes * 8, tuple(nodes))
 class Dark: pass
 @dataclass
 class DarkConfig(SchedulerConfig):
@@ -308,3 +313,32 @@ def test_scheduler_that_cannot_know_what_there_is_is_told(theirs, capsys):
     assert "cluster.cores with launcher.kind=dark: expected a number" in _refused(capsys, "launcher=dark")
     assert main("gsm8k-grpo", ["launcher=dark", "cluster.cores=6", "cluster.devices=8", "--dry-run"]) == 0
     assert "# Devices: 2 of 8 GPUs: rollout 1, actor 1" in capsys.readouterr().out
+
+
+def test_servers_and_trainer_on_several_machines_get_their_weights_by_broadcast(theirs, capsys):
+    machines = ("launcher=machine", "launcher.options.gpus=0", "launcher.options.nodes=4", "--dry-run")
+    assert main("gsm8k-grpo", [*machines]) == 0
+    said = capsys.readouterr().out
+    assert "2 processes, 8 of 32 cores each on 4 nodes" in said
+    assert "route: broadcast" in said
+    assert main("gsm8k-grpo", [*machines, "cluster.nodes=1"]) == 0
+    assert "route: shm" in capsys.readouterr().out
+
+    told = _refused(capsys, *machines, "publish.route=shm")
+    assert "publish.route: expected broadcast, disk or auto" in told
+    assert "rollout on node0; actor on node1" in told.replace(", actor", "; actor")
+    told = _refused(capsys, *machines, "cluster.nodes=5")
+    assert "cluster.nodes: expected at most 4, which launcher.kind=machine has (node0, node1, node2, node3)" in told
+
+
+def test_server_that_fits_on_no_machine_is_refused_with_the_arithmetic(theirs, capsys):
+    machines = ("launcher=machine", "launcher.options.gpus=2", "launcher.options.nodes=2", "--dry-run")
+    told = _refused(capsys, "allocation=theirserver:d1t3+fsdp:d1", *machines)
+    assert "allocation: role 'rollout': expected room for 1 workers of 3 GPUs, each worker's on one machine" in told
+    assert "free are 4 (node0 2, node1 2)" in told
+
+
+def test_attached_servers_elsewhere_get_their_weights_by_broadcast(theirs, capsys):
+    for address, route in (("http://10.9.8.7:1", "broadcast"), ("http://127.0.0.1:1", "shm")):
+        assert main("gsm8k-grpo", [f"rollout.server.addresses=[{address}]", "--dry-run"]) == 0
+        assert f"route: {route}" in capsys.readouterr().out

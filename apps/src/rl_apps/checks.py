@@ -5,10 +5,12 @@ from __future__ import annotations
 import resource
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl_apps.app import Run
-from rl_apps.config import GRPOConfig
+from rl_apps.config import GRPOConfig, RunConfig, ServedConfig
 from rl_apps.data import load_rows
+from rl_apps.layout import Devices, Layout
 from rl_apps.lengths import longest_row
 from rl_apps.parts import attached, serve_spec, server_job
 from rl_apps.template import check_chat_template
@@ -17,6 +19,7 @@ from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
 from rl_contracts.model_directory import context_length
 
+LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 LARGEST_SHARE = 0.7
 """Of a GPU's memory that servers may have where a trainer uses the same."""
 FILES_BESIDE_REQUESTS = 200
@@ -45,6 +48,26 @@ def check_run(run: Run[Any]) -> None:
             run.config.rollout.port,
         )
         run.config.rollout.server.check(serve_spec(run))
+
+
+def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
+    """Settle `publish.route=auto`: `shm` where the servers are on the machine of the trainers, else `broadcast`.
+
+    Raises:
+        ConfigError: a route that says so needs one machine, and the servers are elsewhere.
+    """
+    if layout.rollout is None or not isinstance(config, ServedConfig):
+        return
+    if addresses := attached(config, layout):
+        near = all((urlsplit(address).hostname or "") in LOOPBACKS for address in addresses)
+        where = ", ".join(addresses)
+    else:
+        near = devices.together(layout.rollout.name, layout.actor.name)
+        where = ", ".join(f"{role} on {', '.join(sorted({*nodes}))}" for role, nodes in devices.places.items())
+    if config.publish.route == "auto":
+        config.publish.route = "shm" if near else "broadcast"
+    expected = f"broadcast, disk or auto where servers and trainers are on several machines ({where})"
+    require(near or config.publish.route not in ("shm", "ipc"), "publish.route", expected, config.publish.route)
 
 
 def remarks(run: Run[Any]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_apps import compose
 from rl_apps.app import App, Run
-from rl_apps.checks import check_run, remarks
+from rl_apps.checks import check_run, choose_route, remarks
 from rl_apps.directory import FINISHED, claimed, past_of, write_config
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
@@ -78,6 +78,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
     layout = layout_of(config.allocation, app.servers)
     started = replace(layout, rollout=None) if attached(config, layout) else layout
     devices = devices_of(started, config.cluster, config.launcher)
+    choose_route(config, layout, devices)
     run = Run(config, layout, run_directory(config.run_dir, config.experiment, config.trial), devices.kind)
     options = config.launcher.options
     assert options is not None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
 from rl_contracts.allocation import Allocation, Component
 from rl_contracts.config import Settings, bounded, choice, require
-from rl_contracts.errors import ConfigError
-from rl_contracts.scheduler import Resources
+from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.scheduler import JobSpec, Node
 from rl_launchers import LauncherConfig
+from rl_launchers.placement import Ledger
 
 
 @dataclass
@@ -22,10 +23,36 @@ class ClusterConfig(Settings):
     device: str = choice("auto", ("auto", "cpu", "cuda"))
     """Where models run: `cpu`, `cuda`, or `auto`: on GPUs where there are any (too few are refused), else on the
     CPU."""
+    nodes: int = bounded(0, "0 (what there is) or more", lambda number: number >= 0)
+    """Machines that are used; 0: as many as the scheduler has, or one."""
     devices: int = bounded(0, "0 (what there is) or more", lambda number: number >= 0)
-    """GPUs in all; 0: what the scheduler finds."""
+    """GPUs of each machine; 0: what the scheduler finds."""
     cores: int = bounded(0, "0 (what there is) or more", lambda number: number >= 0)
-    """Cores in all; 0: what the scheduler finds. Processes share them where there are fewer than processes."""
+    """Cores of each machine; 0: what the scheduler finds. Processes share them where there are fewer than processes."""
+
+    def of(self, launcher: LauncherConfig) -> list[Node]:
+        """The machines: what the scheduler knows of them, and what is said here.
+
+        Raises:
+            ConfigError: nobody says what there is, or more machines are asked for than there are.
+        """
+        assert launcher.options is not None
+        found, kind = launcher.options.resources(), launcher.kind
+        if found is None:
+            nodes = [Node(f"node{index}", "", 0) for index in range(self.nodes or 1)]
+        else:
+            nodes = list(found.nodes) or [Node("this machine", "", found.cores, found.gpus)]
+            there = ", ".join(node.name for node in nodes)
+            fits = f"at most {len(nodes)}, which launcher.kind={kind} has ({there})"
+            require(self.nodes <= len(nodes), "cluster.nodes", fits, self.nodes)
+        chosen = [
+            replace(node, cores=self.cores or node.cores, gpus=self.devices or node.gpus)
+            for node in nodes[: self.nodes or len(nodes)]
+        ]
+        unknown = "a number, since this scheduler cannot know it (and cluster.devices for GPUs)"
+        least = min(node.cores for node in chosen)
+        require(least > 0, f"cluster.cores with launcher.kind={kind}", unknown, least)
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -48,6 +75,12 @@ class Devices:
     """Cores and threads per rank, of the trainer or of a server, so that together they fill what there is."""
     sentence: str
     """What is used of what there is, in words."""
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By role, the machine of each of its processes (of each server, where that has several)."""
+
+    def together(self, one: str, other: str) -> bool:
+        """Whether two roles are on one machine and the same."""
+        return len({*self.places[one], *self.places[other]}) == 1
 
 
 def layout_of(allocation: str, servers: str) -> Layout:
@@ -75,30 +108,50 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig)
     have one together (`|`); cores may be shared.
 
     Raises:
-        ConfigError: fewer GPUs than the allocation needs, none where they are asked for, nobody says what there is, or
-            the scheduler has no GPUs for two.
+        ConfigError: fewer GPUs than the allocation needs, none where they are asked for, a server that fits on no
+            machine, nobody says what there is, or the scheduler has no GPUs for two.
     """
     assert launcher.options is not None
-    found = launcher.options.resources() or Resources(gpus=cluster.devices, cores=cluster.cores)
-    gpus, cores = cluster.devices or found.gpus, cluster.cores or found.cores
-    source = f"cluster.cores with launcher.kind={launcher.kind}"
-    require(cores > 0, source, "a number, since this scheduler cannot know it (and cluster.devices for GPUs)", cores)
+    nodes = cluster.of(launcher)
+    gpus, cores = sum(node.gpus for node in nodes), sum(node.cores for node in nodes)
     roles = [role for role in (layout.rollout, layout.actor) if role is not None]
     processes, written = sum(role.world_size for role in roles), ("|" if layout.shared else "+").join(map(str, roles))
-    cores_each = max(1, cores // processes)
+    cores_each = max(1, min(cores // processes, *(node.cores for node in nodes)))
+    on = f" on {len(nodes)} nodes" if len(nodes) > 1 else ""
     if cluster.device == "cpu" or (cluster.device == "auto" and not gpus):
         why = "as asked" if cluster.device == "cpu" else "no GPU was found"
-        return Devices("cpu", cores_each, f"CPU ({why}): {processes} processes, {cores_each} of {cores} cores each")
+        sentence = f"CPU ({why}): {processes} processes, {cores_each} of {cores} cores each{on}"
+        return Devices("cpu", cores_each, sentence, _places(layout, nodes, cores_each, 0))
     alone = f"launcher.kind={launcher.kind} with allocation={written}"
     require(launcher.options.shares_devices or not layout.shared, alone, "`+`: this scheduler shares no GPUs", "`|`")
     needed = layout.actor.world_size if layout.shared else processes
     if gpus < needed:
         raise ConfigError(
             f"allocation={written} with cluster.device={cluster.device}: expected {needed} GPUs, one a rank, found "
-            f"{gpus}; use a smaller allocation, or cluster.device=cpu."
+            f"{gpus}{on}; use a smaller allocation, or cluster.device=cpu."
         )
     each = ", ".join(f"{role.name} {role.world_size}" for role in roles)
-    return Devices("cuda", cores_each, f"{needed} of {gpus} GPUs: {each}")
+    sentence = f"{needed} of {gpus} GPUs: {each}{on}"
+    return Devices("cuda", cores_each, sentence, _places(layout, nodes, cores_each, 1))
+
+
+def _places(layout: Layout, nodes: list[Node], cores_each: int, gpus: int) -> dict[str, tuple[str, ...]]:
+    """Which process goes to which machine, by the arithmetic of the schedulers.
+
+    Raises:
+        ConfigError: there is no room.
+    """
+    ledger, places = Ledger(nodes), dict[str, tuple[str, ...]]()
+    for role in (layout.rollout, layout.actor):
+        if role is not None:
+            parts = 1 if role is layout.actor else role.strategy.model_size
+            beside = places[layout.rollout.name] if layout.shared and layout.rollout and role is layout.actor else ()
+            spec = JobSpec(role.name, (), cpus=cores_each * parts, gpus=gpus * parts)
+            try:
+                places[role.name] = tuple(ledger.take(spec, role.world_size // parts, beside))
+            except LaunchError as error:
+                raise ConfigError(f"allocation: {error}") from error
+    return places
 
 
 def run_directory(run_dir: str, experiment: str, trial: str) -> Path:

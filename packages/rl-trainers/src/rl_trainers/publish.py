@@ -16,10 +16,11 @@ itself.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter, deque
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_contracts.config import Settings, bounded, choice, require
@@ -52,11 +53,13 @@ class PublishConfig(Settings):
     """How new weights reach the servers."""
 
     setting: ClassVar[str] = "publish"
-    route: str = choice("shm", ROUTES)
+    route: str = choice("auto", ("auto", *ROUTES))
     """`shm` (servers on this host), `disk` (a shared file system), `broadcast` (memory to memory, over the network) or
-    `ipc` (trainer and server on one GPU)."""
-    host: str = LOOPBACK
-    """Of `broadcast`: address on which rank 0 listens; servers on other hosts need one that they can reach."""
+    `ipc` (trainer and server on one GPU). `auto`: `shm` where all are on one machine, else `broadcast`; the commands
+    know where that is, and without them it is `shm`."""
+    host: str = ""
+    """Of `broadcast`: address on which rank 0 listens; empty: that at which the ranks meet (`MASTER_ADDR`), which is
+    loopback on one machine."""
     adapter: str = choice("auto", ("auto", "always", "never"))
     """Where low-rank adapters are trained: `auto` sends them alone if all servers can add them to their base weights,
     `always` refuses servers that cannot, `never` sends the merged weights whole."""
@@ -79,9 +82,9 @@ class PublishConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.host == LOOPBACK or self.route == "broadcast",
+            not self.host or self.route in ("auto", "broadcast"),
             "publish.host",
-            f"{LOOPBACK} where publish.route={self.route}, which does not listen",
+            f"nothing where publish.route={self.route}, which does not listen",
             self.host,
         )
 
@@ -113,7 +116,8 @@ class WeightPublisher:
         dtype: str = "float32",
     ) -> None:
         self.dtype = dtype
-        self.engine, self.inference, self.loop, self.config = engine, inference, loop, config
+        route = "shm" if config.route == "auto" else config.route
+        self.engine, self.inference, self.loop, self.config = engine, inference, loop, replace(config, route=route)
         self.directory, self.interrupt = directory, interrupt
         self.receipt: WeightReceipt | None = None
         """The trainer's own, of the last version that was sent; complete on rank 0."""
@@ -208,7 +212,8 @@ class WeightPublisher:
         parallel, config = self.engine.parallel, self.config
         doing, location = f"opening the route {config.route}", self.directory
         if config.route == "broadcast":
-            location = Address(config.host, timeout=min(STEP_SECONDS, config.timeout)).location
+            host = config.host or os.environ.get("MASTER_ADDR", LOOPBACK)
+            location = Address(host, timeout=min(STEP_SECONDS, config.timeout)).location
         sender: WeightSender | None = None
         with parallel.agreeing(doing):
             if parallel.is_main:

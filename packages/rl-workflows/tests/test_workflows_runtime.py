@@ -421,7 +421,7 @@ def test_load_state_dict_of_another_layout_is_refused(engine):
     try:
         state = rollout.state_dict()
         state["layout"]["heads"] = 2
-        with pytest.raises(ConfigError, match="same number of trainer replicas"):
+        with pytest.raises(ConfigError, match="give the states of all ranks to load_states"):
             rollout.load_state_dict(state)
     finally:
         rollout.destroy()

@@ -23,6 +23,7 @@ from rl_contracts.trajectory import Trajectory, concatenate, from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
 from rl_workflows.batches import assemble, groups_from_state, groups_to_state
+from rl_workflows.dealing import deal
 from rl_workflows.groups import FinishedGroup
 
 LONGEST = 400.0
@@ -36,13 +37,17 @@ class Case:
     """One run: its settings, and how often what goes wrong."""
 
     batch: int
+    """Groups per step, over all heads."""
     eta: int
-    heads: int = 1
+    heads: tuple[int, ...] = (1,)
+    """Numbers of heads, of which each life of the run has one."""
     concurrent: int | None = None
     bad_share: float = 0.1
     slow_share: float = 0.05
     skip_share: float = 0.1
     crash_share: float = 0.02
+    uneven: bool = False
+    """The first head's groups go wrong more often, so that it takes more prompts than the others."""
 
 
 @dataclass
@@ -55,17 +60,57 @@ class World:
     clock: SimulatedClock
     kind: type[StalenessManager]
     events: Counter = field(default_factory=Counter)
+    heads: int = 1  # of this life
     served: int = 0  # version on the servers
     books: list = field(default_factory=list)  # prompts consumed, rejected or failed; a crash cuts it to its last save
-    saved: tuple | None = None  # (version, length of the books, state of each head)
+    group_ids: list = field(default_factory=list)  # of groups that were consumed, likewise
+    saved: tuple | None = None  # (version, lengths of both, state of each head)
     engine: NullInferenceEngine | None = None  # where episodes are real
+
+    @property
+    def share(self):
+        """Groups per step of each head."""
+        return self.case.batch // self.heads
 
 
 class Crash(Exception):  # noqa: N818 - not an error, but the end of a process
     pass
 
 
-async def timer_group(world, prompt, ticket):
+class Deck:
+    """Rows that are dealt to the heads of every life anew; what a loader does, without epochs or an order."""
+
+    def __init__(self, rows, rank, heads):
+        self.rows, self.rank, self.heads = list(rows[rank::heads]), rank, heads
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.rows:
+            raise StopIteration
+        return self.rows.pop(0)
+
+    def state_dict(self):
+        return {"rows": list(self.rows)}
+
+    def load_state_dict(self, state):
+        self.rows = list(state["rows"])
+
+    def load_states(self, states):
+        rows = [row for state in states for row in state["rows"]]
+        self.rows = rows[self.rank :: self.heads]
+
+
+def rows_of(world, rank):
+    """This head's prompts."""
+    rows = [{"prompt_id": i} for i in range(world.prompts)]
+    if len(world.case.heads) > 1:
+        return Deck(rows, rank, world.heads)
+    return rows[rank :: world.heads]  # with nothing to save them by
+
+
+async def timer_group(world, prompt, ticket, rank):
     """In place of `run_group`: a group ends after a random time, well or not."""
     rng = world.rng
     begun = world.served
@@ -76,20 +121,19 @@ async def timer_group(world, prompt, ticket):
     versions = np.array([-1, begun, world.served], np.int32)
     row = Trajectory(IDS, MASK, LOGPROBS, versions, 1.0, 1.0, False, None, prompt["prompt_id"], ticket.group_id, 0)
     group = FinishedGroup(ticket, prompt, [row])
-    if rng.random() < world.case.bad_share:
+    if rng.random() < world.case.bad_share * (3 if world.case.uneven and not rank else 1):
         group.rejected, group.error = rng.choice([("filter", None), (None, RLError("planted"))])
     return group
 
 
 def make_head(world, rank):
     """A head whose groups end by timers."""
-    case, heads = world.case, world.case.heads
-    manager = world.kind(case.batch, case.eta, case.concurrent, first_id=rank, id_stride=heads)
-    rows = [{"prompt_id": i} for i in range(rank, world.prompts, heads)]
+    case = world.case
+    manager = world.kind(world.share, case.eta, case.concurrent, first_id=rank, id_stride=world.heads)
     config = RolloutConfig(max_staleness=case.eta, group_size=1, failure_budget=1.0, stall_timeout=100 * LONGEST)
     engine = NullInferenceEngine(NullInferenceEngineConfig(read_weights=False), clock=world.clock)
-    head = RolloutHead(engine, Answer(), rows, manager, config, world.clock)
-    head._run = lambda prompt, ticket: timer_group(world, prompt, ticket)
+    head = RolloutHead(engine, Answer(), rows_of(world, rank), manager, config, world.clock)
+    head._run = lambda prompt, ticket: timer_group(world, prompt, ticket, rank)
     return watch(world, head)
 
 
@@ -106,7 +150,7 @@ def watch(world, head):
 
     def on_admission(prompt, ticket):
         world.events["admitted"] += 1
-        assert manager.outstanding <= (world.case.eta + 1) * world.case.batch
+        assert manager.outstanding <= (world.case.eta + 1) * world.share
         assert world.case.concurrent is None or manager.running <= world.case.concurrent
         return run(prompt, ticket)
 
@@ -117,13 +161,13 @@ def watch(world, head):
 async def live(world, make):
     """One process: resumes from what was saved, and trains until the data ends or it crashes."""
     case, rng, clock = world.case, world.rng, world.clock
-    heads = [make(world, rank) for rank in range(case.heads)]
-    version, accounted, states = world.saved or (0, 0, None)
-    del world.books[accounted:]
-    if states is not None:
-        for head, state in zip(heads, states, strict=True):
-            groups = groups_from_state({**json.loads(json.dumps(state["groups"])), "tensors": state["tensors"]})
-            await head.load_state_dict({**json.loads(json.dumps(state["json"])), "groups": groups})
+    world.heads = rng.choice(case.heads) if len(case.heads) > 1 else case.heads[0]
+    heads = [make(world, rank) for rank in range(world.heads)]
+    version, accounted, consumed, states = world.saved or (0, 0, 0, ())
+    del world.books[accounted:], world.group_ids[consumed:]
+    world.events["changes"] += len(states) not in (0, len(heads))
+    for rank, head in enumerate(heads if states else ()):
+        await head.load_states([restored(state) for state in states], rank, len(heads))
     world.served = version
     try:
         while True:
@@ -175,8 +219,14 @@ async def save(world, version, heads):
         {"json": state, "tensors": kept.pop("tensors"), "groups": kept}
         for state, kept in zip(states, groups, strict=True)
     ]
-    world.saved = (version, len(world.books), parts)
+    world.saved = (version, len(world.books), len(world.group_ids), parts)
     world.events["saves"] += 1
+
+
+def restored(state):
+    """A head's state as a new process reads it."""
+    groups = groups_from_state({**json.loads(json.dumps(state["groups"])), "tensors": state["tensors"]})
+    return {**json.loads(json.dumps(state["json"])), "groups": groups}
 
 
 def check_batch(world, version, shares, sizes):
@@ -184,7 +234,7 @@ def check_batch(world, version, shares, sizes):
     batches = [assemble(groups, version) for groups in shares]
     batch = concatenate([b for b in batches if b.batch_size[0]])
     for groups, size in zip(shares, sizes, strict=True):
-        assert len(groups) == size <= world.case.batch
+        assert len(groups) == size <= world.share
         assert groups == sorted(groups, key=lambda group: group.ticket), "not oldest first"
         assert all(version - group.ticket.start <= world.case.eta for group in groups), "a group is too old"
     stamped = batch["versions"][batch["loss_mask"]]
@@ -193,6 +243,7 @@ def check_batch(world, version, shares, sizes):
     groups = batch["group_ids"].unique()
     assert len(groups) == sum(sizes), "a group is in the batch twice"
     world.books += [group.prompt["prompt_id"] for share in shares for group in share]
+    world.group_ids += [group.ticket.group_id for share in shares for group in share]
     world.events["batches"] += 1
 
 
@@ -211,16 +262,18 @@ def simulate(seed, prompts, case, *, make=make_head, kind=StalenessManager):
     clock.run(lives())
     assert len(world.books) == prompts, "a prompt was lost or repeated"
     assert set(world.books) == set(range(prompts)), "a prompt was lost, and another repeated"
+    assert len(world.group_ids) == len(set(world.group_ids)), "two groups have one id"
     return world.events
 
 
 LONG_CASES = [
     Case(batch=64, eta=0, bad_share=0.2),
-    Case(batch=64, eta=1, heads=2),
+    Case(batch=128, eta=1, heads=(2,)),
     Case(batch=32, eta=1, slow_share=0.3, skip_share=0.5),
-    Case(batch=32, eta=2, heads=3, concurrent=40, crash_share=0.01),
+    Case(batch=96, eta=2, heads=(3,), concurrent=40, crash_share=0.01),
     Case(batch=48, eta=3, bad_share=0.6),
-    Case(batch=24, eta=4, heads=2, slow_share=0.2, crash_share=0.05),
+    Case(batch=48, eta=4, heads=(2,), slow_share=0.2, crash_share=0.05),
+    Case(batch=48, eta=2, heads=(1, 2, 3, 4), slow_share=0.2, bad_share=0.2, crash_share=0.05, uneven=True),
     Case(batch=16, eta=8, concurrent=12, slow_share=0.02),
     Case(batch=128, eta=2, slow_share=0.1),
 ]
@@ -242,14 +295,15 @@ def test_million_events_consume_nothing_too_old_and_every_prompt_once():
     seed=st.integers(0, 2**32),
     case=st.builds(
         Case,
-        batch=st.integers(1, 6),
+        batch=st.sampled_from([6, 12, 18]),
         eta=st.integers(0, 4),
-        heads=st.integers(1, 3),
+        heads=st.sampled_from([(1,), (2,), (3,), (1, 2), (1, 2, 3, 6)]),
         concurrent=st.none() | st.integers(1, 12),
         bad_share=st.sampled_from([0.0, 0.1, 0.6]),
         slow_share=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
         skip_share=st.sampled_from([0.0, 0.2, 0.9]),
-        crash_share=st.sampled_from([0.0, 0.05]),
+        crash_share=st.sampled_from([0.0, 0.05, 0.3]),
+        uneven=st.booleans(),
     ),
 )
 @settings(max_examples=60, deadline=None)
@@ -267,7 +321,7 @@ class Answer(RolloutWorkflow):
 
 def make_real_head(world, rank):
     """A head with real groups and the null engine, three answers to a prompt."""
-    case, heads = world.case, world.case.heads
+    case = world.case
     if not rank:  # a new process has new servers, shared by its heads, at the version that was saved
         version = 0 if world.saved is None else world.saved[0]
         lengths = NullInferenceEngineConfig(mean_tokens=6, sigma=1.5, seconds_per_token=0.2, read_weights=False)
@@ -275,13 +329,12 @@ def make_real_head(world, rank):
         world.engine.faults.generate = lambda request: (
             RLError("planted") if world.rng.random() < case.bad_share / 3 else None
         )
-    manager = world.kind(case.batch, case.eta, case.concurrent, first_id=rank, id_stride=heads)
-    rows = [{"prompt_id": i} for i in range(rank, world.prompts, heads)]
+    manager = world.kind(world.share, case.eta, case.concurrent, first_id=rank, id_stride=world.heads)
     config = RolloutConfig(
         max_staleness=case.eta, group_size=3, min_group=2, failure_budget=1.0, stall_timeout=100 * LONGEST
     )
     accept = lambda rows: world.rng.random() >= case.bad_share  # noqa: E731 - a filter
-    return watch(world, RolloutHead(world.engine, Answer(), rows, manager, config, world.clock, accept))
+    return watch(world, RolloutHead(world.engine, Answer(), rows_of(world, rank), manager, config, world.clock, accept))
 
 
 @pytest.mark.slow
@@ -289,8 +342,9 @@ def make_real_head(world, rank):
     "case",
     [
         Case(batch=16, eta=0, crash_share=0.05),
-        Case(batch=8, eta=1, heads=2, slow_share=0.0),
+        Case(batch=16, eta=1, heads=(2,), slow_share=0.0),
         Case(batch=12, eta=4, concurrent=20, bad_share=0.4),
+        Case(batch=12, eta=2, heads=(1, 2, 3), crash_share=0.1),
     ],
     ids=str,
 )
@@ -388,6 +442,35 @@ class ForgetsRunningWhenLoading(StalenessManager):
 )
 def test_planted_fault_in_admission_is_noticed(fault, alarm):
     # a group that is older than it may be, or the watchdog's alarm: what can never leave is as wrong
-    case = Case(batch=4, eta=2, heads=2, slow_share=0.2, crash_share=0.05)
+    case = Case(batch=8, eta=2, heads=(2,), slow_share=0.2, crash_share=0.05)
     with pytest.raises((AssertionError, RLError, KeyError), match=alarm):
         simulate(3, 3000, case, kind=fault)
+
+
+def _ids_begin_anew(states, head, heads):
+    dealt = deal(states, head, heads)
+    dealt["manager"]["next_id"] = head
+    return dealt
+
+
+def _without_what_ran_on_the_last_head(states, head, heads):
+    return deal([*states[:-1], states[-1] | {"in_flight": []}], head, heads)
+
+
+def _accepted_groups_to_every_head(states, head, heads):
+    return deal(states, head, heads) | {"groups": (dealt := deal(states, 0, 1))["groups"], "manager": dealt["manager"]}
+
+
+@pytest.mark.parametrize(
+    ("fault", "alarm"),
+    [
+        (_ids_begin_anew, "is in the batch twice|have one id|not running|KeyError"),
+        (_without_what_ran_on_the_last_head, "a prompt was lost"),
+        (_accepted_groups_to_every_head, "is in the batch twice|lost or repeated"),
+    ],
+)
+def test_planted_fault_in_dealing_to_other_heads_is_noticed(fault, alarm, monkeypatch):
+    monkeypatch.setattr("rl_workflows.head.deal", fault)
+    case = Case(batch=12, eta=2, heads=(1, 2, 3), slow_share=0.2, crash_share=0.1)
+    with pytest.raises((AssertionError, RLError, KeyError), match=alarm):
+        simulate(3, 1000, case)

@@ -69,7 +69,11 @@ class RolloutRuntime(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`, before the first `next_batch`."""
+        """Continue from `state_dict`, before the first `next_batch`.
+
+        A runtime that can go on with another number of ranks also has `load_states`, which takes the states of all
+        former ranks, in order of rank; one without it is resumed with the same number alone.
+        """
 
     @abstractmethod
     def stats(self) -> Figures:

@@ -11,6 +11,7 @@ from rl_contracts.errors import RLError, StalledError, boundary_of
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import Figures
 from rl_workflows.budget import FailureBudget
+from rl_workflows.dealing import deal
 from rl_workflows.episode import Episodes
 from rl_workflows.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
 from rl_workflows.source import PromptSource, Row
@@ -202,13 +203,32 @@ class RolloutHead:
         Raises:
             RLError: prompts were admitted already.
         """
+        again = self._load(state)
+        self.source.load_state_dict(state["source"])
+        self.source.requeue_first(again)
+
+    async def load_states(self, states: Sequence[dict[str, Any]], head: int, heads: int) -> None:
+        """Continue as one of `heads` heads from the states of all heads of a run, in their order, before `begin_wait`.
+        With the same number this is `load_state_dict` of this head's; else see `rl_workflows.dealing`.
+
+        Raises:
+            RLError: prompts were admitted already.
+            ConfigError: the data cannot be divided anew.
+        """
+        if len(states) == heads:
+            await self.load_state_dict(states[head])
+            return
+        again = self._load(deal(states, head, heads))
+        self.source.load_states([state["source"] for state in states])
+        self.source.requeue_first(again)
+
+    def _load(self, state: dict[str, Any]) -> list[Row]:
+        """All but the position in the data; the prompts to ask again, before others."""
         refused = {ticket.group_id for ticket in self.manager.load_state_dict(state["manager"])}
         groups: list[FinishedGroup] = state["groups"]
         self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
-        self.source.load_state_dict(state["source"])
         self.budget.load_state_dict(state.get("budget", {}))
-        again = [group.prompt for group in groups if group.ticket.group_id in refused]
-        self.source.requeue_first([*again, *state["in_flight"]])
+        return [*(group.prompt for group in groups if group.ticket.group_id in refused), *state["in_flight"]]
 
     async def close(self) -> None:
         """Cancel all episodes and wait until they have ended."""

@@ -22,6 +22,7 @@ from rl_contracts.packing import cut
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.rollout import RolloutRuntime
 from rl_workflows.config import RolloutConfig, groups_per_replica
+from rl_workflows.dealing import states_of_heads
 from rl_workflows.groups import FinishedGroup, ShouldAccept, dynamic_sampling
 from rl_workflows.head import OnAnswers, RolloutHead
 from rl_workflows.staleness import StalenessManager
@@ -189,7 +190,7 @@ class DistRollout(RolloutRuntime):
         """
         from rl_workflows.batches import groups_to_state
 
-        state: dict[str, Any] = {"layout": {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}}
+        state: dict[str, Any] = {"layout": self._layout}
         if self.parallel.is_dp_head:
             state |= self._call(self.head.state_dict())
             state |= groups_to_state(state["groups"])
@@ -201,16 +202,32 @@ class DistRollout(RolloutRuntime):
         Raises:
             ConfigError: the saved run had another number of heads, or this is another head's state.
         """
-        from rl_workflows.batches import groups_from_state
-
-        layout = {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}
-        if state["layout"] != layout:
+        if state["layout"] != self._layout:
             raise ConfigError(
-                f"rollout state: expected one of {layout}, found {state['layout']}; resume with the same number of "
-                "trainer replicas, each with its own state."
+                f"rollout state: expected one of {self._layout}, found {state['layout']}; with another number of "
+                "trainer replicas, give the states of all ranks to load_states."
             )
         if self.parallel.is_dp_head:
-            self._call(self.head.load_state_dict(state | {"groups": groups_from_state(state)}))
+            self._call(self.head.load_state_dict(_with_groups(state)))
+
+    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue from the states of all ranks of a run, in order of rank, whatever their number and layout were. No
+        prompt is lost or repeated, however far the former heads were apart.
+
+        Raises:
+            ConfigError: there is not one state of each head; or their number was another, and the data cannot be
+                divided anew.
+        """
+        own = states[self.parallel.rank] if self.parallel.rank < len(states) else {"layout": None}
+        if own["layout"] == self._layout and ("manager" in own or not self.parallel.is_dp_head):
+            self.load_state_dict(own)
+        elif self.parallel.is_dp_head:
+            saved = [_with_groups(state) for state in states_of_heads(states)]
+            self._call(self.head.load_states(saved, self.parallel.dp_rank, self.parallel.dp_size))
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        return {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}
 
     def stats(self) -> Figures:
         """This head's counters since the last call: `groups/accepted`, `groups/rejected` (and per reason),
@@ -275,6 +292,13 @@ class DistRollout(RolloutRuntime):
         watched."""
         with self.head.watch.visit():
             return self.loop.run(coroutine, timeout, blocked=self.config.stall_timeout)
+
+
+def _with_groups(state: dict[str, Any]) -> dict[str, Any]:
+    """A head's state, with the groups that `groups_to_state` took apart."""
+    from rl_workflows.batches import groups_from_state
+
+    return state | {"groups": groups_from_state(state)}
 
 
 def _all_of(*filters: ShouldAccept | None) -> ShouldAccept | None:

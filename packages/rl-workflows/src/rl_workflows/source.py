@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from rl_contracts.errors import DataError
+from rl_contracts.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 
@@ -20,7 +20,8 @@ class PromptSource:
     """Hands out data rows once each, and can be saved between any two.
 
     An iterable with `state_dict` and `load_state_dict` is saved and restored by them. Any other must give the same rows
-    in the same order in a new process: on restoring, the rows that were drawn before are skipped.
+    in the same order in a new process: on restoring, the rows that were drawn before are skipped. To go on with another
+    number of heads, the iterable needs `load_states`, which takes the states of the former heads' iterables, in order.
 
     Args:
         rows: dict rows with an integer `prompt_id`, finite or endless.
@@ -70,9 +71,14 @@ class PromptSource:
         """Continue where `state` was taken.
 
         Raises:
-            DataError: the data is shorter than what was drawn before.
+            DataError: the data is shorter than what was drawn before, or cannot go on from its state.
         """
-        if state["rows"] is not None and hasattr(self._rows, "load_state_dict"):
+        if state["rows"] is not None:
+            if not hasattr(self._rows, "load_state_dict"):
+                raise DataError(
+                    f"resuming: the data was saved with a state, but {type(self._rows).__name__} has no "
+                    "load_state_dict. Resume with the data set of the saved run."
+                )
             self._rows.load_state_dict(state["rows"])
             self._drawn = int(state["drawn"])
         else:
@@ -83,3 +89,18 @@ class PromptSource:
                         "Resume with the data set of the saved run."
                     )
         self._requeued.extend(state["requeued"])
+
+    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue with this head's part of the rows that another number of heads had left. The rows that those were to
+        hand out again are not among them.
+
+        Raises:
+            ConfigError: the rows cannot be divided anew.
+        """
+        if not hasattr(self._rows, "load_states") or any(state["rows"] is None for state in states):
+            raise ConfigError(
+                f"resuming {len(states)} trainer replicas with another number of them: what each had taken of the data "
+                f"({type(self._rows).__name__}) cannot be divided anew without `load_states`. Resume with as many "
+                "replicas as the run had, or give the prompts by an rl_datasets.PromptLoader."
+            )
+        self._rows.load_states([state["rows"] for state in states])

@@ -24,6 +24,9 @@ so at version v + 1 nothing is overdue. It remains to see that I survives:
   (v + 1) + k: I(v + 1). *The step is skipped, v stays*: k * B is less than (k + 1) * B.
 - *A group is rejected or fails.* It leaves; its replacement is an admission.
 
+- *n heads with B / n places each are resumed as m with B / m.* The accepted groups are dealt by age. Over all heads at
+  most (k + 1) * B are due by v + k, so no new head gets more than (k + 1) * B / m of them. What ran is admitted anew.
+
 **Why it cannot deadlock.** While a batch is awaited and fewer than B groups are outstanding, capacity is positive
 unless `max_concurrent` groups run, and those end. With B or more outstanding, I(v) says that once the B oldest of them
 are accepted the batch may leave: of the groups due by v + k, at most (k + 1) * B - B stay behind. Nothing but the end

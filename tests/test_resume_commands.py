@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from rl_contracts.testing.models import make_tiny_model
@@ -33,16 +34,18 @@ def _command(name: str, model: Path, run_dir: Path, **more: object) -> list[str]
     return [str(BIN / name), *(f"{key}={value}" for key, value in (settings | more).items())]
 
 
-def _kill_after_the_first_point(command: list[str], run_dir: Path) -> None:
-    """Start a command, and kill it at once, whatever it is doing, when it has a recover point."""
+def _kill_after_a_point(command: list[str], run_dir: Path, after: int = 0) -> int:
+    """Start a command, and kill it at once, whatever it is doing, when it has a recover point of a step later than
+    `after`. Returns the step of the last one."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
-    while not list((run_dir / "recover").glob("step_*")):
+    while (last_point(run_dir / "recover") or 0) <= after:
         assert process.poll() is None, "it ended before it had a recover point"
         assert time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait(10)
+    return last_point(run_dir / "recover") or 0
 
 
 def _records(run_dir: Path) -> list[dict[str, Any]]:
@@ -57,7 +60,7 @@ def test_sft_killed_and_started_again_ends_with_the_same_weights(tmp_path: Path)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     subprocess.run(_command("gsm8k-sft", model, whole), check=True, capture_output=True, timeout=250)
     command = _command("gsm8k-sft", model, cut)
-    _kill_after_the_first_point(command, cut)
+    _kill_after_a_point(command, cut)
 
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
 
@@ -68,11 +71,33 @@ def test_sft_killed_and_started_again_ends_with_the_same_weights(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # four starts
+@pytest.mark.timeout(900)
+def test_sft_goes_on_with_other_trainers_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", layers=1, hidden=128)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    settings = {"total_epochs": 2, "total_steps": 20, "data.options.size": 26, "recover.every": 2, "evaluation.rows": 0}
+    alone = {**settings, "allocation": "fsdp:d1"}
+    subprocess.run(_command("gsm8k-sft", model, whole, **alone), check=True, capture_output=True, timeout=250)
+
+    step = _kill_after_a_point(_command("gsm8k-sft", model, cut, **settings, allocation="fsdp:d2"), cut)
+    step = _kill_after_a_point(_command("gsm8k-sft", model, cut, **settings, allocation="fsdp:t2"), cut, after=step)
+    subprocess.run(_command("gsm8k-sft", model, cut, **alone), check=True, capture_output=True, timeout=250)
+
+    assert step < 12
+    found, expected = (load_file(d / "checkpoints" / "step_12" / "model.safetensors") for d in (cut, whole))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    losses = [[record["loss/train"] for record in _records(d)] for d in (cut, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_grpo_killed_and_started_again_learns_from_every_prompt_once(tmp_path: Path) -> None:
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
     small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8, "evaluation.rows": 0}
     command = _command("gsm8k-grpo", model, run_dir, **small)
-    _kill_after_the_first_point(command, run_dir)
+    _kill_after_a_point(command, run_dir)
 
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
 
@@ -87,6 +112,46 @@ def test_grpo_killed_and_started_again_learns_from_every_prompt_once(tmp_path: P
     ]
     assert len(learned) == 12 * 4 * 2
     assert set(Counter(learned).values()) == {2}  # its group, once
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_grpo_saved_with_one_trainer_goes_on_with_two_and_back_with_every_prompt_once(tmp_path: Path) -> None:
+    """21 prompts twice, 4 a step: no number of trainers divides an epoch, and the last step has two prompts."""
+    model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
+    settings = {
+        "rollout.group_size": 2,
+        "rollout.generation.max_new_tokens": 8,
+        "evaluation.rows": 0,
+        "data.options.size": 21,
+        "total_epochs": 2,
+        "total_steps": 20,
+        "recover.every": 2,
+    }
+
+    def with_trainers(number: int, servers: int) -> list[str]:
+        allocation = f"embedded:d{servers}+fsdp:d{number}"
+        return _command("gsm8k-grpo", model, run_dir, **settings, allocation=allocation)
+
+    first = _kill_after_a_point(with_trainers(1, 1), run_dir)
+    second = _kill_after_a_point(with_trainers(2, 2), run_dir, after=first)
+    done = subprocess.run(with_trainers(1, 1), check=True, capture_output=True, text=True, timeout=250)
+
+    assert 0 < first < second < 11
+    assert f"going on after step {second} of" in done.stdout
+    records = _records(run_dir)
+    assert [r["step"] for r in records] == [*range(1, 12)]
+    assert [r["version"] for r in records] == [*range(1, 12)]
+    assert [r["rows"] for r in records] == [8.0] * 10 + [4.0]
+    learned = [
+        json.loads(line)
+        for path in (run_dir / "rollouts").glob("step_*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert Counter(row["prompt_id"] for row in learned) == dict.fromkeys(range(21), 2 * 2), "once per epoch, each twice"
+    groups = Counter(row["group_id"] for row in learned)
+    assert set(groups.values()) == {2}, "groups share an id"
+    assert len(groups) == 42
 
 
 @pytest.mark.slow

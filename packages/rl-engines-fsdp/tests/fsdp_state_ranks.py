@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from fsdp_ranks import rows_of
 from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine
 
@@ -16,6 +17,10 @@ def main(model: str, out: Path) -> None:
     engine = make_engine(model)
     engine.load(SaveLoadMeta(str(out / "one"), kind="state"))
     assert engine.version == 2
+    rank, random = engine.parallel.rank, torch.get_rng_state()
+    engine.load(SaveLoadMeta(str(out / "one"), kind="state"))
+    assert torch.equal(torch.get_rng_state(), random)
+    torch.save(random, out / f"random-{rank}")
 
     def step(seed: int) -> dict[str, float]:
         return engine.train_batch(rows_of(make_batch(seed=seed), engine.parallel), loss_fn, loss_weight_fn)
@@ -24,7 +29,6 @@ def main(model: str, out: Path) -> None:
     engine.version = 4
     engine.save_async(SaveLoadMeta(str(out / "two"), kind="state"))
     seen += [step(4), step(5)]
-    rank = engine.parallel.rank
     engine.destroy()
     assert (out / "two").is_dir()
     (out / f"seen-{rank}.json").write_text(json.dumps(seen))

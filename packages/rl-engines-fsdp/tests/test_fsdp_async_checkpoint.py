@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine, make_model
 
 from rl_contracts.data import SaveLoadMeta
@@ -109,6 +110,7 @@ def test_states_on_two_ranks_continue_on_one_and_back(model_path, tmp_path):
         step(first, seed)
     first.version = 2
     first.save(SaveLoadMeta(str(tmp_path / "one"), kind="state"))
+    random = torch.get_rng_state()
     expected = [step(first, seed) for seed in (2, 3, 4, 5)]
 
     run_ranks(Path(__file__).with_name("fsdp_state_ranks.py"), [model_path, str(tmp_path)], 2)
@@ -119,5 +121,8 @@ def test_states_on_two_ranks_continue_on_one_and_back(model_path, tmp_path):
     assert last.version == 4
     found = [*seen[0], step(last, 4), step(last, 5)]
     assert seen[0] == seen[1]
+    of_ranks = [torch.load(tmp_path / f"random-{rank}") for rank in range(2)]
+    assert torch.equal(of_ranks[0], random)
+    assert not torch.equal(of_ranks[1], random), "a rank that was added draws from a stream of its own"
     for one, other in zip(found, [*expected[:4], *expected[2:]], strict=True):
         assert one == pytest.approx(other, rel=2e-5)

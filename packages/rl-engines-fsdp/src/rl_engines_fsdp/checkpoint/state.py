@@ -6,6 +6,7 @@ import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 COUNTERS = ("version", "steps", "skipped")
 """Training batches applied, optimizer steps done, consecutive steps skipped."""
+FIRST_RANDOM = "random.0.cpu"
+"""Entry of rank 0's random state, which every state has."""
 NOTHING = "optimizer.nothing"
 """Entry of a state whose optimizer keeps nothing of its parameters, as before its first step."""
 
@@ -61,8 +64,9 @@ def load_state(
     elif optimizer is not None and not optimizer.state:
         make_state(optimizer)
     state = state_of(model, optimizer, dict.fromkeys(COUNTERS, 0), parallel)
-    # of another number of ranks, or another kind of device: this rank keeps its own
+    # of another number of ranks, or another kind of device
     state = {key: value for key, value in state.items() if key in stored or not key.startswith("random.")}
+    state[FIRST_RANDOM] = torch.empty_like(torch.get_rng_state())
     others = (key for key in stored if optimizer is not None and key.startswith("optimizer."))
     missing = sorted((state.keys() - stored.keys()) | (set(others) - state.keys()))
     if missing:
@@ -77,7 +81,10 @@ def load_state(
     if optimizer is not None:
         _put_numbers(model, optimizer, state)
     cpu, cuda = (state.get(f"random.{parallel.rank}.{kind}") for kind in ("cpu", "cuda"))
-    if cpu is not None:
+    if cpu is None:  # the saved run had no such rank: a stream that nobody has drawn from
+        digest = blake2b(state[FIRST_RANDOM].numpy().tobytes() + b"%d" % parallel.rank, digest_size=8)
+        torch.manual_seed(int.from_bytes(digest.digest(), "little"))
+    else:
         torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state(cuda, parallel.device)

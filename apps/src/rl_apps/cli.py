@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 from rl_apps.config import GRPOConfig
+from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, RLError
 
 
@@ -27,16 +29,52 @@ def main(argv: list[str] | None = None) -> int:
     replay.add_argument("--model", help="weights to start from; default: the model that the run started from")
     replay.add_argument("--allocation", help="trainer processes, for example fsdp:d2; default: one of the run's engine")
     replay.add_argument("overrides", nargs="*", help="settings to change, for example actor.optimizer.lr=0")
+    status = commands.add_parser("status", help="what a run does, and what of it runs where")
+    status.add_argument("--json", action="store_true", help="as one JSON object")
+    logs = commands.add_parser("logs", help="what the processes of a run wrote")
+    stop = commands.add_parser("stop", help="end a run as SIGTERM does: after its step, with a recover point")
+    stop.add_argument("--now", action="store_true", help="kill its processes")
+    scale = commands.add_parser("scale", help="change the number of a run's servers while it goes on")
+    for tool in (status, logs, stop, scale):
+        tool.add_argument("run", type=Path, help="run directory, on any machine that sees it")
+    logs.add_argument("worker", nargs="?", default="", help="role, or <role>-<index>; default: all")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    logs.add_argument("-n", "--lines", type=int, default=30, help="last lines of each log (default %(default)s)")
+    scale.add_argument("target", metavar="ROLE=COUNT", help="for example rollout=4")
+    for tool, seconds in ((stop, 120.0), (scale, 600.0)):
+        text = "seconds to wait for what becomes of it (default %(default)g)"
+        tool.add_argument("--timeout", type=float, default=seconds, help=text)
     arguments = parser.parse_args(argv)
     if arguments.command == "run":
         from rl_apps import driver
 
         return driver.main(arguments.app, arguments.arguments)
     try:
-        return _replay(arguments)
+        return _replay(arguments) if arguments.command == "replay" else _tool(arguments)
     except RLError as error:
         print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `rl logs RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _tool(arguments: argparse.Namespace) -> int:
+    """What works on the directory of a run."""
+    from rl_apps import tools
+
+    run = arguments.run.resolve()
+    if arguments.command == "status":
+        return tools.status(run, arguments.json)
+    if arguments.command == "logs":
+        return tools.logs(run, arguments.worker, arguments.lines, arguments.follow)
+    if arguments.command == "stop":
+        return tools.stop(run, arguments.now, arguments.timeout)
+    role, _, count = arguments.target.partition("=")
+    require(role != "" and count.isdecimal(), "rl scale", "ROLE=COUNT, for example rollout=4", arguments.target)
+    return tools.scale(run, role, count, arguments.timeout)
 
 
 def _replay(arguments: argparse.Namespace) -> int:

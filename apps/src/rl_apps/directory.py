@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,10 +20,15 @@ from rl_apps.app import Run
 from rl_apps.compose import to_yaml
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
-from rl_trainers.recover import resumed_step
+from rl_contracts.names import FileNames
+from rl_launchers.report import tail
+from rl_trainers.recover import last_point, resumed_step
 
 FINISHED = "finished"
 """File that says that the run of `config.yaml` came to its end."""
+
+NAMES = "names"
+"""Directory in which the processes of a run find each other, and tools find them; see `rl_launchers.control`."""
 
 TRAINERS = "trainers.lock"
 """File that the trainers hold: they outlive a command that is killed, by the time in which they are ended."""
@@ -62,7 +68,7 @@ def claimed(directory: Path) -> Iterator[None]:
             _await_trainers(directory)
             yield
         finally:
-            if fresh and [*directory.iterdir()] == [lock]:
+            if fresh and {*directory.iterdir()} <= {lock, directory / NAMES}:
                 shutil.rmtree(directory)
 
 
@@ -156,6 +162,25 @@ def past_of(run: Run[Any]) -> Past:
         )
     changes = (f"{key}: {old.get(key, 'not there')} before, {new.get(key, 'not there')} now" for key in found)
     return Past(step, changes=tuple(changes))
+
+
+def names_of(directory: Path) -> FileNames:
+    """The names of a run."""
+    return FileNames(directory / NAMES)
+
+
+def last_record(directory: Path) -> dict[str, Any]:
+    """The newest whole record of a run; empty where there is none."""
+    for line in reversed(tail(directory / "metrics.jsonl", 2).splitlines()):
+        with suppress(ValueError):  # half of a line, of a trainer that was killed
+            record: dict[str, Any] = json.loads(line)
+            return record
+    return {}
+
+
+def reached(directory: Path) -> tuple[int, int]:
+    """The last step that a run took, and the step of its newest recover point; 0 where there is none."""
+    return last_record(directory).get("step", 0), last_point(directory / "recover") or 0
 
 
 def write_config(run: Run[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl_apps import compose
 from rl_apps.app import App, Run
 from rl_apps.checks import check_run, choose_route, remarks
-from rl_apps.directory import FINISHED, claimed, past_of, write_config
+from rl_apps.directory import FINISHED, claimed, names_of, past_of, reached, write_config
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
 from rl_apps.parts import attached, server_jobs, weights_directory
@@ -28,7 +28,8 @@ from rl_apps.template import load_tokenizer
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, ServerStartError, raised_at
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
-from rl_launchers import Launcher, uv_parent
+from rl_launchers import Launcher, Resume, RunControl, uv_parent
+from rl_trainers.recover import resumed_step
 
 if TYPE_CHECKING:
     from rl_apps.progress import RunProgress
@@ -122,14 +123,15 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         step: after which it goes on.
     """
     from rl_apps.progress import RunProgress
-    from rl_trainers.recover import drop_lost_steps, last_point
+    from rl_trainers.recover import last_point
 
     config, run_dir = run.config, run.directory
-    drop_lost_steps(run_dir, config.recover)  # before anybody reads them
-    # a run that was killed may have left weights there, which the servers would take for this run's
-    weights = weights_directory(run_dir, config.publish.route if run.layout.rollout else "")
-    shutil.rmtree(weights, ignore_errors=True)
-    with RunProgress(run_dir / "metrics.jsonl", config.total_steps, app.columns) as progress:
+    weights = _cleared(run)
+    metrics = run_dir / "metrics.jsonl"
+    with (
+        RunControl(names_of(run_dir)) as control,
+        RunProgress(metrics, config.total_steps, app.columns) as progress,
+    ):
         make = partial(make_model, config.model, config.data, config.seed, app.form, say=progress.say)
         config.model.directories[config.model.path] = str(make(warm_up=False))
         if addresses := attached(config, run.layout):
@@ -141,14 +143,15 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         config.model.directories[config.model.path] = str(make(warm_up=app.warm_up))
         write_config(run)
         key = os.environ.get(RUN_KEY_VARIABLE, "") if addresses else ""
-        launcher = Launcher(config.launcher.scheduler(run_dir / "logs"), config.launcher, parent, key)
-        waiting = Waiting(progress, run_dir / "metrics.jsonl")
+        launcher = Launcher(config.launcher.scheduler(run_dir / "logs"), config.launcher, parent, key, control)
+        waiting = Waiting(progress, metrics)
         try:
             code = launcher.run(
                 server_jobs(run, devices),
                 lambda servers: [trainer_job(reference, run, devices, addresses or [s.address for s in servers])],
                 on_tick=waiting.tick,
                 together=True,
+                resume=Resume(partial(reached, run_dir), partial(_again, run, waiting)),
             )
         finally:  # a trainer that was killed leaves its weights in memory
             shutil.rmtree(weights, ignore_errors=True)
@@ -169,6 +172,34 @@ def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[s
     command = (sys.executable, "-m", "rl_apps.cli", "run", reference, *argv, f"run_dir={place}")
     roles = (*server_jobs(run, devices), trainer_job(reference, run, devices, []))
     return Submission(command, run.directory, roles, run.config.launcher.grace_seconds)
+
+
+def _cleared(run: Run[Any]) -> Path:
+    """Take away what a run that was killed left: steps after its recover point, before anybody reads them, and weights,
+    which the servers would take for this run's. Returns where these lie."""
+    from rl_trainers.recover import drop_lost_steps
+
+    drop_lost_steps(run.directory, run.config.recover)
+    weights = weights_directory(run.directory, run.config.publish.route if run.layout.rollout else "")
+    shutil.rmtree(weights, ignore_errors=True)
+    return weights
+
+
+def _again(run: Run[Any], waiting: Waiting) -> int:
+    """Make a run whose trainers were lost ready to go on, and return the step after which it does.
+
+    Raises:
+        ConfigError: there is nothing to go on from, or servers that somebody else has started are ahead of it.
+    """
+    recover, step = run.config.recover, resumed_step(run.directory, run.config.recover)
+    if not (step or (recover.every and recover.resume)):
+        raise ConfigError("there is no recover point to go on from; recover.every=N writes one every N steps")
+    if attached(run.config, run.layout):
+        check_attached(run, step)
+    _cleared(run)
+    (run.directory / FINISHED).unlink(missing_ok=True)
+    waiting.begin()
+    return step
 
 
 def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
@@ -198,9 +229,15 @@ class Waiting:
     """
 
     def __init__(self, progress: RunProgress, metrics: Path) -> None:
-        self._progress, self._metrics, self._before = progress, metrics, _size(metrics)
-        self._begin, self._due, self._starting = time.monotonic(), 0.0, set[str]()
+        self._progress, self._metrics = progress, metrics
+        self.begin()
         progress.say("starting servers and trainers together")
+
+    def begin(self) -> None:
+        """The run starts, or starts again."""
+        self._progress.rewind()
+        self._before = _size(self._metrics)
+        self._begin, self._due, self._starting = time.monotonic(), 0.0, set[str]()
 
     def tick(self, workers: Sequence[Worker]) -> None:
         """Look at the run."""

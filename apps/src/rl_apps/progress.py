@@ -63,8 +63,8 @@ class RunProgress:
     ) -> None:
         self.console = console or Console(highlight=False)
         self.columns, self.total_steps = columns, total_steps
-        # bytes of it that were shown, or that were there before
-        self._metrics, self._read = metrics, metrics.stat().st_size if metrics.exists() else 0
+        self._metrics = metrics
+        self.rewind()  # to the bytes of it that were shown, or that were there before
         self._warned: Counter[str] = Counter()
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -92,6 +92,10 @@ class RunProgress:
             self._bar.update(self._task, description=stage)
         else:
             self.console.print(stage)
+
+    def rewind(self) -> None:
+        """Records were cut off, and will come again."""
+        self._read = self._metrics.stat().st_size if self._metrics.exists() else 0
 
     def tick(self) -> None:
         """Show the records that were appended since the last look."""

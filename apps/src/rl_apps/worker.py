@@ -9,19 +9,35 @@ from pathlib import Path
 
 from rl_apps.app import App, Run
 from rl_apps.compose import compose
-from rl_apps.directory import FINISHED, held_by_trainer
+from rl_apps.directory import FINISHED, held_by_trainer, names_of
 from rl_apps.layout import layout_of
 from rl_contracts import registry
-from rl_contracts.errors import RLError
+from rl_contracts.errors import (
+    AgentError,
+    ConfigError,
+    DataError,
+    ModelError,
+    RewardError,
+    RLError,
+    TaskEnvironmentError,
+    raised_at,
+)
 from rl_contracts.logging import configure, get_logger
+from rl_launchers.launcher import USERS_FAULT
+from rl_launchers.pulse import beat
 
 log = get_logger("apps.worker")
 
+USERS = (AgentError, ConfigError, DataError, ModelError, RewardError, TaskEnvironmentError)
+"""Errors that would come again if the run were started anew."""
+
 
 def main(argv: list[str]) -> int:
-    """Read the run's config and train; the exit code is 1 if the run failed."""
+    """Read the run's config and train; the exit code is 1 if the run failed, 2 (`USERS_FAULT`) where the user's code or
+    settings are to blame."""
     reference, directory, device, addresses = argv
-    configure(rank=int(os.environ.get("RANK", "0")), role="trainer")
+    rank = os.environ.get("RANK", "0")
+    configure(rank=int(rank), role="trainer")
     # the ordinary way out, so that everything closes what it opened
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
@@ -29,14 +45,24 @@ def main(argv: list[str]) -> int:
         config = compose(app.schema, [Path(directory) / "config.yaml"])
         layout = layout_of(config.allocation, app.servers)
         run = Run(config, layout, Path(directory), device, tuple(a for a in addresses.split(",") if a))
+        beat(names_of(run.directory), f"{layout.actor.name}-{rank}", config.launcher.health_timeout)
         with held_by_trainer(run.directory):
             app.train(run)
-            if os.environ.get("RANK", "0") == "0":  # also where the command was asked to stop meanwhile
+            if rank == "0":  # also where the command was asked to stop meanwhile
                 (run.directory / FINISHED).touch()
-    except RLError as error:
+    except Exception as error:
         log.exception("%s: %s", type(error).__name__, error)
-        return 1
+        return USERS_FAULT if users_fault(error) else 1
     return 0
+
+
+def users_fault(error: BaseException) -> bool:
+    """Whether an error, or the one that led to it, lies in the user's code, data or settings."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    theirs = not isinstance(root, RLError) and raised_at(root) != ""
+    return theirs or isinstance(error, USERS) or isinstance(root, USERS)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_run_together_trainer_that_fails_does_not_wait_for_the_servers(scheduler
             lambda _: [JobSpec("actor", python("raise ValueError('no such data')"))],
             together=True,
         )
-    assert type(caught.value) is LaunchError
+    assert not isinstance(caught.value, ServerStartError)
     assert time.monotonic() - started < 15
 
 

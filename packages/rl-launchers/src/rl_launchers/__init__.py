@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
+    from rl_launchers.attempts import Resume
+    from rl_launchers.control import RunControl
     from rl_launchers.interrupts import uv_parent
     from rl_launchers.launcher import Launcher, LauncherConfig
     from rl_launchers.local import LocalScheduler, LocalSchedulerConfig
@@ -21,8 +23,10 @@ else:
             "LauncherConfig": "launcher",
             "LocalScheduler": "local",
             "LocalSchedulerConfig": "local",
+            "Resume": "attempts",
+            "RunControl": "control",
             "uv_parent": "interrupts",
         },
     )
 
-__all__ = ["Launcher", "LauncherConfig", "LocalScheduler", "LocalSchedulerConfig", "uv_parent"]
+__all__ = ["Launcher", "LauncherConfig", "LocalScheduler", "LocalSchedulerConfig", "Resume", "RunControl", "uv_parent"]

@@ -53,12 +53,16 @@ class RestartConfig(Settings):
     setting: ClassVar[str] = "launcher"
     max_restarts: int = bounded(3, "0 (never) or more", lambda times: times >= 0)
     """Times that a server which died or hangs is started anew, within `restart_window`; one more, and the run ends. 0:
-    its first death ends the run. Trainers are never restarted alone."""
+    its first death ends the run."""
+    trainer_restarts: int = bounded(3, "0 (never) or more", lambda times: times >= 0)
+    """Times that the whole run is started anew from its newest recover point when a trainer was killed, hangs, failed
+    with an error that is not the user's, or lost its node; within `restart_window`. Fewer where it comes no further. 0:
+    its first death ends the run, as it does without a recover point and `recover.every`."""
     restart_window: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds after which a restart no longer counts."""
     health_timeout: float = bounded(90.0, "0 (no checks) or more", lambda seconds: seconds >= 0)
-    """Seconds without a good answer from a server's readiness path after which it is killed and started anew; 0: only
-    its death counts."""
+    """Seconds without a good answer from a server's readiness path after which it is killed and started anew, and
+    without a sign of life of a trainer after which it counts as lost; 0: only their death counts."""
     health_interval: float = bounded(2.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds between two such questions."""
 
@@ -96,6 +100,10 @@ class ServerCare:
         self.history: list[str] = []
         """A sentence per restart, for the error that may come after it."""
 
+    def forget(self) -> None:
+        """All servers are others from now on. Their restarts still count."""
+        self._patients.clear()
+
     def look(self, workers: Sequence[Worker]) -> dict[str, str]:
         """Restart what needs it.
 
@@ -106,6 +114,8 @@ class ServerCare:
             LaunchError: a process could not be started again.
         """
         servers = [(worker, self._specs[worker.role]) for worker in workers if worker.role in self._specs]
+        lives = {(worker.name, worker.restarts) for worker, _ in servers}
+        self._patients = {life: patient for life, patient in self._patients.items() if life in lives}
         ill = [(worker, what) for worker, spec in servers if (what := self._trouble(worker, spec))]
         return {worker.name: what for worker, what in ill if not self._restart(worker, what)}
 
@@ -117,9 +127,9 @@ class ServerCare:
         """What is wrong with a server, in words; empty where nothing is. Returns at once."""
         if worker.status in (WorkerStatus.DONE, WorkerStatus.FAILED):
             return describe_end(worker)
-        if not self._config.health_timeout or spec.ready_path is None or worker.port is None:
+        now, limit, fresh = time.monotonic(), self._config.health_timeout, worker.status is WorkerStatus.STARTING
+        if spec.ready_path is None or worker.port is None or not (limit or fresh):
             return ""
-        now, limit = time.monotonic(), self._config.health_timeout
         patient = self._patients.setdefault((worker.name, worker.restarts), _Patient(now))
         if patient.probe is not None and patient.probe.done():
             problem, patient.probe = patient.probe.result(), None
@@ -131,11 +141,11 @@ class ServerCare:
         if patient.probe is None and now >= patient.due:
             patient.due = now + self._config.health_interval
             patient.probe = self._threads.submit(
-                probe, worker.host, worker.port, spec.ready_path, min(PROBE_SECONDS, limit)
+                probe, worker.host, worker.port, spec.ready_path, min(PROBE_SECONDS, limit or PROBE_SECONDS)
             )
-        if worker.restarts and not patient.was_well:
+        if not patient.was_well and (fresh or worker.restarts):
             limit = spec.ready_timeout
-        if patient.failing_since is None or now - patient.failing_since <= limit:
+        if patient.failing_since is None or now - patient.failing_since <= limit or not self._config.health_timeout:
             return ""
         return f"gave no good answer for {limit:g} s (last: {patient.problem})"
 

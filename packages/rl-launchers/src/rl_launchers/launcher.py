@@ -13,15 +13,22 @@ from rl_contracts import registry
 from rl_contracts.config import bounded, require
 from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
 from rl_contracts.logging import get_logger
+from rl_contracts.names import MemoryNames
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
+from rl_launchers.attempts import Attempts, Resume, TrainersLostError, headline
+from rl_launchers.control import RunControl
+from rl_launchers.elastic import Elastic
 from rl_launchers.health import RestartConfig, ServerCare
 from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
-from rl_launchers.report import describe_end, with_log
+from rl_launchers.report import describe_end, separate, with_log
 
 logger = get_logger("launcher")
 
 SETTLE_SECONDS = 0.5
 """After a death, time for its consequences (or its slower cause) to show, so that the error tells of all of them."""
+
+USERS_FAULT = 2
+"""Exit code of a trainer whose error would come again: nothing is started anew for it."""
 
 TrainerSpecs = Callable[[list[Worker]], Sequence[JobSpec]]
 """Makes the trainers' roles from the servers, whose addresses it may put into commands and environments."""
@@ -39,6 +46,8 @@ class LauncherConfig(RestartConfig):
     """Seconds that trainers have after a request to stop, to write a recover point; then they are killed."""
     stop_seconds: float = bounded(3.0, "0 or more", lambda seconds: seconds >= 0)
     """Seconds that everybody has to end by itself when a run is over, or has failed."""
+    drain_seconds: float = bounded(5.0, "0 or more", lambda seconds: seconds >= 0)
+    """Seconds between the moment from which clients no longer know a server that is taken away, and its end."""
     log_lines: int = bounded(30, "at least 1", lambda lines: lines >= 1)
     """Last lines of a log shown in an error."""
     tick_seconds: float = bounded(0.2, "in (0, 2]", lambda seconds: 0 < seconds <= 2)
@@ -67,16 +76,23 @@ class Launcher:
         parent: what `rl_launchers.uv_parent` said when the program began, for one that works before it launches: where
             that process is gone by then, nothing starts. None: it is asked when the run starts.
         key: of servers that somebody else has started; empty: one is made.
+        control: names of the run and requests to it, entered by whoever made it; None: nobody asks.
     """
 
     def __init__(
-        self, scheduler: Scheduler, config: LauncherConfig | None = None, parent: int | None = None, key: str = ""
+        self,
+        scheduler: Scheduler,
+        config: LauncherConfig | None = None,
+        parent: int | None = None,
+        key: str = "",
+        control: RunControl | None = None,
     ) -> None:
         self._scheduler, self._parent = scheduler, parent
         self._config = config or LauncherConfig()
+        self._control = control or RunControl(MemoryNames())
         self.key = key or secrets.token_urlsafe(32)
         """The key of this run. Every worker has it in its environment as RL_RUN_KEY; never write it anywhere."""
-        self._trainers: list[str] = []
+        self._trainers: list[JobSpec] = []
         self._ready = False
         self._on_tick: Callable[[list[Worker]], None] | None = None
 
@@ -86,6 +102,7 @@ class Launcher:
         trainer_specs: TrainerSpecs,
         on_tick: Callable[[list[Worker]], None] | None = None,
         together: bool = False,
+        resume: Resume | None = None,
     ) -> int:
         """Run to the end. Whatever happens, no process and no port is left behind.
 
@@ -95,52 +112,85 @@ class Launcher:
 
         Args:
             servers: roles to start first, in this order; none for a run without servers.
-            trainer_specs: called with the servers' workers; returns the trainers' roles.
+            trainer_specs: called with the servers' workers, at each start; returns the trainers' roles.
             on_tick: called with all workers several times a second, to draw progress.
             together: whether trainers start with the servers, and wait for them by themselves; else the servers are
                 ready before. Servers are started anew only from the moment at which all of them were ready.
+            resume: how the run goes on when trainers are lost: everything is stopped and started again, as another
+                command would do it, up to `trainer_restarts` times. Not after a trainer's exit code 2 (`USERS_FAULT`),
+                and not where one raised an error before the first step. None: the run ends then.
 
         Returns:
             exit code for the program: 0 when all trainers are done, 130 after SIGINT, 143 after SIGTERM.
 
         Raises:
             ConfigError: a role contradicts itself, there is no trainer, or the run key is in a command.
-            LaunchError: a worker could not be started, a trainer failed, or a server ended or hung once more than
-                `max_restarts` allows. Names the one that ended first, what it ended with, and the last lines of its
-                log.
+            LaunchError: a worker could not be started, trainers were lost for good, or a server ended or hung once more
+                than `max_restarts` allows. Names the one that ended first, what it ended with, and the last lines of
+                its log; with what went wrong before, first cause first.
             ServerStartError: a server ended before all were ready; the same, and its role's `remedy`.
         """
         self._on_tick, self._remedies = on_tick, {spec.role: spec.remedy for spec in servers}
         self._care = ServerCare(self._scheduler, self._config, servers)
-        code = 0
+        self._elastic = Elastic(
+            self._scheduler,
+            self._control,
+            [self._with_key(spec) for spec in servers],
+            self._config.drain_seconds,
+            self._config.stop_seconds,
+        )
+        self._control.pulses.timeout = self._config.health_timeout
+        attempts, code = Attempts(self._config, resume), 0
         with Interrupts(self._parent) as interrupts:
             try:
-                self._start(servers, trainer_specs, interrupts, together)
-                while not self._look(interrupts):
-                    interrupts.wait(self._config.tick_seconds)
+                while not self._done(trainer_specs, interrupts, together, attempts):
+                    pass
             except Interrupted as interruption:
                 code = 128 + interruption.number
+                self._control.tell(state="stopping", code=code)
             finally:
                 self._care.close()
                 self._stop(interrupts, patient=code != 0)
         return code
 
-    def _start(
-        self, servers: Sequence[JobSpec], trainer_specs: TrainerSpecs, interrupts: Interrupts, together: bool
-    ) -> None:
+    def _done(self, trainer_specs: TrainerSpecs, interrupts: Interrupts, together: bool, attempts: Attempts) -> bool:
+        """Start everything and look after it until the trainers are done; False: until it is to be started again."""
+        try:
+            self._start(trainer_specs, interrupts, together)
+            while not self._look(interrupts):
+                interrupts.wait(self._config.tick_seconds)
+            return True
+        except LaunchError as error:
+            self._control.tell(state="restarting", error=headline(error))
+            logs = [worker.log for worker in self._scheduler.poll()]
+            self._stop(interrupts, patient=False)
+            what = attempts.again(error, self._ready)
+        logger.warning("%s", what)
+        for log in logs:
+            separate(log, what)
+        self._control.tell(trainer_restarts=attempts.count, history=attempts.headlines())
+        return False
+
+    def _start(self, trainer_specs: TrainerSpecs, interrupts: Interrupts, together: bool) -> None:
+        self._ready, self._trainers = False, []
+        self._care.forget()
+        self._control.tell(state="starting")
+        servers = self._elastic.specs
         for spec in servers:
             interrupts.check()
-            self._scheduler.create_workers(self._with_key(spec))
+            self._scheduler.create_workers(spec)
         if not together:
             self._await(servers, interrupts)
         specs = trainer_specs([worker for spec in servers for worker in self._scheduler.get_workers(spec.role)])
         require(len(specs) > 0, "trainer_specs", "at least one role", list(specs))
         for spec in specs:
             interrupts.check()
-            self._trainers.append(spec.role)
+            self._trainers.append(spec)
             self._scheduler.create_workers(self._with_key(spec))
         self._await(servers, interrupts)
         self._ready = True
+        self._elastic.begin()
+        self._control.tell(state="running", error="")
 
     def _await(self, servers: Sequence[JobSpec], interrupts: Interrupts) -> None:
         for spec in servers:
@@ -163,28 +213,45 @@ class Launcher:
         """One look at everything: signals, progress, deaths. Returns whether all trainers are done."""
         interrupts.check()
         workers = self._scheduler.poll()
+        self._control.show(workers)
+        self._control.publish({f"{w.role}/{w.index}": w.address for w in self._elastic.staying(workers)})
         if self._on_tick is not None:
             self._on_tick(workers)
-        trainers = [worker for worker in workers if worker.role in self._trainers]
+        trainers = [worker for worker in workers if worker.role in self._roles()]
         if trainers and all(worker.status is WorkerStatus.DONE for worker in trainers):
             return True
-        failed = any(worker.status is WorkerStatus.FAILED for worker in trainers)
-        lost = {} if failed else self._lost_servers(workers)
+        hung = [w.name for w in trainers if w.exit_code is None and self._control.pulses.hung(w.name)]
+        lost = dict.fromkeys(hung, f"gave no sign of life for {self._config.health_timeout:g} s")
+        failed = bool(hung) or any(worker.status is WorkerStatus.FAILED for worker in trainers)
+        if not failed:
+            lost = self._lost_servers(workers)
         if failed or lost:
             interrupts.wait(SETTLE_SECONDS)
-            error = LaunchError if failed or self._ready else ServerStartError
-            raise error(self._post_mortem(self._scheduler.poll(), lost))
+            raise self._error(self._scheduler.poll(), lost, failed)
+        if self._ready:
+            self._elastic.look(workers, {spec.beside for spec in self._trainers})
         return False
+
+    def _error(self, workers: list[Worker], lost: dict[str, str], failed: bool) -> LaunchError:
+        told = self._post_mortem(workers, lost)
+        ended = [w.exit_code for w in workers if w.role in self._roles() and w.status is WorkerStatus.FAILED]
+        if failed and USERS_FAULT not in ended:
+            return TrainersLostError(told, raised=not lost and all(code and 0 < code < 64 for code in ended))
+        return LaunchError(told) if failed or self._ready else ServerStartError(told)
+
+    def _roles(self) -> list[str]:
+        """The trainers'."""
+        return [spec.role for spec in self._trainers]
 
     def _lost_servers(self, workers: list[Worker]) -> dict[str, str]:
         """Names of servers that are gone for good, and in words what happened to each. Restarts what can be."""
         if self._ready:
-            return self._care.look(workers)
+            return self._elastic.give_up(self._care.look(self._elastic.staying(workers)), workers)
         return {worker.name: describe_end(worker) for worker in workers if self._ended_wrongly(worker)}
 
     def _ended_wrongly(self, worker: Worker) -> bool:
         """Whether it failed, or is a server that ended while there are trainers that need it."""
-        ended = worker.status is WorkerStatus.DONE and worker.role not in self._trainers
+        ended = worker.status is WorkerStatus.DONE and worker.role not in self._roles()
         return ended or worker.status is WorkerStatus.FAILED
 
     def _post_mortem(self, workers: list[Worker], lost: dict[str, str]) -> str:
@@ -192,8 +259,8 @@ class Launcher:
         ended = [worker for worker in workers if worker.name in lost or self._ended_wrongly(worker)]
         first, *others = sorted(ended, key=lambda worker: worker.ended_at or math.inf)
         what = lost.get(first.name) or describe_end(first)
-        problem = f"{first.name} {what} while the run needed it, so the run was stopped."
-        if first.name in lost and self._ready and self._config.max_restarts:
+        problem = f"{first.name} {what} while the run needed it."
+        if first.name in lost and self._ready and self._config.max_restarts and first.role not in self._roles():
             problem += f" launcher.max_restarts={self._config.max_restarts} is used up."
         remedy = [] if self._ready else [self._remedies.get(first.role, "")]
         after = [f"After it, {other.name} {describe_end(other)} (log: {other.log})." for other in others]
@@ -211,8 +278,11 @@ class Launcher:
                     self._config.grace_seconds,
                 )
                 deadline = time.monotonic() + self._config.grace_seconds
-                for role in self._trainers:
+                for role in self._roles():
                     self._scheduler.delete_workers(role, grace=max(0.0, deadline - time.monotonic()))
             self._scheduler.delete_workers(grace=0.0 if interrupts.hurried else self._config.stop_seconds)
         except Hurried:
             self._scheduler.delete_workers(grace=0.0)
+        self._control.show([])
+        self._control.publish({})
+        self._control.pulses.clear()

@@ -1,0 +1,223 @@
+"""`rl status`, `rl logs`, `rl stop`, `rl scale`: by the directory of a run alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_apps import cli, tools
+from rl_apps.directory import FINISHED, last_record, names_of
+from rl_apps.worker import users_fault
+from rl_contracts.conformance.scheduler import wait_until
+from rl_contracts.errors import AgentError, ConfigError, EngineError, InferenceError, RewardError
+from rl_launchers import RunControl
+
+RUN = """
+import sys, time
+from pathlib import Path
+from rl_apps.directory import names_of
+from rl_contracts.names import FileNames
+from rl_contracts.scheduler import JobSpec
+from rl_launchers import Launcher, LauncherConfig, LocalScheduler, RunControl
+from rl_contracts.conformance.scheduler import SLEEP, python, server
+root = Path(sys.argv[1])
+config = LauncherConfig(drain_seconds=0.1, health_interval=0.1)
+with LocalScheduler(root / "logs") as scheduler, RunControl(names_of(root), beat=0.1) as control:
+    launcher = Launcher(scheduler, config, control=control)
+    sys.exit(launcher.run([server("rollout")], lambda _: [JobSpec("actor", python(SLEEP))]))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    """A run that goes on until it is stopped."""
+    with subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)]) as process:
+        wait_until(lambda: len(json.loads(_value(tmp_path, "workers") or "[]")) == 2, 60)
+        wait_until(lambda: (json.loads(_value(tmp_path, "status"))["state"]) == "running", 60)
+        yield tmp_path
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        process.wait(60)
+
+
+def _value(directory: Path, key: str) -> str:
+    path = directory / "names" / key / "=value"
+    return path.read_text() if path.exists() else ""
+
+
+def _record(directory: Path, step: int, rest: str = "") -> None:
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "version": step}) + "\n" + rest)
+
+
+def test_status_of_a_run_that_goes_on_says_what_runs_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _record(run, 7)
+    (run / "recover" / "step_6").mkdir(parents=True)
+
+    assert cli.main(["status", str(run)]) == 0
+
+    out = capsys.readouterr().out
+    assert f"{run}: running (launcher: process " in out
+    assert "step 7, version 7, 0:00:0" in out
+    assert "rollout-0" in out
+    assert "actor-0" in out
+
+
+def test_status_as_json_holds_everything(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "running"
+    assert [worker["name"] for worker in found["workers"]] == ["rollout-0", "actor-0"]
+    assert found["step"] == 0
+    assert "RL_RUN_KEY" not in json.dumps(found)
+
+
+def test_status_of_a_killed_launcher_says_that_it_is_lost(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.kill(json.loads(_value(run, "status"))["pid"], signal.SIGKILL)
+    wait_until(lambda: tools.status_of(run)["state"] == "lost")
+    assert cli.main(["status", str(run)]) == 0
+    assert "gave no sign of life" in capsys.readouterr().out
+    assert cli.main(["stop", str(run)]) == 0
+    assert "Nothing to stop" in capsys.readouterr().out
+    assert cli.main(["scale", str(run), "rollout=2"]) == 2
+    assert "expected a run that goes on" in capsys.readouterr().err
+
+
+def test_status_of_a_run_that_is_over_says_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError), RunControl(names_of(tmp_path)):
+        raise ConfigError("planted\nand more")
+    assert tools.status_of(tmp_path)["state"] == "failed"
+    assert tools.status_of(tmp_path)["error"] == "planted"
+    (tmp_path / FINISHED).touch()
+    cli.main(["status", str(tmp_path)])
+    assert capsys.readouterr().out == f"{tmp_path}: finished\n"
+
+
+def test_status_of_a_directory_without_a_run_is_refused_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("status", "logs", "stop"):
+        assert cli.main([command, str(tmp_path)]) == 2
+        assert "expected the directory of a run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_stop_ends_the_run_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stop", str(run)]) == 0
+    assert "stopped. There is no recover point to go on from." in capsys.readouterr().out
+    assert tools.status_of(run)["workers"] == []
+
+
+def test_stop_that_takes_too_long_says_what_the_run_does(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pid = json.loads(_value(run, "status"))["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    assert cli.main(["stop", str(run), "--timeout=0.01"]) in (0, 2)  # silent already, or not yet
+    said = capsys.readouterr()
+    assert "did not stop within --timeout=0.01 s" in said.err or "gave no sign of life" in said.out
+
+
+def test_scale_waits_until_the_servers_are_ready(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["scale", str(run), "rollout=3"]) == 0
+    assert "rollout: 3 servers, all of them ready" in capsys.readouterr().out
+    workers = {worker["name"]: worker["status"] for worker in tools.status_of(run)["workers"]}
+    assert workers.keys() == {"rollout-0", "rollout-1", "rollout-2", "actor-0"}
+    assert cli.main(["scale", str(run), "rollout=1"]) == 0
+    assert cli.main(["scale", str(run), "actor=2"]) == 1
+    assert "no role 'actor' of servers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["rollout", "=3", "rollout=many", "rollout=-1"])
+def test_scale_target_that_is_none_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["scale", "anywhere", target]) == 2
+    assert "ROLE=COUNT" in capsys.readouterr().err
+
+
+def test_logs_shows_the_last_lines_of_those_that_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "logs").mkdir()
+    for name in ("actor-0", "rollout-0", "rollout-1"):
+        (tmp_path / "logs" / f"{name}.log").write_text(f"first of {name}\nlast of {name}\n")
+
+    assert cli.main(["logs", str(tmp_path), "rollout", "-n", "1"]) == 0
+    assert capsys.readouterr().out == "==> rollout-0 <==\nlast of rollout-0\n==> rollout-1 <==\nlast of rollout-1\n"
+    assert cli.main(["logs", str(tmp_path), "actor-0"]) == 0
+    assert capsys.readouterr().out == "first of actor-0\nlast of actor-0\n"
+    assert cli.main(["logs", str(tmp_path), "actor-1"]) == 2
+    assert "there are: actor-0, rollout-0, rollout-1" in capsys.readouterr().err
+
+
+def test_logs_follow_shows_what_is_written_until_the_run_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "actor-0.log"
+    log.write_text("before\n")
+    with RunControl(names_of(tmp_path), beat=0.1):
+        follower = threading.Thread(target=cli.main, args=(["logs", str(tmp_path), "-f"],))
+        follower.start()
+        out = ""
+        deadline = time.monotonic() + 30
+        while "before" not in out:
+            assert time.monotonic() < deadline
+            out += capsys.readouterr().out
+        with log.open("a") as file:
+            file.write("after\nhalf")
+        while "after" not in out:
+            assert time.monotonic() < deadline
+            out += capsys.readouterr().out
+    follower.join(30)
+    assert not follower.is_alive()
+    assert out.startswith("==> actor-0 <==\nbefore\nafter\n")
+
+
+@pytest.mark.parametrize("name", ["status", "logs", "stop", "scale", "replay"])
+def test_help_names_each_tool_and_what_it_does(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    assert f"    {name} " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    assert "run" in capsys.readouterr().out
+
+
+def test_last_record_of_a_killed_trainer_is_the_last_whole_one(tmp_path: Path) -> None:
+    assert last_record(tmp_path) == {}
+    _record(tmp_path, 4)
+    _record(tmp_path, 5, rest='{"step": 6, "vers')
+    assert last_record(tmp_path)["step"] == 5
+
+
+def _raised(error: Exception, cause: Exception | None = None) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "users"),
+    [
+        (ConfigError("a setting"), True),
+        (AgentError("their agent"), True),
+        (_raised(EngineError("on rank 1"), RewardError("their reward")), True),
+        (EngineError("a rank was lost"), False),
+        (_raised(EngineError("no servers"), InferenceError("all lost")), False),
+        (RuntimeError("somewhere"), False),
+    ],
+)
+def test_users_fault_is_what_would_come_again(error: Exception, users: bool) -> None:
+    assert users_fault(error) is users
+
+
+def test_users_fault_of_an_error_in_the_users_code_is_theirs() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("def their_reward():\n    return 1 / 0\ntheir_reward()", "/home/anybody/theirs.py", "exec"))
+    assert users_fault(caught.value)

@@ -1,0 +1,278 @@
+"""A run whose trainers are lost is started again by itself, from its newest recover point, as long as that helps."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_contracts.conformance.scheduler import listens, python, server, wait_until
+from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.names import FileNames
+from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
+from rl_launchers import Launcher, LauncherConfig, LocalScheduler, Resume, RunControl
+
+TRAINER = """
+import os, pathlib, sys, time
+steps, plan, rank = pathlib.Path(sys.argv[1]), sys.argv[2:], os.environ.get("RANK", "0")
+lives = steps.with_suffix(".lives" + rank)
+life = len(lives.read_text()) if lives.exists() else 0
+with lives.open("a") as file:
+    file.write("x")
+at, _, how = (plan[life] if life < len(plan) else "").partition(":")
+last = int(steps.read_text())
+print("life", life, "goes on after step", last, flush=True)
+while True:
+    if at and last >= int(at):
+        if how == "kill":
+            os.kill(os.getpid(), 9)
+        print("planted", life, flush=True)
+        sys.exit(int(how))
+    if last >= 6:
+        break
+    last += 1
+    if rank == "0":
+        steps.with_suffix(".part").write_text(str(last))
+        steps.with_suffix(".part").rename(steps)
+    time.sleep(0.02)
+"""
+"""Takes six steps, the last of which is in a file; in each of its first lives it ends at a step, in a planned way."""
+
+HANGS = """
+import os, pathlib, signal, sys
+from rl_contracts.names import FileNames
+from rl_launchers.pulse import beat
+beat(FileNames(sys.argv[1]), "actor-0", float(sys.argv[2]))
+if not pathlib.Path(sys.argv[3]).exists():
+    pathlib.Path(sys.argv[3]).touch()
+    import time
+    time.sleep(float(sys.argv[2]))
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+"""Gives signs of life, and is stopped in its first life."""
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
+    with LocalScheduler(tmp_path / "logs") as scheduler:
+        yield scheduler
+
+
+class Steps:
+    """A run of `TRAINER`, which has a recover point at each even step."""
+
+    def __init__(self, directory: Path, *plan: str, count: int = 1) -> None:
+        self.file, self.plan, self.count, self.resumed = directory / "steps", plan, count, list[int]()
+        self.file.write_text("0")
+        self.resume = Resume(self.reached, self.prepare)
+
+    def reached(self) -> tuple[int, int]:
+        last = int(self.file.read_text())
+        return last, last // 2 * 2
+
+    def prepare(self) -> int:
+        self.resumed.append(self.reached()[1])
+        self.file.write_text(str(self.resumed[-1]))
+        return self.resumed[-1]
+
+    def trainers(self, servers: list[Worker]) -> list[JobSpec]:
+        command = python(TRAINER, str(self.file), *self.plan)
+        return [JobSpec("actor", command, count=self.count, spmd=self.count > 1)]
+
+
+def test_run_trainer_killed_goes_on_from_the_recover_point_with_new_servers(
+    scheduler: LocalScheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, addresses = Steps(tmp_path, "3:kill", "5:kill"), list[str]()
+
+    def trainers(servers: list[Worker]) -> list[JobSpec]:
+        addresses.extend(worker.address for worker in servers)
+        return run.trainers(servers)
+
+    code = Launcher(scheduler).run([server("rollout")], trainers, resume=run.resume)
+
+    assert code == 0
+    assert run.resumed == [2, 4]
+    assert len(addresses) == 3
+    assert "actor-0 was killed by SIGKILL" in caplog.text
+    assert "goes on after step 2, its newest recover point (restart 1 of 3 within 600 s)" in caplog.text
+    log = (tmp_path / "logs" / "actor-0.log").read_text()
+    assert [line for line in log.splitlines() if line.startswith("life")] == [
+        "life 0 goes on after step 0",
+        "life 1 goes on after step 2",
+        "life 2 goes on after step 4",
+    ]
+    assert log.count("======== ") == (tmp_path / "logs" / "rollout-0.log").read_text().count("======== ") == 2
+    assert scheduler.poll() == []
+
+
+def test_run_two_ranks_killed_at_once_is_one_restart(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run = Steps(tmp_path, "3:kill", count=2)
+    assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
+    assert run.resumed == [2]
+
+
+def test_run_trainer_raises_after_a_step_is_started_again(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run = Steps(tmp_path, "3:1")
+    assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
+    assert run.resumed == [2]
+
+
+def test_run_trainer_raises_before_a_step_is_not_started_again(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run = Steps(tmp_path, "0:1")
+    with pytest.raises(LaunchError, match=r"(?s)^actor-0 ended with exit code 1.*planted 0.*before its first step"):
+        Launcher(scheduler).run([], run.trainers, resume=run.resume)
+    assert run.resumed == []
+
+
+def test_run_trainer_killed_before_a_step_is_started_again(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run = Steps(tmp_path, "0:kill")
+    assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
+    assert run.resumed == [0]
+
+
+def test_run_users_fault_is_not_started_again(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run = Steps(tmp_path, "3:2")
+    with pytest.raises(LaunchError, match=r"^actor-0 ended with exit code 2"):
+        Launcher(scheduler).run([], run.trainers, resume=run.resume)
+    assert run.resumed == []
+
+
+def test_run_no_restarts_allowed_ends_at_the_first_death(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run = Steps(tmp_path, "3:kill")
+    with pytest.raises(LaunchError, match=r"^actor-0 was killed by SIGKILL"):
+        Launcher(scheduler, LauncherConfig(trainer_restarts=0)).run([], run.trainers, resume=run.resume)
+    assert run.resumed == []
+
+
+@pytest.mark.slow
+def test_run_fails_at_the_same_step_again_and_again_error_tells_all_first_cause_first(
+    scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    run = Steps(tmp_path, "3:7", "3:kill", "3:9", "3:11")
+
+    with pytest.raises(LaunchError) as caught:
+        Launcher(scheduler, LauncherConfig(trainer_restarts=9)).run([], run.trainers, resume=run.resume)
+
+    message = str(caught.value)
+    assert run.resumed == [2, 2]
+    assert message.startswith("actor-0 ended with exit code 7")
+    places = [message.index(part) for part in ("code 7", "planted 0", "restart 1 of 9", "SIGKILL", "restart 2 of 9")]
+    assert places == sorted(places)
+    assert "exit code 9" in message
+    assert message.endswith("It came no further than step 3 in 3 starts.")
+
+
+@pytest.mark.slow
+def test_run_restarts_used_up_ends_the_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run = Steps(tmp_path, "1:kill", "3:kill", "5:kill")
+    with pytest.raises(LaunchError, match=r"launcher.trainer_restarts=2 within 600 s is used up\.$"):
+        Launcher(scheduler, LauncherConfig(trainer_restarts=2)).run([], run.trainers, resume=run.resume)
+    assert run.resumed == [0, 2]
+
+
+@pytest.mark.slow
+def test_run_restart_window_over_restarts_no_longer_count(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run = Steps(tmp_path, "1:kill", "3:kill", "5:kill")
+    config = LauncherConfig(trainer_restarts=1, restart_window=0.01)
+    assert Launcher(scheduler, config).run([], run.trainers, resume=run.resume) == 0
+
+
+def test_run_nothing_to_go_on_from_ends_with_a_sentence(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run = Steps(tmp_path, "3:kill")
+
+    def prepare() -> int:
+        raise ConfigError("there is no recover point")
+
+    with pytest.raises(LaunchError, match=r"(?s)^actor-0 was killed.*It was not started again: there is no recover"):
+        Launcher(scheduler).run([], run.trainers, resume=Resume(run.reached, prepare))
+
+
+@pytest.mark.slow
+def test_run_server_dies_while_trainers_restart_is_another_try(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run, killed = Steps(tmp_path, "3:kill"), list[int]()
+
+    def kill(workers: list[Worker]) -> None:
+        first = workers[0]
+        if run.resumed and not killed and first.status is WorkerStatus.STARTING and first.pid:
+            killed.append(first.pid)
+            os.kill(first.pid, signal.SIGKILL)
+
+    code = Launcher(scheduler).run([server("rollout", delay=0.5)], run.trainers, on_tick=kill, resume=run.resume)
+
+    assert code == 0
+    assert killed
+    assert run.resumed == [2, 2]
+
+
+@pytest.mark.slow
+def test_run_sigterm_while_trainers_restart_stops_and_leaves_nothing(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run, servers, sent = Steps(tmp_path, "3:kill"), list[Worker](), list[bool]()
+
+    def terminate(workers: list[Worker]) -> None:
+        servers[:] = [worker for worker in workers if worker.role == "rollout"]
+        if run.resumed and not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    slow = server("rollout", delay=1.0)
+    code = Launcher(scheduler).run([slow], run.trainers, on_tick=terminate, resume=run.resume)
+
+    assert code == 143
+    assert run.file.read_text() == "2"
+    assert scheduler.poll() == []
+    assert not any(listens(worker) for worker in servers)
+
+
+@pytest.mark.slow
+def test_run_trainer_without_a_sign_of_life_is_killed_and_started_again(
+    scheduler: LocalScheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names, config = tmp_path / "names", LauncherConfig(health_timeout=1.0)
+    command = python(HANGS, str(names), "1.0", str(tmp_path / "hung"))
+    resume = Resume(lambda: (0, 0), lambda: 0)
+
+    with RunControl(FileNames(names), beat=0.1) as control:
+        code = Launcher(scheduler, config, control=control).run(
+            [], lambda _: [JobSpec("actor", command)], resume=resume
+        )
+
+    assert code == 0
+    assert "actor-0 gave no sign of life for 1 s" in caplog.text
+
+
+def test_run_hung_beside_a_launcher_that_was_away_too_is_not_lost(tmp_path: Path) -> None:
+    names = FileNames(tmp_path / "names")
+    control = RunControl(names)
+    control.pulses.timeout = 0.4
+    names.add("pulse/actor-0", "1")
+    control.pulses.read()
+    time.sleep(1.0)  # as after a machine slept, or a file system was gone
+    control.pulses.read()
+    assert not control.pulses.hung("actor-0")
+    assert not control.pulses.hung("actor-1")
+
+    def hung() -> bool:
+        control.pulses.read()
+        return control.pulses.hung("actor-0")
+
+    wait_until(hung)
+
+
+def test_run_rank_that_ignores_sigterm_is_gone_before_the_next_start(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run, pids = Steps(tmp_path, "3:kill"), list[int]()
+    stubborn = python("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
+
+    def trainers(servers: list[Worker]) -> list[JobSpec]:
+        return [*run.trainers(servers), JobSpec("other", python("pass") if run.resumed else stubborn)]
+
+    def note(workers: list[Worker]) -> None:
+        pids.extend(w.pid for w in workers if w.role == "other" and w.pid and not run.resumed)
+
+    config = LauncherConfig(stop_seconds=0.2)
+    assert Launcher(scheduler, config).run([], trainers, on_tick=note, resume=run.resume) == 0
+    assert pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)

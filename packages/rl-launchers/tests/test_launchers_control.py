@@ -1,0 +1,220 @@
+"""What a launcher says of itself and hears, by names in the run's directory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_contracts.conformance.scheduler import python, server, wait_until
+from rl_contracts.names import FileNames
+from rl_contracts.scheduler import JobSpec, Worker
+from rl_launchers import Launcher, LauncherConfig, LocalScheduler, RunControl
+from rl_launchers.control import read_json, silence
+
+BEAT = 0.1
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from rl_contracts.names import FileNames
+from rl_contracts.scheduler import JobSpec
+from rl_launchers import Launcher, LocalScheduler, RunControl
+root = Path(sys.argv[1])
+with LocalScheduler(root / "logs") as scheduler, RunControl(FileNames(root / "names"), beat=0.1) as control:
+    command = (sys.executable, "-c", sys.argv[2], str(root / "pid"))
+    sys.exit(Launcher(scheduler, control=control).run([], lambda _: [JobSpec("actor", command)]))
+"""
+
+WRITES_ON_SIGTERM = """
+import os, pathlib, signal, sys, time
+def stop(*_):
+    pathlib.Path(sys.argv[1]).with_suffix(".stopped").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+IGNORES_SIGTERM = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
+    with LocalScheduler(tmp_path / "logs") as scheduler:
+        yield scheduler
+
+
+class Command:
+    """A launcher in a process of its own, whose trainer runs when it was made."""
+
+    def __init__(self, directory: Path, trainer: str) -> None:
+        self.names, self.directory = FileNames(directory / "names"), directory
+        self.process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(directory), trainer])
+        wait_until(lambda: (directory / "pid").exists() and (directory / "pid").read_text() != "", 60)
+        wait_until(lambda: bool(read_json(self.names, "workers")), 60)
+
+    @property
+    def status(self) -> dict[str, object]:
+        found = read_json(self.names, "status")
+        assert isinstance(found, dict)
+        return found
+
+    @property
+    def trainer(self) -> int:
+        return int((self.directory / "pid").read_text())
+
+
+@pytest.fixture
+def command(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Command]:
+    command = Command(tmp_path, getattr(request, "param", WRITES_ON_SIGTERM))
+    yield command
+    command.process.send_signal(signal.SIGCONT)
+    command.process.kill()
+    command.process.wait(10)
+
+
+def test_status_of_a_run_says_what_runs_where_and_how_it_ended(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    names, seen = FileNames(tmp_path / "names"), list[str]()
+
+    def note(workers: list[Worker]) -> None:
+        seen.append(read_json(names, "status")["state"])
+
+    with RunControl(names, beat=BEAT) as control:
+        assert read_json(names, "status")["state"] == "preparing"
+        trainer = JobSpec("actor", python("import time; time.sleep(1)"))
+        code = Launcher(scheduler, control=control).run([server("rollout")], lambda _: [trainer], on_tick=note)
+
+    status = read_json(names, "status")
+    assert code == 0
+    assert (status["state"], status["pid"]) == ("finished", os.getpid())
+    assert status["beat"] >= 3
+    assert sorted(set(seen) - {"preparing"}) == ["running", "starting"]
+    assert read_json(names, "workers") == []
+
+
+def test_status_of_a_run_that_failed_holds_the_first_line_of_its_error(
+    scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    names = FileNames(tmp_path / "names")
+    with pytest.raises(Exception, match="exit code 3"), RunControl(names, beat=BEAT) as control:
+        Launcher(scheduler, control=control).run([], lambda _: [JobSpec("actor", python("raise SystemExit(3)"))])
+    status = read_json(names, "status")
+    assert status["state"] == "failed"
+    assert status["error"] == "actor-0 ended with exit code 3 while the run needed it."
+
+
+def test_status_and_names_hold_no_secret_and_are_for_the_owner_alone(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    names = FileNames(tmp_path / "names")
+    texts: list[str] = []
+
+    def read(workers: list[Worker]) -> None:
+        files = [path for path in (tmp_path / "names").rglob("=value") if path.exists()]
+        assert all(path.stat().st_mode & 0o077 == 0 for path in files if path.exists())
+        texts.extend(names.children().values())
+
+    with RunControl(names, beat=BEAT) as control:
+        launcher = Launcher(scheduler, control=control)
+        trainer = JobSpec("actor", python("import time; time.sleep(0.5)"))
+        launcher.run([server("rollout")], lambda _: [trainer], on_tick=read)
+
+    assert any("rollout-0" in text for text in texts)
+    assert not any(launcher.key in text for text in texts)
+
+
+def test_names_of_an_earlier_command_are_gone_before_anything_starts(tmp_path: Path) -> None:
+    names = FileNames(tmp_path / "names")
+    for key in ("servers/rollout/7", "control/stop", "control/scale/rollout", "pulse/actor-0", "workers"):
+        names.add(key, "1")
+    with RunControl(names, beat=BEAT):
+        assert list(names.children()) == ["status", "workers"]
+        assert read_json(names, "workers") == []
+
+
+def test_launcher_killed_is_told_apart_from_one_that_lives(command: Command) -> None:
+    assert silence(command.names, command.status) < 10 * BEAT
+    command.process.kill()
+    command.process.wait(10)
+    assert command.status["state"] == "running"  # it could not say anything else
+    wait_until(lambda: silence(command.names, command.status) > 3 * BEAT)
+
+
+def test_launcher_seen_from_another_host_is_judged_by_its_beats_and_not_by_the_clocks(command: Command) -> None:
+    def from_elsewhere() -> float:
+        return silence(command.names, command.status | {"host": "elsewhere", "time": time.time() - 1000})
+
+    assert from_elsewhere() == 0.0
+    command.process.kill()
+    command.process.wait(10)
+    assert from_elsewhere() > 3 * BEAT
+
+
+def test_launcher_that_is_busy_gives_signs_of_life_and_says_for_how_long(
+    scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    names, looks = FileNames(tmp_path / "names"), list[float]()
+
+    def be_busy(workers: list[Worker]) -> None:
+        if not looks:
+            wait_until(lambda: read_json(names, "status")["looked"] > 1.0)
+            looks.append(silence(names, read_json(names, "status")))
+
+    with RunControl(names, beat=BEAT) as control:
+        Launcher(scheduler, control=control).run([], lambda _: [JobSpec("actor", python("pass"))], on_tick=be_busy)
+
+    assert looks[0] < 1.0
+
+
+def test_stop_asks_the_trainers_to_end_as_sigterm_does(command: Command, tmp_path: Path) -> None:
+    command.names.add("control/stop", "gracefully")
+    assert command.process.wait(60) == 143
+    assert (tmp_path / "pid.stopped").exists()
+    assert command.status["state"] == "stopped"
+    assert command.names.children("control") == {}
+
+
+@pytest.mark.parametrize("command", [IGNORES_SIGTERM], indirect=True)
+def test_stop_now_kills_at_once(command: Command) -> None:
+    begin = time.monotonic()
+    command.names.add("control/stop", "now")
+    assert command.process.wait(60) == 143
+    assert time.monotonic() - begin < LauncherConfig().grace_seconds
+    assert not psutil.pid_exists(command.trainer)
+
+
+def test_disk_full_for_a_while_the_run_goes_on_and_says_so(
+    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names, failed = FileNames(tmp_path / "names"), list[str]()
+    add = FileNames.add
+
+    def full(self: FileNames, key: str, value: str, replace: bool = False) -> None:
+        if len(failed) < 20:
+            failed.append(key)
+            raise OSError(28, "No space left on device")
+        add(self, key, value, replace)
+
+    def tick(workers: list[Worker]) -> None:
+        if len(failed) >= 20 and read_json(names, "status")["state"] == "running" and names.children("servers"):
+            (tmp_path / "done").touch()
+
+    with RunControl(names, beat=0.02) as control:
+        monkeypatch.setattr(FileNames, "add", full)
+        program = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
+        trainer = JobSpec("actor", python(program, str(tmp_path / "done")))
+        code = Launcher(scheduler, control=control).run([server("rollout")], lambda _: [trainer], on_tick=tick)
+
+    assert code == 0
+    assert "No space left on device" in caplog.text
+    assert json.loads((tmp_path / "names" / "status" / "=value").read_text())["state"] == "finished"

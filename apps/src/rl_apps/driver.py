@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -87,6 +88,8 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
         return code
     with ExitStack() as claim:
         if not line.dry_run:
+            if devices.kind == "cuda":
+                config.cluster.require_there(config.launcher)
             claim.enter_context(claimed(run.directory))
         past = past_of(run)
         if past.finished:
@@ -288,9 +291,20 @@ def _plan(run: Run[Any], devices: Devices, arithmetic: list[str], job: Submissio
         *(f"#   {text}" for text in arithmetic),
         f"# Devices: {devices.sentence}",
         f"# Processes ({devices.cores_each} core(s) each)",
-        *(f"#   {role.count} x {role.role}: {' '.join(role.command)}" for role in job.roles),
+        *(f"#   {text}" for role in job.roles for text in _whereabouts(role, devices.places.get(role.role, ()))),
         *(f"#   expected at {a}: {command_of(run, a, i)}" for i, a in enumerate(attached(run.config, run.layout))),
         f"# Run directory: {run.directory}",
         *(["# Batch script", *(f"#   {text}".rstrip() for text in script.splitlines())] if script else []),
     ]
     return "\n".join(parts)
+
+
+def _whereabouts(role: JobSpec, places: Sequence[str]) -> list[str]:
+    """What a role runs, and on which machines."""
+    on: dict[str, list[str]] = defaultdict(list)
+    for index, place in enumerate(places):
+        on[place].append(f"{role.role}-{index}")
+    each = f" with {role.gpus} GPU(s) each" if role.gpus else ""
+    short = {place: [names[0], "...", names[-1]] if len(names) > 4 else names for place, names in on.items()}
+    lines = [f"  {place}: {', '.join(names)}{each}" for place, names in short.items()]
+    return [f"{role.count} x {role.role}: {' '.join(role.command)}", *lines]

@@ -54,6 +54,19 @@ class ClusterConfig(Settings):
         require(least > 0, f"cluster.cores with launcher.kind={kind}", unknown, least)
         return chosen
 
+    def require_there(self, launcher: LauncherConfig) -> None:
+        """Refuse GPUs that are said to be there and that the scheduler knows not to be; `--dry-run` plans with them.
+
+        Raises:
+            ConfigError: see above.
+        """
+        assert launcher.options is not None
+        found = launcher.options.resources()
+        if found is not None:
+            most = max((node.gpus for node in found.nodes), default=found.gpus)
+            expected = f"at most {most} on a machine, as launcher.kind={launcher.kind} finds"
+            require(self.devices <= most, "cluster.devices", expected, self.devices)
+
 
 @dataclass(frozen=True)
 class Layout:

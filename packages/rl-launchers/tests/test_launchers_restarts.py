@@ -120,6 +120,44 @@ def test_run_restarted_server_never_ready_ends_the_run_with_its_last_answer(sche
         Launcher(scheduler, config).run([spec], trainer_of(9), on_tick=once_running(signal.SIGKILL, 1))
 
 
+def test_run_server_for_which_there_is_no_room_is_tried_again_while_others_go_on(
+    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rl_launchers.health.RETRY_SECONDS", 0.3)
+    refused, restart = list[str](), LocalScheduler.restart_worker
+
+    def restart_later(self: LocalScheduler, worker: Worker, note: str = "") -> Worker:
+        if len(refused) < 2:
+            refused.append(worker.name)
+            raise LaunchError("planted: no machine has room")
+        return restart(self, worker, note)
+
+    monkeypatch.setattr(LocalScheduler, "restart_worker", restart_later)
+    config = LauncherConfig(max_restarts=1, health_interval=0.1)
+    kill = once_running(signal.SIGKILL, 1)
+
+    def tick(workers: list[Worker]) -> None:
+        if [worker.role for worker in workers] == ["rollout", "rollout", "actor"]:
+            kill(workers)
+
+    code = Launcher(scheduler, config).run([server("rollout", count=2)], trainer_of(2), on_tick=tick)
+
+    assert code == 0
+    assert refused == ["rollout-0", "rollout-0"]
+    assert "planted: no machine has room" in caplog.text
+
+
+def test_run_only_server_for_which_there_is_no_room_ends_the_run(
+    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: LocalScheduler, worker: Worker, note: str = "") -> Worker:
+        raise LaunchError("planted: no machine has room")
+
+    monkeypatch.setattr(LocalScheduler, "restart_worker", refuse)
+    with pytest.raises(LaunchError, match="planted"):
+        Launcher(scheduler).run([server("rollout")], trainer_of(9), on_tick=once_running(signal.SIGKILL, 1))
+
+
 def test_run_trainer_fails_after_a_restart_error_tells_of_both(scheduler: LocalScheduler) -> None:
     with pytest.raises(
         LaunchError, match=r"(?s)actor-0 ended with exit code 1.*Before it: .*rollout-0 was killed by SIGKILL"

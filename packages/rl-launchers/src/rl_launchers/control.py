@@ -178,15 +178,17 @@ def read_json(names: NameService, key: str) -> Any:
 def silence(names: NameService, status: Mapping[str, Any]) -> float:
     """Seconds for which a run's launcher gave no sign of life; less than three beats: it lives.
 
-    On its own host by the clock. Elsewhere clocks may differ, so there this waits for another beat, for three at most.
+    On its own host the clock tells that it lives. Clocks elsewhere may differ, and a machine may have slept, so else
+    this waits for another beat, for three at most.
     """
     beat = float(status["beat_seconds"])
-    if status["host"] == socket.gethostname():
-        return max(0.0, time.time() - status["time"])
+    age = max(0.0, time.time() - status["time"])
+    if status["host"] == socket.gethostname() and age <= 3 * beat:
+        return age
     deadline = time.monotonic() + 3 * beat
     while time.monotonic() < deadline:
         now = read_json(names, "status") or status
         if (now["beat"], now["pid"], now["state"]) != (status["beat"], status["pid"], status["state"]):
             return 0.0
         time.sleep(beat / 4)
-    return max(3 * beat, time.time() - status["time"])
+    return max(4 * beat, age)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rl_contracts.config import Settings, bounded
+from rl_contracts.errors import LaunchError
 from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
 from rl_launchers.report import describe_end
@@ -21,6 +22,8 @@ PROBE_SECONDS = 5.0
 """Time for one answer, where the limit is not shorter."""
 PROBES_AT_ONCE = 8
 """Threads that ask."""
+RETRY_SECONDS = 10.0
+"""Seconds until a server for which there is no room is tried again, where others still answer."""
 
 
 def probe(host: str, port: int, path: str, timeout: float = 1.0) -> str | None:
@@ -97,6 +100,8 @@ class ServerCare:
         self._threads = ThreadPoolExecutor(PROBES_AT_ONCE, thread_name_prefix="health")
         self._patients: dict[tuple[str, int], _Patient] = {}
         """By name and life of a server."""
+        self._later: dict[str, float] = {}
+        """By name, when a server for which there was no room is tried again."""
         self.history: list[str] = []
         """A sentence per restart, for the error that may come after it."""
 
@@ -116,8 +121,9 @@ class ServerCare:
         servers = [(worker, self._specs[worker.role]) for worker in workers if worker.role in self._specs]
         lives = {(worker.name, worker.restarts) for worker, _ in servers}
         self._patients = {life: patient for life, patient in self._patients.items() if life in lives}
-        ill = [(worker, what) for worker, spec in servers if (what := self._trouble(worker, spec))]
-        return {worker.name: what for worker, what in ill if not self._restart(worker, what)}
+        found = [(worker, self._trouble(worker, spec)) for worker, spec in servers]
+        well = {worker.role for worker, what in found if not what}
+        return {w.name: what for w, what in found if what and not self._restart(w, what, w.role in well)}
 
     def close(self) -> None:
         """Look after nobody any more; questions under way end by themselves."""
@@ -149,9 +155,11 @@ class ServerCare:
             return ""
         return f"gave no good answer for {limit:g} s (last: {patient.problem})"
 
-    def _restart(self, worker: Worker, what: str) -> bool:
-        """Start it anew, unless the budget is spent."""
+    def _restart(self, worker: Worker, what: str, others: bool) -> bool:
+        """Start it anew, unless the budget is spent; later, where that is impossible now and others go on."""
         limit, now = self._config.max_restarts, time.monotonic()
+        if now < self._later.get(worker.name, now):
+            return True
         done = self._restarts[worker.name]
         while done and now - done[0] > self._config.restart_window:
             done.popleft()
@@ -160,6 +168,16 @@ class ServerCare:
         done.append(now)
         count = f"restart {len(done)} of {limit} within {self._config.restart_window:g} s"
         logger.warning("%s %s; it is started anew (%s). Log: %s", worker.name, what, count, worker.log)
-        self.history.append(f"{time.strftime('%H:%M:%S')} {worker.name} {what}; it was started anew ({count}).")
-        self._scheduler.restart_worker(worker, f"it {what}; {count}")
+        try:
+            self._scheduler.restart_worker(worker, f"it {what}; {count}")
+        except LaunchError as error:
+            if not others:
+                raise
+            done.pop()
+            self._later[worker.name] = now + RETRY_SECONDS
+            logger.warning(
+                "%s cannot be started now, and is tried again in %g s: %s", worker.name, RETRY_SECONDS, error
+            )
+        else:
+            self.history.append(f"{time.strftime('%H:%M:%S')} {worker.name} {what}; it was started anew ({count}).")
         return True

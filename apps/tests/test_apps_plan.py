@@ -1,0 +1,61 @@
+"""`--dry-run` says what would run where, and needs neither GPU nor cluster; a real start is refused without them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_apps.driver import main
+
+NODES = """
+from dataclasses import dataclass
+from rl_contracts.scheduler import Node, Resources, SchedulerConfig
+from rl_launchers import LocalScheduler, LocalSchedulerConfig
+
+class Nodes(LocalScheduler):
+    pass
+
+@dataclass
+class NodesConfig(LocalSchedulerConfig):
+    def resources(self):
+        return Resources(8, 8, tuple(Node(f"cn{i}", "127.0.0.1", 4, 4) for i in range(2)))
+"""
+"""A scheduler of two machines with four GPUs each."""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "two_nodes.py").write_text(NODES)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "launcher=two_nodes:Nodes"
+    sys.modules.pop("two_nodes", None)
+
+
+def test_plan_names_the_processes_of_each_machine_and_their_devices(
+    nodes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main("gsm8k-grpo", ["--dry-run", nodes, "allocation=embedded:d4+fsdp:d4"]) == 0
+    out = capsys.readouterr().out
+    assert "# Devices: 8 of 8 GPUs: rollout 4, actor 4 on 2 nodes" in out
+    assert "#   4 x rollout: " in out
+    assert "#   4 x actor: " in out
+    places = [line for line in out.splitlines() if line.startswith("#     cn")]
+    assert all(line.endswith("with 1 GPU(s) each") for line in places)
+    named = [word.strip(",") for line in places for word in line.split() if word.startswith(("rollout-", "actor-"))]
+    assert sorted(named) == [f"{role}-{i}" for role in ("actor", "rollout") for i in range(4)]
+
+
+def test_plan_for_gpus_that_are_not_here_is_made_and_a_start_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    directory = tmp_path / "run"
+    wanted = ["allocation=embedded:d4+fsdp:d8", "cluster.devices=12", f"run_dir={directory}"]
+
+    assert main("gsm8k-grpo", ["--dry-run", *wanted]) == 0
+    assert "actor-0, ..., actor-7 with 1 GPU(s) each" in capsys.readouterr().out
+
+    assert main("gsm8k-grpo", wanted) == 2
+    refused = capsys.readouterr().err
+    assert "cluster.devices: expected at most 0 on a machine, as launcher.kind=local finds, found 12" in refused
+    assert not directory.exists()

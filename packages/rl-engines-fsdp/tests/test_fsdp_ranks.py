@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,13 @@ def test_initialize_with_another_number_of_ranks_says_both(models):
 
     with pytest.raises(ConfigError, match="expected 3 ranks, but WORLD_SIZE is 1"):
         engine.initialize(FinetuneSpec(str(models / "Qwen3"), 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_initialize_ranks_of_one_machine_listen_on_loopback_alone(models):
+    script = Path(__file__).with_name("fsdp_listening_ranks.py")
+    outputs = run_ranks(script, [str(models / "Qwen3")], 2)
+    assert [output.splitlines()[-1] for output in outputs] == ["0100007F", "0100007F"]
 
 
 def test_read_environment_without_torchrun_is_one_process():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
+import socket
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -163,7 +166,39 @@ def _meeting_place(info: RankInfo, timeout: timedelta) -> Any:
     if _store is None and info.world_size == 1:
         _store = dist.HashStore()  # type: ignore[attr-defined]
     elif _store is None:
-        from torch.distributed.rendezvous import rendezvous
-
-        _store, _, _ = next(iter(rendezvous("env://", info.rank, info.world_size, timeout=timeout)))
+        _keep_to_loopback(os.environ["MASTER_ADDR"])
+        _store = _hosted(info, timeout) or _visited(info, timeout)
     return _store
+
+
+def _hosted(info: RankInfo, timeout: timedelta) -> Any:
+    """Rank 0's store, which listens at MASTER_ADDR alone; torch's own would at every address of the machine. None
+    on other ranks, and where somebody else hosts it: torchrun, or an address that is not this machine's."""
+    if info.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise RuntimeError(f"cannot listen there: {error}") from error
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, info.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _visited(info: RankInfo, timeout: timedelta) -> Any:
+    """The store as torch finds it by the environment."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", info.rank, info.world_size, timeout=timeout)))
+    return store
+
+
+def _keep_to_loopback(host: str) -> None:
+    """Have gloo listen on loopback where the ranks meet there; it takes the address of the machine's name otherwise."""
+    with suppress(OSError, IndexError):
+        if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
+            loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
-from rl_contracts.errors import InferenceError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
 from rl_contracts.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
@@ -38,11 +37,13 @@ class Run:
     rows: int
     epochs: int
     eta: int
+    refused: float
+    """Fraction of the first head's answers that its workflow rejects, so that it takes more prompts than the others."""
     rng: random.Random
     clock: SimulatedClock = field(default_factory=SimulatedClock)
     version: int = 0
     account: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """(epoch, prompt) of groups that were trained on or failed, in the surviving lineage."""
+    """(epoch, prompt) of groups that were trained on or rejected, in the surviving lineage."""
     groups: list[int] = field(default_factory=list)
     """Ids of those that were trained on."""
     seeds: dict[tuple[int, int, int], int] = field(default_factory=dict)
@@ -51,10 +52,10 @@ class Run:
 
 
 class Answers(RolloutWorkflow):
-    """One answer of a prompt; notes its seed."""
+    """One answer of a prompt; notes what its seed made of it."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, refused: float) -> None:
+        self.run, self.refused = run, refused
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         response = await engine.agenerate(ModelRequest([1 + data["prompt_id"]], GenerationConfig(max_new_tokens=64)))
@@ -62,20 +63,24 @@ class Answers(RolloutWorkflow):
         assert episode is not None
         first = response.output_ids[0]  # which the seed decides
         assert self.run.seeds.setdefault((data["epoch"], data["prompt_id"], episode.sample), first) == first
+        if self.run.rng.random() < self.refused:
+            return None
         return [from_response(response, reward=1.0, temperature=1.0)]
 
 
-def start(run: Run, count: int, fails: float) -> list[RolloutHead]:
+def start(run: Run, count: int, concurrent: int | None) -> list[RolloutHead]:
     """The heads of a life, with servers at the run's version."""
     config = NullInferenceEngineConfig(mean_tokens=6, sigma=1.5, seconds_per_token=0.2, read_weights=False)
     engine = NullInferenceEngine(config, ServeSpec(version=run.version), clock=run.clock)
-    engine.faults.generate = lambda request: InferenceError("planted") if run.rng.random() < fails else None
-    settings = RolloutConfig(max_staleness=run.eta, group_size=2, min_group=1, failure_budget=1.0, stall_timeout=1e6)
+    settings = RolloutConfig(max_staleness=run.eta, group_size=2, stall_timeout=1e6)
     heads = []
     for rank in range(count):
         loader = PromptLoader([{}] * run.rows, seed=5, epochs=run.epochs, num_shards=count, shard=rank)
-        manager = StalenessManager(BATCH // count, run.eta, version=run.version, first_id=rank, id_stride=count)
-        heads.append(RolloutHead(engine, Answers(run), loader, manager, settings, run.clock))
+        ids = {"first_id": rank, "id_stride": count}
+        manager = StalenessManager(BATCH // count, run.eta, concurrent, version=run.version, **ids)
+        heads.append(
+            RolloutHead(engine, Answers(run, 0 if rank else run.refused), loader, manager, settings, run.clock)
+        )
     for head in heads:
         _keep_account(run, head)
     return heads
@@ -85,16 +90,16 @@ def _keep_account(run: Run, head: RolloutHead) -> None:
     book = head._book
 
     def booked(group: Any) -> None:
-        if group.error is not None:
+        if group.rejected is not None:
             run.account[group.prompt["epoch"], group.prompt["prompt_id"]] += 1
         book(group)
 
     head._book = booked  # type: ignore[method-assign]
 
 
-async def live(run: Run, count: int, steps: int | None, fails: float) -> None:
-    """One life: so many steps, one of which is saved, or to the end of the data."""
-    heads = start(run, count, fails)
+async def live(run: Run, count: int, steps: int | None = None, concurrent: int | None = None) -> None:
+    """One life: so many steps, one of which is saved, or to the end of the data; with so many groups on each head."""
+    heads = start(run, count, concurrent)
     states = [json.loads(text) | {"tensors": tensors} for text, tensors in run.saved.get("heads", ())]
     for rank, head in enumerate(heads if states else ()):
         await head.load_states([state | {"groups": groups_from_state(state)} for state in states], rank, count)
@@ -150,20 +155,30 @@ def back_to_the_save(run: Run) -> None:
     rows=st.integers(6, 40),
     epochs=st.integers(1, 3),
     eta=st.integers(0, 3),
-    lives=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4)), min_size=1, max_size=5),
+    refused=st.sampled_from([0.0, 0.6]),
+    lives=st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), st.sampled_from([None, 2])),
+        min_size=1,
+        max_size=5,
+    ),
     last=st.sampled_from([1, 2, 3]),
-    fails=st.sampled_from([0.0, 0.3]),
 )
 @settings(max_examples=60, deadline=None)
 def test_run_with_any_numbers_of_heads_uses_every_prompt_of_every_epoch_once(
-    seed: int, rows: int, epochs: int, eta: int, lives: list[tuple[int, int]], last: int, fails: float
+    seed: int,
+    rows: int,
+    epochs: int,
+    eta: int,
+    refused: float,
+    lives: list[tuple[int, int, int | None]],
+    last: int,
 ) -> None:
-    run = Run(rows, epochs, eta, random.Random(seed))
-    for count, steps in lives:
-        run.clock.run(live(run, count, steps, fails))
+    run = Run(rows, epochs, eta, refused, random.Random(seed))
+    for life in lives:
+        run.clock.run(live(run, *life))
         back_to_the_save(run)
 
-    run.clock.run(live(run, last, None, fails))
+    run.clock.run(live(run, last))
 
     assert run.account == dict.fromkeys(((epoch, row) for epoch in range(epochs) for row in range(rows)), 1)
     assert len(run.groups) == len(set(run.groups))

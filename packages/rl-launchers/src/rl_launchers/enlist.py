@@ -19,7 +19,9 @@ def main() -> None:
     os.close(keeper)
     if cores:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the command would inherit that
+    for number in (signal.SIGPIPE, signal.SIGTERM, signal.SIGINT):  # Python ignores the first, an agent the others
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray blocks SIGINT; a command would inherit all this
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -151,7 +151,7 @@ class SchedulerConformance:
         assert scheduler.get_workers("role") == []
 
     def test_create_workers_fixed_port_in_use_raises_naming_it(self, scheduler: Scheduler, tmp_path: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
+        with socket.create_server(("", 0)) as taken:  # at every address: whichever machine the worker goes to
             port = taken.getsockname()[1]
             started = tmp_path / "started"
             spec = JobSpec("role", python(f"open({str(started)!r}, 'w')"), port=port)
@@ -228,6 +228,13 @@ class SchedulerConformance:
         scheduler.delete_workers("nobody")
         scheduler.delete_workers()
         assert scheduler.poll() == []
+
+    def test_delete_workers_plain_program_ends_by_the_first_signal(self, scheduler: Scheduler, tmp_path: Path) -> None:
+        masked = "import signal, sys; print(signal.pthread_sigmask(signal.SIG_BLOCK, [])); sys.stdout.flush(); "
+        (worker,) = scheduler.create_workers(JobSpec("role", python(masked + SLEEP)))
+        wait_until(lambda: "set()" in scheduler.logs(worker))
+        scheduler.delete_workers("role", grace=60.0)
+        assert worker.exit_code == -signal.SIGTERM
 
     def test_delete_workers_stubborn_worker_is_killed_after_grace(self, scheduler: Scheduler, tmp_path: Path) -> None:
         deaf = tmp_path / "deaf"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rl_launchers.interrupts import uv_parent
     from rl_launchers.launcher import Launcher, LauncherConfig
     from rl_launchers.local import LocalScheduler, LocalSchedulerConfig
+    from rl_launchers.ray import RayScheduler, RaySchedulerConfig
 else:
     __getattr__ = on_demand(
         __name__,
@@ -23,10 +24,22 @@ else:
             "LauncherConfig": "launcher",
             "LocalScheduler": "local",
             "LocalSchedulerConfig": "local",
+            "RayScheduler": "ray",
+            "RaySchedulerConfig": "ray",
             "Resume": "attempts",
             "RunControl": "control",
             "uv_parent": "interrupts",
         },
     )
 
-__all__ = ["Launcher", "LauncherConfig", "LocalScheduler", "LocalSchedulerConfig", "Resume", "RunControl", "uv_parent"]
+__all__ = [
+    "Launcher",
+    "LauncherConfig",
+    "LocalScheduler",
+    "LocalSchedulerConfig",
+    "RayScheduler",
+    "RaySchedulerConfig",
+    "Resume",
+    "RunControl",
+    "uv_parent",
+]

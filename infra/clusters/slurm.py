@@ -111,7 +111,7 @@ class Shape:
     kill_wait: int = 10
     """Seconds between SIGTERM and SIGKILL (KillWait; 30 is usual)."""
     requeue_after: int = 15
-    """Seconds that a requeued job waits before it starts again (cred_expire; 120 is usual)."""
+    """Seconds that a requeued job waits before it starts again (cred_expire; 120 is usual, 5 the least)."""
     forget_after: int = 300
     """Seconds for which jobs that ended are known (MinJobAge)."""
 

@@ -159,7 +159,7 @@ def _places(layout: Layout, nodes: list[Node], cores_each: int, gpus: int) -> di
         if role is not None:
             parts = 1 if role is layout.actor else role.strategy.model_size
             beside = places[layout.rollout.name] if layout.shared and layout.rollout and role is layout.actor else ()
-            spec = JobSpec(role.name, (), cpus=cores_each * parts, gpus=gpus * parts)
+            spec = JobSpec(role.name, (), cpus=cores_each * parts, gpus=gpus * parts, spmd=role is layout.actor)
             try:
                 places[role.name] = tuple(ledger.take(spec, role.world_size // parts, beside))
             except LaunchError as error:

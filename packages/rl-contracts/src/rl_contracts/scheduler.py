@@ -111,6 +111,8 @@ class Node:
     cores: int
     gpus: int = 0
     """CUDA devices."""
+    servers: bool | None = None
+    """Whether it is for servers only, or for all others only (roles with `spmd`); None: for all."""
 
 
 @dataclass(frozen=True)

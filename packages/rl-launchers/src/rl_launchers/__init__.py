@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rl_launchers.launcher import Launcher, LauncherConfig
     from rl_launchers.local import LocalScheduler, LocalSchedulerConfig
     from rl_launchers.ray import RayScheduler, RaySchedulerConfig
+    from rl_launchers.slurm import SlurmScheduler, SlurmSchedulerConfig
 else:
     __getattr__ = on_demand(
         __name__,
@@ -28,6 +29,8 @@ else:
             "RaySchedulerConfig": "ray",
             "Resume": "attempts",
             "RunControl": "control",
+            "SlurmScheduler": "slurm",
+            "SlurmSchedulerConfig": "slurm",
             "uv_parent": "interrupts",
         },
     )
@@ -41,5 +44,7 @@ __all__ = [
     "RaySchedulerConfig",
     "Resume",
     "RunControl",
+    "SlurmScheduler",
+    "SlurmSchedulerConfig",
     "uv_parent",
 ]

@@ -35,6 +35,8 @@ ALIVE_EVERY = 1.0
 """Seconds after which something is said, whatever happens."""
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the workers of a launcher that is gone."""
+LAUNCHER_GONE = 3
+"""Exit code of an agent whose launcher did not take leave."""
 
 
 class Agent:
@@ -58,8 +60,8 @@ class Agent:
             "meet": self._meet,
         }
 
-    def serve(self) -> None:
-        """Until the launcher is gone, or says that it is done."""
+    def serve(self) -> bool:
+        """Until the launcher says that it is done, or is gone; True where it has said so."""
         threading.Thread(target=self._stay_alive, daemon=True).start()
         heard = time.monotonic()
         with suppress(OSError, EOFError, ValueError):  # the launcher is gone, or talks nonsense
@@ -68,11 +70,12 @@ class Agent:
                     order = self._wire.receive()
                     heard = time.monotonic()
                     if order["do"] == "end":
-                        return
+                        return True
                     if order["do"] != "nothing":
                         self._obey(order)
                         heard = time.monotonic()  # it may have taken long
                 self._report()
+        return False
 
     def _obey(self, order: Message) -> None:
         answer: Message = {"answer": order["id"]}
@@ -154,7 +157,7 @@ def state_of(process: LocalProcess) -> Message:
 
 
 def main(argv: list[str]) -> int:
-    """The agent process."""
+    """The agent process. Returns 0, or `LAUNCHER_GONE`."""
     launcher, node, host, log_dir, secrets_file = argv
     # a scheduler's request to end comes to the launcher too, which ends what is here in its own time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -165,11 +168,11 @@ def main(argv: list[str]) -> int:
     wire.send({"hello": node, "pid": os.getpid()})
     scheduler = LocalScheduler(Path(log_dir), LocalSchedulerConfig(host=host))
     try:
-        Agent(wire, scheduler, secrets["workers"], secrets["patience"]).serve()
+        done = Agent(wire, scheduler, secrets["workers"], secrets["patience"]).serve()
     finally:
         wire.close()
         scheduler.delete_workers(grace=GRACE)
-    return 0
+    return 0 if done else LAUNCHER_GONE
 
 
 if __name__ == "__main__":

@@ -221,6 +221,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             hidden = {name: spec.env[name] for name in (RUN_KEY_VARIABLE,) if name in spec.env}
             config = self._config
             nodes = self._provider.nodes()
+            nodes = nodes[: len(nodes) - self._provider.spares]
             self._agents = Agents(
                 self._provider, self._log_dir, hidden, config.host, config.start_timeout, config.heartbeat_timeout
             )
@@ -262,7 +263,9 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         self.poll()
 
     def _take(self, spec: JobSpec, number: int, beside: Sequence[str]) -> list[str]:
-        """Places in the ledger; machines that are new since the start are looked for where there is no room."""
+        """Places in the ledger; spare or new machines are looked for where others were lost, or there is no room."""
+        if self._gone:
+            self._find_new()
         try:
             return self._ledger.take(spec, number, beside)
         except LaunchError:

@@ -13,6 +13,9 @@ from rl_contracts.scheduler import Node
 class NodeProvider(ABC):
     """The machines that a scheduler gave to a run, on each of which one process, its agent, is started."""
 
+    spares: int = 0
+    """How many of `nodes`, the last ones, are left alone until others are lost or have no room."""
+
     @abstractmethod
     def nodes(self) -> list[Node]:
         """The machines that are there now, always in the same order; lost ones are not among them. Asked several times

@@ -18,6 +18,10 @@ class Room:
     """May be less than 0: processes share cores where there are fewer than threads."""
     gpus: int
 
+    def suits(self, spec: JobSpec) -> bool:
+        """Whether the machine is for such roles."""
+        return self.node.servers is None or self.node.servers != spec.spmd
+
 
 class Ledger:
     """The machines, and what of them is taken.
@@ -59,7 +63,7 @@ class Ledger:
         """
         if beside:
             return [beside[index * len(beside) // number] for index in range(number)]
-        free = {name: room.gpus for name, room in self._rooms.items()}
+        free = {name: room.gpus for name, room in self._rooms.items() if room.suits(spec)}
         places: list[str] = []
         while len(places) < number:
             name = self._next(spec, places)
@@ -84,7 +88,7 @@ class Ledger:
 
     def _next(self, spec: JobSpec, places: Sequence[str]) -> str | None:
         """Where the next worker goes, after `places` of the same role."""
-        able = [room for room in self._rooms.values() if room.gpus >= spec.gpus]
+        able = [room for room in self._rooms.values() if room.gpus >= spec.gpus and room.suits(spec)]
         roomy = able if spec.gpus else [room for room in able if room.cores >= spec.cpus]
         last = places[-1] if places and roomy else ""
 

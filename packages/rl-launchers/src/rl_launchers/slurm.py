@@ -1,0 +1,323 @@
+"""The scheduler of a Slurm allocation: an agent on each of its nodes, started by `srun`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
+
+from rl_contracts.config import bounded, require
+from rl_contracts.errors import LaunchError
+from rl_contracts.scheduler import Node, Resources, Submission
+from rl_launchers import report, slurm_job
+from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
+from rl_launchers.nodes import NodeProvider
+from rl_launchers.slurm_commands import Commands, SlurmMissingError, Step, fields, offered, partitions, shares
+
+JOB = "SLURM_JOB_ID"
+"""Slurm's variable with the number of the job, in all that runs in one."""
+AGENT = Path(__file__).with_name("templates") / "slurm_agent.sh"
+END_SECONDS = 10.0
+"""Time for `srun` to end its step."""
+SINFO = ("sinfo", "-h", "-N", "-o", "%P|%N|%c|%G|%T|%f")
+
+
+@dataclass
+class SlurmSchedulerConfig(ClusterSchedulerConfig):
+    """How a run becomes a job of Slurm, and uses its nodes.
+
+    Outside of a job a run is handed in by `sbatch` and followed. Inside of one (of `salloc` or `sbatch`) it uses the
+    nodes that are there, and only `spare_nodes`, `server_nodes`, `poll_seconds`, the container and `srun_args` count.
+    """
+
+    setting: ClassVar[str] = "launcher.options"
+    shares_devices: ClassVar[bool] = True
+    nodes: int = bounded(1, "at least 1", lambda nodes: nodes >= 1)
+    """Nodes of the job, those of `server_nodes` and `spare_nodes` not counted."""
+    spare_nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
+    """Further nodes, idle until one is lost, whose servers and trainers then go there. With 0 a node that is lost ends
+    the job, and Slurm starts it again (`requeue`) once it has a whole set of nodes."""
+    server_nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
+    """Nodes for servers only, as a part of their own of a heterogeneous job; 0: servers and trainers share `nodes`."""
+    partition: str = ""
+    """Partition; empty: Slurm's default."""
+    server_partition: str = ""
+    """That of `server_nodes`; empty: the same."""
+    constraint: str = ""
+    """Features that nodes must have, as `sbatch --constraint` takes them."""
+    server_constraint: str = ""
+    """Those of `server_nodes`; empty: the same."""
+    account: str = ""
+    """Account that is charged; empty: the user's default."""
+    qos: str = ""
+    """Quality of service; empty: the default."""
+    reservation: str = ""
+    """Reservation to run in; empty: none."""
+    time_limit: str = ""
+    """As Slurm writes it: minutes, `hours:minutes:seconds` or `days-hours`; empty: the partition's. Before it is over
+    the run saves a recover point, and with `requeue` goes on in a new job of the same number."""
+    exclusive: bool = True
+    """Whole nodes; else `cores_per_node` and `gpus_per_node` of each."""
+    cores_per_node: int = bounded(0, "0 (all) or more", lambda cores: cores >= 0)
+    """Cores of each node; 0: all, as `sinfo` tells."""
+    gpus_per_node: int = bounded(-1, "-1 (all), 0 or more", lambda gpus: gpus >= -1)
+    """GPUs of each node; -1: all, as `sinfo` tells."""
+    requeue: bool = True
+    """Whether the job starts again, and goes on from its last recover point, after a preemption, the end of its time,
+    or the loss of a node. Needs recover.every. A run that is over, failed or was stopped never does."""
+    max_requeues: int = bounded(100, "0 or more", lambda times: times >= 0)
+    """How often it does so before its time is over."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of shell for the job before the launcher starts, for example `module load cuda`. No secrets."""
+    sbatch_args: list[str] = field(default_factory=list)
+    """Further options of `sbatch`, for example `--mail-type=END`."""
+    srun_args: list[str] = field(default_factory=list)
+    """Further options of the `srun` that starts each node's agent."""
+    template: str = ""
+    """File with the batch script as a Jinja template; empty: ours, `rl_launchers/templates/slurm.sh.jinja`."""
+    container_image: str = ""
+    """Image in which agents, and so servers and trainers, run (`srun --container-image`, of pyxis); empty: none. The
+    launcher runs outside of it, and its Python environment must be at the same path inside."""
+    container_mounts: list[str] = field(default_factory=list)
+    """What the container sees of the node, as `srun --container-mounts` takes it. The run directory always is."""
+    poll_seconds: float = bounded(5.0, "at least 0.2", lambda seconds: seconds >= 0.2)
+    """Seconds between two questions to Slurm's controller."""
+
+    def resources(self) -> Resources | None:
+        """In a job what it has; else what `nodes` and `server_nodes` of the partition have; None without Slurm and
+        without `cores_per_node`. Spare nodes are not counted.
+
+        Raises:
+            ConfigError: there is no such partition, or not so many nodes.
+        """
+        if self.submits():
+            found = [node for nodes in self._offered() for node in nodes]
+        else:
+            found = SlurmNodes(self).nodes()
+            found = found[: len(found) - self.spare_nodes]
+        if not all(node.cores for node in found):
+            return None
+        return Resources(sum(node.gpus for node in found), sum(node.cores for node in found), tuple(found))
+
+    def submits(self) -> bool:
+        """Outside of a job."""
+        return JOB not in os.environ
+
+    def submit(self, submission: Submission) -> int:
+        """By `sbatch`; see the contract."""
+        return slurm_job.submit(submission, self.script(submission), self.poll_seconds)
+
+    def script(self, submission: Submission) -> str:
+        """The batch script; see the contract."""
+        if not self.submits():
+            return ""
+        parts = [self._options(part, nodes) for part, nodes in zip(self._parts(), self._offered(), strict=True)]
+        settings = {name: getattr(self, name) for name in ("requeue", "max_requeues", "spare_nodes", "setup")}
+        return slurm_job.render(submission, self.template, settings | {"parts": parts})
+
+    def attach(self, run_dir: Path) -> int | None:
+        """See the contract."""
+        return slurm_job.attach(run_dir, self.poll_seconds)
+
+    def _parts(self) -> list[_Part]:
+        """What a job asks for: one part, or a heterogeneous job's two."""
+        main = _Part("", self.nodes, self.spare_nodes, self.partition, self.constraint)
+        partition, constraint = self.server_partition or self.partition, self.server_constraint or self.constraint
+        return [main, _Part("server_", self.server_nodes, 0, partition, constraint)] if self.server_nodes else [main]
+
+    def _offered(self) -> list[list[Node]]:
+        """For each part machines such as it would get, spare ones left out; without cores where nobody knows."""
+        try:
+            text = Commands().output(*SINFO)
+        except SlurmMissingError:
+            text = ""
+        found: list[list[Node]] = []
+        for part in self._parts():
+            taken = {node.name for nodes in found for node in nodes}
+            nodes = part.choose(text, taken) if text else [Node(f"{part.prefix}{i}", "", 0) for i in range(part.nodes)]
+            found.append([self._used(node, part) for node in nodes])
+        return found
+
+    def _used(self, node: Node, part: _Part) -> Node:
+        """What a run gets of a machine."""
+        gpus = node.gpus if self.gpus_per_node < 0 else self.gpus_per_node
+        servers = bool(part.prefix) if self.server_nodes else None
+        return replace(node, cores=self.cores_per_node or node.cores, gpus=gpus, servers=servers)
+
+    def _options(self, part: _Part, nodes: Sequence[Node]) -> list[str]:
+        """Those of `sbatch` for a part of the job."""
+        values = {
+            "nodes": part.nodes + part.spares,
+            "ntasks-per-node": 1,
+            "cpus-per-task": min(node.cores for node in nodes),
+            "gpus-per-node": min(node.gpus for node in nodes),
+            "partition": part.partition,
+            "constraint": part.constraint,
+            "account": self.account,
+            "qos": self.qos,
+            "reservation": self.reservation,
+            "time": self.time_limit,
+        }
+        options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value]
+        return options + ["--exclusive"] * self.exclusive + self.sbatch_args
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Nodes of one kind in a job."""
+
+    prefix: str
+    """Of its settings' names."""
+    nodes: int
+    spares: int
+    partition: str
+    constraint: str
+
+    def choose(self, sinfo: str, taken: Collection[str]) -> list[Node]:
+        """Machines such as it would get.
+
+        Raises:
+            ConfigError: no such partition, or not so many machines.
+        """
+        known, setting = partitions(sinfo), f"launcher.options.{self.prefix}"
+        right = all(name in known for name in filter(None, self.partition.split(",")))
+        require(right, f"{setting}partition", f"one of {', '.join(known)}", self.partition)
+        usable = [node for node in offered(sinfo, self.partition, self.constraint) if node.name not in taken]
+        where = " ".join(filter(None, ["partition", self.partition or "(default)", self.constraint]))
+        fits = f"at most {len(usable)} with spare ones, which {where} has usable"
+        require(self.nodes + self.spares <= len(usable), f"{setting}nodes", fits, self.nodes + self.spares)
+        return usable[: self.nodes]
+
+
+class SlurmNodes(NodeProvider):
+    """The nodes of the job in which this process runs.
+
+    Args:
+        config: see `SlurmSchedulerConfig`.
+        commands: Slurm's.
+    """
+
+    def __init__(self, config: SlurmSchedulerConfig, commands: Commands | None = None) -> None:
+        self._config, self._commands = config, commands or Commands()
+        self.spares = self._config.spare_nodes
+        self._found: list[Node] = []
+        self._looked = float("-inf")
+        self._parts: dict[str, int] = {}
+        self._rescues = False
+        self._steps: dict[str, Step] = {}
+
+    def nodes(self) -> list[Node]:
+        """Those that Slurm has not found lost; asked at most every `poll_seconds`."""
+        if time.monotonic() - self._looked >= self._config.poll_seconds:
+            try:
+                self._found = self._look()
+            except LaunchError:
+                if not self._found:
+                    raise
+            self._looked = time.monotonic()
+        return list(self._found)
+
+    def start(self, node: Node, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        """As a step of the job that may use all that the job has on the node."""
+        if (former := self._steps.pop(node.name, None)) is not None:
+            former.kill()
+        rescue = "yes" if self._rescues and self._config.spare_nodes else "no"
+        words = ["srun", *self._step(node, log.parent), "bash", str(AGENT), rescue, *command]
+        own = {name: value for name, value in env.items() if name != "TMPDIR"}  # each node has its own
+        try:
+            self._steps[node.name] = self._commands.start(words, own, log)
+        except OSError as error:
+            raise LaunchError(f"srun cannot be started: {error}") from error
+
+    def ended(self, node: Node) -> str:
+        """As `srun` tells."""
+        step = self._steps.get(node.name)
+        code = None if step is None else step.poll()
+        return "" if code is None else f"{report.describe_exit(code)}, says srun"
+
+    def close(self) -> None:
+        """Ask every `srun` that is left to end its step; it does so at once."""
+        for step in self._steps.values():
+            if step.poll() is None:
+                step.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + END_SECONDS
+        for step in self._steps.values():
+            try:
+                step.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                step.kill()
+        self._steps.clear()
+
+    def address(self) -> str:
+        """That of the node on which the launcher runs, as Slurm knows it."""
+        own = [node.host for node in self.nodes() if node.name == os.environ.get("SLURMD_NODENAME")]
+        return own[0] if own else super().address()
+
+    def _step(self, node: Node, log_dir: Path) -> list[str]:
+        config = self._config
+        options = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node.name}", f"--cpus-per-task={node.cores}"]
+        options += ["--cpu-bind=none", "--mem=0", "--input=none", "--quit-on-interrupt", "--job-name=agent"]
+        options += [f"--gres=gpu:{node.gpus}"] if node.gpus else []
+        options += [f"--het-group={self._parts[node.name]}"] if len(set(self._parts.values())) > 1 else []
+        if config.container_image:
+            mounts = [*config.container_mounts, f"{log_dir.parent}:{log_dir.parent}"]
+            options += [f"--container-image={config.container_image}", f"--container-mounts={','.join(mounts)}"]
+        return options + config.srun_args
+
+    def _look(self) -> list[Node]:
+        job = os.environ.get(JOB)
+        if not job:
+            raise LaunchError(f"expected to run in a job of Slurm, found no {JOB}. Start it with sbatch or salloc.")
+        text = self._commands.output("scontrol", "show", "job", "-d", "-o", job)
+        mine = fields(text.partition("\n")[0])
+        self._rescues = mine.get("BatchFlag") == "1" and mine.get("Requeue") == "1"
+        about = list(shares(text))
+        hosts = ",".join(share.hosts for share in about)
+        shown = self._commands.output("scontrol", "show", "node", "-o", hosts).splitlines() if hosts else []
+        known = {found["NodeName"]: found for found in map(fields, filter(None, shown))}
+        kinds: list[list[Node]] = [[], []]
+        for share in about:
+            for name in self._commands.output("scontrol", "show", "hostnames", share.hosts).split():
+                state = known.get(name, {}).get("State", "DOWN")
+                self._parts[name] = share.part
+                if not any(word in state for word in ("DOWN", "NOT_RESPONDING", "FAIL", "*")):
+                    node = Node(name, _resolved(known[name]["NodeAddr"]), share.cores, share.gpus)
+                    kinds[min(share.part, 1)].append(node)
+        return self._in_order(*kinds)
+
+    def _in_order(self, main: list[Node], servers: list[Node]) -> list[Node]:
+        """Those for trainers, those for servers, and the spare ones, which are for all."""
+        first, spares = main[: len(main) - self.spares], main[len(main) - self.spares :]
+        if servers:
+            first = [replace(node, servers=False) for node in first] + [replace(n, servers=True) for n in servers]
+        return first + spares
+
+
+class SlurmScheduler(ClusterScheduler):
+    """Starts workers on the nodes of the job in which this process runs.
+
+    Args:
+        log_dir: directory of the logs, which the nodes share.
+        config: see `SlurmSchedulerConfig`.
+        commands: Slurm's.
+    """
+
+    def __init__(
+        self, log_dir: Path, config: SlurmSchedulerConfig | None = None, commands: Commands | None = None
+    ) -> None:
+        config = config or SlurmSchedulerConfig()
+        super().__init__(log_dir, config, SlurmNodes(config, commands))
+
+
+def _resolved(address: str) -> str:
+    try:
+        return socket.gethostbyname(address)
+    except OSError:
+        return address

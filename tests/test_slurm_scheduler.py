@@ -1,0 +1,109 @@
+"""The Slurm scheduler in real allocations of the four-node cluster: what every scheduler promises, and lost nodes."""
+
+import os
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+from slurm_cluster import slurm
+
+from rl_contracts.conformance.scheduler import SchedulerConformance
+from rl_contracts.scheduler import JobSpec, WorkerStatus
+from rl_launchers import SlurmScheduler, SlurmSchedulerConfig
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with slurm(lost_after=4) as found:
+        yield found
+
+
+@contextmanager
+def allocation(cluster, *options):
+    """A job without a script, in which this process counts as the batch script."""
+    cluster.run("salloc", "--no-shell", "--exclusive", "--no-kill", "-Q", "-J", "test", *options)
+    job = min(cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%A").split(), key=int)  # of the first part
+    os.environ["SLURM_JOB_ID"] = job
+    try:
+        yield job
+    finally:
+        del os.environ["SLURM_JOB_ID"]
+        cluster.run("scancel", job)
+        _until(lambda: cluster.run("squeue", "-h") == "")
+
+
+def _until(condition, seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting after {seconds:g} s"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="class")
+def two_nodes(cluster):
+    with allocation(cluster, "-N2") as job:
+        yield job
+
+
+class TestSlurmScheduler(SchedulerConformance):
+    @pytest.fixture
+    def scheduler(self, tmp_path, two_nodes):
+        with SlurmScheduler(tmp_path / "logs", SlurmSchedulerConfig(poll_seconds=0.5)) as scheduler:
+            yield scheduler
+
+
+def test_scheduler_node_is_lost_its_worker_fails_and_comes_back_on_the_spare(cluster, tmp_path):
+    config = SlurmSchedulerConfig(nodes=2, spare_nodes=1, poll_seconds=0.5)
+    with allocation(cluster, "-N3"), SlurmScheduler(tmp_path, config) as scheduler:
+        workers = scheduler.create_workers(JobSpec("role", SLEEP, count=2, cpus=2))
+        assert len({worker.node for worker in workers}) == 2
+        lost = workers[1]
+
+        cluster.kill_node(lost.node)
+        _until(lambda: [w.status for w in scheduler.poll()] == [WorkerStatus.RUNNING, WorkerStatus.FAILED])
+        assert lost.node in lost.cause
+        again = scheduler.restart_worker(lost)
+
+        assert again.node not in {worker.node for worker in workers}
+        assert [w.status for w in scheduler.poll()] == [WorkerStatus.RUNNING] * 2
+        cluster.revive(lost.node)
+
+
+def test_scheduler_nodes_says_who_is_left_once_slurm_has_noticed(cluster, tmp_path):
+    config = SlurmSchedulerConfig(poll_seconds=0.2)
+    with allocation(cluster, "-N3"):
+        before = [node.name for node in config.resources().nodes]
+
+        cluster.kill_node(before[1])
+        cluster.await_state(before[1], "down*")
+
+        assert [node.name for node in config.resources().nodes] == [before[0], before[2]]
+        cluster.revive(before[1])
+
+
+def test_scheduler_heterogeneous_job_servers_and_trainers_run_on_their_own_parts(cluster, tmp_path):
+    config = SlurmSchedulerConfig(nodes=1, server_nodes=2)
+    with allocation(cluster, "-N1", "-pfront", ":", "-N2", "-pback"), SlurmScheduler(tmp_path, config) as scheduler:
+        servers = scheduler.create_workers(JobSpec("rollout", SLEEP, count=2, cpus=2))
+        trainers = scheduler.create_workers(JobSpec("actor", SLEEP, count=2, cpus=2, spmd=True))
+
+        assert {worker.node for worker in servers} == {"node2", "node3"}
+        assert len({worker.node for worker in trainers}) == 1
+        assert trainers[0].node in ("node0", "node1")
+
+
+def test_scheduler_made_up_gpus_are_handed_out_as_slurm_counts_them(tmp_path):
+    with slurm(nodes=2, gpus=2) as cluster, allocation(cluster, "-N2", "--gpus-per-node=2"):
+        config = SlurmSchedulerConfig()
+        assert config.resources().gpus == 4
+        with SlurmScheduler(tmp_path, config) as scheduler:
+            show = (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+            workers = scheduler.create_workers(JobSpec("role", show, count=4, gpus=1))
+            _until(lambda: all(worker.exit_code == 0 for worker in scheduler.poll()))
+
+            seen = sorted((worker.node, scheduler.logs(worker).strip()) for worker in workers)
+            assert seen == [("node0", "0"), ("node0", "1"), ("node1", "0"), ("node1", "1")]

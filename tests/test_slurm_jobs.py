@@ -218,6 +218,39 @@ def test_submit_node_of_the_job_is_lost_slurm_starts_it_again(cluster, tmp_path)
     assert _lives(lives)[1].split()[1] != first
 
 
+RUN = """
+import os, pathlib, sys, time
+from rl_contracts.scheduler import JobSpec
+from rl_launchers import SlurmScheduler, SlurmSchedulerConfig
+lives, logs = map(pathlib.Path, sys.argv[1:])
+with SlurmScheduler(logs, SlurmSchedulerConfig(nodes=1, spare_nodes=2)) as scheduler:
+    scheduler.create_workers(JobSpec("role", (sys.executable, "-c", "import time; time.sleep(600)"), cpus=2))
+    scheduler.resize_workers("role", 1)
+    scheduler._find_new()
+    with lives.open("a") as file:
+        file.write(os.environ.get("SLURM_RESTART_COUNT", "0") + " " + os.environ["SLURMD_NODENAME"] + "\\n")
+    while len(lives.read_text().splitlines()) < 2:
+        time.sleep(0.1)
+"""
+"""A launcher with agents on its spare nodes, too."""
+
+
+def test_submit_spare_nodes_and_the_launchers_own_node_is_lost_the_job_starts_again(cluster, tmp_path):
+    lives = tmp_path / "lives"
+    following = _follow(
+        (sys.executable, "-c", RUN, str(lives), str(tmp_path / "own")), tmp_path, nodes=1, spare_nodes=2
+    )
+    _until(lambda: _lives(lives))
+    first = _lives(lives)[0].split()[1]
+
+    cluster.kill_node(first)
+    following.communicate(timeout=240)
+    cluster.revive(first)
+
+    assert following.returncode == 0
+    assert [life.split()[0] for life in _lives(lives)] == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -11,6 +11,7 @@ from rl_apps import gsm8k_grpo
 from rl_apps.app import Run
 from rl_apps.layout import layout_of
 from rl_apps.parts import Parts
+from rl_contracts.names import FileNames
 from rl_contracts.parallel import ParallelContext
 
 
@@ -81,3 +82,24 @@ def test_client_of_one_of_many_heads_probes_as_seldom_as_noticing_a_lost_server_
     with _parts(tmp_path) as parts:
         client = _client(parts, ParallelContext(world_size=heads, dp_size=heads))
     assert client.config.probe_interval == expected
+
+
+def test_client_follows_the_names_that_the_launcher_keeps(tmp_path, servers_are_ready):
+    with _parts(tmp_path) as parts:
+        source = _client(parts)._monitor.discovery._source
+        assert source() == {}
+        assert not (tmp_path / "names").exists(), "who reads makes nothing"
+        names = FileNames(tmp_path / "names")
+        names.add("servers/rollout/0", "http://127.0.0.1:1")
+        names.add("servers/other/0", "http://127.0.0.1:2")
+
+        assert source() == {"servers/rollout/0": "http://127.0.0.1:1"}
+    with _parts(tmp_path, "rollout.server.addresses=[http://127.0.0.1:1]") as parts:
+        assert _client(parts)._monitor.discovery is None, "somebody else's servers are those that the config names"
+
+
+def test_await_servers_one_that_was_moved_is_not_waited_for(tmp_path):
+    FileNames(tmp_path / "names").add("servers/rollout/0", "http://127.0.0.1:2")  # the trainer was told port 1
+
+    with _parts(tmp_path, "rollout.server.ready_timeout=30") as parts:
+        _client(parts)

@@ -20,6 +20,7 @@ import rl_trainers
 import rl_workflows
 from rl_apps.app import Run
 from rl_apps.data import Rows, first_rows, load_rows
+from rl_apps.directory import names_of
 from rl_apps.layout import Devices, Layout
 from rl_apps.lengths import lengths_of, longest_row
 from rl_contracts import registry
@@ -133,12 +134,15 @@ class Parts(ExitStack):
         settings = settings.shared_by(ranks.dp_size)
         client: InferenceEngine = made(self.config.rollout.server, serve_spec(self.run), settings)
         client.initialize(list(self.run.servers), os.environ.get(RUN_KEY_VARIABLE, ""))
+        if not attached(self.config, self.run.layout) and not client.follow(lambda: named_servers(self.run)):
+            log.info("the servers of this run stay those of its start: its client takes in no others")
         self.callback(lambda: loop.run(client.destroy(), CLOSE_SECONDS))
         return client
 
     def await_servers(self, spec: JobSpec, ranks: ParallelContext) -> None:
-        """Return when all servers are ready, which start while the trainers load their model. Rank 0 asks them and
-        tells the others after each answer, so that none waits in a collective for longer than its group allows.
+        """Return when all servers are ready, which start while the trainers load their model; one that was moved
+        meanwhile is not waited for. Rank 0 asks them and tells the others after each answer, so that none waits in a
+        collective for longer than its group allows.
 
         Raises:
             InferenceError: one was not ready in time; on every rank.
@@ -148,6 +152,8 @@ class Parts(ExitStack):
             log.info("waiting for the server at %s", server.netloc)
             while True:
                 said = probe(server.hostname or "", server.port or 80, str(spec.ready_path)) if ranks.is_main else None
+                if said and (named := named_servers(self.run).values()) and server.geturl() not in named:
+                    said = None  # it comes up elsewhere, and the client takes it in
                 problem, late = ranks.broadcast_json([said, time.monotonic() > deadline])
                 if not problem:
                     break
@@ -264,6 +270,12 @@ class Parts(ExitStack):
 def attached(config: Any, layout: Layout) -> tuple[str, ...]:
     """Addresses of servers that run already and that a run of such a config uses; none where it starts its own."""
     return tuple(config.rollout.server.addresses) if layout.rollout is not None else ()
+
+
+def named_servers(run: Run[Any]) -> dict[str, str]:
+    """Addresses of the servers of a run by name, as its launcher keeps them; none where it does not."""
+    assert run.layout.rollout is not None
+    return names_of(run.directory).children(f"servers/{run.layout.rollout.name}")
 
 
 def server_jobs(run: Run[Any], devices: Devices) -> list[JobSpec]:

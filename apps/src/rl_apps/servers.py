@@ -6,13 +6,11 @@ import asyncio
 import json
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +22,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import STORED_ROUTES, ModelRequest
 from rl_contracts.errors import ConfigError, InferenceError
 from rl_contracts.inference import ServedModel, ServerProgram
-from rl_contracts.model_directory import same_model, vocabulary_size
+from rl_contracts.model_directory import vocabulary_size
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 
 IMPORT_SECONDS = 600.0
@@ -80,11 +78,11 @@ def look_for(program: ServerProgram) -> None:
     """
     where = f"rollout.server.python={program.python}" if program.python else f"the servers' Python, {sys.executable}"
     python, found, problem = _look(program, where)
-    expected = f"{where} (Python {python}): expected {_wanted(program)}"
+    expected = f"{where} (Python {python}): expected {program.wanted}"
     if not found:
         raise ConfigError(f"{expected}, found no such package. {program.remedy}")
     (name, version), *_ = found.items()
-    if not _will_do(program, version):
+    if not program.accepts(version):
         raise ConfigError(f"{expected}, found {name} {version}. {program.remedy}")
     if problem:
         raise ConfigError(
@@ -115,23 +113,6 @@ def _look(program: ServerProgram, where: str) -> tuple[str, dict[str, str], str]
             f"{last}. {program.remedy}"
         ) from None
     return python, found, problem
-
-
-def _wanted(program: ServerProgram) -> str:
-    """Which packages of which versions will do, in words."""
-    bounds = [f"{sign}{number}" for sign, number in ((">=", program.at_least), ("<", program.below)) if number]
-    return f"{' or '.join(program.distributions)} {','.join(bounds)}".rstrip()
-
-
-def _will_do(program: ServerProgram, version: str) -> bool:
-    late = program.below and not _numbers(version) < _numbers(program.below)
-    return not late and _numbers(version) >= _numbers(program.at_least)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version: `0.32.0rc1+cpu` is (0, 32, 0)."""
-    release = re.match(r"[\d.]*", version)
-    return tuple(int(number) for number in release[0].split(".") if number) if release else ()
 
 
 def check_attached(run: Run[Any], first_version: int) -> None:
@@ -180,24 +161,12 @@ async def _look_at(run: Run[Any], address: str, first_version: int) -> None:
 
 
 def _check_description(said: ServedModel, run: Run[Any], first_version: int) -> None:
-    spec, route, program = serve_spec(run), run.config.publish.route, run.config.rollout.server.program()
-    name, _, version = said.program.partition(" ")
-    if program is not None and name and not (name in program.distributions and _will_do(program, version)):
-        raise InferenceError(f"it is {said.program}, and this run is made for {_wanted(program)}")
-    if said.model_path and not same_model(said.model_path, spec.model_path):
-        raise InferenceError(f"it serves the model {said.model_path}, and the run is about {spec.model_path}")
+    route, program = run.config.publish.route, run.config.rollout.server.program()
+    said.check(serve_spec(run), program, route in STORED_ROUTES)
     if said.version > first_version:
         raise InferenceError(
             f"it serves version {said.version} of another run's weights, and this run begins with version "
             f"{first_version} (start it anew)"
-        )
-    if said.weights_dir == "":
-        raise InferenceError("it takes no updates of its weights")
-    elsewhere = said.weights_dir and Path(said.weights_dir).resolve() != Path(spec.weights_dir).resolve()
-    if elsewhere and route in STORED_ROUTES:
-        raise InferenceError(
-            f"it looks for updates in {said.weights_dir}, and this run puts them into {spec.weights_dir} "
-            f"(publish.route={route})"
         )
 
 

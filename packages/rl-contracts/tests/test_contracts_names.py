@@ -164,3 +164,14 @@ def test_file_names_another_process_is_heard(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         assert names.wait("run/x", timeout=60) == "hello"
         assert process.wait(60) == 0
+
+
+def test_file_names_reader_makes_nothing(tmp_path: Path) -> None:
+    names = FileNames(tmp_path / "run" / "names")
+
+    assert names.children("servers/rollout") == {}
+    with pytest.raises(UnknownNameError):
+        names.get("servers/rollout/0")
+    names.delete("servers/rollout/0")
+
+    assert not list(tmp_path.iterdir())

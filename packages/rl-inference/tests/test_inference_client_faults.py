@@ -336,6 +336,37 @@ async def test_request_whose_servers_each_give_a_token_and_end_is_given_up_at_th
     assert len(seen) == asked
 
 
+@pytest.mark.parametrize("stamped", ["by the token", "at the end"])
+async def test_agenerate_server_behind_the_one_before_is_out_and_its_tokens_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, stamped: str
+) -> None:
+    """Another client published version 2 without the second server, which this one knew already."""
+    addresses = [f"http://127.0.0.1:{port}" for port in range(1, 4)]
+    served, asked = [2, 1, 2], list[str]()
+
+    async def stream(server: Server, call: object) -> AsyncIterator[GenerationChunk]:
+        version = served[len(asked)]
+        asked.append(server.address)
+        finish, ids = ("abort" if len(asked) == 1 else "length"), [len(asked)] * 2
+        if stamped == "by the token":
+            yield GenerationChunk(ids, [-1.0] * 2, [version] * 2, finish)
+        else:
+            yield GenerationChunk(ids, [-1.0] * 2)
+            yield GenerationChunk(finish=finish, stamps=[version] * 2)
+
+    async with client(*addresses, probe_interval=0.0) as engine, asyncio.timeout(20):
+        monkeypatch.setattr(engine._transport, "stream", stream)
+        monkeypatch.setattr(engine._router, "choose", lambda group: engine._router.servers[len(asked)])
+        for server in engine._router.servers:
+            server.version = 1
+
+        answer = await engine.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=4)))
+
+        assert (answer.output_ids, answer.versions) == ([1, 1, 3, 3], [2, 2, 2, 2])
+        assert engine.servers == [addresses[0], addresses[2]]
+        assert "serves version 1 after others had made tokens at 2" in str(engine._router.servers[1].evicted)
+
+
 @pytest.mark.parametrize(("lives", "deaths"), [(("a", "a"), 1), (("a", "b"), 2), (("", ""), 2)])
 async def test_hold_against_counts_each_life_of_a_server_once(lives: tuple[str, str], deaths: int) -> None:
     """A life whose name the client never learned is nobody else's."""

@@ -3,84 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import signal
 import sys
-import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from publishing import (
+    PROMPT,
+    SPOILED,
+    TOKENS,
+    Trainer,
+    both_serve,
+    client,
+    request,
+    served_version,
+    until,
+    until_live,
+    until_running,
+)
 
-from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
-from rl_contracts.testing import put_weights
-from rl_contracts.weights import verify_receipt, write_committed
-from rl_inference import EmbeddedEngine
-from rl_inference.testing import ServerProcess, reference_logprobs, reference_model
+from rl_inference.testing import ServerProcess, reference_model
 
 pytestmark = pytest.mark.slow  # each test starts servers of its own
-PROMPT = [5, 17, 40, 33, 21, 90]
-TOKENS = 480
-QUICK = {"probe_interval": 0.1, "probe_timeout": 1.0, "progress_timeout": 1.5, "rejoin_timeout": 60.0}
-SPOILED = """
-import sys
-from rl_inference.server.weights import ServedWeights
-commit = ServedWeights.commit
-def spoil(self, version):
-    commit(self, version)
-    self._live["model.norm.weight"].data[3] += 1.0
-ServedWeights.commit = spoil
-from rl_inference.server.__main__ import main
-sys.exit(main(sys.argv[1:]))
-"""
-"""A server whose tensors are not what it was sent, once they are served."""
-
-
-@dataclass
-class Trainer:
-    """Publishes as a trainer does: each version is the model times a factor of its own, and leaves a record."""
-
-    model: Any
-    directory: Path
-    version: int = 0
-    sent: dict[int, WeightReceipt] = field(default_factory=dict)
-    record: bool = True
-
-    def put(self, version: int) -> WeightUpdateMeta:
-        factor = 1 + version / 500
-        tensors = [(name, p.detach() * factor) for name, p in self.model.named_parameters()]
-        meta, self.sent[version] = put_weights(self.directory, version, tensors)
-        return meta
-
-    async def stage(self, engine: EmbeddedEngine) -> WeightUpdateMeta:
-        meta = self.put(self.version + 1)
-        for receipt in await engine.stage_weights(meta):
-            verify_receipt(self.sent[meta.version], receipt, "shm")
-        return meta
-
-    async def commit(self, engine: EmbeddedEngine, meta: WeightUpdateMeta, interrupt: str = "keep") -> None:
-        await engine.commit_weights(meta.version, interrupt)
-        self.version = meta.version
-        if self.record:
-            write_committed(self.directory, meta, self.sent[meta.version])
-
-    async def publish(self, engine: EmbeddedEngine, interrupt: str = "keep") -> int:
-        await self.commit(engine, await self.stage(engine), interrupt)
-        return self.version
-
-    def check(self, answer: ModelResponse) -> None:
-        """The log-probs of an answer of one version are those of that version's weights."""
-        (version,) = set(answer.versions)
-        model = reference_model(Path(self.model.name_or_path))
-        for parameter in model.parameters():
-            parameter.data *= 1 + version / 500
-        expected = reference_logprobs(model, answer.input_ids, answer.output_ids)
-        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.fixture
@@ -101,53 +48,6 @@ def servers(model_path: Path, tmp_path: Path) -> Iterator[list[ServerProcess]]:
         for server in pair:
             if server.process is not None:
                 server.stop()
-
-
-@contextlib.asynccontextmanager
-async def client(servers: list[ServerProcess], weights_dir: str = "", **config: Any) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(spec=ServeSpec(weights_dir=weights_dir), client=ClientConfig(**{**QUICK, **config}))
-    engine.initialize([server.address for server in servers])
-    try:
-        yield engine
-    finally:
-        await engine.destroy()
-
-
-def request(seed: int, tokens: int = TOKENS) -> ModelRequest:
-    generation = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, ignore_eos=True)
-    return ModelRequest(list(PROMPT), generation, seed=seed)
-
-
-def served_version(server: ServerProcess) -> int:
-    with urllib.request.urlopen(server.address + "/health", timeout=10) as response:
-        return int(json.load(response)["version"])
-
-
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - changed by other processes
-            await asyncio.sleep(0.01)
-
-
-async def until_live(engine: EmbeddedEngine, count: int) -> None:
-    await until(lambda: len(engine._router.live) == count)
-
-
-async def until_running(servers: list[ServerProcess]) -> None:
-    """Wait until each server works on something."""
-    for server in servers:
-        async with client([server], probe_interval=0, rejoin_timeout=0) as probe, asyncio.timeout(30):
-            while not (await probe.stats())["running"]:  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.001)
-
-
-async def both_serve(engine: EmbeddedEngine, trainer: Trainer, version: int) -> None:
-    """Both servers answer, at `version`, with its weights."""
-    answers = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(6)))
-    assert len({answer.server for answer in answers}) == 2
-    for answer in answers:
-        assert answer.versions == [version] * 12
-        trainer.check(answer)
 
 
 async def test_agenerate_server_killed_mid_answer_is_replaced_and_used_again(

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -262,6 +262,57 @@ def test_broadcast_server_that_does_not_arrive_is_evicted_within_the_deadline(st
 
 
 @pytest.mark.slow
+def test_broadcast_servers_that_come_and_go_between_updates_have_their_seats_in_the_next(
+    start: Any, model_path: Path, new_model_path: Path
+) -> None:
+    trainer, servers = start(3)
+    new, old = parameters(new_model_path), parameters(model_path)
+    names = {str(number): server.address for number, server in enumerate(servers)}
+    engine = trainer.engine
+    engine.config.discover_interval = engine.config.probe_interval = 0.1
+    engine.follow(lambda: dict(names))
+    first, second, third = (server.address for server in servers)
+    trainer.publish(1, new)
+
+    del names["2"]
+    until(lambda: engine.servers == [first, second])
+    trainer.publish(2, old)
+    assert served_version(servers[2]) == 1, "nobody sends it anything"
+    names["3"] = third
+    until(lambda: any(s.address == third and s.well and s.vetted for s in engine._router.servers))
+    assert engine.servers == [first, second], "nothing is left to read, so it comes in with the next update"
+    trainer.publish(3, new)
+    assert engine.servers == [first, second, third]
+
+    mine = trainer.send(4, old, specs_of(old))
+    for receipt in trainer.receipts.result(DEADLINE):
+        verify_receipt(mine, receipt, "broadcast")
+    del names["0"]
+    until(lambda: engine.servers == [second, third])
+    servers[0].stop()
+    trainer.loop.run(engine.commit_weights(4), DEADLINE)
+    trainer.publish(5, new)
+
+    expected = reference_logprobs(reference_model(new_model_path), PROMPT[:1], PROMPT[1:])
+    for address in (second, third):
+        scores = trainer.loop.run(engine.score(PROMPT, server=address), DEADLINE)
+        assert scores[1:] == pytest.approx(expected, abs=1e-5)
+    assert trainer.answer().versions == [5] * 5
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def served_version(server: ServerProcess) -> int:
+    with urllib.request.urlopen(server.address + "/health", timeout=10) as response:
+        return int(json.load(response)["version"])
+
+
+@pytest.mark.slow
 def test_shm_server_killed_while_it_stages_is_evicted_and_the_update_goes_on(start: Any, new_model_path: Path) -> None:
     trainer, servers = start(2, "shm")
     new = parameters(new_model_path)
@@ -334,8 +385,7 @@ def test_trainer_killed_in_the_middle_servers_go_on_and_a_new_trainer_publishes(
     assert process.exitcode == -signal.SIGKILL
     assert trainer.answer().versions == [1] * 5
     for server in servers:
-        with urllib.request.urlopen(server.address + "/health", timeout=10) as response:
-            assert json.load(response)["version"] == 1
+        assert served_version(server) == 1
     trainer.publish(2, new)
     assert trainer.answer().versions == [2] * 5
 

@@ -370,6 +370,19 @@ def test_gate_looks_at_each_server_in_turn(engine, loop):
     assert fleet.asked == [*fleet.servers, *fleet.servers]
 
 
+def test_gate_server_that_another_head_does_not_know_yet_is_not_looked_at(engine, loop):
+    fleet = Fleet(engine, 3)
+
+    class Heads(ParallelContext):
+        def gather_json(self, value, replicas=False):
+            return [value, value[1:], None] if value == fleet.servers else [value]
+
+    engine.parallel = Heads()
+    gate = _gate(fleet, loop, rows=1)
+    _steps(gate, fleet, 4)
+    assert fleet.asked == [*fleet.servers[1:], *fleet.servers[1:]]
+
+
 @pytest.mark.slow
 def test_gate_check_that_cannot_be_made_is_null_and_counted_and_stops_the_run_only_when_it_repeats(
     engine, loop, caplog

@@ -202,6 +202,8 @@ class ClientConfig(Settings):
     probe_interval: float = bounded(2.0, "0 (never) or more", lambda seconds: seconds >= 0)
     """Seconds between two questions to each server whether it is well; then also one that was evicted may come back.
     0: never asked, and evicted for good."""
+    discover_interval: float = bounded(1.0, "seconds above 0", lambda seconds: seconds > 0)
+    """Seconds between two looks at which servers there are, where a run tells (never where `probe_interval` is 0)."""
     probe_timeout: float = bounded(5.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds for such an answer."""
     rejoin_timeout: float = 0.0
@@ -220,8 +222,14 @@ class ClientConfig(Settings):
         )
 
     def shared_by(self, clients: int) -> ClientConfig:
-        """For each of several clients of the same servers: together they probe as often as one would alone, up to the
-        number at which each would have less than four probes within `progress_timeout` (and `rejoin_timeout`), which it
-        needs to notice in time that a server is silent or back. What fails is asked about at once in any case."""
+        """For each of several clients of the same servers: together they probe, and look which servers there are, as
+        often as one would alone, up to the number at which each would have less than four probes within
+        `progress_timeout` (and `rejoin_timeout`), which it needs to notice in time that a server is silent or back.
+        What fails is asked about at once in any case."""
         longest = min(self.progress_timeout, self.rejoin_timeout or self.progress_timeout) / 4
-        return replace(self, probe_interval=min(clients * self.probe_interval, max(self.probe_interval, longest)))
+
+        def shared(interval: float) -> float:
+            return min(clients * interval, max(interval, longest))
+
+        probe, discover = shared(self.probe_interval), shared(self.discover_interval)
+        return replace(self, probe_interval=probe, discover_interval=discover)

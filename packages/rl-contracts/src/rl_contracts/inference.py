@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rl_contracts.config import ClientConfig, Settings, require
 from rl_contracts.data import ROUTES, ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
+from rl_contracts.model_directory import same_model
 from rl_contracts.scheduler import JobSpec
+
+type ServerSource = Callable[[], Mapping[str, str]]
+"""Says which servers there are now: address (`http://host:port`) by name. It may block, on a shared file system for
+example. Empty: it cannot say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,17 @@ class ServerProgram:
     env: dict[str, str] = field(default_factory=dict)
     """Variables that the import needs."""
 
+    @property
+    def wanted(self) -> str:
+        """Which packages of which versions will do, in words."""
+        bounds = [f"{sign}{number}" for sign, number in ((">=", self.at_least), ("<", self.below)) if number]
+        return f"{' or '.join(self.distributions)} {','.join(bounds)}".rstrip()
+
+    def accepts(self, version: str) -> bool:
+        """Whether a version will do."""
+        late = self.below and not _numbers(version) < _numbers(self.below)
+        return not late and _numbers(version) >= _numbers(self.at_least)
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -45,6 +63,30 @@ class ServedModel:
     """Directory in which it looks for updates; empty: it takes none; None: it takes them from anywhere."""
     program: str = ""
     """The program that it is, and its version, such as `vllm 0.32.0`; empty: it does not say."""
+
+    def check(self, spec: ServeSpec, program: ServerProgram | None, stored: bool) -> None:
+        """Refuse a server that a run cannot use, whatever its version. Reads the models' settings.
+
+        Args:
+            spec: what the run expects; what is empty there is not compared.
+            program: the one that the run is made for; None: not compared.
+            stored: whether new weights come as files, which the server must look for where they lie.
+
+        Raises:
+            InferenceError: in words that go on a sentence about it.
+        """
+        name, _, version = self.program.partition(" ")
+        if program is not None and name and not (name in program.distributions and program.accepts(version)):
+            raise InferenceError(f"it is {self.program}, and this run is made for {program.wanted}")
+        if self.model_path and spec.model_path and not same_model(self.model_path, spec.model_path):
+            raise InferenceError(f"it serves the model {self.model_path}, and the run is about {spec.model_path}")
+        if self.weights_dir == "":
+            raise InferenceError("it takes no updates of its weights")
+        compared = stored and self.weights_dir and spec.weights_dir
+        if compared and Path(str(self.weights_dir)).resolve() != Path(spec.weights_dir).resolve():
+            raise InferenceError(
+                f"it looks for updates in {self.weights_dir}, and this run puts them into {spec.weights_dir}"
+            )
 
 
 @dataclass
@@ -182,6 +224,16 @@ class InferenceEngine(ABC):
             ConfigError: no address, or one that is not a URL.
         """
 
+    def follow(self, source: ServerSource) -> bool:
+        """From now on take in servers that `source` names, and let those go that it names no more; called once, after
+        `initialize`. A server that comes in holds the committed version, and has shown it, before it is used; one that
+        goes is no failure, and its answers go on elsewhere.
+
+        Returns:
+            False where this client does not: its servers stay those of `initialize`.
+        """
+        return False
+
     @property
     def capabilities(self) -> Capabilities:
         """What the servers can do; known before `initialize`."""
@@ -196,7 +248,8 @@ class InferenceEngine(ABC):
     @property
     @abstractmethod
     def servers(self) -> list[str]:
-        """Names of the live servers, as `ModelResponse.server` and `WeightReceipt.holder` have them."""
+        """Names of the live servers, as `ModelResponse.server` and `WeightReceipt.holder` have them. They may come and
+        go (`follow`)."""
 
     @property
     @abstractmethod
@@ -307,7 +360,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     async def stats(self) -> dict[str, float]:
-        """Sums over the servers: `servers`, `running`, `waiting`, `generated_tokens`, `busy_seconds`.
+        """Sums over the servers: `servers`, `running`, `waiting`, `generated_tokens`, `busy_seconds`. The last two
+        never go down, whoever leaves.
 
         Also refreshes `version`, for a client beside the one that published.
         """
@@ -315,3 +369,9 @@ class InferenceEngine(ABC):
     @abstractmethod
     async def destroy(self) -> None:
         """Close connections. Requests that still wait fail with an `InferenceError`."""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release of a version: `0.32.0rc1+cpu` is (0, 32, 0)."""
+    release = re.match(r"[\d.]*", version)
+    return tuple(int(number) for number in release[0].split(".") if number) if release else ()

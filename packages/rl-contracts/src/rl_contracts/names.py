@@ -128,17 +128,17 @@ class FileNames(NameService):
     one process can win) or renamed (replaced keys). Only the owner may read or write.
 
     Args:
-        root: directory of this run's names; made if it does not exist.
+        root: directory of this run's names; made by the first who adds one.
     """
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
-        self.root.parent.mkdir(parents=True, exist_ok=True)
-        self.root.mkdir(mode=0o700, exist_ok=True)
 
     def add(self, key: str, value: str, replace: bool = False) -> None:
-        directory = self.root
-        for segment in _segments(key):
+        directory, segments = self.root, _segments(key)
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        for segment in segments:
             directory = directory / segment
             directory.mkdir(mode=0o700, exist_ok=True)
         target, temporary = directory / _VALUE_FILE, directory / f"=new-{uuid.uuid4().hex}"

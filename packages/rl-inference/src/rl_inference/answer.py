@@ -92,6 +92,13 @@ class PartialAnswer:
                 f"got {len(self.output_ids)}."
             )
 
+    def drop_attempt(self) -> None:
+        """Take back what this attempt brought."""
+        for values in (self.output_ids, self.logprobs, self.versions):
+            del values[self.begin :]
+        if self.stops is not None:
+            self.stops.forget(self.begin)
+
     def stopped(self) -> bool:
         """Whether a stop string is complete that the servers do not look for."""
         return self.stops is not None and self.stops.look(self.output_ids)

@@ -9,14 +9,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Coroutine
 from math import nan
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from rl_contracts.clock import Clock, SystemClock
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, StopReason, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError
-from rl_contracts.inference import Canary, Capabilities, InferenceEngine, ServedModel, ServerConfig
+from rl_contracts.inference import Canary, Capabilities, InferenceEngine, ServedModel, ServerConfig, ServerSource
 from rl_inference.answer import PartialAnswer
+from rl_inference.discovery import Discovery, checked_address
 from rl_inference.files import raise_file_limit
 from rl_inference.monitor import ServerMonitor
 from rl_inference.protocols.base import Exchange, GenerationChunk, ServerProtocol, Stats
@@ -36,6 +36,7 @@ from rl_inference.transport import (
 from rl_inference.updates import WeightUpdates
 
 _LONGEST_RETRY = 5.0
+_GROWING = ("generated_tokens", "busy_seconds")
 _LOOKS = 3
 """How often within the progress timeout a silent server is looked at; as many in vain, in a row, and it is lost."""
 
@@ -82,16 +83,17 @@ class HttpEngine(InferenceEngine):
         raise_file_limit()
         if not addresses:
             raise ConfigError("inference servers: expected at least one address, found none.")
-        for address in addresses:
-            parts = urlsplit(address)
-            if parts.scheme not in ("http", "https") or not parts.netloc:
-                raise ConfigError(f"inference servers: expected http://host:port, found {address!r}.")
-        self._connect([Server(address.rstrip("/"), self.spec.version) for address in addresses], key)
+        self._connect([Server(checked_address(address), self.spec.version) for address in addresses], key)
+
+    def follow(self, source: ServerSource) -> bool:
+        """Take in servers that `source` names, and let those go that it names no more."""
+        self._monitor.discovery = Discovery(source, self._router, self.config)
+        return self._monitor.on
 
     def _connect(self, servers: list[Server], key: str) -> None:
         self._router = Router(servers, self._clock, self.config.affinity_slack, self.spec.version)
         self._transport = Transport(self.config, self._protocol, key)
-        self._updates = WeightUpdates(self.spec, self._router, self._transport)
+        self._updates = WeightUpdates(self.spec, self._router, self._transport, self.server_config.program())
         self._monitor = ServerMonitor(self._router, self._transport, self._updates)
 
     @property
@@ -186,8 +188,11 @@ class HttpEngine(InferenceEngine):
 
         Raises:
             InferenceError: it is not the first, even if tokens came of it: a request that ends servers is not carried
-                on to the next. One that is told to end hands its answers back, and counts for nothing here.
+                on to the next. One that is told to end hands its answers back, and counts for nothing here; nor does
+                one that was let go.
         """
+        if server.let_go:
+            return
         fatal = isinstance(error, (ServerFailedError, ServerEndedError))
         if not fatal and isinstance(error, ServerGoneError):  # it was gone before
             return
@@ -220,6 +225,8 @@ class HttpEngine(InferenceEngine):
 
     def _note(self, server: Server, error: InferenceError) -> None:
         """Draw the consequence of a failure: one that is gone is out, one that may be ill is looked at."""
+        if server.let_go:
+            return
         server.last_error = str(error)
         if isinstance(error, ServerRestartedError) or (isinstance(error, ServerGoneError) and self._monitor.on):
             self._router.evict(server, f"is gone: {error}")
@@ -305,10 +312,15 @@ class HttpEngine(InferenceEngine):
             raise ServerLostError(f"{server.address}: the stream ended before the answer")
 
     def _take(self, server: Server, answer: PartialAnswer, chunk: GenerationChunk, committed: int) -> None:
-        """Add what a server sent, which had committed a version when it was asked, unless it cannot be right."""
+        """Add what a server sent, which had committed a version when it was asked, unless it cannot be right: one that
+        is behind those before it, which another client updated, is out until it has caught up."""
         if chunk.error is not None:
             raise ServerFailedError(f"{server.address}: {chunk.error}")
-        self._check_version(server, min(chunk.stamps or chunk.versions, default=committed), committed)
+        found = min(chunk.stamps or chunk.versions, default=committed)
+        self._check_version(server, found, committed)
+        if answer.begin and (chunk.stamps or chunk.versions) and found < (before := answer.versions[answer.begin - 1]):
+            answer.drop_attempt()
+            self._router.evict(server, f"serves version {found} after others had made tokens at {before}")
         if not server.live:
             raise ServerLostError(f"{server.address}: {server.evicted}")
         answer.add(chunk, committed)
@@ -395,13 +407,15 @@ class HttpEngine(InferenceEngine):
         await self._updates.wake()
 
     async def stats(self) -> dict[str, float]:
-        """Sums over the servers that answer, and `rejoins`, servers taken back so far. Also learns the version of
-        servers that another client updated."""
+        """Sums over the servers that answer, of what grows over all that there have been, and `rejoins`, servers taken
+        back so far. Also learns the version of servers that another client updated."""
         found = await self._ask_figures(self._router.live)
         await self._learn_version(found)
-        names = ("running", "waiting", "generated_tokens", "busy_seconds")
-        sums = {name: float(sum(getattr(stats, name) for stats in found.values())) for name in names}
-        return {"servers": float(len(self._router.live)), "rejoins": float(self._router.rejoins), **sums}
+        for server, stats in found.items():
+            self._router.add_up(server, {name: getattr(stats, name) for name in _GROWING})
+        now = {name: float(sum(getattr(stats, name) for stats in found.values())) for name in ("running", "waiting")}
+        grown = {name: float(self._router.sums[name]) for name in _GROWING}
+        return {"servers": float(len(self._router.live)), "rejoins": float(self._router.rejoins), **now, **grown}
 
     async def _ask_figures(self, servers: list[Server]) -> dict[Server, Stats]:
         """The figures of those that answer."""

@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import WeightPart, WeightReceipt, WeightUpdateMeta
@@ -121,7 +122,7 @@ class Beside:
         return CanaryAnswer(server.address, scores, ids, logprobs)
 
     async def _generate(self, server: Server, canary: Canary, tokens: int) -> tuple[list[int], list[float]]:
-        return await self._watched(server, server.run(self._read(server, canary, tokens)))
+        return await self._watched(server, server.run(self._read(server, canary, tokens), step=True))
 
     async def _watched[T](self, server: Server, work: Coroutine[Any, Any, T]) -> T:
         """It may wait behind answers that go on, for as long as they do."""
@@ -155,7 +156,7 @@ class InPlace(Beside):
     def __init__(self, fleet: Fleet, model_path: str = "") -> None:
         super().__init__(fleet, model_path)
         self._staged: WeightUpdateMeta | None = None
-        self._spoiled: dict[Server, str] = {}
+        self._spoiled: WeakKeyDictionary[Server, str] = WeakKeyDictionary()
         """Servers whose load failed, and in which life."""
 
     async def prepare(self, meta: WeightUpdateMeta) -> None:

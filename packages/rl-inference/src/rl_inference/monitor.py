@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from weakref import WeakKeyDictionary
 
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.logging import get_logger
+from rl_inference.discovery import Discovery
 from rl_inference.files import TooManyFilesError
 from rl_inference.routing import Router
 from rl_inference.transport import Server, ServerGoneError, Transport
@@ -29,10 +31,12 @@ class ServerMonitor:
         self._transport = transport
         self._updates = updates
         self._hurry = asyncio.Event()
-        self._silent_since: dict[Server, float] = {}
+        self._silent_since: WeakKeyDictionary[Server, float] = WeakKeyDictionary()
         self._returning: set[Server] = set()
-        self._refused: dict[Server, tuple[str, int | None, int]] = {}
+        self._refused: WeakKeyDictionary[Server, tuple[str, int | None, int]] = WeakKeyDictionary()
         self._task: asyncio.Task[None] | None = None
+        self.discovery: Discovery | None = None
+        """What says which servers there are; None: those of the start."""
 
     @property
     def on(self) -> bool:
@@ -63,6 +67,8 @@ class ServerMonitor:
 
     async def _watch(self) -> None:
         async with asyncio.TaskGroup() as returns:  # an error that a return does not expect ends the monitor
+            if self.discovery is not None:
+                returns.create_task(self.discovery.watch(self.hurry), name="discovery")
             while True:
                 await self._pause()
                 await asyncio.gather(*(self._look(server, returns) for server in self._router.servers))
@@ -99,6 +105,8 @@ class ServerMonitor:
         except InferenceError as error:
             self._unwell(server, error)
             return
+        if server.let_go:  # meanwhile
+            return
         server.well = True
         server.others = max((health.open or 0) - server.open, 0)
         self._silent_since.pop(server, None)
@@ -113,6 +121,7 @@ class ServerMonitor:
         server.well = False
         if not server.live:
             server.instance = ""  # whoever answers next may be another process
+            self._say(server, error)
             return
         now = self._router.clock.now()
         silent = now - self._silent_since.setdefault(server, now)
@@ -128,10 +137,13 @@ class ServerMonitor:
         except WeightUpdateError as error:
             self._refused[server] = state
             server.last_error = str(error)
-            logger.warning("server %s answers again but stays out: %s", server.address, error)
+            logger.warning("server %s answers but stays out: %s", server.address, error)
         except InferenceError as error:
-            if server.last_error != str(error):
-                logger.info("server %s does not rejoin yet: %s", server.address, error)
-            server.last_error = str(error)
+            self._say(server, error)
         finally:
             self._returning.discard(server)
+
+    def _say(self, server: Server, error: InferenceError) -> None:
+        if server.last_error != str(error):
+            logger.info("server %s does not take part yet: %s", server.address, error)
+        server.last_error = str(error)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+from collections import defaultdict
 from dataclasses import dataclass
 from math import inf
 from weakref import WeakValueDictionary
@@ -20,6 +22,12 @@ _COOLDOWN = (0.5, 10.0)
 row)."""
 
 
+_JOINED = (
+    (logging.INFO, "server %s takes part, at version %d"),
+    (logging.WARNING, "server %s is back, at version %d"),
+)
+
+
 @dataclass(eq=False)
 class Group:
     """What the requests of a group share while one of them is open."""
@@ -33,7 +41,7 @@ class Router:
     server can share their prefix.
 
     Args:
-        servers: all servers.
+        servers: all servers of the start; `add` and `remove` change them.
         clock: for the cool-down of those that failed.
         slack: requests that the group's server may have above the least busy one before a member goes there instead.
         version: what the servers serve at first.
@@ -45,6 +53,8 @@ class Router:
         """Last version committed on all servers that were live then. Never goes down."""
         self.rejoins = 0
         """Servers taken back so far."""
+        self.sums: dict[str, float] = defaultdict(float)
+        """Growing figures of all servers there have been, added up by name."""
         self.clock = clock
         self._slack = slack
         self._groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
@@ -116,20 +126,61 @@ class Router:
         elsewhere."""
         if server.live:
             logger.error("server %s is evicted: it %s", server.address, reason)
-            server.evicted = server.last_error = reason
-            server.instance = ""
-            if not self.live:
-                self._dark_since = self.clock.now()
+            self._out(server, reason)
             self.interrupt(server)
 
+    def _out(self, server: Server, reason: str) -> None:
+        server.evicted = server.last_error = reason
+        server.instance = ""
+        if not self.live:
+            self._dark_since = self.clock.now()
+
     def readmit(self, server: Server, version: int) -> None:
-        """Use an evicted server again, with a clean slate."""
-        logger.warning("server %s is back, at version %d", server.address, version)
+        """Use an evicted server again, or a new one, with a clean slate; one that was removed meanwhile stays out."""
+        if server.let_go:
+            return
+        logger.log(*_JOINED[server.known], server.address, version)
         server.evicted, server.version = None, version
         self.succeeded(server)
-        self.rejoins += 1
+        self.rejoins += server.known
+        server.known = True
         self._dark_since = inf
         self._news.set()
+
+    def add(self, address: str, name: str, known: bool) -> None:
+        """Remember a server that somebody named: it is out until it has been readmitted, as one that was evicted.
+
+        Args:
+            name: see `Server.name`.
+            known: whether it took part before, elsewhere.
+        """
+        reason = "has not taken part yet"
+        server = Server(address, self.version, name, vetted=False, known=known, well=False, counted=None)
+        server.evicted = server.last_error = reason
+        self.servers.append(server)
+
+    def remove(self, server: Server, reason: str, patience: float = 0.0) -> None:
+        """Forget a server, which is no failure of it: answers continue elsewhere.
+
+        Args:
+            patience: seconds for steps of an update that are under way there, which others may count on.
+        """
+        self.servers.remove(server)
+        server.let_go = True
+        if server.live:
+            self._out(server, reason)
+        if patience and server.steps:
+            asyncio.get_running_loop().call_later(patience, self.interrupt, server)
+        for task in server.tasks - server.steps if patience else list(server.tasks):
+            task.cancel()
+
+    def add_up(self, server: Server, figures: dict[str, float]) -> None:
+        """Take what has grown at a server since it was last asked, or began anew, into `sums`."""
+        before = figures if server.counted is None else server.counted
+        for name, value in figures.items():
+            last = before.get(name, 0.0)
+            self.sums[name] += value - last if value >= last else value
+        server.counted = figures
 
     async def wait_live(self, timeout: float) -> bool:
         """Return once a server is live.

@@ -68,6 +68,10 @@ class StopStrings:
             self._looked = len(output_ids)
         return self.end is not None
 
+    def forget(self, length: int) -> None:
+        """The answer was cut to so many tokens; look at what comes after them anew."""
+        self.end, self._looked = None, min(self._looked, length)
+
     def _look_closer(self, output_ids: list[int]) -> None:
         """Find the new token that completes a string, if there is one."""
         for length in range(max(self._looked + 1, self.least), len(output_ids) + 1):

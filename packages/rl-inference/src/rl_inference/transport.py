@@ -50,15 +50,23 @@ class Server:
     """A server as its client sees it."""
 
     address: str
-    """`http://host:port`; also its name."""
+    """`http://host:port`; also what others call it."""
     version: int
     """Last version it committed."""
+    name: str = ""
+    """By which a source knows it, wherever it listens; empty: none has named it."""
+    vetted: bool = True
+    """Whether it said that it is a server that the run can use, or nobody named it but the run itself."""
+    known: bool = True
+    """Whether it has taken part before, here or elsewhere."""
     instance: str = ""
     """Which life of its process answers; empty: not known, the next answer tells."""
     well: bool = True
     """Whether it answered when it was last asked how it is."""
     evicted: str | None = None
     """Why it is not used now; None while it is live."""
+    let_go: bool = False
+    """Whether it was removed: nothing that it does or fails at counts any more."""
     open: int = 0
     """Requests of this client that it works on."""
     others: int = 0
@@ -71,6 +79,11 @@ class Server:
     """What went wrong last."""
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     """What it is asked now, to be cancelled when it is evicted."""
+    steps: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Those of them that are steps of an update or the like, which may end when it is let go."""
+    counted: dict[str, float] | None = field(default_factory=dict[str, float])
+    """Its growing figures when they were last added up; None: nothing of them yet, and nothing that they are by then.
+    """
 
     @property
     def load(self) -> int:
@@ -95,14 +108,19 @@ class Server:
         since = "" if self.evicted in self.last_error else f"; since then: {self.last_error}"
         return f"{self.evicted} (evicted{since})"
 
-    async def run[T](self, work: Coroutine[Any, Any, T]) -> T:
+    async def run[T](self, work: Coroutine[Any, Any, T], step: bool = False) -> T:
         """Await `work`, in a task of its own that an eviction cancels.
 
+        Args:
+            step: of an update or the like: see `steps`.
+
         Raises:
-            ServerLostError: the server was evicted meanwhile, or the client closed.
+            ServerLostError: the server was evicted or let go meanwhile, or the client closed.
         """
         task = asyncio.create_task(work)
         self.tasks.add(task)
+        if step:
+            self.steps.add(task)
         try:
             return await task
         except asyncio.CancelledError:
@@ -113,6 +131,7 @@ class Server:
         finally:
             task.cancel()
             self.tasks.discard(task)
+            self.steps.discard(task)
 
 
 def failures(servers: Sequence[Server], results: Sequence[Any]) -> list[tuple[Server, InferenceError]]:
@@ -137,7 +156,7 @@ class Transport:
 
     async def ask[T](self, server: Server, exchange: Exchange[T], timeout: float | None = None) -> T:
         """As `call`, for as long as the server is not evicted meanwhile."""
-        return await server.run(self.call(server, exchange, timeout))
+        return await server.run(self.call(server, exchange, timeout), step=True)
 
     async def call[T](self, server: Server, exchange: Exchange[T], timeout: float | None = None) -> T:
         """Make the calls of an exchange. A broken connection is tried once more: every control call may be repeated.

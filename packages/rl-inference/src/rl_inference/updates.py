@@ -9,13 +9,13 @@ import contextlib
 from rl_contracts.config import require_choice
 from rl_contracts.data import MEETING_ROUTES, STORED_ROUTES, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, ReceiversLostError, WeightUpdateError
-from rl_contracts.inference import Canary
+from rl_contracts.inference import Canary, ServerProgram
 from rl_contracts.logging import get_logger
 from rl_contracts.weights import CommittedWeights, read_committed, seated
 from rl_inference.fleet import AllLostError, Fleet
 from rl_inference.loading import Beside, InPlace
 from rl_inference.routing import Router
-from rl_inference.transport import Server, ServerLostError, Transport, failures
+from rl_inference.transport import Server, ServerBusyError, ServerLostError, Transport, failures
 
 logger = get_logger("inference.client")
 
@@ -33,8 +33,11 @@ class WeightUpdates:
     stage and its commit.
     """
 
-    def __init__(self, spec: ServeSpec, router: Router, transport: Transport) -> None:
+    def __init__(
+        self, spec: ServeSpec, router: Router, transport: Transport, program: ServerProgram | None = None
+    ) -> None:
         self._spec = spec
+        self._program = program
         self._router = router
         self._transport = transport
         self._fleet = Fleet(router, transport)
@@ -126,8 +129,8 @@ class WeightUpdates:
         return max(said) if said and not loading.proves else self._router.clock.now() - begin
 
     async def rejoin(self, server: Server) -> None:
-        """Take an evicted server back that answers again, once it holds what is committed. Does nothing during an
-        update.
+        """Take an evicted server back that answers again, or a new one in, once it holds what is committed. Does
+        nothing during an update.
 
         Raises:
             WeightUpdateError: it holds something else and could not be brought to what it should hold.
@@ -155,8 +158,10 @@ class WeightUpdates:
     async def _take_back(self, server: Server) -> None:
         """Bring it to what is committed, compare, and let it take part."""
         server.instance = ""
-        version = self._router.version
         known = self._known()
+        version = self._router.version
+        if server.name:
+            await self._vet(server, known)
         health = await self._transport.ask(server, self._transport.protocol.health())
         if self._transport.protocol.capabilities.sleeps:  # it may have been lost asleep
             await self._transport.ask(server, self._transport.protocol.wake())
@@ -172,6 +177,24 @@ class WeightUpdates:
         exchange = protocol.pause("keep", self._fleet.lease) if self._held else protocol.resume()
         await self._transport.ask(server, exchange)
         self._router.readmit(server, version)
+
+    async def _vet(self, server: Server, known: CommittedWeights | None) -> None:
+        """Ask what it is: its address may be another server's by now.
+
+        Raises:
+            WeightUpdateError: the run cannot use it.
+        """
+        server.vetted = False
+        try:
+            said = await self._transport.ask(server, self._transport.protocol.describe())
+            if said is not None:
+                stored = known is not None and known.readable
+                await asyncio.to_thread(said.check, self._spec, self._program, stored)
+        except (ServerBusyError, ServerLostError):
+            raise
+        except InferenceError as error:
+            raise WeightUpdateError(f"{server.address} is no server that this run can use: {error}") from error
+        server.vetted = True
 
     async def pause(self) -> None:
         """Pause everywhere until `resume`; updates in between do not resume either."""
@@ -254,11 +277,15 @@ class WeightUpdates:
         self._router.version = max(self._router.version, version)
 
     def _known(self) -> CommittedWeights | None:
-        """What the committed version holds: as staged by this client, or as recorded by the trainer of another one."""
-        found, version = self._committed, self._router.version
-        if (found is None or found.version != version) and self._spec.weights_dir:
+        """What the committed version holds: as staged by this client, or as recorded by the trainer of another one.
+        Where no server is left to learn a later version from, the record tells that too; one from before this run
+        began does not count."""
+        found, router = self._committed, self._router
+        if (found is None or found.version != router.version) and self._spec.weights_dir:
             found = read_committed(self._spec.weights_dir)
-        return found if found is not None and found.version == version else None
+            if found is not None and not router.live and router.version > self._spec.version:
+                router.version = max(router.version, found.version)
+        return found if found is not None and found.version == router.version else None
 
     async def _bring_up(self, server: Server, known: CommittedWeights | None, found: str) -> None:
         """Stage and commit the committed version on a server that came back with something else."""
@@ -277,7 +304,7 @@ class WeightUpdates:
         brought up by an update: they are staged with the others, and take part from its commit on."""
         self._staged, self._joining = None, []
         await self._loading.prepare(meta)
-        joining = [server for server in self._router.servers if not server.live and server.well]
+        joining = [server for server in self._router.servers if not server.live and server.well and server.vetted]
         if meta.route in STORED_ROUTES:
             joining = []
         for server in joining:

@@ -211,15 +211,17 @@ class GapGate:
         return {**_figures("gap/", gap), "gap/lag": lag, "gap/empty": float(self._empty + (gap is None))}
 
     def _prepare(self, rows: TensorDict, before: torch.Tensor) -> _Look:
-        """With the server whose turn it is. In float32 the trainer is reference enough."""
+        """With the server whose turn it is, of those that every head knows (one that joins is known to some of them
+        first). In float32 the trainer is reference enough."""
         find = self.experiments
         rows, before = self._as_scored(rows, before)
         parallel = self.engine.parallel
-        names = sorted(self.inference.servers, key=lambda n: self._turns.get(n, -1)) if parallel.is_main else []
-        server, peer = parallel.broadcast_json([*names, "", ""][:2])
+        first, *others = parallel.gather_json(self.inference.servers if parallel.is_dp_head else None)
+        names = [name for name in first if all(name in known for known in others if known is not None)]
+        server, peer = [*sorted(names, key=lambda n: self._turns.get(n, -1)), "", ""][:2]
         self._turns[server] = 1 + max(self._turns.values(), default=0)
-        others = find.attempt(find.scores, rows, self._on(peer)) if self.low_precision and peer else None
-        return _Look(rows, before, server, peer, others, *self._by_itself(rows, before, server))
+        of_peer = find.attempt(find.scores, rows, self._on(peer)) if self.low_precision and peer else None
+        return _Look(rows, before, server, peer, of_peer, *self._by_itself(rows, before, server))
 
     def _by_itself(
         self, rows: TensorDict, ours: torch.Tensor, server: str

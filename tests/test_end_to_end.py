@@ -16,7 +16,7 @@ import pytest
 
 from rl_apps.parts import weights_directory
 from rl_contracts.testing.models import make_tiny_model
-from rl_trainers.recover import last_point
+from rl_trainers.points import last_point
 
 BIN = Path(sys.executable).parent
 SMALL = (

@@ -26,8 +26,8 @@ from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.books import CheckpointConfig
 from rl_trainers.evaluation import EvaluationConfig, HeldOutConfig
 from rl_trainers.gap.gate import GapConfig
+from rl_trainers.points import RecoverConfig
 from rl_trainers.publish import PublishConfig
-from rl_trainers.recover import RecoverConfig
 from rl_trainers.rollouts import KeptConfig, RolloutsConfig
 from rl_workflows.config import RolloutConfig, RuntimeConfig
 

@@ -22,7 +22,7 @@ from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
 from rl_contracts.names import FileNames
 from rl_launchers.report import tail
-from rl_trainers.recover import last_point, resumed_step
+from rl_trainers.points import last_point, resumed_step
 
 FINISHED = "finished"
 """File that says that the run of `config.yaml` came to its end."""
@@ -143,7 +143,7 @@ def past_of(run: Run[Any]) -> Past:
     if not (directory / "metrics.jsonl").exists():
         return Past()
     step = resumed_step(directory, config.recover)
-    resumes = bool(step or (config.recover.every and config.recover.resume))
+    resumes = bool(step or (config.recover.regular and config.recover.resume))
     file, new = directory / "config.yaml", _leaves(yaml.safe_load(to_yaml(config)))
     old = _leaves(_read(file)) if file.exists() else new
     found = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(PLACES)]

@@ -30,7 +30,7 @@ from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, ServerStartError, raised_at
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
-from rl_trainers.recover import resumed_step
+from rl_trainers.points import resumed_step
 
 if TYPE_CHECKING:
     from rl_apps.progress import RunProgress
@@ -126,7 +126,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         step: after which it goes on.
     """
     from rl_apps.progress import RunProgress
-    from rl_trainers.recover import last_point
+    from rl_trainers.points import last_point
 
     config, run_dir = run.config, run.directory
     weights = _cleared(run)
@@ -180,7 +180,7 @@ def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[s
 def _cleared(run: Run[Any]) -> Path:
     """Take away what a run that was killed left: steps after its recover point, before anybody reads them, and weights,
     which the servers would take for this run's. Returns where these lie."""
-    from rl_trainers.recover import drop_lost_steps
+    from rl_trainers.points import drop_lost_steps
 
     drop_lost_steps(run.directory, run.config.recover)
     weights = weights_directory(run.directory, run.config.publish.route if run.layout.rollout else "")
@@ -195,7 +195,7 @@ def _again(run: Run[Any], waiting: Waiting) -> int:
         ConfigError: there is nothing to go on from, or servers that somebody else has started are ahead of it.
     """
     recover, step = run.config.recover, resumed_step(run.directory, run.config.recover)
-    if not (step or (recover.every and recover.resume)):
+    if not (step or (recover.regular and recover.resume)):
         raise ConfigError("there is no recover point to go on from; recover.every=N writes one every N steps")
     if attached(run.config, run.layout):
         check_attached(run, step)

@@ -51,7 +51,7 @@ def train(run: Run[GRPOConfig]) -> None:
         evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
         books = parts.books(engine, evaluations, counters=rollout.stats)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
-        recover = parts.recover(engines, {"rollout": rollout, "books": books})
+        recover = parts.recover(engines, {"rollout": rollout, "books": books}, lambda: prompts.epoch)
         rl_trainers.train(rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)
 
 

@@ -73,7 +73,7 @@ def learn_rows(
     held_out = parts.rows("test", form, config.evaluation.rows)
     losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)))] if held_out else []
     books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"})
-    recover = parts.recover({"actor": engine}, {"source": source, "books": books})
+    recover = parts.recover({"actor": engine}, {"source": source, "books": books}, lambda: batches.epoch)
     rl_trainers.train(source, learner, books, config.total_steps, recover=recover, **served)
 
 

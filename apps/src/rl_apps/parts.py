@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import cached_property
@@ -243,16 +243,25 @@ class Parts(ExitStack):
         rows = self.rows("test", "rl", self.config.evaluation.rows)
         return rl_trainers.AnswerEvaluation(rollout, rows, self.config.evaluation, engine.parallel, self.writer(engine))
 
-    def recover(self, engines: Mapping[str, TrainEngine], parts: Mapping[str, Any]) -> rl_trainers.RecoverPoints:
+    def recover(
+        self,
+        engines: Mapping[str, TrainEngine],
+        parts: Mapping[str, Any],
+        epochs: Callable[[], int] | None = None,
+    ) -> rl_trainers.RecoverPoints:
         """What saves and restores the run. From here on a request to stop waits for the end of the step (a wait for
-        answers ends at once), as long as the command that asked is there to wait for it."""
+        answers ends at once), as long as the command that asked is there to wait for it.
+
+        Args:
+            engines, parts, epochs: see `rl_trainers.RecoverPoints`.
+        """
         asked, launcher = self.asked_to_stop, os.getppid()
 
         def stop(number: int, _: object) -> None:
             asked.set() if os.getppid() == launcher else sys.exit(128 + number)
 
         signal.signal(signal.SIGTERM, stop)
-        return rl_trainers.RecoverPoints(self.run.directory, self.config.recover, engines, parts, asked.is_set)
+        return rl_trainers.RecoverPoints(self.run.directory, self.config.recover, engines, parts, asked.is_set, epochs)
 
     def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.Books:
         """Metrics, evaluations and checkpoints; `more` goes to `rl_trainers.Books`."""

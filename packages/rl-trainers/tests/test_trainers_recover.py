@@ -33,7 +33,7 @@ from rl_trainers import (
     train,
 )
 from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.recover import last_point
+from rl_trainers.points import last_point
 from rl_trainers.supervised import shard_rows, supervised_rows
 
 STEPS = 6
@@ -176,10 +176,10 @@ def test_resume_twice_in_one_run_is_bit_for_bit(model: str, batches: list[Path],
 
 
 @pytest.mark.slow
-def test_points_only_the_last_one_is_kept(model: str, batches: list[Path], tmp_path: Path) -> None:
-    run("sft", model, batches, tmp_path)
+def test_points_only_the_last_two_are_kept(model: str, batches: list[Path], tmp_path: Path) -> None:
+    run("sft", model, batches, tmp_path, every=1)
 
-    assert [p.name for p in (tmp_path / "recover").iterdir()] == ["step_6"]
+    assert sorted(p.name for p in (tmp_path / "recover").iterdir()) == ["step_5", "step_6"]
 
 
 @pytest.mark.slow
@@ -206,8 +206,11 @@ def test_resume_switched_off_begins_anew(model: str, batches: list[Path], tmp_pa
     engine.destroy()
 
 
-def test_resume_damaged_part_is_an_error_that_names_it(model: str, batches: list[Path], tmp_path: Path) -> None:
+def test_resume_part_missing_from_a_point_without_manifest_is_an_error_that_names_it(
+    model: str, batches: list[Path], tmp_path: Path
+) -> None:
     run("sft", model, batches, tmp_path)
+    (tmp_path / "recover" / "step_6" / "manifest.json").unlink()  # as points were before they had one
     (tmp_path / "recover" / "step_6" / "source-0.json").unlink()
 
     with pytest.raises(EngineError, match=r"source-0.*recover\.resume=false"):
@@ -251,7 +254,7 @@ def test_state_of_nested_values_and_tensors_comes_back(model: str, tmp_path: Pat
 def test_point_is_on_the_disk_before_older_ones_go(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ReferenceTrainEngine()
     engine.initialize(FinetuneSpec(model, STEPS, optimizer=OptimizerConfig()))
-    points = RecoverPoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"source": Loader()})
+    points = RecoverPoints(tmp_path, RecoverConfig(1, keep=1), {"actor": engine}, {"source": Loader()})
     points.save(1)
     synced: set[int] = set()
     sync, remove = os.fsync, shutil.rmtree
@@ -299,7 +302,7 @@ def test_stop_that_was_asked_for_in_a_wait_for_a_batch_leaves_a_point_of_the_ste
     every: int, model: str, batches: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run("replay", model, batches, tmp_path / "whole", every=0)
-    asked, saved, save = Event(), list[int](), RecoverPoints.save
+    asked, saved, begin = Event(), list[int](), RecoverPoints._begin
 
     def interrupted(source: StoppingReplay) -> Any:
         if source.position == 3:
@@ -309,12 +312,12 @@ def test_stop_that_was_asked_for_in_a_wait_for_a_batch_leaves_a_point_of_the_ste
 
     def noted(points: RecoverPoints, step: int) -> None:
         saved.append(step)
-        save(points, step)
+        begin(points, step)
 
     next_batch = StoppingReplay.next_batch
     with monkeypatch.context() as patch:
         patch.setattr(StoppingReplay, "next_batch", interrupted)
-        patch.setattr(RecoverPoints, "save", noted)
+        patch.setattr(RecoverPoints, "_begin", noted)
         with pytest.raises(SystemExit) as stopped:
             run("replay", model, batches, tmp_path / "cut", every=every, stop=asked.is_set)
     assert stopped.value.code == 143

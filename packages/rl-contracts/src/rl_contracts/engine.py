@@ -7,9 +7,10 @@ over all micro-batches and data-parallel ranks. That is why a gradient does not 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_contracts.config import Settings
@@ -54,6 +55,9 @@ LossFn = Callable[[TokenOutputs, "PackedBatch"], "tuple[torch.Tensor, Stats]"]
 
 LossWeightFn = Callable[["TensorDict"], "torch.Tensor"]
 """`(minibatch share of this rank) -> scalar`: its part of the denominator; the engine sums it over ranks."""
+
+Snapshot = Callable[[], "Sequence[Path]"]
+"""Writes this rank's files of what was copied, and says which; see `TrainEngine.snapshot`."""
 
 OutputFn = Callable[[TokenOutputs, "PackedBatch"], "torch.Tensor"]
 """`(outputs, packed) -> [N]`: what `forward` returns for each token."""
@@ -168,6 +172,17 @@ class TrainEngine(ABC):
     @abstractmethod
     def save(self, meta: SaveLoadMeta) -> None:
         """Save (collective) into a new directory that appears whole or not at all."""
+
+    def snapshot(self, meta: SaveLoadMeta) -> Snapshot | None:
+        """Copy what `save` would write to host memory (collective), so that training may go on while it is written.
+
+        Returns:
+            what writes this rank's files into the directory `meta.path`, made where it is missing, and says which they
+            are. It takes part in no collective, may be called in another thread, once, and before the next snapshot of
+            that kind, which may use the same memory. The directory is whole when it was called on every rank, and
+            nothing renames it. None, which is the default: this engine does without, and `save` is called.
+        """
+        return None
 
     @abstractmethod
     def load(self, meta: SaveLoadMeta) -> None:

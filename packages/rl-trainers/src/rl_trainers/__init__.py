@@ -25,7 +25,7 @@ _HOMES = {
     "PolicyPreferenceLoss": "preference",
     "PreferenceConfig": "preference",
     "PublishConfig": "publish",
-    "RecoverConfig": "recover",
+    "RecoverConfig": "points",
     "RecoverPoints": "recover",
     "RolloutWriter": "rollouts",
     "WeightPublisher": "publish",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from rl_contracts.errors import EngineError, StopRequestedError
+from rl_trainers.background import drain
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from rl_trainers.gap.gate import GapGate
     from rl_trainers.publish import WeightPublisher
     from rl_trainers.recover import RecoverPoints
+
+
+LINGER = 10.0
+"""Seconds that a run which ends by an error waits for what is being written."""
 
 
 class BatchSource(Protocol):
@@ -63,6 +68,21 @@ def train(
     Raises:
         RLError: whatever stops the run, with its cause; also where none of the steps taken here was applied.
     """
+    try:
+        _train(source, learner, books, total_steps, publisher, gap, recover)
+    finally:
+        drain(LINGER)  # a run that ends by an error leaves what was nearly written
+
+
+def _train(
+    source: BatchSource,
+    learner: Learner,
+    books: Books,
+    total_steps: int,
+    publisher: WeightPublisher | None,
+    gap: GapGate | None,
+    recover: RecoverPoints | None,
+) -> None:
     if recover is not None:
         recover.resume()
     first, start = books.step, learner.version
@@ -98,7 +118,10 @@ def train(
         source.end_step(learner.version)
         books.close(step, batch, stats, before, learner.version)
         if recover is not None:
-            recover.after_step(step)
+            with books.time("recover"):
+                recover.after_step(step)  # seconds of the next record
+    if recover is not None:
+        recover.finish()
     books.finish()
     if books.step > first and learner.version == start:
         raise EngineError(

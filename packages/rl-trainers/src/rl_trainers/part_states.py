@@ -73,14 +73,15 @@ class PartState:
 
         return cls(name, json.dumps(part.state_dict(), default=named), tensors)
 
-    def write(self, point: Path, rank: int) -> None:
-        """Write this rank's files into the directory of a point."""
+    def write(self, point: Path, rank: int) -> list[Path]:
+        """Write this rank's files into the directory of a point; which they are."""
         from safetensors.torch import save_file
 
-        path = point / f"{self.name}-{rank}"
+        text, tensors = point / f"{self.name}-{rank}.json", point / f"{self.name}-{rank}.safetensors"
         if self.tensors:
-            save_file(self.tensors, f"{path}.safetensors")
-        Path(f"{path}.json").write_text(self.text, encoding="utf-8")
+            save_file(self.tensors, tensors)
+        text.write_text(self.text, encoding="utf-8")
+        return [text, tensors] if self.tensors else [text]
 
 
 class SavedStates(Sequence[dict[str, Any]]):

@@ -1,49 +1,40 @@
 """Recover points: everything that a stopped run needs to go on as if it had not been stopped.
 
-A point is taken between two steps. It is written beside the others and renamed when it is complete, so that a process
-may be killed and a machine may lose its power at any moment; older points go after that. What the run wrote after its
-last point is cut off when it is resumed, because those steps are taken again.
+A point is taken between two steps: the training thread copies, and a thread of each rank writes the copies beside the
+other points, which is renamed when it is complete. So a process may be killed and a machine may lose its power at any
+moment; older points go after that. What the run wrote after the point that it goes on from is cut off, because those
+steps are taken again.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from rl_contracts.config import Settings, bounded
 from rl_contracts.data import SaveLoadMeta
-from rl_contracts.errors import ConfigError
+from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.logging import get_logger
+from rl_contracts.metrics import record
+from rl_trainers.background import NewDirectory
+from rl_trainers.due import Due
 from rl_trainers.part_states import PartState, Stateful, restore_parts
+from rl_trainers.points import RecoverConfig, drop_lost_steps, points_of, resumed_step
 
 if TYPE_CHECKING:
-    from rl_contracts.engine import TrainEngine
+    from rl_contracts.engine import Snapshot, TrainEngine
 
 log = get_logger("trainers.recover")
-
-_STEP = re.compile(r"step_(\d+)")
-
-
-@dataclass
-class RecoverConfig(Settings):
-    """When a run saves what it needs to go on after it was stopped."""
-
-    setting: ClassVar[str] = "recover"
-    every: int = bounded(0, "0 (none) or more steps", lambda steps: steps >= 0)
-    """Steps between recover points; 0: only where the run is asked to stop."""
-    resume: bool = True
-    """Go on from the last recover point of the run directory, where there is one."""
 
 
 class RecoverPoints:
     """Saves and restores a run; every method is collective.
+
+    One point at a time is written. A step at which the next one is due waits for it (`time/recover` shows that), so
+    that which points there are does not depend on how fast a disk is.
 
     Args:
         run_dir: points lie in `recover/step_<n>`.
@@ -51,6 +42,7 @@ class RecoverPoints:
         engines: train engines by name (`actor`, `critic`); the first one's ranks decide who writes.
         parts: this rank's other parts by name; each saves a state of its own.
         stop: whether this process was asked to stop, which the run does between two steps.
+        epochs: passes over the data that are over; needed for `recover.every_epochs`.
 
     Raises:
         ConfigError: points are asked for, and a part cannot be saved.
@@ -63,31 +55,40 @@ class RecoverPoints:
         engines: Mapping[str, TrainEngine],
         parts: Mapping[str, Any],
         stop: Callable[[], bool] = lambda: False,
+        epochs: Callable[[], int] | None = None,
     ) -> None:
         stateless = {name: part for name, part in parts.items() if not isinstance(part, Stateful)}
         for name, part in stateless.items():
-            if config.every:
+            if config.regular:
+                setting = f"recover.every={config.every}" if config.every else "recover.every_..."
                 raise ConfigError(
-                    f"recover.every={config.every}: {name} ({type(part).__name__}) cannot be saved: it has no "
+                    f"{setting}: {name} ({type(part).__name__}) cannot be saved: it has no "
                     "state_dict and load_state_dict. Set recover.every=0."
                 )
         self.run_dir, self.config = Path(run_dir), config
         self.directory = self.run_dir / "recover"
         self.engines, self.parts = dict(engines), dict(parts)
         self.parallel = next(iter(self.engines.values())).parallel
-        self._stop, self._stateless = stop, sorted(stateless)
-        self._last = 0
+        self._stop, self._stateless, self._due = stop, sorted(stateless), Due(config, epochs)
+        self._kept: list[int] = []
+        """Steps of this run's complete points, those before it was resumed included."""
+        self._pending: tuple[int, NewDirectory] | None = None
+        self._failures = 0
 
     def resume(self) -> int | None:
-        """Restore the last complete point, and cut off what the run wrote after it.
+        """Restore the last whole point, and cut off what the run wrote after it.
 
         Returns:
             its step; None where there is none, or resuming is switched off.
 
         Raises:
-            ConfigError, EngineError: the point is of another layout or cannot be read.
+            ConfigError, EngineError: the point is of another layout or cannot be read, or all points are damaged.
         """
-        step = resumed_step(self.run_dir, self.config)
+        step = 0
+        with self.parallel.agreeing(f"looking for recover points in {self.directory}"):
+            if self.parallel.is_main:
+                step = resumed_step(self.run_dir, self.config)
+        step = self.parallel.broadcast_json(step)  # other hosts may see files later
         point = self.directory / f"step_{step}"
         for name, engine in self.engines.items() if step else ():
             engine.load(SaveLoadMeta(str(point / name), "state"))
@@ -96,95 +97,124 @@ class RecoverPoints:
                 restore_parts(point, self.parts, self.parallel)
             if self.parallel.is_main:
                 drop_lost_steps(self.run_dir, self.config)
-        self._last = step
+                self._kept = [other for other in points_of(self.run_dir) if step and other <= step]
+        self._kept = self.parallel.broadcast_json(self._kept)
+        self._due.restart()
         if step and self.parallel.is_main:
             log.info("resumed from %s", point)
         return step or None
 
     def after_step(self, step: int) -> None:
-        """Save a point if one is due, or if any rank was asked to stop, unless there is one of this step. Call it when
-        the step has ended everywhere; again where it is waited for the next one's batch.
+        """Begin a point if one is due; save one and wait for it if any rank was asked to stop, unless there is one of
+        this step. Call it when the step has ended everywhere; again where it is waited for the next one's batch.
 
         Raises:
             SystemExit: the run was asked to stop, and does so now; the code is a shell's for SIGTERM.
+            EngineError: more points one after the other than allowed could not be written.
         """
-        stopping = any(self.parallel.gather_json(self._stop()))
-        due = self.config.every and step % self.config.every == 0
-        if step != self._last and (due or (stopping and not self._stateless)):
-            self.save(step)
-        if stopping:
-            left = "no recover point, for these parts cannot be saved: " + ", ".join(self._stateless)
-            log.warning("stopped after step %d, as asked; %s", step, left if self._stateless else "it can be resumed")
-            raise SystemExit(128 + signal.SIGTERM)
+        news = self._pending[1].news() if self._pending else None
+        said = self.parallel.gather_json([self._stop(), self._due.reached(step), news])
+        if self._pending and self._pending[1].hear([theirs for _, _, theirs in said]):
+            self._settle()
+        if any(stop for stop, _, _ in said):
+            self._end(step)
+        if said[0][1] and step not in self._steps():
+            self._attempt(self._begin, step)
+        if self._failures > self.config.max_failures:
+            raise EngineError(
+                f"{self._failures} recover points in a row could not be written (recover.max_failures="
+                f"{self.config.max_failures} are allowed); the log says why."
+            )
 
     def save(self, step: int) -> None:
-        """Save a point, and drop the ones before it.
+        """Save a point, and return when it is complete.
 
         Raises:
             EngineError: it cannot be written; the points before it are still there.
         """
-        point, scratch = self.directory / f"step_{step}", self.directory / f".step_{step}.partial"
-        with self.parallel.agreeing(f"preparing {point}"):
-            if self.parallel.is_main:
-                shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir(parents=True)
+        self._begin(step)
+        self._finish()
+        if step not in self._kept:
+            raise EngineError(f"{self.directory / f'step_{step}'} could not be saved; the log says why.")
+
+    def finish(self) -> None:
+        """Wait for the point that is being written, if any."""
+        self._attempt(self._finish)
+
+    def _steps(self) -> list[int]:
+        """Steps of which there is a point, or will be."""
+        return self._kept + ([self._pending[0]] if self._pending else [])
+
+    def _begin(self, step: int) -> None:
+        """Copy what the run is, and have it written."""
+        self._finish()
+        if self._pending:
+            raise EngineError(f"{self._pending[1].path} is still being written after recover.timeout.")
+        target, entries = self.directory / f"step_{step}", {"step": step, "ranks": self.parallel.world_size}
+        kept = [*self._kept, step][-self.config.keep :]
+        completed = partial(_keep_only, self.directory, kept)
+        self._pending = step, NewDirectory(target, self.parallel, self._copy, self.config.timeout, entries, completed)
+
+    def _copy(self, directory: Path) -> list[Snapshot]:
+        states = [PartState.of(name, part) for name, part in self.parts.items()]
+        writers: list[Snapshot] = [partial(state.write, directory, self.parallel.rank) for state in states]
         for name, engine in self.engines.items():
-            engine.save(SaveLoadMeta(str(scratch / name), "state"))
-        with self.parallel.agreeing(f"saving {point}"):
-            for name, part in self.parts.items():
-                PartState.of(name, part).write(scratch, self.parallel.rank)
-        with self.parallel.agreeing(f"completing {point}"):
+            meta = SaveLoadMeta(str(directory / name), "state")
+            if (written := engine.snapshot(meta)) is not None:
+                writers.append(written)
+                continue
+            engine.save(meta)
             if self.parallel.is_main:
-                _to_disk([*scratch.rglob("*"), scratch])
-                shutil.rmtree(point, ignore_errors=True)
-                os.replace(scratch, point)
-                _to_disk([self.directory, self.run_dir])
-                for other in _points(self.directory).keys() - {step}:
-                    shutil.rmtree(self.directory / f"step_{other}", ignore_errors=True)
-        self._last = step
+                writers.append(partial(_files, directory / name))
+        return writers
 
+    def _finish(self) -> None:
+        if self._pending and self._pending[1].wait():
+            self._settle()
 
-def resumed_step(run_dir: Path, config: RecoverConfig) -> int:
-    """Step after which a run goes on; 0 where it begins."""
-    return (last_point(run_dir / "recover") or 0) if config.resume else 0
+    def _settle(self) -> None:
+        """What was pending is over."""
+        assert self._pending is not None
+        (step, point), self._pending = self._pending, None
+        if point.error:
+            self._failed(f"{point.path}: {point.error}")
+            return
+        self._kept, self._failures = [*self._kept, step][-self.config.keep :], 0
+        record("time/recover_written", point.took, kind="max")
 
-
-def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
-    """Cut off what a stopped run wrote after its last point (records, rollouts, saved batches and checkpoints): all of
-    it, where it was stopped before its first one."""
-    step = resumed_step(run_dir, config)
-    if not (step or (config.every and config.resume)):
-        return
-    last = step or -1
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last]
-        scratch = metrics.with_suffix(".partial")
-        scratch.write_text("".join(kept), encoding="utf-8")
-        os.replace(scratch, metrics)
-    for folder in ("rollouts", "batches", "checkpoints"):
-        for path in (run_dir / folder).glob("*step_*"):
-            match = _STEP.search(path.name)
-            if match and int(match[1]) > last:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def last_point(directory: Path) -> int | None:
-    """Step of the latest complete point in a `recover` directory."""
-    return max(_points(directory), default=None)
-
-
-def _to_disk(paths: Iterable[Path]) -> None:
-    """Return when files, and the entries of directories, would outlive a loss of power."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
+    def _attempt(self, what: Callable[..., None], *arguments: Any) -> None:
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            what(*arguments)
+        except (EngineError, OSError) as error:
+            self._failed(str(error))
+
+    def _failed(self, why: str) -> None:
+        self._failures += 1
+        record("recover/failed", 1, kind="max")
+        last = self._kept[-1] if self._kept else "none"
+        log.warning("a recover point could not be written; the last one is of step %s. %s", last, why)
+
+    def _end(self, step: int) -> None:
+        """Stop, with a point of this step if there can be one."""
+        left = "no recover point, for these parts cannot be saved: " + ", ".join(self._stateless)
+        if not self._stateless:
+            try:
+                self._finish()
+                if step and step not in self._steps():
+                    self.save(step)
+            except (EngineError, OSError) as error:
+                log.warning("%s", error)
+            left = f"it can be resumed after step {self._kept[-1]}" if self._kept else "there is no recover point"
+        log.warning("stopped after step %d, as asked; %s", step, left)
+        raise SystemExit(128 + signal.SIGTERM)
 
 
-def _points(directory: Path) -> dict[int, Path]:
-    found = {path: _STEP.fullmatch(path.name) for path in directory.glob("step_*")}
-    return {int(match[1]): path for path, match in found.items() if match}
+def _files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+def _keep_only(directory: Path, steps: Sequence[int]) -> None:
+    """Remove all other points, and what is left of damaged ones."""
+    for path in (*directory.glob("step_*"), *directory.glob(".step_*.damaged")):
+        if path.name not in {f"step_{step}" for step in steps}:
+            shutil.rmtree(path, ignore_errors=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from rl_contracts.engine import (
     LossFn,
     LossWeightFn,
     OutputFn,
+    Snapshot,
     TokenOutputs,
     TrainEngine,
     TrainEngineConfig,
@@ -188,22 +191,16 @@ class ReferenceTrainEngine(TrainEngine):
         return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     def save(self, meta: SaveLoadMeta) -> None:
-        import torch
-
         scratch = Path(meta.path).with_name(f".{Path(meta.path).name}.part")
         shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        if meta.kind == "hf":
-            self.model.save_pretrained(scratch)
-            if meta.tokenizer_path is not None:
-                from transformers import AutoTokenizer
-
-                AutoTokenizer.from_pretrained(meta.tokenizer_path).save_pretrained(scratch)
-        else:
-            counters = {"version": self.version, "steps": self._steps, "skipped": self._skipped}
-            state = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "counters": counters}
-            torch.save(state, scratch / "state.pt")
+        self.snapshot(replace(meta, path=str(scratch)))()
         scratch.rename(meta.path)
+
+    def snapshot(self, meta: SaveLoadMeta) -> Snapshot:
+        counters = {"version": self.version, "steps": self._steps, "skipped": self._skipped}
+        state = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "counters": counters}
+        copied = copy.deepcopy(self.model if meta.kind == "hf" else state)
+        return partial(_write, copied, meta)
 
     def load(self, meta: SaveLoadMeta) -> None:
         import torch
@@ -238,6 +235,22 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     progress = min((step - peak) / max(total_steps - 1 - peak, 1), 1.0)
     decay = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
+
+
+def _write(copied: Any, meta: SaveLoadMeta) -> list[Path]:
+    import torch
+
+    directory = Path(meta.path)
+    directory.mkdir(parents=True, exist_ok=True)
+    if meta.kind == "state":
+        torch.save(copied, directory / "state.pt")
+    else:
+        copied.save_pretrained(directory)
+        if meta.tokenizer_path is not None:
+            from transformers import AutoTokenizer
+
+            AutoTokenizer.from_pretrained(meta.tokenizer_path).save_pretrained(directory)
+    return [path for path in directory.rglob("*") if path.is_file()]
 
 
 def _read_model(path: str) -> torch.nn.Module:

@@ -1,0 +1,110 @@
+"""Where a run's recover points lie, which of them are whole, and what is cut off where a run goes on.
+
+A point is `recover/step_<n>` with a manifest of its files. Everybody who looks for the point from which a run goes on
+asks `resumed_step`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from rl_contracts.config import bounded
+from rl_contracts.errors import ConfigError
+from rl_contracts.logging import get_logger
+from rl_trainers.background import fault_of
+from rl_trainers.due import EveryConfig
+
+log = get_logger("trainers.recover")
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+@dataclass
+class RecoverConfig(EveryConfig):
+    """When a run saves what it needs to go on after it was stopped; where nothing is set, only when it is asked to
+    stop."""
+
+    setting: ClassVar[str] = "recover"
+    resume: bool = True
+    """Go on from the last whole recover point of the run directory, where there is one."""
+    keep: int = bounded(2, "at least 1", lambda points: points >= 1)
+    """Recover points that stay; older ones go when a new one is on the disk. The one before the last is what a run goes
+    on from where the last one was damaged."""
+    max_failures: int = bounded(3, "0 or more", lambda failures: failures >= 0)
+    """Points one after the other that may fail to be written, by a full disk for example; one more ends the run. Older
+    points stay, and the next one that is due is another attempt."""
+    timeout: float = bounded(120.0, "more than 0 seconds", lambda seconds: seconds > 0)
+    """Seconds in which a point must be written; a step at which the next one is due, and a stop, wait for it."""
+
+
+def points_of(run_dir: Path) -> list[int]:
+    """Steps of the recover points of a run, whole or not, ascending."""
+    found = (_STEP.fullmatch(path.name) for path in (run_dir / "recover").glob("step_*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def last_point(directory: Path) -> int | None:
+    """Step of the latest whole point in a `recover` directory."""
+    steps = reversed(points_of(directory.parent))
+    return next((step for step in steps if not fault_of(directory / f"step_{step}")), None)
+
+
+def resumed_step(run_dir: Path, config: RecoverConfig) -> int:
+    """Step after which a run goes on; 0 where it begins.
+
+    Raises:
+        ConfigError: there are points, and each of them is damaged.
+    """
+    directory = run_dir / "recover"
+    if not config.resume:
+        return 0
+    if (step := last_point(directory)) is not None:
+        return step
+    if steps := points_of(run_dir):
+        faults = "; ".join(f"step_{step}: {fault_of(directory / f'step_{step}')}" for step in steps)
+        raise ConfigError(
+            f"{directory}: expected a whole recover point, found only damaged ones: {faults}. Choose another run_dir, "
+            "or remove them to begin anew in this one."
+        )
+    return 0
+
+
+def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
+    """Cut off what a stopped run wrote after the point from which it goes on (records, rollouts, saved batches and
+    checkpoints, damaged recover points): all of it, where it was stopped before its first one. What it had half written
+    goes as well.
+
+    Raises:
+        ConfigError: see `resumed_step`.
+    """
+    step = resumed_step(run_dir, config)
+    for folder in ("recover", "checkpoints"):
+        for scratch in (run_dir / folder).glob(".step_*.partial"):
+            shutil.rmtree(scratch)
+    if not (step or (config.regular and config.resume)):
+        return
+    last = step or -1
+    for lost in (n for n in points_of(run_dir) if n > last):
+        point = run_dir / "recover" / f"step_{lost}"
+        log.warning("%s is damaged, the run goes on after step %d: %s", point, step, fault_of(point))
+        aside = point.with_name(f".step_{lost}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        point.rename(aside)  # which is kept until the next point: somebody may want to see what became of it
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists():
+        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last]
+        scratch = metrics.with_suffix(".partial")
+        scratch.write_text("".join(kept), encoding="utf-8")
+        os.replace(scratch, metrics)
+    for folder in ("rollouts", "batches", "checkpoints"):
+        for path in (run_dir / folder).glob("*step_*"):
+            match = _STEP.search(path.name)
+            if match and int(match[1]) > last:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,0 +1,70 @@
+"""A run of a toy engine with a recover point after every step, in one process or several, until somebody kills it; the
+engine's whole state is one number, so that a point that mixes two steps shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rl_contracts.data import SaveLoadMeta
+from rl_contracts.parallel import ParallelContext
+from rl_trainers import RecoverConfig, RecoverPoints
+
+FILES = 20
+"""Files of each rank in a point, so that there is something to be killed in."""
+
+
+class Counting:
+    """An engine, and the run's only other part, that know how many steps there were."""
+
+    def __init__(self, parallel: ParallelContext) -> None:
+        self.parallel, self.steps = parallel, 0
+
+    def snapshot(self, meta: SaveLoadMeta) -> Any:
+        return partial(self._write, Path(meta.path), self.steps)
+
+    def _write(self, directory: Path, steps: int) -> Sequence[Path]:
+        directory.mkdir(exist_ok=True)
+        files = [directory / f"{self.parallel.rank}-{number}" for number in range(FILES)]
+        for file in files:
+            file.write_text(f"{steps}\n" * 2000)
+        return files
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        found = {int(n) for f in Path(meta.path).glob(f"{self.parallel.rank}-*") for n in f.read_text().split()}
+        (self.steps,) = found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"steps": self.steps}
+
+
+def main(run_dir: Path, steps: int, **settings: Any) -> None:
+    parallel = ParallelContext()
+    if "WORLD_SIZE" in os.environ:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        group = dist.group.WORLD
+        parallel = ParallelContext(dist.get_rank(), dist.get_world_size(), host_group=group)
+    engine = Counting(parallel)
+    points = RecoverPoints(run_dir, RecoverConfig(1, **settings), {"actor": engine}, {"part": engine})
+    assert (points.resume() or 0) == engine.steps
+    print(json.dumps({"resumed": engine.steps}), flush=True)
+    while engine.steps < steps:
+        engine.steps += 1
+        time.sleep(0.002)  # a step, beside which the point before is written
+        points.after_step(engine.steps)
+    points.finish()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

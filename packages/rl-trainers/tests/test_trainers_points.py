@@ -1,0 +1,335 @@
+"""Points are written in the background, whole or not at all; damaged ones are named and passed over."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from policy_toys import on_ranks
+from recover_process import Counting
+
+from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.metrics import collect
+from rl_contracts.parallel import ParallelContext
+from rl_contracts.testing.processes import fork_script, run_ranks
+from rl_trainers import RecoverConfig, RecoverPoints
+from rl_trainers.background import MANIFEST, drain
+from rl_trainers.points import drop_lost_steps, last_point, points_of, resumed_step
+
+SCRIPT = Path(__file__).with_name("recover_process.py")
+
+
+def points_in(run_dir: Path, **settings: Any) -> tuple[Counting, RecoverPoints]:
+    """A run that has not begun."""
+    engine = Counting(ParallelContext())
+    settings = {"every": 1, "timeout": 30.0, **settings}
+    return engine, RecoverPoints(run_dir, RecoverConfig(**settings), {"actor": engine}, {"part": engine})
+
+
+def go(engine: Counting, points: RecoverPoints, steps: int) -> None:
+    for _ in range(steps):
+        engine.steps += 1
+        points.after_step(engine.steps)
+    points.finish()
+
+
+def resumed(run_dir: Path) -> int:
+    """The step of a run that goes on there."""
+    engine, points = points_in(run_dir)
+    assert points.resume() == engine.steps
+    return engine.steps
+
+
+def shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def alter(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        *((damage, name) for damage in (Path.unlink, shorten, alter) for name in ("actor/0-3", "part-0.json")),
+        *((damage, MANIFEST) for damage in (shorten, alter)),
+    ],
+)
+def test_resume_damaged_point_is_named_and_the_one_before_it_is_taken(
+    damage: Callable[[Path], None], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    go(*points_in(tmp_path), 4)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, 5)))
+    damage(tmp_path / "recover" / "step_4" / name)
+
+    assert last_point(tmp_path / "recover") == 3
+    assert resumed_step(tmp_path, RecoverConfig(1)) == 3
+    assert resumed(tmp_path) == 3
+    assert f"step_4 is damaged, the run goes on after step 3: {name}" in caplog.text
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert points_of(tmp_path) == [3]
+
+
+def test_resume_damaged_point_does_not_stand_in_the_way_of_the_next(tmp_path: Path) -> None:
+    go(*points_in(tmp_path), 4)
+    shorten(tmp_path / "recover" / "step_4" / "actor" / "0-3")
+    engine, points = points_in(tmp_path)
+    points.resume()
+
+    go(engine, points, 3)
+
+    assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step_5", "step_6"]
+    assert resumed(tmp_path) == 6
+
+
+def test_resume_only_damaged_points_is_refused_and_nothing_is_cut_off(tmp_path: Path) -> None:
+    go(*points_in(tmp_path), 3)
+    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
+    for step in (2, 3):
+        shorten(tmp_path / "recover" / f"step_{step}" / "part-0.json")
+
+    for refused in (drop_lost_steps, resumed_step):
+        with pytest.raises(ConfigError, match=r"damaged ones: step_2: part-0\.json.*step_3"):
+            refused(tmp_path, RecoverConfig(1))
+    assert (tmp_path / "checkpoints" / "step_2").exists()
+    assert resumed_step(tmp_path, RecoverConfig(1, resume=False)) == 0
+
+
+def test_start_removes_what_was_half_written(tmp_path: Path) -> None:
+    go(*points_in(tmp_path), 2)
+    for folder in ("recover", "checkpoints"):
+        (tmp_path / folder / ".step_3.partial").mkdir(parents=True)
+
+    assert resumed(tmp_path) == 2
+
+    assert not [*tmp_path.rglob(".step_*")]
+
+
+class Held(Counting):
+    """Writes when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(ParallelContext())
+        self.let = threading.Event()
+
+    def _write(self, directory: Path, steps: int) -> Any:
+        assert self.let.wait(60)
+        return super()._write(directory, steps)
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[tuple[Held, RecoverPoints]]:
+    engine = Held()
+    yield engine, RecoverPoints(tmp_path, RecoverConfig(2, timeout=30.0), {"actor": engine}, {"part": engine})
+    engine.let.set()
+    drain(60)
+
+
+def test_point_holds_what_was_at_its_step_while_steps_go_on(held: tuple[Held, RecoverPoints], tmp_path: Path) -> None:
+    engine, points = held
+    for _ in range(3):
+        engine.steps += 1
+        points.after_step(engine.steps)
+    assert points_of(tmp_path) == []
+    engine.let.set()
+    points.finish()
+
+    assert resumed(tmp_path) == 2
+
+
+def test_point_that_is_due_waits_for_the_one_before(held: tuple[Held, RecoverPoints], tmp_path: Path) -> None:
+    engine, points = held
+    engine.steps = 2
+    points.after_step(2)
+    threading.Timer(0.1, engine.let.set).start()
+
+    engine.steps = 4
+    points.after_step(4)
+
+    assert points_of(tmp_path)[0] == 2
+    points.finish()
+    assert points_of(tmp_path) == [2, 4]
+
+
+def test_point_that_takes_longer_than_the_timeout_counts_as_failed_and_steps_go_on(
+    held: tuple[Held, RecoverPoints], tmp_path: Path
+) -> None:
+    engine, points = held
+    points.config.timeout = 0.05
+    points.after_step(2)
+    with collect() as figures:
+        points.after_step(4)
+    assert figures.results()["recover/failed"] == 1
+    engine.let.set()
+    drain(60)
+
+    points.after_step(6)
+    points.finish()
+
+    assert 6 in points_of(tmp_path)
+
+
+class Failing(Counting):
+    """Cannot write for some steps."""
+
+    def __init__(self, parallel: ParallelContext, steps: set[int]) -> None:
+        super().__init__(parallel)
+        self.failing = steps
+
+    def _write(self, directory: Path, steps: int) -> Any:
+        files = super()._write(directory, steps)
+        if steps in self.failing:
+            raise OSError(28, "No space left on device")
+        return files
+
+
+def test_writer_that_raises_is_warned_of_counted_and_tried_again_with_the_next_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Failing(ParallelContext(), {2, 3})
+    points = RecoverPoints(tmp_path, RecoverConfig(1, max_failures=2), {"actor": engine}, {"part": engine})
+    with collect() as figures:
+        go(engine, points, 3)
+
+    assert figures.results()["recover/failed"] == 1
+    assert "could not be written; the last one is of step 1" in caplog.text
+    assert "No space left" in caplog.text
+    assert [path.name for path in (tmp_path / "recover").iterdir()] == ["step_1"]
+    go(engine, points, 1)
+    assert points_of(tmp_path) == [1, 4]
+
+
+def test_writer_that_raises_more_often_than_allowed_ends_the_run(tmp_path: Path) -> None:
+    engine = Failing(ParallelContext(), {2, 4, 5, 6})
+    points = RecoverPoints(tmp_path, RecoverConfig(1, max_failures=2), {"actor": engine}, {"part": engine})
+
+    with pytest.raises(EngineError, match=r"3 recover points in a row .*recover\.max_failures=2"):
+        go(engine, points, 9)
+
+    assert engine.steps == 7  # where the failure of step 6 is heard
+    assert points_of(tmp_path) == [1, 3]
+
+
+def test_stop_after_a_point_that_failed_writes_it_again_and_waits(tmp_path: Path) -> None:
+    engine, asked = Failing(ParallelContext(), {1}), threading.Event()
+    points = RecoverPoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"part": engine}, asked.is_set)
+    engine.steps = 1
+    points.after_step(1)
+    drain(60)
+    engine.failing = set()
+    asked.set()
+
+    with pytest.raises(SystemExit):
+        points.after_step(1)
+
+    assert resumed(tmp_path) == 1
+
+
+def test_stop_that_cannot_be_saved_ends_the_run_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Failing(ParallelContext(), {1})
+    points = RecoverPoints(tmp_path, RecoverConfig(), {"actor": engine}, {"part": engine}, lambda: True)
+    engine.steps = 1
+
+    with pytest.raises(SystemExit):
+        points.after_step(1)
+
+    assert "there is no recover point" in caplog.text
+
+
+def test_file_size_limit_while_a_point_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    engine, points = points_in(tmp_path)
+    go(engine, points, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # what a full disk does to the files of a point
+    try:
+        go(engine, points, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+    assert [path.name for path in (tmp_path / "recover").iterdir()] == ["step_1"]
+    go(engine, points, 1)
+    assert resumed(tmp_path) == 3
+
+
+def test_ranks_one_that_fails_costs_all_of_them_the_point_and_no_more(tmp_path: Path) -> None:
+    def work(parallel: ParallelContext) -> list[int]:
+        engine = Failing(parallel, {2} if parallel.rank == 1 else set())
+        points = RecoverPoints(tmp_path, RecoverConfig(1, timeout=30.0), {"actor": engine}, {"part": engine})
+        go(engine, points, 3)
+        assert points._failures == 0
+        return points._kept
+
+    assert on_ranks(2, work) == [[1, 3], [1, 3]]
+    assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step_1", "step_3"]
+    files = json.loads((tmp_path / "recover" / "step_3" / MANIFEST).read_text())
+    assert files["ranks"] == 2
+    assert {"part-0.json", "part-1.json", "actor/0-0", "actor/1-0"} <= files["files"].keys()
+
+
+def test_ranks_whose_clocks_differ_go_by_rank_0(tmp_path: Path) -> None:
+    def work(parallel: ParallelContext) -> list[int]:
+        engine = Counting(parallel)
+        points = RecoverPoints(tmp_path, RecoverConfig(every_minutes=1.0), {"actor": engine}, {"part": engine})
+        clock = {0: 0.0, 1: 59.0, 2: 61.0, 3: 90.0} if parallel.rank == 0 else {n: 1e9 * n for n in range(4)}
+        points._due._now = lambda: clock[engine.steps]
+        points._due.restart()
+        go(engine, points, 3)
+        return points._kept
+
+    assert on_ranks(2, work) == [[2], [2]]
+
+
+def test_epochs_a_point_is_due_at_the_first_step_after_the_last_row(tmp_path: Path) -> None:
+    engine, epochs = Counting(ParallelContext()), iter([0, 0, 1, 1, 1, 2, 3, 3])
+    with pytest.raises(ConfigError, match=r"recover\.every_epochs=2"):
+        RecoverPoints(tmp_path, RecoverConfig(every_epochs=2), {"actor": engine}, {"part": engine})
+    points = RecoverPoints(
+        tmp_path, RecoverConfig(every_epochs=2), {"actor": engine}, {"part": engine}, epochs=lambda: next(epochs)
+    )
+
+    go(engine, points, 5)
+
+    assert points_of(tmp_path) == [5]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_last_point_is_whole_and_of_one_step(tmp_path: Path) -> None:
+    run_dir, draw, reached = tmp_path / "run", random.Random(5), 0
+    for life in range(8):
+        process = fork_script(SCRIPT, [str(run_dir), "1000000"], tmp_path / f"log-{life}")
+        deadline = time.monotonic() + 60
+        while (last_point(run_dir / "recover") or 0) < reached + 2:
+            assert process.is_alive(), (tmp_path / f"log-{life}").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(draw.random() / 50)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(30)
+        step = last_point(run_dir / "recover")
+        assert step is not None
+        assert step >= reached + 2
+        reached = step
+    assert resumed(run_dir) == reached
+
+
+@pytest.mark.slow
+def test_two_processes_write_points_go_on_from_them_and_pass_over_one_that_misses_a_ranks_file(tmp_path: Path) -> None:
+    run_ranks(SCRIPT, [str(tmp_path), "5"], 2)
+    assert points_of(tmp_path) == [4, 5]
+    (tmp_path / "recover" / "step_5" / "actor" / "1-7").unlink()
+
+    seen = run_ranks(SCRIPT, [str(tmp_path), "7"], 2)
+
+    assert all(json.loads(text.splitlines()[-1])["resumed"] == 4 for text in seen)
+    assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step_6", "step_7"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from threading import Thread
 
 import torch
 from fsdp_ranks import rows_of
@@ -27,10 +28,13 @@ def main(model: str, out: Path) -> None:
 
     seen = [step(2), step(3)]
     engine.version = 4
-    engine.save_async(SaveLoadMeta(str(out / "two"), kind="state"))
+    write = engine.snapshot(SaveLoadMeta(str(out / "two"), kind="state"))
+    assert write is not None
+    thread = Thread(target=write)
+    thread.start()
     seen += [step(4), step(5)]
+    thread.join()
     engine.destroy()
-    assert (out / "two").is_dir()
     (out / f"seen-{rank}.json").write_text(json.dumps(seen))
 
 

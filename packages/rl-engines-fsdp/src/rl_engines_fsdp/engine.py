@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +18,16 @@ from torch import Tensor
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import AdapterSpec, FinetuneSpec, ParamSpec, SaveLoadMeta
-from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
+from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.hub_names import HubPart, hub_parts
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_contracts.weights.adapters import begins_with
 from rl_engines_fsdp import micro_batches
 from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
-from rl_engines_fsdp.checkpoint.hugging_face import save_hugging_face
-from rl_engines_fsdp.checkpoint.state import COUNTERS, AsyncWriter, load_state, save_state, state_of
+from rl_engines_fsdp.checkpoint.hugging_face import copy_hugging_face, save_hugging_face
+from rl_engines_fsdp.checkpoint.shards import HostCopies, is_plain, shards_of, write_shards
+from rl_engines_fsdp.checkpoint.state import COUNTERS, load_state, save_state, state_of
 from rl_engines_fsdp.config import FSDPEngineConfig, check_heads
 from rl_engines_fsdp.model import loading, lora
 from rl_engines_fsdp.model.attention import Segments
@@ -55,7 +58,7 @@ class FSDPEngine(TrainEngine):
         self.strategy = strategy
         self.version = 0
         self._optimizer: torch.optim.Optimizer | None = None
-        self._writer: AsyncWriter | None = None
+        self._copies = HostCopies()
         self._adapter: AdapterSpec | None = None
         self._exit = ExitStack()  # what `destroy` undoes, in reverse order
         self._steps = 0
@@ -108,7 +111,7 @@ class FSDPEngine(TrainEngine):
         self._exit.close()
 
     def _free(self) -> None:
-        self._optimizer = self._writer = None
+        self._optimizer, self._copies = None, HostCopies()
         self.__dict__.pop("_model", None)  # absent where initialize failed
         self.__dict__.pop("_maker", None)
         if self._device.type == "cuda":
@@ -360,30 +363,21 @@ class FSDPEngine(TrainEngine):
             case _:
                 raise _unknown_kind(meta, config)
 
-    def save_async(self, meta: SaveLoadMeta) -> None:
-        """Copy the state and return; it is written while training goes on (collective). Kind `state` only.
-
-        The directory appears when every rank's part lies complete; `wait_for_save` waits for that. Waits for the state
-        before, if that is still being written, and raises what went wrong with it.
-
-        Raises:
-            ModelError, EngineError: another kind, or the directory cannot be made.
-        """
-        if meta.kind != "state":
-            raise ModelError(f"{meta.path}: expected kind state, found {meta.kind!r}; others are saved by `save`.")
-        if self._writer is None:
-            self._writer = AsyncWriter(self.parallel)
-            self._exit.callback(self._writer.close)
-        self._writer.begin(self._state(), meta.path)
-
-    def wait_for_save(self) -> None:
-        """Return when what `save_async` began lies complete.
-
-        Raises:
-            EngineError: it could not be written, on any rank.
-        """
-        if self._writer is not None:
-            self._writer.wait()
+    def snapshot(self, meta: SaveLoadMeta) -> Snapshot | None:
+        """See `TrainEngine.snapshot`: of kinds `state`, of which each rank keeps the memory of the copy for the next
+        one, and `hf`, which rank 0 writes."""
+        config, parallel = self.config, self.parallel
+        match meta.kind:
+            case "hf":
+                dtype = config.serve_dtype or self._spec.dtype
+                return copy_hugging_face(self._model, meta, dtype, config.max_shard_gb, parallel)
+            case "state":
+                state = self._state()
+                if not is_plain(state):
+                    return None
+                copied = self._copies.of(shards_of(state, parallel))
+                return partial(write_shards, copied, Path(meta.path), parallel.rank)
+        return None
 
     def load(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced, and adapters start anew."""

@@ -375,6 +375,28 @@ class TrainEngineConformance:
             expected = first.train_batch(batch, policy_loss, trained_tokens)
             assert second.train_batch(batch, policy_loss, trained_tokens) == expected
 
+    @pytest.mark.parametrize("kind", ["state", "hf"])
+    def test_snapshot_holds_what_was_at_its_moment_while_training_goes_on(
+        self, start: Any, kind: str, tmp_path: Path
+    ) -> None:
+        first, meta = start(), SaveLoadMeta(str(tmp_path / "new"), kind)
+        first.train_batch(make_batch(4), policy_loss, trained_tokens)
+        probe = logprobs_of(first, make_batch(4, seed=9))
+
+        write = first.snapshot(meta)
+        if write is None:
+            pytest.skip("this engine has no snapshots")
+        expected = first.train_batch(make_batch(4, seed=1), policy_loss, trained_tokens)
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(write).result(60)
+
+        assert sorted(written) == sorted(file for file in (tmp_path / "new").rglob("*") if file.is_file())
+        second = start()
+        second.load(meta)
+        self.close(logprobs_of(second, make_batch(4, seed=9)), probe)
+        if kind == "state":
+            assert second.train_batch(make_batch(4, seed=1), policy_loss, trained_tokens) == expected
+
     def test_load_of_something_else_raises_model_error(self, start: Any, tmp_path: Path) -> None:
         engine = start()
         for kind in ("hf", "state"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rl_contracts.data import SaveLoadMeta
+from rl_contracts.engine import Snapshot
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
 from rl_contracts.parallel import ParallelContext
@@ -34,32 +36,46 @@ TOKENIZER_PATTERNS = (
 def save_hugging_face(
     model: PackedModel, meta: SaveLoadMeta, dtype: str, max_shard_gb: float, parallel: ParallelContext
 ) -> None:
-    """Write a directory that transformers loads (collective); rank 0 writes.
+    """Write a directory that transformers loads (collective), which appears whole; see `copy_hugging_face`."""
+    with new_directory(meta.path, parallel) as scratch:
+        copy_hugging_face(model, replace(meta, path=str(scratch)), dtype, max_shard_gb, parallel)()
+
+
+def copy_hugging_face(
+    model: PackedModel, meta: SaveLoadMeta, dtype: str, max_shard_gb: float, parallel: ParallelContext
+) -> Snapshot:
+    """Copy what makes a directory that transformers loads to rank 0's host memory (collective); what writes it.
 
     Weights lie in safetensors files of at most `max_shard_gb` x 10^9 bytes each, with an index where there are several.
     A language model loads as `AutoModelForCausalLM`, one with a scalar head as `AutoModelForSequenceClassification`.
     """
     inner: Any = model.model
     kind = getattr(torch, dtype)
-    with new_directory(meta.path, parallel) as scratch:
-        # all ranks gather, and rank 0 keeps
-        whole = {name: value.to("cpu", kind) for name, value in full_parameters(model) if parallel.is_main}
-        whole |= {name: value.cpu() for name, value in model.kept_buffers()}
-        if parallel.is_main:
-            config = copy.deepcopy(inner.config)
-            if model.head != "lm":
-                config.get_text_config().pad_token_id = _pad_token_id(
-                    config, inner.generation_config, meta.tokenizer_path
-                )
-            shell: Any = empty_model(config, model.head).to(kind)  # has no memory, and writes what it is given
-            shell._weight_conversions = getattr(inner, "_weight_conversions", None)  # by the names of its source
-            with quiet():
-                shell.save_pretrained(scratch, state_dict=whole, max_shard_size=int(max_shard_gb * 1e9))
-            if inner.generation_config is not None:
-                # as it was: `save_pretrained` would refuse settings that some published models have
-                inner.generation_config.to_json_file(scratch / "generation_config.json")
-            if meta.tokenizer_path is not None:
-                _copy_tokenizer(Path(meta.tokenizer_path), scratch)
+    # all ranks gather, and rank 0 keeps
+    whole = {name: value.to("cpu", kind, copy=True) for name, value in full_parameters(model) if parallel.is_main}
+    if not parallel.is_main:
+        return list
+    whole |= {name: value.to("cpu", copy=True) for name, value in model.kept_buffers()}
+    config = copy.deepcopy(inner.config)
+    if model.head != "lm":
+        config.get_text_config().pad_token_id = _pad_token_id(config, inner.generation_config, meta.tokenizer_path)
+    # has no memory, and writes what it is given; made here, because transformers sets torch's default dtype meanwhile
+    shell: Any = empty_model(config, model.head).to(kind)
+    shell._weight_conversions = getattr(inner, "_weight_conversions", None)  # by the names of its source
+
+    def write() -> list[Path]:
+        directory = Path(meta.path)
+        directory.mkdir(parents=True, exist_ok=True)
+        with quiet():
+            shell.save_pretrained(directory, state_dict=whole, max_shard_size=int(max_shard_gb * 1e9))
+        if inner.generation_config is not None:
+            # as it was: `save_pretrained` would refuse settings that some published models have
+            inner.generation_config.to_json_file(directory / "generation_config.json")
+        if meta.tokenizer_path is not None:
+            _copy_tokenizer(Path(meta.tokenizer_path), directory)
+        return [file for file in directory.rglob("*") if file.is_file()]
+
+    return write
 
 
 def _pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> int | None:

@@ -23,7 +23,7 @@ from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.inference import ServerConfig
 from rl_launchers import LauncherConfig
 from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.books import CheckpointConfig
+from rl_trainers.checkpoints import CheckpointConfig
 from rl_trainers.evaluation import EvaluationConfig, HeldOutConfig
 from rl_trainers.gap.gate import GapConfig
 from rl_trainers.points import RecoverConfig

@@ -41,6 +41,7 @@ def train(run: Run[GRPOConfig]) -> None:
         prompts = PromptLoader(
             rows, seed=config.seed, epochs=config.total_epochs or None, num_shards=ranks.dp_size, shard=ranks.dp_rank
         )
+        epochs = partial(getattr, prompts, "epoch")
         client = parts.client(engine)
         reward = parts.reward()
         workflow = parts.workflow(reward)
@@ -49,9 +50,9 @@ def train(run: Run[GRPOConfig]) -> None:
         publisher = parts.publisher(engine, client)
         gap = parts.gate(engine, client)
         evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
-        books = parts.books(engine, evaluations, counters=rollout.stats)
+        books = parts.books(engine, evaluations, counters=rollout.stats, epochs=epochs)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
-        recover = parts.recover(engines, {"rollout": rollout, "books": books}, lambda: prompts.epoch)
+        recover = parts.recover(engines, {"rollout": rollout, "books": books}, epochs)
         rl_trainers.train(rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)
 
 

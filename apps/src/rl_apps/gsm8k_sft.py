@@ -72,8 +72,9 @@ def learn_rows(
     source = rl_trainers.DataSource(batches, batch_of)
     held_out = parts.rows("test", form, config.evaluation.rows)
     losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)))] if held_out else []
-    books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"})
-    recover = parts.recover({"actor": engine}, {"source": source, "books": books}, lambda: batches.epoch)
+    epochs = partial(getattr, batches, "epoch")
+    books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
+    recover = parts.recover({"actor": engine}, {"source": source, "books": books}, epochs)
     rl_trainers.train(source, learner, books, config.total_steps, recover=recover, **served)
 
 

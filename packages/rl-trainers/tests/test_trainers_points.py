@@ -172,6 +172,7 @@ def test_point_that_takes_longer_than_the_timeout_counts_as_failed_and_steps_go_
     engine.let.set()
     drain(60)
 
+    points.config.timeout = 30.0
     points.after_step(6)
     points.finish()
 

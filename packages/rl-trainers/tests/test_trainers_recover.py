@@ -264,7 +264,7 @@ def test_point_is_on_the_disk_before_older_ones_go(model: str, tmp_path: Path, m
         sync(descriptor)
 
     def rmtree(path: Path, **options: Any) -> None:
-        if Path(path).name == "step_1":
+        if Path(path).name == ".step_1.partial" and Path(path).exists():
             new = tmp_path / "recover" / "step_2"
             needed = [new.parent, new, *new.rglob("*")]
             assert {entry.stat().st_ino for entry in needed} <= synced
@@ -276,7 +276,7 @@ def test_point_is_on_the_disk_before_older_ones_go(model: str, tmp_path: Path, m
     monkeypatch.setattr("shutil.rmtree", rmtree)
     points.save(2)
 
-    assert gone == [tmp_path / "recover" / "step_1"]
+    assert gone == [tmp_path / "recover" / ".step_1.partial"]
     engine.destroy()
 
 

@@ -13,7 +13,7 @@ _HOMES = {
     "AlgorithmConfig": "algorithm",
     "AnswerEvaluation": "evaluation",
     "Books": "books",
-    "CheckpointConfig": "books",
+    "CheckpointConfig": "checkpoints",
     "Critic": "critic",
     "DataSource": "supervised",
     "EvaluationConfig": "evaluation",

@@ -13,6 +13,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -88,7 +89,7 @@ class NewDirectory:
         failures = [f"rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(said) if failure]
         if failures and all(written for written, _, _ in said):
             self._abandoned.set()  # rank 0 waits for nobody any more, and nobody writes into what it removes
-        over = bool(said[0][1])
+        over = all(written for written, _, _ in said) and bool(said[0][1])
         self.error = "; ".join(failures) if over else ""
         return over
 
@@ -186,6 +187,15 @@ def fault_of(directory: Path) -> str:
         if found != expected:
             return f"{name}: expected [bytes, checksum] {expected}, found {found}"
     return ""
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory, which is not there any more at any moment at which it is not whole."""
+    scratch = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    with suppress(OSError):  # it stays then, which harms nobody
+        directory.rename(scratch)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def to_disk(paths: Iterable[Path]) -> None:

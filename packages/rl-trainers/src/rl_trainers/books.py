@@ -1,4 +1,4 @@
-"""Keeping the books of a run: metrics, evaluations, checkpoints and saved batches."""
+"""Keeping the books of a run: metrics, evaluations, saved batches, and when there are checkpoints."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from rl_contracts.config import Settings, bounded
-from rl_contracts.data import SaveLoadMeta
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import Figures, MetricsWriter, collect
 from rl_contracts.trace import Trace
+from rl_trainers.checkpoints import CheckpointConfig, Checkpoints
 
 if TYPE_CHECKING:
     import torch
@@ -44,17 +42,6 @@ OLDEST = 4
 """Ages of tokens from here on are counted together."""
 
 
-@dataclass
-class CheckpointConfig(Settings):
-    """What is kept of a run."""
-
-    setting: ClassVar[str] = "checkpoint"
-    every: int = bounded(0, "0 (only at the end) or more steps", lambda steps: steps >= 0)
-    """Steps between checkpoints; 0: only after the last step."""
-    save_batches: bool = False
-    """Keep each training batch under `batches/`, for `rl replay`."""
-
-
 class Books:
     """One per rank; every method is collective. Rank 0 writes.
 
@@ -66,6 +53,7 @@ class Books:
         counters: figures of the asynchronous side, for example `RolloutRuntime.stats`, or None.
         tokenizer_path: directory whose tokenizer goes into each checkpoint.
         renamed: names of statistics in `metrics.jsonl`, where they differ from the loss's.
+        epochs: passes over the data that are over; needed for `checkpoint.every_epochs`.
     """
 
     def __init__(
@@ -79,17 +67,18 @@ class Books:
         counters: Callable[[], Figures] | None = None,
         tokenizer_path: str | None = None,
         renamed: dict[str, str] | None = None,
+        epochs: Callable[[], int] | None = None,
     ) -> None:
         self.engine, self.config, self.run_dir = engine, config, Path(run_dir)
         self.evaluations, self.evaluate_every = evaluations, evaluate_every
-        self.counters, self.tokenizer_path = counters, tokenizer_path
+        self.checkpoints = Checkpoints(engine, self.run_dir, config, tokenizer_path, epochs)
+        self.counters = counters
         self.renamed = RENAMED if renamed is None else renamed
         self.step = 0
         self.trace = Trace(f"trainer-{engine.parallel.rank}")
         self._figures = Figures()
         self._clashes: set[str] = set()
         self._evaluated = -1
-        self._saved = -1
         self._seconds: dict[str, float] = defaultdict(float)
         self._step_begin = time.perf_counter()
         self._writer: MetricsWriter | None = None
@@ -109,12 +98,14 @@ class Books:
             self._seconds[stage] += time.perf_counter() - begin
 
     def state_dict(self) -> dict[str, Any]:
-        """The last step, and of which steps there are evaluations and checkpoints."""
-        return {"step": self.step, "evaluated": self._evaluated, "saved": self._saved}
+        """The last step, the last evaluation, and what there is to know of checkpoints."""
+        return {"step": self.step, "evaluated": self._evaluated, "checkpoints": self.checkpoints.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after a step."""
-        self.step, self._evaluated, self._saved = (int(state[name]) for name in ("step", "evaluated", "saved"))
+        self.step, self._evaluated = int(state["step"]), int(state["evaluated"])
+        if "checkpoints" in state:  # points of earlier commits do not have it
+            self.checkpoints.load_state_dict(state["checkpoints"])
 
     def begin(self, version: int) -> None:
         """Before the first step: evaluate what there is, and write it as the record of the step that is done. A run
@@ -141,8 +132,11 @@ class Books:
         record |= {self.renamed.get(name, name): value for name, value in stats.items()}
         if self.config.save_batches:
             self._save_batch(batch, version_before)
-        if self.config.every and step % self.config.every == 0:
-            self._save()
+        with collect(self._figures):
+            due = self.checkpoints.due(step)
+        if due:
+            with self.time("save"):
+                self.checkpoints.begin(step)
         seconds = time.perf_counter() - self._step_begin
         record |= {f"time/{stage}": spent for stage, spent in self._seconds.items()}
         record |= {"time/step": seconds, "throughput/trained_tokens_per_s": _rate(record["tokens/trained"], seconds)}
@@ -153,6 +147,7 @@ class Books:
         self._add(record, recorded)
         if self.evaluate_every and step % self.evaluate_every == 0:
             record |= self._evaluate()
+        self.checkpoints.rate(step, record)
         self._write(record)
         self._start_step()
 
@@ -161,10 +156,9 @@ class Books:
         if self._evaluated != self.step:
             figures = self._evaluate()
             if figures:
+                self.checkpoints.rate(self.step, figures)
                 self._write({"step": self.step, "version": self.engine.version, **figures})
-        # a run that was stopped between its last checkpoint and its end has it already, and whole
-        if self._saved != self.step and not self.engine.parallel.broadcast_json(self._checkpoint.exists()):
-            self._save()
+        self.checkpoints.finish(self.step)
         if self.engine.parallel.is_main:
             self.trace.save(self.run_dir / "trace.json")
 
@@ -185,17 +179,6 @@ class Books:
             self._clashes |= new
             log.warning("figures %s are the run's own; what was recorded by these names is left out.", sorted(new))
         record |= {name: value for name, value in recorded.items() if name not in clashes}
-
-    @property
-    def _checkpoint(self) -> Path:
-        return self.run_dir / "checkpoints" / f"step_{self.step}"
-
-    def _save(self) -> None:
-        self._saved, path = self.step, self._checkpoint
-        with self.time("save"):
-            self.engine.save(SaveLoadMeta(str(path), "hf", self.tokenizer_path))
-        if self.engine.parallel.is_main:
-            log.info("checkpoint: %s", path)
 
     def _save_batch(self, batch: TensorDict, version: int) -> None:
         """The whole batch as it left the runtime, without what was computed from it, on rank 0."""

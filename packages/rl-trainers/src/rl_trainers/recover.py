@@ -19,7 +19,7 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import record
-from rl_trainers.background import NewDirectory
+from rl_trainers.background import NewDirectory, remove
 from rl_trainers.due import Due
 from rl_trainers.part_states import PartState, Stateful, restore_parts
 from rl_trainers.points import RecoverConfig, drop_lost_steps, points_of, resumed_step
@@ -156,8 +156,7 @@ class RecoverPoints:
         self._pending = step, NewDirectory(target, self.parallel, self._copy, self.config.timeout, entries, completed)
 
     def _copy(self, directory: Path) -> list[Snapshot]:
-        states = [PartState.of(name, part) for name, part in self.parts.items()]
-        writers: list[Snapshot] = [partial(state.write, directory, self.parallel.rank) for state in states]
+        writers: list[Snapshot] = []
         for name, engine in self.engines.items():
             meta = SaveLoadMeta(str(directory / name), "state")
             if (written := engine.snapshot(meta)) is not None:
@@ -166,7 +165,8 @@ class RecoverPoints:
             engine.save(meta)
             if self.parallel.is_main:
                 writers.append(partial(_files, directory / name))
-        return writers
+        states = [PartState.of(name, part) for name, part in self.parts.items()]
+        return writers + [partial(state.write, directory, self.parallel.rank) for state in states]
 
     def _finish(self) -> None:
         if self._pending and self._pending[1].wait():
@@ -215,6 +215,8 @@ def _files(directory: Path) -> list[Path]:
 
 def _keep_only(directory: Path, steps: Sequence[int]) -> None:
     """Remove all other points, and what is left of damaged ones."""
-    for path in (*directory.glob("step_*"), *directory.glob(".step_*.damaged")):
+    for path in directory.glob(".step_*.damaged"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob("step_*"):
         if path.name not in {f"step_{step}" for step in steps}:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)

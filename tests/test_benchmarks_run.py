@@ -122,6 +122,14 @@ def test_servers_quick_last_line_has_the_figures_of_each_or_why_it_was_skipped()
 
 
 @pytest.mark.nightly
+def test_recovery_quick_last_line_has_the_cost_of_points_and_of_the_peers() -> None:
+    points = quick("recovery.py")["points"]
+    assert points["demo"]["cost"] > 0
+    assert points["demo"]["smallest_every"] >= 1
+    assert min(peer["held_s"] for peer in points["demo"]["peers"].values()) > 0
+
+
+@pytest.mark.nightly
 def test_train_step_quick_last_line_has_rates_fill_and_the_cost_of_the_loss() -> None:
     figures = quick("train_step.py")
     step, loss = figures["step"], figures["loss"]

@@ -1,0 +1,156 @@
+"""What recover points cost a run.
+
+    uv run python tests/benchmarks/recovery.py
+
+Points: an `FSDPEngine` on the CPU takes training steps as a run does, with a recover point every `--every` steps
+(`rl_trainers.RecoverPoints`). Held are the seconds that `after_step` takes more than where no point is due; the CPU
+seconds of the writer are its thread's. Their sum over the seconds of `--every` steps without points is the cost. Once
+at the size of the demo's model and batch, once at a larger one. `smallest_every` is the fewest steps between two points
+at which the cost stays below what is required. The peers save the same state of the same engine, with nothing else to
+do: `torch.save` with a sync of the file, which holds training all the while, and `async_save` of torch's distributed
+checkpoints; CPU seconds are those of the whole process.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+REQUIRED = 0.02
+"""Largest cost of one point every 20 steps."""
+SIZES = {
+    # rows, longest row, vocabulary, hidden
+    "demo": (256, 96, 259, 64),
+    "larger": (32, 256, 8192, 384),
+}
+
+
+def thread_seconds(name: str) -> float:
+    """CPU seconds of the threads of that name, until now."""
+    clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.name == name and t.ident]
+    return sum(time.clock_gettime(clock) for clock in clocks)
+
+
+class Books:
+    """A part with as much to say as the groups that wait for a batch."""
+
+    def __init__(self, rows: int) -> None:
+        import torch
+
+        self.groups = torch.zeros(rows, 64, dtype=torch.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": 1, "groups": self.groups, "in_flight": [{"prompt": "a word problem" * 10}] * 100}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def measure(size: str, every: int, points: int, directory: Path) -> dict[str, Any]:
+    """One size: steps, points among them, and the peers."""
+    from train_step import Ours, make_work
+
+    from rl_trainers import RecoverConfig, RecoverPoints
+
+    rows, longest, vocabulary, hidden = SIZES[size]
+    ours = Ours(make_work(directory / f"{size}-model", rows, longest, 4096, vocabulary, hidden))
+    ours.step()
+    run_dir = directory / size
+    recover = RecoverPoints(run_dir, RecoverConfig(every), {"actor": ours.engine}, {"books": Books(rows)})
+    steps, idle, held = list[float](), list[float](), list[float]()
+    recover.save(0)  # the memory of the copies is there from the first point on
+    busy = thread_seconds("writer")
+    for step in range(1, every * points + 1):
+        begin = time.perf_counter()
+        ours.step()
+        middle = time.perf_counter()
+        recover.after_step(step)
+        (held if step % every == 0 else idle).append(time.perf_counter() - middle)
+        if (step - 1) % every > every // 2:
+            steps.append(middle - begin)  # nothing was written meanwhile
+    recover.finish()
+    cpu = (thread_seconds("writer") - busy) / points
+    more = statistics.mean(held) - statistics.median(idle)
+    step_seconds = statistics.median(steps)
+    state = ours.engine._state()
+    found = {
+        "step_s": step_seconds,
+        "held_s": more,
+        "writer_cpu_s": cpu,
+        "cost": (more + cpu) / (every * step_seconds),
+        "smallest_every": math.ceil((more + cpu) / (REQUIRED * step_seconds)),
+        "mebibytes": sum(f.stat().st_size for f in (run_dir / "recover").rglob("*.safetensors")) / 2**21,
+        "peers": {
+            "torch.save": peer(lambda: save_plain(state, directory / "plain.pt"), points),
+            "dcp.async_save": peer(lambda: save_async(state, directory / "dcp"), points),
+        },
+    }
+    ours.engine.destroy()
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def peer(save: Callable[[], Callable[[], object]], points: int) -> dict[str, float]:
+    """Seconds until a way of saving returns, and CPU seconds until all is written; the mean of so many."""
+    save()()
+    held, cpu = list[float](), list[float]()
+    for _ in range(points):
+        begin, busy = time.perf_counter(), time.process_time()
+        wait = save()
+        held.append(time.perf_counter() - begin)
+        wait()
+        cpu.append(time.process_time() - busy)
+    return {"held_s": round(statistics.mean(held), 5), "cpu_s": round(statistics.mean(cpu), 5)}
+
+
+def save_plain(state: dict[str, Any], path: Path) -> Callable[[], object]:
+    """`torch.save`, to the disk."""
+    import torch
+
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return lambda: None
+
+
+def save_async(state: dict[str, Any], path: Path) -> Callable[[], object]:
+    """`async_save`, as one process calls it."""
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    shutil.rmtree(path, ignore_errors=True)
+    future: Any = async_save(state, checkpoint_id=path, no_dist=True)
+    return future.result  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--points", type=int, default=5)
+    parser.add_argument("--directory", type=Path, help="where to write; a temporary one by default")
+    parser.add_argument("--quick", action="store_true", help="two points, and the demo's size only")
+    arguments = parser.parse_args()
+    points, sizes = (2, ["demo"]) if arguments.quick else (arguments.points, list(SIZES))
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
+        found: dict[str, Any] = {size: measure(size, arguments.every, points, Path(scratch)) for size in sizes}
+    for size, figures in found.items():
+        print(f"{size}: {figures['mebibytes']:.1f} MiB, a step {figures['step_s']:.3f} s, cost {figures['cost']:.2%}")
+    print(json.dumps({"points": found | {"every": arguments.every, "required": REQUIRED}}))
+
+
+if __name__ == "__main__":
+    main()

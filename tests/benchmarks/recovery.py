@@ -61,13 +61,14 @@ class Books:
         raise NotImplementedError
 
 
-def measure(size: str, every: int, points: int, directory: Path) -> dict[str, Any]:
+def measure(size: str, every: int, points: int, directory: Path, quick: bool = False) -> dict[str, Any]:
     """One size: steps, points among them, and the peers."""
     from train_step import Ours, make_work
 
     from rl_trainers import RecoverConfig, RecoverPoints
 
     rows, longest, vocabulary, hidden = SIZES[size]
+    rows = rows // 16 if quick else rows
     ours = Ours(make_work(directory / f"{size}-model", rows, longest, 4096, vocabulary, hidden))
     ours.step()
     run_dir = directory / size
@@ -142,11 +143,15 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--points", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="where to write; a temporary one by default")
-    parser.add_argument("--quick", action="store_true", help="two points, and the demo's size only")
+    parser.add_argument(
+        "--quick", action="store_true", help="two points, and the demo's size only, with a sixteenth of the rows"
+    )
     arguments = parser.parse_args()
     points, sizes = (2, ["demo"]) if arguments.quick else (arguments.points, list(SIZES))
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
-        found: dict[str, Any] = {size: measure(size, arguments.every, points, Path(scratch)) for size in sizes}
+        found: dict[str, Any] = {
+            size: measure(size, arguments.every, points, Path(scratch), arguments.quick) for size in sizes
+        }
     for size, figures in found.items():
         print(f"{size}: {figures['mebibytes']:.1f} MiB, a step {figures['step_s']:.3f} s, cost {figures['cost']:.2%}")
     print(json.dumps({"points": found | {"every": arguments.every, "required": REQUIRED}}))

@@ -116,7 +116,7 @@ class ShardReader:
                 f"*.distcp), found {found}. Give a directory that was saved with kind 'state', or load it with kind "
                 "'hf'."
             )
-        self._pieces: dict[str, list[tuple[Any, dict[str, list[int]]]]] = {}
+        self._pieces: dict[str, dict[tuple[int, ...], tuple[Any, dict[str, list[int]]]]] = {}
         for path in files:
             try:
                 file: Any = safe_open(str(path), framework="pt")
@@ -124,7 +124,8 @@ class ShardReader:
             except (OSError, ValueError, SafetensorError) as error:
                 raise ModelError(f"{path}: the saved state cannot be read: {error}") from error
             for name, place in (places or {}).items():
-                self._pieces.setdefault(name, []).append((file, place))
+                # what tensor ranks do not split, each of them has written
+                self._pieces.setdefault(name, {}).setdefault(tuple(place["offset"]), (file, place))
 
     @property
     def names(self) -> set[str]:
@@ -140,7 +141,7 @@ class ShardReader:
         """
         for name, value in state.items():
             mine, filled = local_shard(value), 0
-            for file, place in self._pieces[name]:
+            for file, place in self._pieces[name].values():
                 if tuple(place["shape"]) != mine.shape:
                     raise ValueError(f"{name}: expected shape {list(mine.shape)}, found {place['shape']}")
                 filled += _copy_common(file, name, place["offset"], mine)

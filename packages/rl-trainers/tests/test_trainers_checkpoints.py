@@ -156,12 +156,14 @@ def test_engine_without_snapshots_is_saved_at_once(tmp_path: Path) -> None:
 
 
 def test_ranks_take_the_same_checkpoints_by_the_clock_of_rank_0(tmp_path: Path) -> None:
-    def work(parallel: ParallelContext) -> None:
+    def work(parallel: ParallelContext) -> dict[str, Any]:
         model = Model(parallel)
         checkpoints = Checkpoints(model, tmp_path, CheckpointConfig(every_minutes=1.0))
         checkpoints._due._now = lambda: (40.0 if parallel.rank == 0 else 1e9) * model.steps
         checkpoints._due.restart()
         go(model, checkpoints, [{}] * 5)
+        return checkpoints.state_dict()
 
-    on_ranks(2, work)
+    states = on_ranks(2, work)
+    assert states[0] == states[1], "a state that differs cannot go on with another number of ranks"
     assert found_in(tmp_path) == {"step_2": "2", "step_4": "4", "step_5": "5"}

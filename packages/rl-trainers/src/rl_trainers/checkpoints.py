@@ -72,6 +72,7 @@ class Checkpoints:
     ) -> None:
         self.engine, self.config, self.directory = engine, config, run_dir / "checkpoints"
         self._tokenizer_path, self._due = tokenizer_path, Due(config, epochs)
+        self._passed: dict[str, Any] = {"seconds": 0.0, "passed": 0}  # of rank 0: all ranks say the same of themselves
         self._rated: dict[int, float] = {}
         self._pending: NewDirectory | None = None
         self._warned = False
@@ -81,9 +82,10 @@ class Checkpoints:
         if not (self.config.regular or self._pending):
             return False
         news = self._pending and self._pending.news()
-        said = self.engine.parallel.gather_json([self._due.reached(step), news])
-        if self._pending and self._pending.hear([theirs for _, theirs in said]):
+        said = self.engine.parallel.gather_json([self._due.reached(step), self._due.state_dict(), news])
+        if self._pending and self._pending.hear([theirs for _, _, theirs in said]):
             self._settle()
+        self._passed = said[0][1]
         return bool(said[0][0])
 
     def begin(self, step: int) -> None:
@@ -129,11 +131,12 @@ class Checkpoints:
 
     def state_dict(self) -> dict[str, Any]:
         """When the last one was, and how good those are that stay."""
-        return {"due": self._due.state_dict(), "rated": sorted(self._rated.items())}
+        return {"due": self._passed, "rated": sorted(self._rated.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self._due.load_state_dict(state["due"])
+        self._passed = state["due"]
+        self._due.load_state_dict(self._passed)
         self._rated = {int(step): float(value) for step, value in state["rated"]}
 
     def _is_there(self, path: Path) -> bool:

@@ -13,7 +13,7 @@ from rl_contracts.errors import ConfigError
 from rl_contracts.scheduler import Submission
 from rl_launchers import SlurmSchedulerConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 FOLLOW = """
 import json, sys

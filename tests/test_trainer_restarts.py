@@ -77,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden=32)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_trainer_killed_goes_on_by_itself_and_learns_from_every_prompt_once(model: Path, tmp_path: Path) -> None:
     small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8}
     command = Command("gsm8k-grpo", model, tmp_path / "run", **small, total_steps=40)
@@ -99,7 +99,7 @@ def test_grpo_trainer_killed_goes_on_by_itself_and_learns_from_every_prompt_once
     assert not weights_directory(command.run_dir).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sft_rank_that_is_stopped_is_noticed_and_the_run_ends_as_if_it_had_not_been(
     model: Path, tmp_path: Path
 ) -> None:
@@ -119,7 +119,7 @@ def test_sft_rank_that_is_stopped_is_noticed_and_the_run_ends_as_if_it_had_not_b
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sft_trainer_killed_without_recover_points_ends_with_a_sentence(model: Path, tmp_path: Path) -> None:
     command = Command("gsm8k-sft", model, tmp_path / "run", **{"recover.every": 0}, total_steps=100_000)
     command.wait_for(lambda: (command.run_dir / "metrics.jsonl").exists())

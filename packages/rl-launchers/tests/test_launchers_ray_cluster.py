@@ -34,7 +34,7 @@ from rl_launchers.cluster import ClusterScheduler
 from rl_launchers.ray import RayNodes, look
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 PATIENCE = 120.0
 """Seconds for Ray to see what happened."""

@@ -310,6 +310,7 @@ def commands(at, port=4711):
         "launcher.options.host": "localhost",
         "launcher.options.gpus": "[]",
         "checkpoint.every": 1,
+        "checkpoint.best_figure": "grad_norm",
         "recover.every": 1,
     }
     rows = {"data.batch_size": 8, "actor.micro_batch.max_tokens": 64}

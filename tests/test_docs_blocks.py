@@ -231,10 +231,12 @@ def _said_on_error(call: Callable[[], int], code: int) -> str:
 
 @pytest.fixture(scope="module")
 def configs() -> list[Any]:
-    """The defaults of every app, and of one with each kind of server."""
+    """The defaults of every app, and of one with each kind of server and of scheduler."""
     apps = {point.name: point.load() for point in entry_points(group="rl.apps")}
     servers = [f"allocation={point.name}:d1+fsdp:d1" for point in entry_points(group="rl.inference_engines")]
-    return [*(app.config([]) for app in apps.values()), *(apps["gsm8k-grpo"].config([server]) for server in servers)]
+    schedulers = [f"launcher={point.name}" for point in entry_points(group="rl.schedulers")]
+    kinds = (apps["gsm8k-grpo"].config([kind]) for kind in (*servers, *schedulers))
+    return [*(app.config([]) for app in apps.values()), *kinds]
 
 
 @pytest.fixture(scope="module")

@@ -254,7 +254,7 @@ def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_pat
         f"model.path={model}",
         "total_steps=100",
         "rollout.client.probe_interval=0.5",
-        "launcher.health_timeout=600",  # the trainer is suspended for a while
+        "launcher.health_timeout=0",  # the trainer is suspended for a while
         "evaluation.rows=0",
         "allocation=embedded:d2+fsdp:d1",
         *SMALL[:-1],

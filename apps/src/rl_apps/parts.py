@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -35,7 +35,7 @@ from rl_launchers.health import probe
 
 if TYPE_CHECKING:
     from rl_contracts.engine import TrainEngine, TrainEngineConfig
-    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.inference import InferenceEngine, ServerSource
     from rl_contracts.parallel import ParallelContext
     from rl_contracts.rollout import RolloutRuntime
     from rl_contracts.workflow import RolloutWorkflow
@@ -134,7 +134,7 @@ class Parts(ExitStack):
         settings = settings.shared_by(ranks.dp_size)
         client: InferenceEngine = made(self.config.rollout.server, serve_spec(self.run), settings)
         client.initialize(list(self.run.servers), os.environ.get(RUN_KEY_VARIABLE, ""))
-        if not attached(self.config, self.run.layout) and not client.follow(lambda: named_servers(self.run)):
+        if not attached(self.config, self.run.layout) and not client.follow(server_source(self.run)):
             log.info("the servers of this run stay those of its start: its client takes in no others")
         self.callback(lambda: loop.run(client.destroy(), CLOSE_SECONDS))
         return client
@@ -152,7 +152,7 @@ class Parts(ExitStack):
             log.info("waiting for the server at %s", server.netloc)
             while True:
                 said = probe(server.hostname or "", server.port or 80, str(spec.ready_path)) if ranks.is_main else None
-                if said and (named := named_servers(self.run).values()) and server.geturl() not in named:
+                if said and (named := server_source(self.run)().values()) and server.geturl() not in named:
                     said = None  # it comes up elsewhere, and the client takes it in
                 problem, late = ranks.broadcast_json([said, time.monotonic() > deadline])
                 if not problem:
@@ -281,10 +281,10 @@ def attached(config: Any, layout: Layout) -> tuple[str, ...]:
     return tuple(config.rollout.server.addresses) if layout.rollout is not None else ()
 
 
-def named_servers(run: Run[Any]) -> dict[str, str]:
-    """Addresses of the servers of a run by name, as its launcher keeps them; none where it does not."""
+def server_source(run: Run[Any]) -> ServerSource:
+    """Says the addresses of the servers of a run by name, as its launcher keeps them; none where it does not."""
     assert run.layout.rollout is not None
-    return names_of(run.directory).children(f"servers/{run.layout.rollout.name}")
+    return partial(names_of(run.directory).children, f"servers/{run.layout.rollout.name}")
 
 
 def server_jobs(run: Run[Any], devices: Devices) -> list[JobSpec]:

@@ -127,7 +127,7 @@ def test_publish_adapters_always_is_refused_where_it_cannot_be(parts, tmp_path, 
 def test_publish_wait_gives_running_answers_a_time_of_their_own(parts, drain, committed):
     _, server, loop, publisher = parts
     server.config.seconds_per_token = 0.1
-    publisher.config, publisher.interrupt = PublishConfig(timeout=2.0, drain_timeout=drain), "wait"
+    publisher.config, publisher.interrupt = PublishConfig(route="shm", timeout=2.0, drain_timeout=drain), "wait"
     answer = loop.submit(server.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=45, ignore_eos=True))))
 
     with contextlib.nullcontext() if committed else pytest.raises(StalledError, match="committing version 1"):

@@ -77,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden=32)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_grpo_trainer_killed_goes_on_by_itself_and_learns_from_every_prompt_once(model: Path, tmp_path: Path) -> None:
     small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8}
     command = Command("gsm8k-grpo", model, tmp_path / "run", **small, total_steps=40)

@@ -1,5 +1,6 @@
 """`--dry-run` says what would run where, and needs neither GPU nor cluster; a real start is refused without them."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -58,4 +59,43 @@ def test_plan_for_gpus_that_are_not_here_is_made_and_a_start_is_refused(
     assert main("gsm8k-grpo", wanted) == 2
     refused = capsys.readouterr().err
     assert "cluster.devices: expected at most 0 on a machine, as launcher.kind=local finds, found 12" in refused
+    assert not directory.exists()
+
+
+TWO_NODES = ("launcher.options.nodes=2", "launcher.options.cores_per_node=8", "launcher.options.gpus_per_node=4")
+NOBODY = "launcher.options.address=127.0.0.1:1"
+"""Where no Ray answers."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        (["launcher=local", "cluster.devices=8"], ["8 of 8 GPUs", "this machine: rollout-0", "actor-3 with 1 GPU(s)"]),
+        (["launcher=slurm", *TWO_NODES], ["8 of 8 GPUs", "node0: rollout-0", "node1: actor-0", "#SBATCH --nodes=2"]),
+        (["launcher=ray", NOBODY, *TWO_NODES], ["8 of 8 GPUs", "node0: rollout-0", "node1: actor-0"]),
+        (["launcher=slurm", TWO_NODES[0]], ["1 core each, for no cluster told how many there are, on 2 nodes"]),
+        (["launcher=ray", NOBODY, TWO_NODES[0]], ["1 core each, for no cluster told how many there are, on 2 nodes"]),
+    ],
+)
+def test_plan_of_each_launcher_needs_no_cluster_and_no_gpu(
+    settings: list[str],
+    lines: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM", "RAY_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    directory = tmp_path / "run"
+
+    gpus = ["allocation=embedded:d4+fsdp:d4"] if "8 of 8 GPUs" in lines else []
+    assert main("gsm8k-grpo", ["--dry-run", f"run_dir={directory}", *settings, *gpus]) == 0
+
+    out = capsys.readouterr().out
+    expected = ["rl_inference.server", "rl_apps.worker", *lines]
+    expected += ["# Batch script", "rl_apps.cli run"] if "launcher=slurm" in settings else []
+    assert [line for line in expected if line not in out] == []
+    assert "route: broadcast" in out or settings[0] == "launcher=local"
     assert not directory.exists()

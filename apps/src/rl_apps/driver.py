@@ -79,7 +79,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
         return 0
     layout = layout_of(config.allocation, app.servers)
     started = replace(layout, rollout=None) if attached(config, layout) else layout
-    devices = devices_of(started, config.cluster, config.launcher)
+    devices = devices_of(started, config.cluster, config.launcher, line.dry_run)
     choose_route(config, layout, devices)
     run = Run(config, layout, run_directory(config.run_dir, config.experiment, config.trial), devices.kind)
     options = config.launcher.options

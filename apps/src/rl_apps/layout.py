@@ -30,14 +30,18 @@ class ClusterConfig(Settings):
     cores: int = bounded(0, "0 (what there is) or more", lambda number: number >= 0)
     """Cores of each machine; 0: what the scheduler finds. Processes share them where there are fewer than processes."""
 
-    def of(self, launcher: LauncherConfig) -> list[Node]:
+    def of(self, launcher: LauncherConfig, plan: bool = False) -> list[Node]:
         """The machines: what the scheduler knows of them, and what is said here.
+
+        Args:
+            launcher: whose scheduler is asked.
+            plan: whether nothing is to be started, so that no cluster must be there.
 
         Raises:
             ConfigError: nobody says what there is, or more machines are asked for than there are.
         """
         assert launcher.options is not None
-        found, kind = launcher.options.resources(), launcher.kind
+        found, kind = launcher.options.planned() if plan else launcher.options.resources(), launcher.kind
         if found is None:
             nodes = [Node(f"node{index}", "", 0) for index in range(self.nodes or 1)]
         else:
@@ -51,7 +55,7 @@ class ClusterConfig(Settings):
         ]
         unknown = "a number, since this scheduler cannot know it (and cluster.devices for GPUs)"
         least = min(node.cores for node in chosen)
-        require(least > 0, f"cluster.cores with launcher.kind={kind}", unknown, least)
+        require(plan or least > 0, f"cluster.cores with launcher.kind={kind}", unknown, least)
         return chosen
 
     def require_there(self, launcher: LauncherConfig) -> None:
@@ -116,16 +120,16 @@ def layout_of(allocation: str, servers: str) -> Layout:
     return Layout(actor, parsed.inference[0] if found else None, shared=len(parsed.groups[0]) > 1)
 
 
-def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig) -> Devices:
+def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig, plan: bool = False) -> Devices:
     """Where a run computes. Each rank and each part of a split server has a GPU of its own, or one rank and one part
-    have one together (`|`); cores may be shared.
+    have one together (`|`); cores may be shared. A `plan` starts nothing, and needs no cluster.
 
     Raises:
         ConfigError: fewer GPUs than the allocation needs, none where they are asked for, a server that fits on no
             machine, nobody says what there is, or the scheduler has no GPUs for two.
     """
     assert launcher.options is not None
-    nodes = cluster.of(launcher)
+    nodes = cluster.of(launcher, plan)
     gpus, cores = sum(node.gpus for node in nodes), sum(node.cores for node in nodes)
     roles = [role for role in (layout.rollout, layout.actor) if role is not None]
     processes, written = sum(role.world_size for role in roles), ("|" if layout.shared else "+").join(map(str, roles))
@@ -133,7 +137,10 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig)
     on = f" on {len(nodes)} nodes" if len(nodes) > 1 else ""
     if cluster.device == "cpu" or (cluster.device == "auto" and not gpus):
         why = "as asked" if cluster.device == "cpu" else "no GPU was found"
-        sentence = f"CPU ({why}): {processes} processes, {cores_each} of {cores} cores each{on}"
+        each = (
+            f"{cores_each} of {cores} cores each" if cores else "1 core each, for no cluster told how many there are,"
+        )
+        sentence = f"CPU ({why}): {processes} processes, {each}{on}"
         return Devices("cpu", cores_each, sentence, _places(layout, nodes, cores_each, 0))
     alone = f"launcher.kind={launcher.kind} with allocation={written}"
     require(launcher.options.shares_devices or not layout.shared, alone, "`+`: this scheduler shares no GPUs", "`|`")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import ConfigError, LaunchError
-from rl_contracts.scheduler import JobSpec, Node
+from rl_contracts.scheduler import Node
 from rl_launchers import ray as launchers_ray
 from rl_launchers.ray import Conversation, RayNodes, RaySchedulerConfig, agent_environment
 
@@ -60,13 +60,20 @@ def test_resources_too_few_nodes_are_refused_with_the_arithmetic(wish: dict[str,
         RaySchedulerConfig(**wish).resources()
 
 
-@pytest.mark.usefixtures("cluster")
-def test_check_roles_without_room_are_refused_with_the_arithmetic() -> None:
-    config = RaySchedulerConfig()
-    config.check([JobSpec("rollout", ("serve",), count=8, gpus=1), JobSpec("actor", ("train",), count=4, gpus=1)])
+def test_planned_no_cluster_answers_is_what_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # not even Ray is there
+    config = RaySchedulerConfig(address="head:6379", nodes=2, cores_per_node=8, gpus_per_node=4)
+    planned = config.planned()
+    assert [(node.name, node.cores, node.gpus) for node in planned.nodes] == [("node0", 8, 4), ("node1", 8, 4)]
+    assert (planned.cores, planned.gpus) == (16, 8)
+    with pytest.raises(ConfigError, match="not installed"):
+        config.resources()
 
-    with pytest.raises(ConfigError, match=r"role 'actor': expected room for 5 workers .*free are 4 \("):
-        config.check([JobSpec("rollout", ("serve",), count=8, gpus=1), JobSpec("actor", ("train",), count=5, gpus=1)])
+
+@pytest.mark.usefixtures("cluster")
+def test_planned_cluster_that_has_too_little_is_refused_as_a_start_is() -> None:
+    with pytest.raises(ConfigError, match="expected 9 nodes"):
+        RaySchedulerConfig(nodes=9).planned()
 
 
 def test_resources_nothing_is_running_this_machine_is_what_there_will_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,8 @@ def test_script_own_template_gets_the_same_and_unknown_names_are_refused(outside
 
 def test_resources_without_slurm_are_those_that_the_settings_say(outside):
     assert SlurmSchedulerConfig().resources() is None
+    planned = SlurmSchedulerConfig(nodes=2, server_nodes=1).planned()
+    assert [(node.name, node.cores) for node in planned.nodes] == [("node0", 0), ("node1", 0), ("server_node0", 0)]
     said = SlurmSchedulerConfig(nodes=2, spare_nodes=3, cores_per_node=8, gpus_per_node=4).resources()
     assert (said.cores, said.gpus, len(said.nodes)) == (16, 8, 2)
 

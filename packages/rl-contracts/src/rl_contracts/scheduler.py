@@ -152,6 +152,11 @@ class SchedulerConfig(Settings):
         """What there is to run on; None where that is not known before a job starts, so that the user must say it."""
         return None
 
+    def planned(self) -> Resources | None:
+        """What a plan (`--dry-run`) counts on: `resources`, or what the settings say where no cluster can be asked.
+        Machines whose cores nobody knows have 0."""
+        return self.resources()
+
     def check(self, roles: Sequence[JobSpec]) -> None:
         """Refuse roles that could not be started, where that is known before anything is.
 

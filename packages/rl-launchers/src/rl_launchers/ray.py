@@ -20,11 +20,10 @@ from typing import Any
 from rl_contracts.config import bounded
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.logging import get_logger
-from rl_contracts.scheduler import JobSpec, Node, Resources
+from rl_contracts.scheduler import Node, Resources
 from rl_launchers import report
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.nodes import NodeProvider
-from rl_launchers.placement import Ledger
 from rl_launchers.resources import visible_gpus
 
 logger = get_logger("launcher")
@@ -66,18 +65,19 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
 
     def resources(self) -> Resources:
         """What the bundles hold; this machine, where a cluster is to be started."""
-        nodes = self._held()
-        return Resources(sum(node.gpus for node in nodes), sum(node.cores for node in nodes), tuple(nodes))
+        return self._held(look(self._told()) or [this_machine()])
 
-    def check(self, roles: Sequence[JobSpec]) -> None:
-        """Refuse roles for which the nodes have no room."""
-        ledger = Ledger(self._held())
-        places: dict[str, list[str]] = {}
+    def planned(self) -> Resources:
+        """As `resources`; where no cluster answers, or there is none of several nodes, what the settings say."""
         try:
-            for spec in roles:
-                places[spec.role] = ledger.take(spec, spec.count, places.get(spec.beside, ()))
-        except LaunchError as error:
-            raise ConfigError(f"launcher.kind=ray: {error}") from error
+            there = look(self._told())
+        except ConfigError:
+            there = []
+        if there or self._told() == "local" or (self.nodes <= 1 and not self._told()):
+            return self._held(there or [this_machine()])
+        cores, gpus = self.cores_per_node, self.gpus_per_node or 0
+        nodes = tuple(Node(f"node{index}", "", cores, gpus) for index in range(self.nodes or 1))
+        return Resources(gpus * len(nodes), cores * len(nodes), nodes)
 
     def bundles(self, found: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], dict[str, float]]]:
         """What to hold of a cluster: nodes, the largest first, each with its bundle. Ray may take others like them.
@@ -111,10 +111,14 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
             for node in able[:wanted]
         ]
 
-    def _held(self) -> list[Node]:
-        address = self.address or os.environ.get("RAY_ADDRESS", "")
-        held = self.bundles(look(address) or [this_machine()])
-        return [Node(node["name"], node["host"], int(b["CPU"]), int(b.get("GPU", 0))) for node, b in held]
+    def _told(self) -> str:
+        return self.address or os.environ.get("RAY_ADDRESS", "")
+
+    def _held(self, found: Sequence[Mapping[str, Any]]) -> Resources:
+        """What the bundles hold of a cluster."""
+        held = self.bundles(found)
+        nodes = [Node(node["name"], node["host"], int(b["CPU"]), int(b.get("GPU", 0))) for node, b in held]
+        return Resources(sum(node.gpus for node in nodes), sum(node.cores for node in nodes), tuple(nodes))
 
 
 @cache

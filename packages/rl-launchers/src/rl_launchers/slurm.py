@@ -97,13 +97,16 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         Raises:
             ConfigError: there is no such partition, or not so many nodes.
         """
+        found = self.planned()
+        return found if all(node.cores for node in found.nodes) else None
+
+    def planned(self) -> Resources:
+        """As `resources`; without Slurm, as many nodes as the settings say, whose cores may not be known."""
         if self.submits():
             found = [node for nodes in self._offered() for node in nodes]
         else:
             found = SlurmNodes(self).nodes()
             found = found[: len(found) - self.spare_nodes]
-        if not all(node.cores for node in found):
-            return None
         return Resources(sum(node.gpus for node in found), sum(node.cores for node in found), tuple(found))
 
     def submits(self) -> bool:
@@ -141,7 +144,7 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         found: list[list[Node]] = []
         for part in self._parts():
             taken = {node.name for nodes in found for node in nodes}
-            nodes = part.choose(text, taken) if text else [Node(f"{part.prefix}{i}", "", 0) for i in range(part.nodes)]
+            nodes = part.choose(text, taken) if text else part.unknown()
             found.append([self._used(node, part) for node in nodes])
         return found
 
@@ -179,6 +182,10 @@ class _Part:
     spares: int
     partition: str
     constraint: str
+
+    def unknown(self) -> list[Node]:
+        """Machines of which nothing is known."""
+        return [Node(f"{self.prefix}node{index}", "", 0) for index in range(self.nodes)]
 
     def choose(self, sinfo: str, taken: Collection[str]) -> list[Node]:
         """Machines such as it would get.

@@ -1,0 +1,102 @@
+"""A command of ours under way, for tests: what it says, what runs where, what it has written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+
+
+def call(*words: object, seconds: float = 250.0) -> str:
+    """What a command says that ends well by itself, for example `rl status RUN`."""
+    line = [str(BIN / str(words[0])), *map(str, words[1:])]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class Command:
+    """A command that goes on, or has ended. Its output goes to a file beside the run directory.
+
+    Args:
+        name: of the command.
+        run_dir: of the run.
+        settings: further ones.
+    """
+
+    def __init__(self, name: str, run_dir: Path, settings: dict[str, Any]) -> None:
+        self.run_dir = run_dir
+        self.line = [str(BIN / name), f"run_dir={run_dir}", *(f"{key}={value}" for key, value in settings.items())]
+        self.again()
+
+    def again(self) -> None:
+        """The same command once more."""
+        self._log = self.run_dir.with_suffix(f".out{len(list(self.run_dir.parent.glob('*.out*')))}")
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(self.line, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    @property
+    def said(self) -> str:
+        """All that it has said so far."""
+        return self._log.read_text()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 300.0) -> None:
+        """Until something is so; the command must not end before."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, f"still waiting after {seconds:g} s\n{self.said}"
+            time.sleep(0.02)
+
+    def has_point(self) -> bool:
+        """Whether there is a recover point."""
+        return bool(list((self.run_dir / "recover").glob("step_*")))
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """What runs, by name: its node, host, port, process."""
+        file = self.run_dir / "names" / "workers" / "=value"
+        return {worker["name"]: worker for worker in json.loads(file.read_text())} if file.exists() else {}
+
+    def send(self, worker: str, number: int) -> None:
+        """A signal to a worker."""
+        os.kill(self.workers()[worker]["pid"], number)
+
+    def finish(self, seconds: float = 250.0, code: int = 0) -> str:
+        """What it said; fails where it did not end in time, or in another way."""
+        try:
+            ended = self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds:g} s\n{self.said}") from None
+        assert ended == code, self.said
+        return self.said
+
+    def kill(self) -> None:
+        """End it, and let it end what it started."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+    def records(self) -> list[dict[str, Any]]:
+        """What it has written of its steps and evaluations so far."""
+        file = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Those of its steps."""
+        return [record for record in self.records() if "rows" in record]
+
+    def learned_from(self) -> Counter[str]:
+        """How many answers to each prompt it learned from."""
+        rollouts = (path.read_text().splitlines() for path in (self.run_dir / "rollouts").glob("step_*-*.jsonl"))
+        return Counter(json.loads(line)["prompt_id"] for lines in rollouts for line in lines)

@@ -1,0 +1,39 @@
+"""The real Ray of `infra/clusters/ray.py` for tests: skipped, with the reason, where Ray is not installed."""
+
+import importlib.util
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "infra" / "clusters" / "ray.py"
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("infra_clusters_ray", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+clusters = _load()
+
+
+@contextmanager
+def ray(**shape):
+    """A cluster of its own, which commands that are started from this process find meanwhile."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: uv sync installs it, for it is among the workspace's extras")
+    before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RAY_")}
+    with clusters.running(**shape) as cluster:
+        os.environ.update(cluster.environment)
+        try:
+            yield cluster
+        finally:
+            for name in cluster.environment:
+                os.environ.pop(name)
+            os.environ.update(before)
+    assert not any(cluster.processes(number) for number in range(9))

@@ -251,6 +251,42 @@ def test_submit_spare_nodes_and_the_launchers_own_node_is_lost_the_job_starts_ag
     assert [life.split()[0] for life in _lives(lives)] == ["0", "1"]
 
 
+LOST = """
+import os, pathlib, sys, time
+from rl_contracts.scheduler import JobSpec, WorkerStatus
+from rl_launchers import SlurmScheduler, SlurmSchedulerConfig
+lives, logs = map(pathlib.Path, sys.argv[1:])
+with SlurmScheduler(logs, SlurmSchedulerConfig(nodes=2)) as scheduler:
+    spec = JobSpec("role", (sys.executable, "-c", "import time; time.sleep(600)"), count=2, cpus=2)
+    one, two = scheduler.create_workers(spec)
+    with lives.open("a") as file:
+        file.write(os.environ.get("SLURM_RESTART_COUNT", "0") + " " + two.node + "\\n")
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        while scheduler.poll()[1].status is not WorkerStatus.FAILED:
+            time.sleep(0.1)
+        scheduler.delete_workers(grace=0.0)
+        scheduler.create_workers(spec)
+"""
+"""A launcher that starts its workers anew when a node is lost."""
+
+
+def test_submit_node_is_lost_and_slurm_does_not_know_the_launcher_has_the_job_started_again(tmp_path):
+    lives = tmp_path / "lives"
+    with slurm(lost_after=200, requeue_after=5) as cluster:  # it would take eight minutes to see it
+        following = _follow((sys.executable, "-c", LOST, str(lives), str(tmp_path / "own")), tmp_path, nodes=2)
+        _until(lambda: _lives(lives))
+        lost = _lives(lives)[0].split()[1]
+
+        cluster.kill_node(lost)
+        _until(lambda: "RUNNING" not in cluster.run("squeue", "-h", "-o", "%T"))
+        cluster.revive(lost)
+        said, _ = following.communicate(timeout=240)
+
+    assert following.returncode == 0, said
+    assert f"{lost} were lost, do not come back" in said
+    assert [life.split()[0] for life in _lives(lives)] == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

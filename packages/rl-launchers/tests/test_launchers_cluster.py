@@ -79,7 +79,7 @@ def test_machine_is_lost_its_workers_fail_and_come_back_elsewhere(
 
     machines.kill("node1")
     wait_until(lambda: [w.status for w in scheduler.poll()] == [WorkerStatus.RUNNING, WorkerStatus.FAILED])
-    assert not listens(two)
+    wait_until(lambda: not listens(two))  # its process may be slower to die than the agent
     assert "lost with node node1" in two.cause
 
     again = scheduler.restart_worker(two, "planted")
@@ -106,6 +106,59 @@ def test_machine_is_lost_a_new_one_takes_its_ranks(scheduler: ClusterScheduler, 
     machines.there.append(Node("node2", "127.0.0.1", 2, 2))
     workers = scheduler.create_workers(spec)
     assert {worker.node for worker in workers} == {"node1", "node2"}
+
+
+def test_machine_is_lost_and_still_offered_a_spare_one_begins_in_its_place(
+    scheduler: ClusterScheduler, machines: MachinesOfTests
+) -> None:
+    from rl_contracts.scheduler import Node
+
+    machines.there.append(Node("node2", "127.0.0.1", 2, 0))
+    machines.spares = 1
+    spec = JobSpec("role", python(SLEEP), count=2, cpus=2)
+    assert {worker.node for worker in scheduler.create_workers(spec)} == {"node0", "node1"}
+    offered = machines.there
+    machines.kill("node1")
+    machines.there = offered  # as by a controller that takes minutes to find out
+    wait_until(lambda: WorkerStatus.FAILED in {worker.status for worker in scheduler.poll()})
+    scheduler.delete_workers(grace=0.0)
+
+    again = scheduler.create_workers(spec)
+
+    assert {worker.node for worker in again} == {"node0", "node2"}
+    scheduler.delete_workers(grace=0.0)
+    machines.there = [node for node in offered if node.name != "node1"]  # now it has found out
+    assert {worker.node for worker in scheduler.create_workers(spec)} == {"node0", "node2"}
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_machine_is_lost_and_none_stands_in_it_is_tried_again_and_else_the_scheduler_is_told(
+    tmp_path: Path, well: bool
+) -> None:
+    class Failing(MachinesOfTests):
+        lost, told = False, ""
+
+        def start(self, node, command, env, log):  # type: ignore[no-untyped-def]
+            broken = self.lost and node.name == "node1"
+            super().start(node, ["false"] if broken else command, env, log)
+
+        def lacking(self, why: str) -> None:
+            self.told = why
+
+    machines = Failing()
+    with ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines) as scheduler:
+        spec = JobSpec("role", python(SLEEP), count=2, cpus=2)
+        scheduler.create_workers(spec)
+        offered = machines.there
+        machines.kill("node1")
+        machines.there, machines.lost = offered, not well
+        wait_until(lambda: WorkerStatus.FAILED in {worker.status for worker in scheduler.poll()})
+        scheduler.delete_workers(grace=0.0)
+
+        again = scheduler.create_workers(spec)
+
+        assert {worker.node for worker in again} == ({"node0", "node1"} if well else {"node0"})
+        assert ("node1" in machines.told) is not well
 
 
 def _keep_open(scheduler: ClusterScheduler) -> ClusterScheduler:

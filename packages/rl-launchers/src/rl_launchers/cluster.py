@@ -97,6 +97,8 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         self._agents: Agents | None = None
         self._ledger = Ledger(())
         self._gone: set[str] = set()
+        """Machines that were lost, whatever the scheduler of the cluster says, which finds out later."""
+        self._wanted = 0
 
     def __exit__(self, *_: object) -> None:
         self.delete_workers()
@@ -219,21 +221,30 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         """Start the agents, before the first role."""
         if self._agents is None:
             hidden = {name: spec.env[name] for name in (RUN_KEY_VARIABLE,) if name in spec.env}
-            config = self._config
-            nodes = self._provider.nodes()
-            nodes = nodes[: len(nodes) - self._provider.spares]
+            config, offered = self._config, self._provider.nodes()
+            self._gone &= {node.name for node in offered}
+            self._wanted = max(self._wanted, len(offered) - self._provider.spares)
+            nodes = [node for node in offered if node.name not in self._gone][: self._wanted]
             self._agents = Agents(
                 self._provider, self._log_dir, hidden, config.host, config.start_timeout, config.heartbeat_timeout
             )
-            self._gone.clear()
             self._ledger = Ledger(nodes)
             try:
                 self._agents.start(nodes)
                 self._agents.wait([node.name for node in nodes])
+                if self._gone and len(nodes) < self._wanted:
+                    self._try_again()
             except BaseException:
                 agents, self._agents = self._agents, None
                 agents.close()
                 raise
+
+    def _try_again(self) -> None:
+        """Machines were lost and none stands in for them: they may be well again."""
+        lost, self._gone = self._gone, set()
+        if not self._find_new():
+            self._gone = lost
+            self._provider.lacking(f"{', '.join(sorted(lost))} were lost, do not come back, and no others stand in")
 
     def _add(self, role: _Role, indices: Sequence[int], lives: int = 0) -> None:
         """Start workers of a role where there is room, and return when they have been started."""

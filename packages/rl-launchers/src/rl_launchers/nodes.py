@@ -48,6 +48,13 @@ class NodeProvider(ABC):
     def close(self) -> None:
         """End whatever was started and is still there. May be called twice."""
 
+    def lacking(self, why: str) -> None:  # noqa: B027 - most can do nothing
+        """There are fewer machines than there were. Where the scheduler can start the whole job again it is asked to.
+
+        Raises:
+            LaunchError: it does; this process will be told to end.
+        """
+
     def address(self) -> str:
         """Under which the machines reach this one."""
         return socket.gethostbyname(socket.gethostname())

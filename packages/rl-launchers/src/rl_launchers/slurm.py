@@ -15,11 +15,14 @@ from typing import ClassVar
 
 from rl_contracts.config import bounded, require
 from rl_contracts.errors import LaunchError
+from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import Node, Resources, Submission
 from rl_launchers import report, slurm_job
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.nodes import NodeProvider
 from rl_launchers.slurm_commands import Commands, SlurmMissingError, Step, fields, offered, partitions, shares
+
+logger = get_logger("launcher")
 
 JOB = "SLURM_JOB_ID"
 """Slurm's variable with the number of the job, in all that runs in one."""
@@ -261,6 +264,14 @@ class SlurmNodes(NodeProvider):
             except subprocess.TimeoutExpired:
                 step.kill()
         self._steps.clear()
+
+    def lacking(self, why: str) -> None:
+        """Requeue the job, where it is one that may be: Slurm does so by itself only when it has seen the loss, long
+        after the run would have given up."""
+        if self._rescues and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < self._config.max_requeues:
+            logger.warning("%s. The job is started again.", why)
+            self._commands.output("scontrol", "requeue", os.environ[JOB])
+            raise LaunchError(why)
 
     def address(self) -> str:
         """That of the node on which the launcher runs, as Slurm knows it."""

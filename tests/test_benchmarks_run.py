@@ -123,10 +123,39 @@ def test_servers_quick_last_line_has_the_figures_of_each_or_why_it_was_skipped()
 
 @pytest.mark.nightly
 def test_recovery_quick_last_line_has_the_cost_of_points_and_of_the_peers() -> None:
-    points = quick("recovery.py")["points"]
+    points = run("recovery.py", "--quick", "--case", "cost")["points"]
     assert points["demo"]["cost"] > 0
     assert points["demo"]["smallest_every"] >= 1
     assert min(peer["held_s"] for peer in points["demo"]["peers"].values()) > 0
+
+
+def test_recovery_quick_a_server_that_is_killed_holds_a_run_up_for_less_than_its_limit(
+    record_property: Callable[[str, object], None],
+) -> None:
+    found = run("recovery.py", "--quick", "--case", "server-kill")["recovery"]["server-kill"]
+    record_property("seconds from the kill of a server to the next step", found["seconds"]["max"])
+    assert 0 < found["restart"]["max"] < found["seconds"]["max"]
+    assert (found["ok"], found["limit"]) == (True, 15)
+
+
+@pytest.mark.nightly  # minutes of an idle machine for each case
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "case",
+    ["server-kill", "server-stop", "trainer-kill", "node-ray", "node-slurm-spare", "node-slurm-requeue", "cost"],
+)
+def test_recovery_is_within_its_limits(case: str, record_property: Callable[[str, object], None]) -> None:
+    figures = run("recovery.py", "--case", case, limit=1400)
+    if case == "cost":
+        for size in ("demo", "larger"):
+            record_property(f"cost of a point every 20 steps, {size}", figures["points"][size]["cost"])
+            assert figures["points"][size]["cost"] <= 0.02
+        return
+    found = figures["recovery"][case]
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    record_property(f"seconds to the next step, {case}", {"timeouts": found["timeouts"], **found["seconds"]})
+    assert (found["ok"], found["seconds"]["max"] <= found["limit"]) == (True, True)
 
 
 @pytest.mark.nightly

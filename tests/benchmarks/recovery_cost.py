@@ -1,28 +1,21 @@
-"""What recover points cost a run.
+"""What recover points cost a run; a part of `recovery.py`.
 
-    uv run python tests/benchmarks/recovery.py
-
-Points: an `FSDPEngine` on the CPU takes training steps as a run does, with a recover point every `--every` steps
+An `FSDPEngine` on the CPU takes training steps as a run does, with a recover point every `EVERY` steps
 (`rl_trainers.RecoverPoints`). Held are the seconds that `after_step` takes more than where no point is due; the CPU
-seconds of the writer are its thread's. Their sum over the seconds of `--every` steps without points is the cost. Once
-at the size of the demo's model and batch, once at a larger one. `smallest_every` is the fewest steps between two points
-at which the cost stays below what is required. The peers save the same state of the same engine, with nothing else to
-do: `torch.save` with a sync of the file, which holds training all the while, and `async_save` of torch's distributed
+seconds of the writer are its thread's. Their sum over the seconds of `EVERY` steps without points is the cost. Once at
+the size of the demo's model and batch, once at a larger one. `smallest_every` is the fewest steps between two points at
+which the cost stays below what is required. The peers save the same state of the same engine, with nothing else to do:
+`torch.save` with a sync of the file, which holds training all the while, and `async_save` of torch's distributed
 checkpoints; CPU seconds are those of the whole process.
-
-The last line is one JSON object.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import shutil
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -31,8 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+EVERY = 20
+"""Steps between two points."""
 REQUIRED = 0.02
-"""Largest cost of one point every 20 steps."""
+"""Largest cost."""
 SIZES = {
     # rows, longest row, vocabulary, hidden
     "demo": (256, 96, 259, 64),
@@ -61,7 +56,7 @@ class Books:
         raise NotImplementedError
 
 
-def measure(size: str, every: int, points: int, directory: Path, quick: bool = False) -> dict[str, Any]:
+def measure(size: str, points: int, directory: Path, quick: bool = False) -> dict[str, Any]:
     """One size: steps, points among them, and the peers."""
     from train_step import Ours, make_work
 
@@ -72,17 +67,17 @@ def measure(size: str, every: int, points: int, directory: Path, quick: bool = F
     ours = Ours(make_work(directory / f"{size}-model", rows, longest, 4096, vocabulary, hidden))
     ours.step()
     run_dir = directory / size
-    recover = RecoverPoints(run_dir, RecoverConfig(every), {"actor": ours.engine}, {"books": Books(rows)})
+    recover = RecoverPoints(run_dir, RecoverConfig(EVERY), {"actor": ours.engine}, {"books": Books(rows)})
     steps, idle, held = list[float](), list[float](), list[float]()
     recover.save(0)  # the memory of the copies is there from the first point on
     busy = thread_seconds("writer")
-    for step in range(1, every * points + 1):
+    for step in range(1, EVERY * points + 1):
         begin = time.perf_counter()
         ours.step()
         middle = time.perf_counter()
         recover.after_step(step)
-        (held if step % every == 0 else idle).append(time.perf_counter() - middle)
-        if (step - 1) % every > every // 2:
+        (held if step % EVERY == 0 else idle).append(time.perf_counter() - middle)
+        if (step - 1) % EVERY > EVERY // 2:
             steps.append(middle - begin)  # nothing was written meanwhile
     recover.finish()
     cpu = (thread_seconds("writer") - busy) / points
@@ -93,7 +88,8 @@ def measure(size: str, every: int, points: int, directory: Path, quick: bool = F
         "step_s": step_seconds,
         "held_s": more,
         "writer_cpu_s": cpu,
-        "cost": (more + cpu) / (every * step_seconds),
+        "cost": (more + cpu) / (EVERY * step_seconds),
+        "ok": (more + cpu) / (EVERY * step_seconds) <= REQUIRED,
         "smallest_every": math.ceil((more + cpu) / (REQUIRED * step_seconds)),
         "mebibytes": sum(f.stat().st_size for f in (run_dir / "recover").rglob("*.safetensors")) / 2**21,
         "peers": {
@@ -136,26 +132,3 @@ def save_async(state: dict[str, Any], path: Path) -> Callable[[], object]:
     shutil.rmtree(path, ignore_errors=True)
     future: Any = async_save(state, checkpoint_id=path, no_dist=True)
     return future.result  # type: ignore[no-any-return]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--points", type=int, default=5)
-    parser.add_argument("--directory", type=Path, help="where to write; a temporary one by default")
-    parser.add_argument(
-        "--quick", action="store_true", help="two points, and the demo's size only, with a sixteenth of the rows"
-    )
-    arguments = parser.parse_args()
-    points, sizes = (2, ["demo"]) if arguments.quick else (arguments.points, list(SIZES))
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
-        found: dict[str, Any] = {
-            size: measure(size, arguments.every, points, Path(scratch), arguments.quick) for size in sizes
-        }
-    for size, figures in found.items():
-        print(f"{size}: {figures['mebibytes']:.1f} MiB, a step {figures['step_s']:.3f} s, cost {figures['cost']:.2%}")
-    print(json.dumps({"points": found | {"every": arguments.every, "required": REQUIRED}}))
-
-
-if __name__ == "__main__":
-    main()

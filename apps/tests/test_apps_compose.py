@@ -331,6 +331,34 @@ def test_servers_and_trainer_on_several_machines_get_their_weights_by_broadcast(
     assert "cluster.nodes: expected at most 4, which launcher.kind=machine has (node0, node1, node2, node3)" in told
 
 
+@pytest.fixture
+def no_slurm(monkeypatch):
+    """Neither a Slurm nor a job of one."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+
+
+def test_machines_of_a_job_are_as_many_as_cluster_nodes_says(no_slurm, capsys):
+    slurm = ("launcher=slurm", "launcher.options.cores_per_node=2", "cluster.device=cpu", "--dry-run")
+    assert main("gsm8k-grpo", [*slurm, "cluster.nodes=2"]) == 0
+    said = capsys.readouterr().out
+    assert "of 4 cores each on 2 nodes" in said
+    assert "#SBATCH --nodes=2\n" in said
+
+    told = _refused(capsys, *slurm, "cluster.nodes=2", "launcher.options.nodes=3")
+    assert "launcher.options.nodes: expected 2" in told
+    assert "cluster.nodes=2; set one of the two alone, found 3" in told
+
+
+def test_job_that_is_requeued_without_recover_points_is_warned_of(no_slurm, capsys):
+    slurm = ("launcher=slurm", "launcher.options.cores_per_node=2", "cluster.device=cpu", "--dry-run")
+    quiet = ("recover.every=5", "recover.every_minutes=10", "launcher.options.requeue=false")
+    for more, warned in (((), True), (("recover.every=5", "recover.resume=false"), True), *(((q,), False) for q in quiet)):
+        assert main("gsm8k-grpo", [*slurm, *more]) == 0
+        assert ("launcher.kind=slurm starts this run again" in capsys.readouterr().out) is warned, more
+
+
 def test_server_that_fits_on_no_machine_is_refused_with_the_arithmetic(theirs, capsys):
     machines = ("launcher=machine", "launcher.options.gpus=2", "launcher.options.nodes=2", "--dry-run")
     told = _refused(capsys, "allocation=theirserver:d1t3+fsdp:d1", *machines)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rl_apps import cli, tools
-from rl_apps.directory import FINISHED, last_record, names_of
+from rl_apps.directory import FINISHED, JOB, last_record, names_of
 from rl_apps.worker import users_fault
 from rl_contracts.conformance.scheduler import wait_until
 from rl_contracts.errors import AgentError, ConfigError, EngineError, InferenceError, RewardError
@@ -107,6 +107,60 @@ def test_status_of_a_directory_without_a_run_is_refused_and_leaves_nothing(
         assert cli.main([command, str(tmp_path)]) == 2
         assert "expected the directory of a run" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+SLURM = """#!/bin/sh
+echo "$(basename $0) $*" >> {directory}/asked
+echo "JobId=7 JobName=run JobState=$(cat {directory}/state) Restarts=0 ExitCode=0:0"
+"""
+"""Slurm's commands, as far as a job is looked at and cancelled."""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that was handed in, and whose job waits."""
+    for name in ("scontrol", "scancel"):
+        (tmp_path / name).write_text(SLURM.format(directory=tmp_path))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "state").write_text("PENDING Reason=Resources")
+    names_of(tmp_path).add(JOB, json.dumps("slurm"))
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "job.json").write_text('{"job": "7"}')
+    return tmp_path
+
+
+def test_status_of_a_job_that_waits_says_why(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(job)]) == 0
+    assert capsys.readouterr().out == f"{job}: pending (job 7, Slurm's reason is Resources)\n"
+    assert tools.status_of(job)["state"] == "pending"
+    (job / "state").write_text("CANCELLED Reason=None")
+    assert tools.status_of(job)["state"] == "unknown"
+    (job / "scontrol").unlink()  # on a machine without Slurm
+    assert tools.status_of(job)["state"] == "unknown"
+
+
+def test_status_of_a_job_that_waits_again_is_not_what_its_last_launcher_said(job: Path) -> None:
+    with RunControl(names_of(job)):
+        pass
+    assert tools.status_of(job)["state"] == "pending"
+
+
+@pytest.mark.parametrize("state", ["PENDING Reason=Resources", "RUNNING Reason=None"])
+def test_stop_of_a_job_whose_launcher_hears_nothing_cancels_it(
+    job: Path, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (job / "state").write_text(state)
+    assert cli.main(["stop", str(job)]) == 0
+    assert "cancelled; the job was " + state.partition(" ")[0].lower() in capsys.readouterr().out
+    assert "scancel 7\n" in (job / "asked").read_text()
+
+
+def test_stop_of_a_job_that_is_over_cancels_nothing(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (job / "state").write_text("FAILED Reason=NonZeroExitCode")
+    assert cli.main(["stop", str(job)]) == 0
+    assert "Nothing to stop: unknown" in capsys.readouterr().out
+    assert "scancel" not in (job / "asked").read_text()
 
 
 def test_stop_ends_the_run_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,19 @@ def remarks(run: Run[Any]) -> list[str]:
     return found
 
 
+def starts_from_nothing(config: RunConfig) -> list[str]:
+    """A warning, where a cluster starts a run again that has saved nothing to go on from. No refusal: most jobs see no
+    node lost, and those that are asked to end save a point without any setting."""
+    assert config.launcher.options is not None
+    if not config.launcher.options.starts_again() or (config.recover.regular and config.recover.resume):
+        return []
+    return [
+        f"warning: launcher.kind={config.launcher.kind} starts this run again where a node is lost, and it would have "
+        "nothing to go on from: a recover point is saved only when it is asked to end. Set recover.every=N (steps), or "
+        "recover.every_minutes; recover.resume must be true"
+    ]
+
+
 def _check_canary(run: Run[Any]) -> None:
     """Refuse a canary for which the servers' context or the trainer's micro-batches have no room."""
     from rl_trainers.canary import TOKENS

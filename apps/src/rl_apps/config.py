@@ -130,6 +130,11 @@ class RunConfig(Settings):
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     """When held-out rows are looked at."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.launcher.options is not None
+        self.launcher.options.use_nodes(self.cluster.nodes)
+
     def model_paths(self) -> dict[str, str]:
         """The models that the run loads: setting, and what it says."""
         return {"model.path": self.model.path}

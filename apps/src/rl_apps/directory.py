@@ -30,6 +30,9 @@ FINISHED = "finished"
 NAMES = "names"
 """Directory in which the processes of a run find each other, and tools find them; see `rl_launchers.control`."""
 
+JOB = "job"
+"""Name of the scheduler to which the run was handed in as a job."""
+
 TRAINERS = "trainers.lock"
 """File that the trainers hold: they outlive a command that is killed, by the time in which they are ended."""
 

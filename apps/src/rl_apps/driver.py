@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_apps import compose
 from rl_apps.app import App, Run
-from rl_apps.checks import check_run, choose_route, remarks
-from rl_apps.directory import FINISHED, claimed, names_of, past_of, reached, write_config
+from rl_apps.checks import check_run, choose_route, remarks, starts_from_nothing
+from rl_apps.directory import FINISHED, JOB, claimed, names_of, past_of, reached, write_config
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
 from rl_apps.parts import attached, server_jobs, weights_directory
@@ -106,13 +107,15 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
         options.check(job.roles)
         check_program(run, (lambda _: None) if line.dry_run else partial(print, flush=True))
         if line.dry_run:
-            arithmetic += remarks(run)
+            arithmetic += [*starts_from_nothing(config), *remarks(run)]
             if Path(config.model.directory()).is_dir():
                 with TemporaryDirectory(prefix="rl-plan-") as scratch:
                     arithmetic += _try_out(app, replace(run, directory=Path(scratch)), lambda _: None)
             print(_plan(run, devices, arithmetic, job))
             return 0
         if options.submits():
+            print(*starts_from_nothing(config), sep="\n", end="", flush=True)
+            names_of(run.directory).add(JOB, json.dumps(config.launcher.kind), replace=True)
             claim.close()  # the job claims it
             return options.submit(job)
         return launch(reference, app, run, devices, parent, past.step)

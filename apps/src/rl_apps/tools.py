@@ -11,9 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rl_apps.directory import FINISHED, NAMES, last_record, names_of, reached
+from rl_apps.directory import FINISHED, JOB, NAMES, last_record, names_of, reached
+from rl_contracts import registry
 from rl_contracts.errors import ConfigError, StalledError
 from rl_contracts.names import FileNames
+from rl_contracts.scheduler import SchedulerConfig
 from rl_launchers.control import OVER, read_json, silence
 from rl_launchers.report import tail
 
@@ -29,7 +31,7 @@ def status_of(directory: Path) -> dict[str, Any]:
     """What is known of a run: `state`, `launcher` (host, process, seconds since its last sign of life), `step`,
     `version`, `total_steps`, `record` and its age, `recover_point`, `trainer_restarts` with their `history`, `workers`.
 
-    `state` is `preparing`, `starting`, `running`, `restarting`, `stopping`, `stopped`, `finished`, `failed`, or `lost`:
+    `state` is `pending` where the run's job waits (`job`: in its scheduler's words); else `preparing`, `starting`, `running`, `restarting`, `stopping`, `stopped`, `finished`, `failed`, or `lost`:
     the launcher gave no sign of life for three beats, and so nothing runs any more.
 
     Raises:
@@ -46,6 +48,9 @@ def status_of(directory: Path) -> dict[str, Any]:
         found |= {"state": "lost"} if silent > 3 * said["beat_seconds"] else {}
         found |= {"launcher": {"host": said["host"], "pid": said["pid"], "silent": round(silent, 1)}}
         found |= {"busy": said["looked"]}
+    if "launcher" not in found or found["state"] == "lost":
+        found |= {"job": _submitted_to(names).job_state(directory)}
+        found |= {"state": "pending"} if found["job"].startswith("pending") else {}
     age = round(time.time() - metrics.stat().st_mtime, 1) if record else None
     return found | {
         "step": record.get("step", 0),
@@ -83,9 +88,18 @@ def status(directory: Path, as_json: bool) -> int:
     return 0
 
 
+def _submitted_to(names: FileNames) -> SchedulerConfig:
+    """The settings of the scheduler to which a run was handed in as a job; those of one that has no jobs, if to none."""
+    kind = read_json(names, JOB)
+    settings: SchedulerConfig = registry.settings("rl.schedulers", kind)() if kind else SchedulerConfig()
+    return settings
+
+
 def _state_in_words(found: dict[str, Any]) -> str:
+    if found["state"] == "pending":
+        return str(found["job"])
     if "launcher" not in found:
-        return str(found["state"])
+        return str(found["state"]) + (f"; its job is {found['job']}" if found.get("job") else "")
     launcher = "process {pid} on {host}".format_map(found["launcher"])
     silent = found["launcher"]["silent"]
     if found["state"] == "lost":
@@ -145,6 +159,10 @@ def stop(directory: Path, now: bool, timeout: float) -> int:
     """
     names = _names(directory)
     before = status_of(directory)
+    if before.get("job"):  # whose launcher does not hear
+        _submitted_to(names).cancel(directory)
+        print(f"cancelled; the job was {before['job']}")
+        return 0
     if "launcher" not in before or before["state"] == "lost":
         print(f"Nothing to stop: {_state_in_words(before)}")
         return 0

@@ -46,6 +46,15 @@ def test_resources_parts_of_some_nodes_are_what_the_bundles_hold() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+def test_use_nodes_fewer_are_held_and_a_contradiction_is_refused() -> None:
+    config = RaySchedulerConfig()
+    config.use_nodes(2)
+    assert len(config.resources().nodes) == 2
+    with pytest.raises(ConfigError, match=r"launcher\.options\.nodes: expected 3 as cluster\.nodes.*found 2"):
+        config.use_nodes(3)
+
+
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     ("wish", "words"),
     [

@@ -164,6 +164,18 @@ def test_resources_partition_has_too_few_or_is_not_there_is_refused_with_the_ari
         SlurmSchedulerConfig(partition="huge").resources()
 
 
+def test_use_nodes_fills_in_what_the_settings_leave_open_and_refuses_a_contradiction(outside, tmp_path):
+    config = SlurmSchedulerConfig(server_nodes=1, spare_nodes=1)
+    config.use_nodes(3)
+    assert "#SBATCH --nodes=3\n" in config.script(_submission(tmp_path))  # two and the spare one
+    config.use_nodes(3)  # as the same command in its job says
+    config.use_nodes(0)
+    with pytest.raises(ConfigError, match=r"launcher\.options\.nodes: expected 3.*cluster\.nodes=4.*found 2"):
+        config.use_nodes(4)
+    with pytest.raises(ConfigError, match=r"cluster\.nodes: expected more than launcher\.options\.server_nodes=2"):
+        SlurmSchedulerConfig(server_nodes=2).use_nodes(2)
+
+
 def test_ledger_machines_for_servers_take_servers_and_no_others():
     nodes = [Node("a", "", 8, 4, servers=False), Node("b", "", 8, 4, servers=True), Node("c", "", 8, 2)]
     ledger = Ledger(nodes)

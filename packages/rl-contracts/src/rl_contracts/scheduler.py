@@ -188,6 +188,29 @@ class SchedulerConfig(Settings):
         """Follow the job of a run that was handed in earlier and lives, as `submit` does. None: there is none."""
         return None
 
+    def use_nodes(self, number: int) -> None:
+        """The run is to have so many machines (`cluster.nodes`), where these settings do not say how many.
+
+        Raises:
+            ConfigError: they say another number.
+        """
+
+    def starts_again(self) -> bool:
+        """Whether a run that is handed in is started again by the cluster itself, for example when a node was lost."""
+        return False
+
+    def job_state(self, run_dir: Path) -> str:
+        """The state of the job of a run that was handed in, in words that begin with `pending` where it waits; empty
+        where there is none any more, or nobody can be asked."""
+        return ""
+
+    def cancel(self, run_dir: Path) -> None:
+        """End that job, also one that waits, and do not start it again.
+
+        Raises:
+            LaunchError: the cluster cannot be told.
+        """
+
 
 class Scheduler(ABC):
     """Starts, watches and stops the workers of a run on some kind of machine or cluster.

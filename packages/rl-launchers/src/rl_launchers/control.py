@@ -8,6 +8,7 @@
 | `control/stop` | `rl stop` | `gracefully` or `now` |
 | `control/scale/<role>` | `rl scale` | how many servers the role is to have |
 | `answers/scale/<role>` | the launcher | JSON: what became of that |
+| `job` | a command that handed the run in | JSON: the scheduler's kind |
 | `pulse/<worker>` | each trainer rank | a number that grows as long as it lives |
 
 None of it is secret.

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.config import bounded
+from rl_contracts.config import bounded, require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import Node, Resources
@@ -52,7 +52,7 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
     on this machine; where there is neither, one of this machine alone is started for the run. `local` always starts
     one. The command runs on a machine of the cluster, or there through `ray job submit`."""
     nodes: int = bounded(0, "0 or more", lambda count: count >= 0)
-    """How many nodes to hold, each by a bundle of the placement group; 0: all that have a core. Those that are left
+    """How many nodes to hold, each by a bundle of the placement group; 0: `cluster.nodes`, or all that have a core. Those that are left
     stand in for nodes that are lost."""
     cores_per_node: int = bounded(0, "0 or more", lambda count: count >= 0)
     """Cores to hold on each node; 0: all of it."""
@@ -66,6 +66,13 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
     def resources(self) -> Resources:
         """What the bundles hold; this machine, where a cluster is to be started."""
         return self._held(look(self._told()) or [this_machine()])
+
+    def use_nodes(self, number: int) -> None:
+        """To hold; see the contract."""
+        if number:
+            agrees = f"{number} as cluster.nodes; set one of the two alone"
+            require(self.nodes in (0, number), "launcher.options.nodes", agrees, self.nodes)
+            self.nodes = number
 
     def planned(self) -> Resources:
         """As `resources`; where no cluster answers, or there is none of several nodes, what the settings say."""

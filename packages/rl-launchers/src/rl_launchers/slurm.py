@@ -42,8 +42,9 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
 
     setting: ClassVar[str] = "launcher.options"
     shares_devices: ClassVar[bool] = True
-    nodes: int = bounded(1, "at least 1", lambda nodes: nodes >= 1)
-    """Nodes of the job, those of `server_nodes` and `spare_nodes` not counted."""
+    nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
+    """Nodes of the job, those of `server_nodes` and `spare_nodes` not counted; 0: what `cluster.nodes` says beyond
+    `server_nodes`, or one."""
     spare_nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
     """Further nodes, idle until one is lost, whose servers and trainers then go there. With 0 a node that is lost ends
     the job, and Slurm starts it again (`requeue`) once it has a whole set of nodes."""
@@ -112,6 +113,23 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
             found = found[: len(found) - self.spare_nodes]
         return Resources(sum(node.gpus for node in found), sum(node.cores for node in found), tuple(found))
 
+    def use_nodes(self, number: int) -> None:
+        """Of the job, with those of `server_nodes` and without spare ones; see the contract."""
+        if number:
+            left = number - self.server_nodes
+            fits = f"more than launcher.options.server_nodes={self.server_nodes}, or 0"
+            require(left > 0, "cluster.nodes", fits, number)
+            agrees = (
+                f"{left}, so that with server_nodes={self.server_nodes} they are cluster.nodes={number}; set one of the "
+                "two alone"
+            )
+            require(self.nodes in (0, left), "launcher.options.nodes", agrees, self.nodes)
+            self.nodes = left
+
+    def starts_again(self) -> bool:
+        """Where it is requeued."""
+        return self.requeue and self.submits()
+
     def submits(self) -> bool:
         """Outside of a job."""
         return JOB not in os.environ
@@ -132,9 +150,17 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         """See the contract."""
         return slurm_job.attach(run_dir, self.poll_seconds)
 
+    def job_state(self, run_dir: Path) -> str:
+        """As Slurm says it, with the reason why it waits; see the contract."""
+        return slurm_job.state(run_dir)
+
+    def cancel(self, run_dir: Path) -> None:
+        """By `scancel`; see the contract."""
+        slurm_job.cancel(run_dir)
+
     def _parts(self) -> list[_Part]:
         """What a job asks for: one part, or a heterogeneous job's two."""
-        main = _Part("", self.nodes, self.spare_nodes, self.partition, self.constraint)
+        main = _Part("", self.nodes or 1, self.spare_nodes, self.partition, self.constraint)
         partition, constraint = self.server_partition or self.partition, self.server_constraint or self.constraint
         return [main, _Part("server_", self.server_nodes, 0, partition, constraint)] if self.server_nodes else [main]
 

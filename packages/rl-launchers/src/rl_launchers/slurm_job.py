@@ -110,7 +110,7 @@ def attach(run_dir: Path, poll_seconds: float, commands: Commands | None = None)
     """Follow a job that was handed in before and lives; see `SchedulerConfig.attach`."""
     commands = commands or Commands()
     try:
-        job = str(json.loads((run_dir / "slurm" / "job.json").read_text(encoding="utf-8"))["job"])
+        job = _number(run_dir)
         found = look(commands, job)
     except (FileNotFoundError, ValueError, SlurmMissingError):
         return None
@@ -120,6 +120,24 @@ def attach(run_dir: Path, poll_seconds: float, commands: Commands | None = None)
     _say(f"job {job} of this run is there already; following it. The last lines of {log}:")
     _say(report.tail(log, LAST_LINES))
     return follow(commands, job, run_dir, poll_seconds, log.stat().st_size if log.exists() else 0)
+
+
+def state(run_dir: Path, commands: Commands | None = None) -> str:
+    """See `SchedulerConfig.job_state`."""
+    try:
+        job = _number(run_dir)
+        found = look(commands or Commands(), job)
+    except (FileNotFoundError, ValueError, SlurmError):
+        return ""
+    if found is None or found.ended:
+        return ""
+    reason = f", Slurm's reason is {found.reason}" if found.reason != "None" else ""
+    return f"{found.state.lower()} (job {job}{reason})"
+
+
+def cancel(run_dir: Path, commands: Commands | None = None) -> None:
+    """See `SchedulerConfig.cancel`."""
+    (commands or Commands()).output("scancel", _number(run_dir))
 
 
 def follow(commands: Commands, job: str, run_dir: Path, poll_seconds: float, position: int) -> int:
@@ -187,6 +205,15 @@ def _end(job: str, found: Job | None, run_dir: Path, reader: _Reader) -> int:
 def _describe(job: Job) -> str:
     again = f", started again {job.restarts} time(s)" if job.restarts else ""
     return job.state + (f" ({job.reason})" if job.reason != "None" else "") + again
+
+
+def _number(run_dir: Path) -> str:
+    """Of the job of a run.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none.
+    """
+    return str(json.loads((run_dir / "slurm" / "job.json").read_text(encoding="utf-8"))["job"])
 
 
 def _say(text: str) -> None:

@@ -277,6 +277,17 @@ def test_servers_and_trainer_that_share_gpus_need_as_many_as_one_of_them(theirs,
     assert started.gpus * started.count == 2
 
 
+@pytest.mark.parametrize(("address", "interface"), [("http://10.9.8.7:1", ""), ("http://127.0.0.1:1", None)])
+def test_trainer_of_servers_elsewhere_is_not_kept_to_loopback(theirs, tmp_path, monkeypatch, address, interface):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    config = APP.config([f"rollout.server.addresses=[{address}]"])
+    layout = layout_of(config.allocation, "required")
+    devices = devices_of(layout, config.cluster, config.launcher)
+    trainer = trainer_job("app", Run(config, layout, tmp_path, devices.kind), devices, [address])
+
+    assert trainer.env.get("NCCL_SOCKET_IFNAME") == interface
+
+
 def test_allocation_that_shares_gpus_is_refused_where_the_scheduler_or_the_memory_cannot(theirs, capsys):
     machine = ("launcher=machine", "launcher.options.gpus=2", "--dry-run")
     told = _refused(capsys, "allocation=theirserver:d1|fsdp:d1", *machine)
@@ -354,7 +365,11 @@ def test_machines_of_a_job_are_as_many_as_cluster_nodes_says(no_slurm, capsys):
 def test_job_that_is_requeued_without_recover_points_is_warned_of(no_slurm, capsys):
     slurm = ("launcher=slurm", "launcher.options.cores_per_node=2", "cluster.device=cpu", "--dry-run")
     quiet = ("recover.every=5", "recover.every_minutes=10", "launcher.options.requeue=false")
-    for more, warned in (((), True), (("recover.every=5", "recover.resume=false"), True), *(((q,), False) for q in quiet)):
+    for more, warned in (
+        ((), True),
+        (("recover.every=5", "recover.resume=false"), True),
+        *(((q,), False) for q in quiet),
+    ):
         assert main("gsm8k-grpo", [*slurm, *more]) == 0
         assert ("launcher.kind=slurm starts this run again" in capsys.readouterr().out) is warned, more
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -59,7 +60,7 @@ def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
     if layout.rollout is None or not isinstance(config, ServedConfig):
         return
     if addresses := attached(config, layout):
-        near = all((urlsplit(address).hostname or "") in LOOPBACKS for address in addresses)
+        near = are_near(addresses)
         where = ", ".join(addresses)
     else:
         near = devices.together(layout.rollout.name, layout.actor.name)
@@ -68,6 +69,11 @@ def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
         config.publish.route = "shm" if near else "broadcast"
     expected = f"broadcast, disk or auto where servers and trainers are on several machines ({where})"
     require(near or config.publish.route not in ("shm", "ipc"), "publish.route", expected, config.publish.route)
+
+
+def are_near(addresses: Sequence[str]) -> bool:
+    """Whether all of these servers are on this machine, for nobody else."""
+    return all((urlsplit(address).hostname or "") in LOOPBACKS for address in addresses)
 
 
 def remarks(run: Run[Any]) -> list[str]:

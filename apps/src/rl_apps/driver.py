@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_apps import compose
 from rl_apps.app import App, Run
-from rl_apps.checks import check_run, choose_route, remarks, starts_from_nothing
+from rl_apps.checks import are_near, check_run, choose_route, remarks, starts_from_nothing
 from rl_apps.directory import FINISHED, JOB, claimed, names_of, past_of, reached, write_config
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
@@ -273,6 +273,8 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequen
         servers: addresses of the inference servers.
     """
     addresses, actor = ",".join(servers), run.layout.actor
+    near = are_near(attached(run.config, run.layout))  # else NCCL is to find its interface itself, unless it is told
+    env = {} if near else {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "")}
     shared = run.layout.rollout if run.layout.shared and not attached(run.config, run.layout) else None
     return JobSpec(
         role=actor.name,
@@ -282,6 +284,7 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequen
         gpus=int(run.device == "cuda"),
         beside=shared.name if shared else "",
         spmd=True,
+        env=env,
     )
 
 

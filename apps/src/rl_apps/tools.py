@@ -31,8 +31,9 @@ def status_of(directory: Path) -> dict[str, Any]:
     """What is known of a run: `state`, `launcher` (host, process, seconds since its last sign of life), `step`,
     `version`, `total_steps`, `record` and its age, `recover_point`, `trainer_restarts` with their `history`, `workers`.
 
-    `state` is `pending` where the run's job waits (`job`: in its scheduler's words); else `preparing`, `starting`, `running`, `restarting`, `stopping`, `stopped`, `finished`, `failed`, or `lost`:
-    the launcher gave no sign of life for three beats, and so nothing runs any more.
+    `state` is `pending` where the run's job waits (`job`: in its scheduler's words); else `preparing`, `starting`,
+    `running`, `restarting`, `stopping`, `stopped`, `finished`, `failed`, or `lost`: the launcher gave no sign of life
+    for three beats, and so nothing runs any more.
 
     Raises:
         ConfigError: no run was ever started there.
@@ -89,7 +90,7 @@ def status(directory: Path, as_json: bool) -> int:
 
 
 def _submitted_to(names: FileNames) -> SchedulerConfig:
-    """The settings of the scheduler to which a run was handed in as a job; those of one that has no jobs, if to none."""
+    """The settings of the scheduler that was given a run as a job; of one that has no jobs, if none was."""
     kind = read_json(names, JOB)
     settings: SchedulerConfig = registry.settings("rl.schedulers", kind)() if kind else SchedulerConfig()
     return settings

@@ -25,6 +25,7 @@ from rl_contracts.conformance.scheduler import (
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec
 from rl_launchers import LocalScheduler, LocalSchedulerConfig
+from rl_launchers.process import worker_environment
 
 FAMILY = """
 import os, pathlib, subprocess, sys, time
@@ -82,6 +83,20 @@ def test_threads_nobody_set_are_the_cpus_of_the_role(
     (own,) = environments(scheduler, tmp_path, JobSpec("own", (), cpus=3, env={"OMP_NUM_THREADS": "2"}))
     assert (plain["OMP_NUM_THREADS"], plain["MKL_NUM_THREADS"]) == ("3", "7")
     assert own["OMP_NUM_THREADS"] == "2"
+
+
+def test_interface_of_nccl_is_loopback_where_the_workers_are_unless_somebody_says_another(
+    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    (plain,) = environments(scheduler, tmp_path, JobSpec("plain", ()))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    (told,) = environments(scheduler, tmp_path, JobSpec("told", ()))
+    elsewhere = JobSpec("role", (), env={})
+    with_address = worker_environment(elsewhere, {}, 0, "10.1.2.3", None, {}, None)
+    assert plain["NCCL_SOCKET_IFNAME"].startswith("lo")
+    assert told["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert "NCCL_SOCKET_IFNAME" not in with_address
 
 
 def test_aborted_worker_leaves_the_stacks_of_its_threads_in_its_log(scheduler: LocalScheduler) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,10 @@ DEFAULTS = {
     "PYTHONUNBUFFERED": "1",  # the last lines before a SIGKILL are in the log
     "PYTHONFAULTHANDLER": "1",  # so is the stack of a crash in native code
 }
+
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+LOOPBACK = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+"""Interface of this machine that nobody else reaches."""
 
 
 def fill_in(text: str, index: int, host: str, port: int | None) -> str:
@@ -78,7 +83,8 @@ def worker_environment(
 ) -> dict[str, str]:
     """The whole environment of one worker; later sources win.
 
-    Thread counts and other defaults, the inherited variables, torchrun's, devices, `spec.env`.
+    Thread counts and other defaults, NCCL's interface where all is on loopback (it listens at another by itself), the
+    inherited variables, torchrun's, devices, `spec.env`.
 
     Args:
         spec: the role.
@@ -90,7 +96,8 @@ def worker_environment(
         gpus: devices that the worker may see; None leaves that as it is.
     """
     threads = {name: str(spec.cpus) for name in THREAD_VARIABLES}
-    environment = {**DEFAULTS, **threads, **inherited, **ranks}
+    own = {NCCL_INTERFACE: LOOPBACK} if host.startswith("127.") or host in ("localhost", "::1") else {}
+    environment = {**DEFAULTS, **own, **threads, **inherited, **ranks}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return environment | {name: fill_in(value, index, host, port) for name, value in spec.env.items()}

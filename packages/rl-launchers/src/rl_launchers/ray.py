@@ -52,8 +52,8 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
     on this machine; where there is neither, one of this machine alone is started for the run. `local` always starts
     one. The command runs on a machine of the cluster, or there through `ray job submit`."""
     nodes: int = bounded(0, "0 or more", lambda count: count >= 0)
-    """How many nodes to hold, each by a bundle of the placement group; 0: `cluster.nodes`, or all that have a core. Those that are left
-    stand in for nodes that are lost."""
+    """How many nodes to hold, each by a bundle of the placement group; 0: `cluster.nodes`, or all that have a core.
+    Those that are left stand in for nodes that are lost."""
     cores_per_node: int = bounded(0, "0 or more", lambda count: count >= 0)
     """Cores to hold on each node; 0: all of it."""
     gpus_per_node: int | None = None

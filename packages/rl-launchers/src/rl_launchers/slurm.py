@@ -119,10 +119,8 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
             left = number - self.server_nodes
             fits = f"more than launcher.options.server_nodes={self.server_nodes}, or 0"
             require(left > 0, "cluster.nodes", fits, number)
-            agrees = (
-                f"{left}, so that with server_nodes={self.server_nodes} they are cluster.nodes={number}; set one of the "
-                "two alone"
-            )
+            of = f"with server_nodes={self.server_nodes} cluster.nodes={number}"
+            agrees = f"{left}, which makes {of}; set one of the two alone"
             require(self.nodes in (0, left), "launcher.options.nodes", agrees, self.nodes)
             self.nodes = left
 

@@ -1,4 +1,4 @@
-"""Contracts of what happens in one episode: rollout workflows, and (provisional) agents and environments."""
+"""Contracts of what happens in one episode: rollout workflows, agents, and (provisional) environments."""
 
 from __future__ import annotations
 
@@ -39,13 +39,28 @@ class RolloutWorkflow(ABC):
 
 
 class AgentWorkflow(ABC):
-    """Provisional. An agent that speaks the OpenAI API; its calls become trajectories."""
+    """An agent that speaks the OpenAI or Anthropic API, and so any program: what it samples in an episode becomes the
+    episode's trajectories (`rl_contracts.endpoint`). It knows nothing of tokens, versions or training."""
 
     @abstractmethod
     async def run(
         self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any
     ) -> float | dict[str, float]:
-        """Run one episode against `base_url` and return its reward, or rewards by name."""
+        """Run one episode.
+
+        Args:
+            data: a copy of the data row.
+            base_url: where its calls go; what OpenAI's and Anthropic's clients take under this name.
+            api_key: the key of this episode.
+            http_client: a client that all episodes share, for SDKs that take one as `http_client`; None: they make
+                their own.
+
+        Returns:
+            the reward of the episode; or figures by name, of which `reward` is that, and the others reach the metrics.
+
+        Raises:
+            Exception: whatever it raises fails the episode, at the boundary `agent`.
+        """
 
 
 class Environment(ABC):

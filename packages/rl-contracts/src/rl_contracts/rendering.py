@@ -79,7 +79,7 @@ class ChatRenderer:
         Raises:
             ConfigError: neither exists, so that a model could never end its answer.
         """
-        closing = self._encode(self._after_answer(_PROBE, None, False))
+        closing = self.encode(self._after_answer(_PROBE, None, False))
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         special = {index for index, token in added.items() if getattr(token, "special", False)}
         end_of_turn = next(
@@ -145,17 +145,59 @@ class ChatRenderer:
         if not messages:
             raise DataError("expected at least one message to append after the answer, found none")
         following = self._after_answer([*_PROBE, *messages], tools, True)
-        ends = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
+        added = self.after_answer(ids, following)
         # Anything but the end of the turn here means that the first stop token closes some later turn.
-        if not following.lstrip().startswith(tuple(ends)):
+        if added is None:
+            ends = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
             raise ConfigError(
                 f"chat template: expected one of {ends} right after an answer that another message follows, found "
                 f"{following[:40]!r}; conversations of several turns need a template that closes each turn alike"
             )
-        added = self._encode(following)
+        return [*ids, *added]
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+    ) -> str:
+        """What `render` encodes."""
+        text: str = self._apply(messages, tools, add_generation_prompt, tokenize=False)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens by their names in it, and none besides."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def after_answer(self, ids: Sequence[int], following: str) -> list[int] | None:
+        """Ids of what a template puts after an answer, the end of the turn first.
+
+        Args:
+            ids: the answer, or what ends with it; where it was cut off, the end of the turn is added.
+            following: text of the conversation after the answer.
+
+        Returns:
+            None where the text does not begin with the end of a turn.
+        """
+        ends = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
+        if not following.lstrip().startswith(tuple(ends)):
+            return None
+        added = self.encode(following)
         stop = next(i for i, token in enumerate(added) if token in self.stop_ids)
-        closed = bool(ids) and ids[-1] in self.stop_ids
-        return [*ids, *added[stop + 1 if closed else stop :]]
+        closed = len(ids) > 0 and ids[-1] in self.stop_ids
+        return added[stop + 1 if closed else stop :]
+
+    @cached_property
+    def opening(self) -> str:
+        """Text of the generation prompt; empty where a template opens the assistant's turn with what is before it."""
+        asked, opened = (self.text(_PROBE[:1], None, generate) for generate in (False, True))
+        return opened.removeprefix(asked) if opened.startswith(asked) else ""
+
+    @cached_property
+    def closing(self) -> str:
+        """Text that ends a conversation after the text of its last answer."""
+        return self._after_answer(_PROBE, None, False)
+
+    def shows_tools(self, tools: Sequence[Any]) -> bool:
+        """Whether the template tells the model about tools."""
+        return self.text(_PROBE[:1], tools) != self.text(_PROBE[:1])
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool, **options: Any) -> Any:
         from jinja2 import TemplateError
@@ -180,14 +222,10 @@ class ChatRenderer:
 
     def _after_answer(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool) -> str:
         """What the template puts after the answer of the probe, with which `messages` begin."""
-        text: str = self._apply(messages, tools, generate, tokenize=False)
-        _, found, after = text.partition(_ANSWER)
+        _, found, after = self.text(messages, tools, generate).partition(_ANSWER)
         if not found:
             raise ConfigError("chat template: expected it to show the text of an assistant message, found none")
         return after
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _refuse_stop_tokens(self, message: Message, index: int) -> None:
         content = message.get("content")
@@ -208,14 +246,14 @@ class ChatRenderer:
         prompt = self.render(messages[:index], tools)
         if list(whole[: len(prompt)]) == prompt:
             return prompt
-        text = self._apply(messages, tools, False, tokenize=False)
-        if text.startswith(self._apply(messages[:index], tools, True, tokenize=False)):
+        text = self.text(messages, tools, False)
+        if text.startswith(self.text(messages[:index], tools)):
             raise DataError(
                 f"message {index} (assistant): the tokenizer merges the first characters of its text with the end "
                 f"of the generation prompt, so a rollout would never see these ids. Strip the text's leading blanks, "
                 f"or let the template's prompt end without any."
             )
-        if text.startswith(self._apply(messages[:index], tools, False, tokenize=False)):
+        if text.startswith(self.text(messages[:index], tools, False)):
             raise ConfigError(
                 f"chat template: message {index} (assistant) does not begin with the generation prompt, so a rollout "
                 f"would start from other tokens than this row teaches. Give the message what the prompt opens "

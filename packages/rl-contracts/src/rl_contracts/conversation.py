@@ -1,0 +1,318 @@
+"""Conversations as trees of sampled answers: token in, token out, over any number of turns.
+
+An agent sends messages, a server samples tokens. Where the messages of a call go on from an earlier answer, its prompt
+is the tokens of that answer's prompt, the tokens that were sampled, and the encoded text of what is new: nothing that
+was sampled is ever encoded again. An answer goes on where two things hold:
+
+- The messages are those of its call, then its own message, then further ones. Reasoning that is left out, blanks around
+  the text, the order of arguments and the ids of tool calls may differ: agents rarely send those back as they were.
+- The chat template shows all of them as before. It does not where it drops the reasoning of earlier turns, moves the
+  tools to another place, or shows no tool calls; then the call goes on from an earlier answer that is shown as before,
+  or begins anew, and what is rewritten is a prompt like any other.
+
+So every call has the prompt that its template gives, and retries, parallel calls, sub-agents and rewritten histories
+are branches of one tree. `Conversation.rows` makes trajectories of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rl_contracts.data import ModelResponse
+    from rl_contracts.endpoint import RowsPer
+    from rl_contracts.rendering import ChatRenderer, Message
+    from rl_contracts.trajectory import Trajectory
+
+_ROOT = b""
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One sampled answer, and what was put before it. All arrays are of its own tokens alone."""
+
+    parent: Turn | None
+    """The answer that it goes on from."""
+    prompt: np.ndarray
+    """int64, the tokens between the parent's answer and this one; the whole prompt where there is no parent."""
+    output: np.ndarray
+    """int64, what was sampled."""
+    logprobs: np.ndarray
+    """float32, of what was sampled."""
+    versions: np.ndarray
+    """int32, of what was sampled."""
+    message: Message
+    """What was made of it for the agent."""
+    temperature: float
+    """Of the sampler."""
+    truncated: bool
+    """Ended by a limit of length."""
+    reward: float = 0.0
+    """What the turn itself earned, besides the outcome of the episode."""
+    children: int = 0
+    """Answers that go on from it."""
+    shown: tuple[int, bytes] | None = None
+    """Length and digest of the text of the conversation up to and with this answer, without the end of the turn; None
+    where nothing can go on from it."""
+
+    def path(self) -> list[Turn]:
+        """The answers from the first to this one."""
+        turns = [self]
+        while turns[-1].parent is not None:
+            turns.append(turns[-1].parent)
+        return turns[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Where a call stands in a conversation."""
+
+    ids: list[int]
+    """All tokens before the answer."""
+    added: int
+    """How many of them come after the parent's answer."""
+    parent: Turn | None = None
+    """The answer that it goes on from."""
+    text: str = ""
+    """What the template gives; empty for a prompt that is no conversation."""
+    messages: Sequence[Message] = ()
+    """Of the call, with each answer as it was sampled."""
+    tools: Sequence[Any] | None = None
+    """Of the call."""
+    key: bytes = _ROOT
+    """Digest of what the messages say; of a prompt that is no conversation, what was given."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """All calls of an episode.
+
+    Args:
+        renderer: of the model that is sampled from.
+    """
+
+    renderer: ChatRenderer
+    turns: list[Turn] = field(default_factory=list)
+    """In the order in which they were answered."""
+    _by_key: dict[bytes, list[Turn]] = field(default_factory=dict)
+    """Answers by the digest of what was said up to and with them."""
+    _lengths: set[int] = field(default_factory=set)
+    """In bytes, of what was said in conversations without messages."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Prompt:
+        """Where a call with these messages stands, and its tokens.
+
+        Raises:
+            DataError: no messages, or ones that the template refuses.
+        """
+        if not messages:
+            raise DataError("expected at least one message, found none")
+        known, found, key = [], [], _ROOT
+        for message in messages:
+            key = _next(key, message)
+            turn = _nearest(self._by_key.get(key, ()), message)
+            if turn is not None:
+                found.append(turn)
+            known.append(message if turn is None else turn.message)
+        text = self.renderer.text(known, tools)
+        for turn in reversed(found):
+            if turn.shown is None or _digest(text[: turn.shown[0]]) != turn.shown[1]:
+                continue
+            added = self.renderer.after_answer(turn.output[-1:].tolist(), text[turn.shown[0] :])
+            if added is not None:
+                return Prompt([*tokens_to(turn), *added], len(added), turn, text, known, tools, key)
+        ids = self.renderer.encode(text)
+        return Prompt(ids, len(ids), None, text, known, tools, key)
+
+    def completion(self, given: str | Sequence[int]) -> Prompt:
+        """Where a call stands whose prompt is a text or tokens without messages: after the longest of such prompts and
+        its answer with which it begins. After a text that is an answer that the model did not end."""
+        import numpy as np
+
+        said = given.encode() if isinstance(given, str) else np.asarray(given, dtype=np.int64).tobytes()
+        hashed, done, parent, length = blake2b(digest_size=16), 0, None, 0
+        for end in sorted(self._lengths):
+            if end >= len(said):
+                break
+            hashed.update(said[done:end])
+            done = end
+            if turns := self._by_key.get(hashed.digest()):
+                parent, length = turns[-1], end
+        rest = said[length:]
+        added = (
+            self.renderer.encode(rest.decode()) if isinstance(given, str) else np.frombuffer(rest, np.int64).tolist()
+        )
+        return Prompt([*(tokens_to(parent) if parent else ()), *added], len(added), parent, key=said)
+
+    def add(self, prompt: Prompt, response: ModelResponse, message: Message, temperature: float) -> Turn:
+        """A call was answered.
+
+        Args:
+            prompt: of `prompt` or `completion`.
+            response: what was sampled after `prompt.ids`.
+            message: what the agent is given: `role`, `content`, and `reasoning_content` and `tool_calls` where it has
+                them, whose arguments are objects, not their text.
+            temperature: of the sampler.
+
+        Raises:
+            DataError: the answer is to another prompt, has no tokens, or not one log-prob and version for each.
+        """
+        import numpy as np
+
+        count = len(response.output_ids)
+        if list(response.input_ids) != prompt.ids or not count == len(response.logprobs) == len(response.versions) > 0:
+            raise DataError(
+                f"answer of {response.server or 'a server'}: expected tokens after the {len(prompt.ids)} of the "
+                f"prompt, with a log-prob and a version each; found {count} tokens, {len(response.logprobs)} log-probs "
+                f"and {len(response.versions)} versions after {len(response.input_ids)}."
+            )
+        turn = Turn(
+            prompt.parent,
+            np.asarray(prompt.ids[len(prompt.ids) - prompt.added :], dtype=np.int64),
+            np.asarray(response.output_ids, dtype=np.int64),
+            np.asarray(response.logprobs, dtype=np.float32),
+            np.asarray(response.versions, dtype=np.int32),
+            message,
+            temperature if temperature > 0 else 1.0,
+            response.stop_reason == "length",
+        )
+        if turn.parent is not None:
+            turn.parent.children += 1
+        if prompt.messages:
+            turn.shown = self._shown(prompt, message)
+            self._by_key.setdefault(_next(prompt.key, message), []).append(turn)
+        else:
+            self._say(np.asarray(tokens_to(turn), dtype=np.int64).tobytes(), turn)
+            if response.output_ids[-1] not in self.renderer.stop_ids:
+                self._say(prompt.key + message["content"].encode(), turn)
+        self.turns.append(turn)
+        return turn
+
+    def _say(self, said: bytes, turn: Turn) -> None:
+        self._lengths.add(len(said))
+        self._by_key.setdefault(blake2b(said, digest_size=16).digest(), []).append(turn)
+
+    def _shown(self, prompt: Prompt, message: Message) -> tuple[int, bytes] | None:
+        """Length and digest of the text up to the end of the answer, unless the template shows the answer, or what was
+        before it, in another way than it was sampled."""
+        renderer = self.renderer
+        try:
+            text = renderer.text([*prompt.messages, message], prompt.tools, add_generation_prompt=False)
+        except DataError:
+            return None
+        if not renderer.closing or not text.endswith(renderer.closing):
+            return None
+        text = text[: -len(renderer.closing)]
+        before = prompt.text[: len(prompt.text) - len(renderer.opening)]
+        if not (prompt.text.endswith(renderer.opening) and text.startswith(before)):
+            return None
+        answer = text[len(before) :]
+        calls = [call["function"]["name"] for call in _calls(message)]
+        said = [message.get("reasoning_content") or "", message.get("content") or "", *calls]
+        return (len(text), _digest(text)) if all(part.strip() in answer for part in said) else None
+
+    def rows(self, reward: float = 0.0, per: RowsPer = "branch") -> list[Trajectory]:
+        """All that was sampled.
+
+        Args:
+            reward: outcome of the episode, which every row gets. What turns earned themselves is on their last tokens,
+                in `token_rewards`, where any did.
+            per: `branch`: a row of each answer that nothing goes on from, with all before it; what several rows share
+                is trained in the first. `call`: a row of each answer, which alone is trained.
+
+        Returns:
+            rows in which every sampled token is trained once, and has its log-prob and version wherever it stands.
+
+        Raises:
+            DataError: what a row trains was sampled at several temperatures.
+        """
+        rewarded = any(turn.reward for turn in self.turns)
+        rows, trained = [], set[Turn]()
+        for turn in self.turns:
+            if per == "branch" and turn.children:
+                continue
+            path = turn.path()
+            fresh = {turn} if per == "call" else set(path) - trained
+            trained |= fresh
+            rows.append(_row(path, fresh, reward, rewarded))
+        return rows
+
+
+def tokens_to(turn: Turn) -> list[int]:
+    """All tokens up to the end of an answer."""
+    ids: list[int] = []
+    for each in turn.path():
+        ids += each.prompt.tolist()
+        ids += each.output.tolist()
+    return ids
+
+
+def _row(path: list[Turn], trained: set[Turn], reward: float, rewarded: bool) -> Trajectory:
+    """The row of some answers, each of which goes on from the one before."""
+    import numpy as np
+
+    from rl_contracts.trajectory import Trajectory
+
+    def laid(name: str, between: Any) -> np.ndarray:
+        parts = [part for turn in path for part in (np.full_like(turn.prompt, between), getattr(turn, name))]
+        return np.concatenate(parts).astype(getattr(path[0], name).dtype)
+
+    temperatures = {turn.temperature for turn in trained}
+    if len(temperatures) > 1:
+        raise DataError(
+            f"a row's answers were sampled at the temperatures {sorted(temperatures)}; expected one in a row. Make "
+            "rows of calls, or sample a conversation at one temperature."
+        )
+    ends = np.cumsum([len(turn.prompt) + len(turn.output) for turn in path])
+    mask = np.zeros(ends[-1], dtype=bool)
+    rewards = np.zeros(ends[-1], dtype=np.float32)
+    for turn, end in zip(path, ends.tolist(), strict=True):
+        if turn in trained:
+            mask[end - len(turn.output) : end] = True
+            rewards[end - 1] = turn.reward
+    return Trajectory(
+        input_ids=np.concatenate([part for turn in path for part in (turn.prompt, turn.output)]),
+        loss_mask=mask,
+        logprobs=laid("logprobs", 0),
+        versions=laid("versions", -1),
+        reward=float(reward),
+        temperature=path[-1].temperature,
+        truncated=path[-1].truncated,
+        token_rewards=rewards if rewarded else None,
+        info={"turns": len(path)},
+    )
+
+
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _next(key: bytes, message: Message) -> bytes:
+    """Digest of a conversation with one more message, of what agents send back as it was."""
+    if message.get("role") == "assistant":
+        calls = [[call["function"]["name"], call["function"]["arguments"]] for call in _calls(message)]
+        said: Any = ["assistant", (message.get("content") or "").strip(), calls]
+    else:
+        said = {name: value for name, value in message.items() if name != "tool_call_id"}
+    return blake2b(json.dumps(said, sort_keys=True, default=str).encode(), key=key, digest_size=16).digest()
+
+
+def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
+    return message.get("tool_calls") or ()
+
+
+def _nearest(turns: Sequence[Turn], message: Message) -> Turn | None:
+    """Of answers that say the same to the same messages the last, if possible one with the message's ids of tool calls;
+    None where there is none with its reasoning, if it has any."""
+    reasoning = (message.get("reasoning_content") or "").strip()
+    same = [t for t in turns if reasoning in ("", (t.message.get("reasoning_content") or "").strip())]
+    ids = [call.get("id") for call in _calls(message)]
+    return max(reversed(same), key=lambda t: [call.get("id") for call in _calls(t.message)] == ids, default=None)

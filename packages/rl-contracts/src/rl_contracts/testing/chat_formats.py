@@ -1,0 +1,187 @@
+"""Tokenizers that speak as four families of models do: how they mark turns, reasoning, tools and their calls.
+
+The chat templates are written for this project after what is public of these formats, with what makes each awkward:
+
+- `qwen3` shows reasoning since the last question alone, and puts the results of parallel calls into one turn;
+- `llama3` shows no reasoning, and puts the tools into the first question;
+- `gemma3` has no system turn and no tool turns: both are part of the user's;
+- `mistral` opens no assistant's turn, and moves the tools before the last question.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from rl_contracts.config import require_choice
+
+_QWEN3 = """\
+{%- macro turn(role, text) %}<|im_start|>{{ role }}
+{{ text }}<|im_end|>
+{% endmacro %}
+{%- set last = namespace(question=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if tools %}
+{%- set shown %}{% for t in tools %}{{ t | tojson }}
+{% endfor %}{% endset %}
+{{- turn('system', system ~ '\n\n# Tools\n<tools>\n' ~ shown ~ '</tools>\n\nCall one so:\n<tool_call>\n'
+    ~ '{"name": ..., "arguments": ...}\n</tool_call>') }}
+{%- elif system %}{{ turn('system', system) }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ turn('user', m.content) }}
+{%- elif m.role == 'assistant' %}
+{%- set said = namespace(text=(m.content or '').strip('\n')) %}
+{%- if loop.index0 > last.question and (loop.last or m.reasoning_content) %}
+{%- set said.text = '<think>\n' ~ (m.reasoning_content or '').strip('\n') ~ '\n</think>\n\n' ~ said.text %}
+{%- endif %}
+{%- for call in m.tool_calls or [] %}
+{%- set said.text = said.text ~ ('\n' if said.text and not said.text.endswith('\n\n') else '')
+    ~ '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": '
+    ~ call.function.arguments | tojson ~ '}\n</tool_call>' %}
+{%- endfor %}{{ turn('assistant', said.text) }}
+{%- elif m.role == 'tool' %}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
+{{- '\n<tool_response>\n' ~ m.content ~ '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
+{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+_LLAMA3 = """\
+{%- macro open(role) %}<|start_header_id|>{{ role }}<|end_header_id|>
+
+{% endmacro %}
+{{- '<|begin_of_text|>' }}
+{%- set first = namespace(question=true) %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{ open('system') ~ m.content.strip() }}<|eot_id|>
+{%- elif m.role == 'user' %}{{ open('user') }}
+{%- if tools and first.question %}{{ 'Answer with {"name": name, "parameters": arguments} to call one.\n\n' }}
+{%- for t in tools %}{{ t | tojson(indent=4) ~ '\n\n' }}{% endfor %}{% endif %}
+{%- set first.question = false %}{{ m.content.strip() }}<|eot_id|>
+{%- elif m.role == 'assistant' %}{{ open('assistant') }}
+{%- if m.tool_calls %}
+{%- for call in m.tool_calls %}{{ '; ' if not loop.first }}{"name": "{{ call.function.name }}", "parameters": {{
+    call.function.arguments | tojson }}}{% endfor %}
+{%- else %}{{ m.content.strip() }}{% endif %}<|eot_id|>
+{%- elif m.role == 'tool' %}{{ open('ipython') ~ m.content | tojson }}<|eot_id|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ open('assistant') }}{% endif %}"""
+
+_GEMMA3 = """\
+{{- '<bos>' }}
+{%- set before = namespace(text='') %}
+{%- if messages[0].role == 'system' %}{% set before.text = messages[0].content ~ '\n\n' %}{% endif %}
+{%- if tools %}{% set before.text = before.text
+    ~ 'Tools, called as <tool_call>{"name": ..., "arguments": ...}</tool_call>: '
+    ~ tools | tojson ~ '\n\n' %}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}<start_of_turn>user
+{{ before.text ~ m.content | trim }}<end_of_turn>
+{% set before.text = '' %}
+{%- elif m.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}<start_of_turn>user
+{% endif %}<tool_response>{{ m.content | trim }}</tool_response>
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<end_of_turn>
+{% endif %}
+{%- elif m.role == 'assistant' %}<start_of_turn>model
+{{ (m.content or '') | trim }}
+{%- for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{
+    call.function.arguments | tojson }}}</tool_call>{% endfor %}<end_of_turn>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+
+_MISTRAL = """\
+{{- '<s>' }}
+{%- set last = namespace(question=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}
+{%- set system = messages[0].content ~ '\n\n' if messages[0].role == 'system' else '' %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}
+{%- if loop.index0 == last.question and tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]
+{{- ' ' ~ (system if loop.index0 == last.question else '') ~ m.content }}[/INST]
+{%- elif m.role == 'tool' %}[TOOL_RESULTS]{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}
+{{- '[/TOOL_RESULTS]' }}
+{%- elif m.role == 'assistant' %}
+{%- if m.tool_calls %}[TOOL_CALLS][
+{%- for call in m.tool_calls %}{{ ', ' if not loop.first }}{"name": "{{ call.function.name }}", "arguments": {{
+    call.function.arguments | tojson }}, "id": "{{ call.id }}"}{% endfor %}]</s>
+{%- else %}{{ ' ' ~ m.content | trim }}</s>{% endif %}
+{%- endif %}
+{%- endfor %}"""
+
+_FORMATS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "qwen3": (_QWEN3, "<|endoftext|>", ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
+    "llama3": (
+        _LLAMA3,
+        "<|end_of_text|>",
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "gemma3": (_GEMMA3, "<eos>", ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")),
+    "mistral": (
+        _MISTRAL,
+        "</s>",
+        (
+            *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]"),
+        ),
+    ),
+}
+"""Chat template, end of text, and special tokens."""
+CHAT_FORMATS = tuple(_FORMATS)
+
+
+@cache
+def make_chat_tokenizer(name: str) -> Any:
+    """A byte-level BPE tokenizer of at most 400 tokens with the special tokens and chat template of a family, one for
+    all callers. Its merges are of English, JSON and numbers, so that most texts can be encoded in several ways.
+
+    Args:
+        name: one of `CHAT_FORMATS`.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    require_choice("format", name, CHAT_FORMATS)
+    template, end, special = _FORMATS[name]
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = 'user assistant system tool the question what is it? {"name": "add", "arguments": {"a": 12, "b": 345}} \n\n'
+    core.train_from_iterator([text + "tool_call tool_response think about the answer\n\n"] * 8, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, pad_token=special[0])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def written(name: str, content: str = "", calls: Sequence[Mapping[str, Any]] = (), reasoning: str = "") -> str:
+    """What a model of a family writes after its prompt to say, think and call this, up to the end of its turn.
+
+    Args:
+        calls: objects with `name` and `arguments`.
+        reasoning: for `qwen3` alone.
+    """
+    if name == "mistral":
+        return "[TOOL_CALLS]" + json.dumps(list(calls)) + "</s>" if calls else f" {content}</s>"
+    if name == "llama3":
+        shown = (json.dumps({"name": call["name"], "parameters": call["arguments"]}) for call in calls)
+        return ("; ".join(shown) if calls else content) + "<|eot_id|>"
+    shown = (json.dumps({"name": call["name"], "arguments": call["arguments"]}) for call in calls)
+    if name == "gemma3":
+        return content + "".join(f"<tool_call>{call}</tool_call>" for call in shown) + "<end_of_turn>"
+    called = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in shown)
+    return f"<think>\n{reasoning}\n</think>\n\n{content}{chr(10) if content and called else ''}{called}<|im_end|>"

@@ -34,7 +34,7 @@ from rl_launchers.cluster import ClusterScheduler
 from rl_launchers.ray import RayNodes, look
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 PATIENCE = 120.0
 """Seconds for Ray to see what happened."""
@@ -107,6 +107,7 @@ def provider(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield KeptNodes(tmp_path_factory.mktemp("ray"), RaySchedulerConfig())
 
 
+@pytest.mark.slow
 class TestRayScheduler(SchedulerConformance):
     @pytest.fixture
     def scheduler(self, provider: KeptNodes, tmp_path: Path) -> Iterator[ClusterScheduler]:
@@ -114,6 +115,7 @@ class TestRayScheduler(SchedulerConformance):
             yield scheduler
 
 
+@pytest.mark.nightly
 def test_resources_of_a_cluster_are_what_its_nodes_have(told: Any) -> None:
     there = RaySchedulerConfig().resources()
     assert (there.cores, there.gpus) == (4, 4)
@@ -122,6 +124,7 @@ def test_resources_of_a_cluster_are_what_its_nodes_have(told: Any) -> None:
         RaySchedulerConfig(nodes=3).resources()
 
 
+@pytest.mark.nightly
 def test_resources_no_cluster_answers_says_what_to_do() -> None:
     with pytest.raises(
         ConfigError, match=r"launcher.options.address=127.0.0.1:1: expected a Ray cluster.*ray job submit"
@@ -129,6 +132,7 @@ def test_resources_no_cluster_answers_says_what_to_do() -> None:
         RaySchedulerConfig(address="127.0.0.1:1").resources()
 
 
+@pytest.mark.nightly
 def test_workers_have_the_gpus_that_ray_gave(told: Any, tmp_path: Path) -> None:
     command = python(WRITE_ENVIRONMENT, str(tmp_path / "worker-{index}.json"))
     with RayScheduler(tmp_path / "logs") as scheduler:
@@ -142,6 +146,15 @@ def test_workers_have_the_gpus_that_ray_gave(told: Any, tmp_path: Path) -> None:
     assert not [name for e in seen for name in e if name.startswith("RAY_")]
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take back the niceness that Ray gives its workers")
+def test_workers_do_not_yield_to_everything_else_as_those_of_ray_do(told: Any, tmp_path: Path) -> None:
+    with RayScheduler(tmp_path / "logs") as scheduler:
+        (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
+        assert os.getpriority(os.PRIO_PROCESS, worker.pid) == 0
+
+
+@pytest.mark.nightly
 def test_nothing_secret_is_shown_to_others(told: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key, token = "the-key-of-this-run-1f8a", "the-token-of-the-user-7c3d"
     monkeypatch.setenv("HF_TOKEN", token)
@@ -174,6 +187,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
     return {}
 
 
+@pytest.mark.nightly
 def test_launcher_under_uv_run_is_killed_and_nothing_is_left(told: Any, tmp_path: Path) -> None:
     command = ["uv", "run", "--no-sync", "python", "-c", LAUNCHER, str(tmp_path / "logs"), SLEEP]
     before = {process.pid for node in (0, 1) for process in told.processes(node)}
@@ -198,6 +212,7 @@ def _of_ours(processes: list[psutil.Process]) -> list[str]:
     return [line for line in lines if "NodeAgent" in line or "rl_launchers" in line]
 
 
+@pytest.mark.nightly
 def test_cluster_is_in_use_says_what_is_free(told: Any, tmp_path: Path) -> None:
     with (
         RayScheduler(tmp_path / "one") as first,
@@ -208,6 +223,7 @@ def test_cluster_is_in_use_says_what_is_free(told: Any, tmp_path: Path) -> None:
             second.create_workers(JobSpec("role", python(SLEEP)))
 
 
+@pytest.mark.nightly
 def test_cluster_is_started_on_the_spot_and_goes_with_the_run(tmp_path: Path) -> None:
     before = set(Path("/tmp").glob("rl-ray-*"))
     with RayScheduler(tmp_path / "logs", RaySchedulerConfig(address="local")) as scheduler:
@@ -230,6 +246,7 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield cluster
 
 
+@pytest.mark.nightly
 def test_node_is_killed_its_workers_fail_and_another_takes_its_place(mortal: Any, tmp_path: Path) -> None:
     config = RaySchedulerConfig(nodes=2)
     provider = RayNodes(tmp_path / "logs", config)
@@ -254,6 +271,7 @@ def test_node_is_killed_its_workers_fail_and_another_takes_its_place(mortal: Any
         scheduler.wait_ready("server")
 
 
+@pytest.mark.nightly
 def test_node_is_drained_this_process_gets_sigterm(mortal: Any, tmp_path: Path) -> None:
     received: list[int] = []
     former = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
@@ -280,6 +298,7 @@ def _node_id(host: str) -> str:
     return subprocess.run([*python(program), host], check=True, capture_output=True, text=True).stdout.split()[-1]
 
 
+@pytest.mark.nightly
 def test_ended_agent_that_dies_on_a_living_node_is_told_and_the_node_offered(told: Any, tmp_path: Path) -> None:
     provider = RayNodes(tmp_path, RaySchedulerConfig(nodes=1))
     try:

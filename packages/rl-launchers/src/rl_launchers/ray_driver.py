@@ -57,6 +57,8 @@ class NodeAgent:
         asked = json.loads(Path(order).read_text(encoding="utf-8"))
         Path(order).unlink()
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ray.get_gpu_ids()))}
+        with suppress(PermissionError):  # Ray's workers yield to everything else there is on a node
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         with suppress(OSError):  # a working directory that this node does not have
             os.chdir(asked["directory"])
         self._keeper = Keeper()

@@ -6,6 +6,7 @@ packages, which it installs.
     python infra/clusters/slurm.py kill-node DIR node2     # its slurmd and everything below it, as a power cut would
     python infra/clusters/slurm.py revive DIR node2
     python infra/clusters/slurm.py stop DIR
+    python infra/clusters/slurm.py install                 # the packages alone
 
 One controller, and a slurmd per node on a port of its own; munge with a key and a socket of its own, so that several
 clusters stand side by side and nothing of the system's is touched. Each node has its own temporary directory (TMPDIR is
@@ -301,7 +302,8 @@ def install() -> None:
     if not shutil.which("apt-get"):
         raise RuntimeError(f"expected Debian's apt-get, to install {', '.join(PACKAGES)}; install them and try again.")
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    order = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *PACKAGES]
+    lock = f"DPkg::Lock::Timeout={DEADLINE:g}"  # others may be installing, too
+    order = ["apt-get", "-o", lock, "install", "-y", "-q", "--no-install-recommends", *PACKAGES]
     for command in (order, ["apt-get", "update", "-q"], order):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         if done.returncode == 0 and command is order:
@@ -359,15 +361,18 @@ def main() -> int:
     start.add_argument("directory", type=Path)
     for name, value in asdict(Shape()).items():
         start.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
+    commands.add_parser("install", help="install Slurm and munge where they are missing")
     commands.add_parser("stop", help="end it and what runs in it").add_argument("directory", type=Path)
     for name in ("kill-node", "revive"):
         one = commands.add_parser(name)
         one.add_argument("directory", type=Path)
         one.add_argument("name")
     arguments = vars(parser.parse_args())
-    command, cluster = arguments.pop("command"), Cluster(arguments.pop("directory"))
+    command, cluster = arguments.pop("command"), Cluster(arguments.pop("directory", Path()))
     try:
-        if command == "start":
+        if command == "install":
+            install()
+        elif command == "start":
             cluster.start(Shape(**arguments))
             print(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}")
         elif command == "stop":

@@ -1,34 +1,43 @@
-"""A Slurm of 256 nodes, simulated: real scheduler code, its commands replaced by a recorder, its agents by threads."""
+"""A Slurm of up to 256 nodes, simulated: real scheduler code, its commands replaced by a recorder, its agents by
+threads. What the launcher does of it is measured as CPU of its own threads."""
 
 import json
 import os
 import threading
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
+from rl_contracts.conformance.scheduler import wait_until
+from rl_contracts.names import FileNames
 from rl_contracts.scheduler import JobSpec, WorkerStatus
-from rl_launchers import SlurmScheduler, SlurmSchedulerConfig
+from rl_launchers import RunControl, SlurmScheduler, SlurmSchedulerConfig
+from rl_launchers.placement import Ledger
+from rl_launchers.slurm import SlurmNodes
 from rl_launchers.slurm_commands import Commands
 from rl_launchers.wire import called
 
-NODES, EACH = 256, 8
+SIZES, EACH = (64, 128, 256), 8
+PER_POLL, LARGEST_FILE = 2.0, 1_000_000
+LINEAR = 2.5
+"""Times the cost per node of the smallest cluster, at most."""
 
 
 class Simulated(Commands):
     """Answers `scontrol` for an allocation of many nodes, and is the agent wherever `srun` would start one."""
 
-    def __init__(self):
+    def __init__(self, nodes):
         self.asked, self.started = [], []
-        self.names = [f"n{index}" for index in range(NODES)]
+        self.names = [f"n{index}" for index in range(nodes)]
 
     def output(self, *command, env=None):
         self.asked.append(command)
         if command[:3] == ("scontrol", "show", "job"):
             return (
-                f"JobId=1 JobState=RUNNING Requeue=1 BatchFlag=1 BatchHost=n0 NodeList=n[0-{NODES - 1}]   "
-                f"Nodes=n[0-{NODES - 1}] CPU_IDs=0-63 Mem=0 GRES=gpu:{EACH}(IDX:0-{EACH - 1})\n"
+                f"JobId=1 JobState=RUNNING Requeue=1 BatchFlag=1 BatchHost=n0 NodeList=n[0-{len(self.names) - 1}]   "
+                f"Nodes=n[0-{len(self.names) - 1}] CPU_IDs=0-63 Mem=0 GRES=gpu:{EACH}(IDX:0-{EACH - 1})\n"
             )
         if command[:3] == ("scontrol", "show", "node"):
             return "\n".join(f"NodeName={name} NodeAddr=127.0.0.1 State=ALLOCATED Weight=1" for name in self.names)
@@ -96,29 +105,76 @@ class SimulatedAgent(threading.Thread):
         }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_scheduler_2048_workers_on_256_nodes_cost_little_to_plan_start_and_poll(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    monkeypatch.setenv("SLURMD_NODENAME", "n0")
-    slurm = Simulated()
-    config = SlurmSchedulerConfig(heartbeat_timeout=600.0, start_timeout=600.0)
-    with SlurmScheduler(tmp_path, config, slurm) as scheduler:
-        half = NODES * EACH // 2
-        servers = scheduler.create_workers(JobSpec("rollout", ("serve",), half, gpus=1, cpus=8))
-        trainers = scheduler.create_workers(JobSpec("actor", ("train",), half, gpus=1, cpus=8, spmd=True))
+@dataclass
+class Cost:
+    """Seconds of the launcher's CPU."""
 
-        assert len({worker.node for worker in (*servers, *trainers)}) == NODES
+    plan: float
+    start: float
+    """Of both roles, with what the thread does meanwhile that hears the agents."""
+    poll: float
+    """The dearest of five."""
+    hear: float
+    """What that thread does in a second."""
+
+
+def _measure(nodes, directory):
+    """What so many nodes with eight workers each cost; on the way, that the workers are where they should be."""
+    slurm, half = Simulated(nodes), nodes * EACH // 2
+    config = SlurmSchedulerConfig(heartbeat_timeout=600.0, start_timeout=600.0)
+    serve = JobSpec("rollout", ("serve",), half, gpus=1, cpus=8)
+    train = JobSpec("actor", ("train",), half, gpus=1, cpus=8, spmd=True)
+    before = time.thread_time()
+    ledger = Ledger(SlurmNodes(config, slurm).nodes())
+    planned = [ledger.take(role, role.count) for role in (serve, train)]
+    plan = time.thread_time() - before
+
+    names = FileNames(directory / "names")
+    with SlurmScheduler(directory / "logs", config, slurm) as scheduler, RunControl(names, beat=0.05) as control:
+        before = time.thread_time()
+        servers, trainers = scheduler.create_workers(serve), scheduler.create_workers(train)
+        (listener,) = (thread for thread in threading.enumerate() if thread.name == "agents-listen")
+        clock = time.pthread_getcpuclockid(listener.ident)
+        start = time.thread_time() - before + time.clock_gettime(clock)
+        assert [[worker.node for worker in role] for role in (servers, trainers)] == planned
+        assert len({worker.node for worker in (*servers, *trainers)}) == nodes
         assert {worker.node for worker in servers}.isdisjoint(worker.node for worker in trainers)
-        costs = []
+
+        polls = []
         for _ in range(5):
             before = time.thread_time()
             workers = scheduler.poll()
-            costs.append(time.thread_time() - before)
-        assert [worker.status for worker in workers] == [WorkerStatus.RUNNING] * NODES * EACH
-        print(f"\npoll of {len(workers)} workers: {max(costs):.4f} s of CPU")
-        assert max(costs) < 2.0
-        assert len(slurm.started) == NODES
-        assert len(slurm.asked) <= 6  # not one a node
-        assert max((file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()), default=0) < 1_000_000
-    assert not [file for file in tmp_path.rglob("*") if "agents-" in file.name]
+            polls.append(time.thread_time() - before)
+        assert [worker.status for worker in workers] == [WorkerStatus.RUNNING] * nodes * EACH
+        control.show(workers)
+        began, heard = time.monotonic(), time.clock_gettime(clock)
+        wait_until(lambda: time.monotonic() > began + 3 and "workers" in names.children())
+        hear = (time.clock_gettime(clock) - heard) / (time.monotonic() - began)
+
+        assert len(slurm.started) == nodes
+        assert len(slurm.asked) <= 9  # not one a node
+        largest = max(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+        assert 10_000 < largest < LARGEST_FILE
+    assert not [file for file in directory.rglob("*") if "agents-" in file.name]
+    return Cost(plan, start, max(polls), hear), largest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_launcher_of_2048_workers_on_256_nodes_does_little_and_what_it_does_grows_linearly(
+    tmp_path, monkeypatch, record_property
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    costs = {}
+    for nodes in SIZES:
+        costs[nodes], largest = _measure(nodes, tmp_path / str(nodes))
+        said = {name: round(value, 5) for name, value in asdict(costs[nodes]).items()} | {"largest_file": largest}
+        record_property(f"nodes_{nodes}", json.dumps(said))
+        print(f"\n{nodes} nodes, {nodes * EACH} workers: {said}")
+
+    last = costs[SIZES[-1]]
+    assert last.poll + last.hear < PER_POLL
+    for part in ("plan", "start", "poll", "hear"):
+        small, large = (getattr(costs[nodes], part) / nodes for nodes in (SIZES[0], SIZES[-1]))
+        assert large < LINEAR * small or large * SIZES[-1] < 0.05, f"{part}: {small:.6f} and {large:.6f} s per node"

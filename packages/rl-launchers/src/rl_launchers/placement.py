@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import JobSpec, Node
@@ -21,6 +22,12 @@ class Room:
     def suits(self, spec: JobSpec) -> bool:
         """Whether the machine is for such roles."""
         return self.node.servers is None or self.node.servers != spec.spmd
+
+    def take(self, spec: JobSpec) -> str:
+        """Give what a worker needs, and say the machine's name."""
+        self.gpus -= spec.gpus
+        self.cores -= spec.cpus
+        return self.node.name
 
 
 class Ledger:
@@ -63,21 +70,27 @@ class Ledger:
         """
         if beside:
             return [beside[index * len(beside) // number] for index in range(number)]
-        free = {name: room.gpus for name, room in self._rooms.items() if room.suits(spec)}
+        able = [room for room in self._rooms.values() if room.suits(spec)]
+        free = {room.node.name: room.gpus for room in able}
         places: list[str] = []
-        while len(places) < number:
-            name = self._next(spec, places)
-            if name is None:
-                self.give_back(spec, places)
-                has = ", ".join(f"{name} {gpus}" for name, gpus in free.items()) or "no machine is left"
-                raise LaunchError(
-                    f"role {spec.role!r}: expected room for {number} workers of {spec.gpus} GPUs, each worker's on one "
-                    f"machine; free are {sum(free.values())} ({has}). Use a smaller allocation, or more machines."
-                )
-            places.append(name)
-            self._rooms[name].gpus -= spec.gpus
-            self._rooms[name].cores -= spec.cpus
-        return sorted(places, key=places.index)
+        for room in sorted(able, key=lambda room: (-room.gpus if spec.gpus else 0, -room.cores)):
+            while len(places) < number and (room.gpus >= spec.gpus if spec.gpus else room.cores >= spec.cpus):
+                places.append(room.take(spec))
+        loads = [] if spec.gpus else [(-room.cores, order) for order, room in enumerate(able)]
+        heapify(loads)
+        while len(places) < number and loads:  # cores are shared
+            order = loads[0][1]
+            places.append(able[order].take(spec))
+            heapreplace(loads, (-able[order].cores, order))
+        if len(places) < number:
+            self.give_back(spec, places)
+            has = ", ".join(f"{name} {gpus}" for name, gpus in free.items()) or "no machine is left"
+            raise LaunchError(
+                f"role {spec.role!r}: expected room for {number} workers of {spec.gpus} GPUs, each worker's on one "
+                f"machine; free are {sum(free.values())} ({has}). Use a smaller allocation, or more machines."
+            )
+        first = {name: -order for order, name in enumerate(reversed(places))}
+        return sorted(places, key=first.__getitem__)
 
     def give_back(self, spec: JobSpec, places: Sequence[str]) -> None:
         """Free what workers of a role had; machines that are lost are fine."""
@@ -85,14 +98,3 @@ class Ledger:
             if name in self._rooms and not spec.beside:
                 self._rooms[name].gpus += spec.gpus
                 self._rooms[name].cores += spec.cpus
-
-    def _next(self, spec: JobSpec, places: Sequence[str]) -> str | None:
-        """Where the next worker goes, after `places` of the same role."""
-        able = [room for room in self._rooms.values() if room.gpus >= spec.gpus and room.suits(spec)]
-        roomy = able if spec.gpus else [room for room in able if room.cores >= spec.cpus]
-        last = places[-1] if places and roomy else ""
-
-        def desire(room: Room) -> tuple[bool, int, int]:
-            return room.node.name == last, room.gpus if spec.gpus else 0, room.cores
-
-        return max(roomy or able, key=desire).node.name if able else None

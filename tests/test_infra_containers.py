@@ -1,7 +1,11 @@
 """The container files, as far as they can be checked without a daemon: what they name is there, and is one version."""
 
+import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -61,6 +65,86 @@ def test_extras_of_the_one_environment_are_there():
 
     assert set(SERVERS) <= set(extras["optional-dependencies"])
     assert '--extra "$SERVER"' in (CONTAINERS / "Dockerfile.cuda").read_text()
+
+
+def test_all_run_as_a_user_and_start_from_the_same_environment():
+    for name in FILES:
+        instructions = _instructions(name)
+        users = [rest for instruction, rest in instructions if instruction == "USER"]
+        assert users in (["rl"], ["1000"]), name
+        last = [instruction for instruction, _ in instructions].index("USER")
+        assert not [rest for instruction, rest in instructions[last:] if instruction == "RUN"], name
+        assert any("PATH=/opt/venv/bin:$PATH" in rest for _, rest in instructions)
+
+
+def _install_steps(name, server):
+    """What an image file has uv install, as words; the build argument is filled in."""
+    syncs = [rest for instruction, rest in _instructions(name) if instruction == "RUN" and "uv sync" in rest]
+    steps = [
+        sync[sync.index("uv sync") :].replace('${SERVER:+--extra "$SERVER"}', f"--extra {server}") for sync in syncs
+    ]
+    return [shlex.split(step) for step in steps]
+
+
+def _context(directory):
+    """The root of the repository as a build sees it."""
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, tracked.split("\0")):
+        if (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, directory / name)
+    return directory
+
+
+def _uv(words, directory, environment):
+    if shutil.which("uv") is None:
+        pytest.skip("no uv on PATH")
+    variables = os.environ | {"UV_PROJECT_ENVIRONMENT": str(environment), "UV_LINK_MODE": "hardlink"}
+    variables.pop("VIRTUAL_ENV", None)
+    done = subprocess.run(words, cwd=directory, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "server"), [("Dockerfile.cpu", ""), *(("Dockerfile.cuda", s) for s in SERVERS)])
+def test_install_steps_resolve_in_a_fresh_directory(name, server, tmp_path):
+    """As `uv sync --dry-run`; the first with the two files alone that its layer sees."""
+    third_party, whole = _install_steps(name, server)
+    first = tmp_path / "first"
+    first.mkdir()
+    for source in ("uv.lock", "pyproject.toml"):
+        shutil.copy(ROOT / source, first)
+    (tmp_path / "whole").mkdir()
+
+    said = _uv([*third_party, "--dry-run", "--offline"], first, tmp_path / "venv")
+    assert "+ ray==" in said
+    assert "+ torch==" in said
+    assert not server or f"+ {server}==" in said
+    assert "rl-apps" not in said
+    assert "+ rl-apps" in _uv([*whole, "--dry-run", "--offline"], _context(tmp_path / "whole"), tmp_path / "venv")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_install_steps_of_the_cpu_run_in_a_fresh_directory_and_its_command_is_there(tmp_path):
+    third_party, whole = _install_steps("Dockerfile.cpu", "")
+    context, environment = _context(tmp_path / "rl"), tmp_path / "venv"
+
+    _uv(third_party, context, environment)
+    assert not (environment / "bin" / "gsm8k-grpo").exists()
+    _uv(whole, context, environment)
+    shutil.rmtree(context)  # nothing is installed in place
+
+    (command,) = (json.loads(rest) for kind, rest in _instructions("Dockerfile.cpu") if kind == "CMD")
+    (tmp_path / "elsewhere").mkdir()
+    plan = [environment / "bin" / command[0], "cluster.device=cpu", "launcher=ray", "launcher.options.address=local"]
+    done = subprocess.run(
+        [*plan, "--dry-run"], cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(environment) in done.stdout
+    assert (environment / "bin" / "ray").exists()
 
 
 @pytest.mark.parametrize(("server", "repository"), [("vllm", "vllm/vllm-openai"), ("sglang", "lmsysorg/sglang")])

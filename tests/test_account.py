@@ -1,0 +1,90 @@
+"""The account finds what was planted, and names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from account import account
+from safetensors.torch import save_file
+
+Line = dict[str, Any]
+
+
+def run_of(directory: Path, change: Callable[[list[Line]], object] = lambda lines: None) -> Path:
+    """A run of six prompts and two epochs, three in a step; prompt 4 is rejected, in the second epoch 5 fails. `change`
+    plants a fault in what is told, not in the batches."""
+    lines: list[Line] = []
+    for group, (epoch, prompt) in enumerate((epoch, prompt) for epoch in range(2) for prompt in range(6)):
+        ending = {(0, 4): "rejected", (1, 4): "rejected", (1, 5): "failed"}.get((epoch, prompt), "trained")
+        lines.append({"prompt_id": prompt, "epoch": epoch, "group_id": group, "ending": ending, "reason": None})
+    trained = [line for line in lines if line["ending"] == "trained"]
+    (directory / "batches").mkdir(parents=True)
+    for step in range(1, 4):
+        batch = trained[3 * step - 3 : 3 * step]
+        rows = [line for line in batch for _ in range(2)]
+        ids = {name: torch.tensor([row[name[:-1]] for row in rows]) for name in ("group_ids", "prompt_ids")}
+        ids["episode_ids"] = torch.tensor([0, 1] * len(batch))
+        save_file(ids, directory / "batches" / f"step_{step}-version_{step - 1}.safetensors")
+        for line in batch:
+            line["step"] = step
+    for line in lines:
+        line.setdefault("step", 2)
+    change(lines)
+    (directory / "groups.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records = [{"step": 0, "eval/accuracy": 0.5}, *({"step": step, "rows": 6.0} for step in (1, 2, 3))]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return directory
+
+
+def test_account_of_a_sound_run_counts_its_endings(tmp_path: Path) -> None:
+    assert account(run_of(tmp_path), range(6), 2) == {"trained": 9, "rejected": 2, "failed": 1}
+
+
+def again(lines: list[Line], **other: object) -> None:
+    lines.append(lines[0] | other)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda lines: lines.pop(4), "prompt 4 of epoch 0 was lost"),
+        (lambda lines: lines.pop(11), "prompt 5 of epoch 1 was lost"),
+        (lambda lines: lines.pop(0), r"step 1: prompt 0 \(group 0\) is in its batch, and not told"),
+        (
+            lambda lines: again(lines, step=3, group_id=99),
+            r"prompt 0 of epoch 0 was used 2 times: trained in step 1 \(group 0\), trained in step 3 \(group 99\)",
+        ),
+        (lambda lines: again(lines, step=3, group_id=9), r"step 3: prompt 0 \(group 9\) is told, and not in its batch"),
+        (lambda lines: again(lines, ending="rejected", group_id=99), r"prompt 0 of epoch 0 was used 2 times"),
+        (lambda lines: again(lines, prompt_id=6), "prompt 6 of epoch 0 is none of the data"),
+        (lambda lines: again(lines, epoch=2), "prompt 0 of epoch 2 is none of the data"),
+        (lambda lines: lines[1].update(group_id=0), "group 0 stands for 2 prompts"),
+        (lambda lines: lines[1].update(step=4), "step 4 is said to have trained, and has no record"),
+        (lambda lines: lines[4].update(ending="dropped"), "prompt 4 of epoch 0 ended as 'dropped'"),
+    ],
+)  # fmt: skip
+def test_account_of_a_run_with_a_planted_fault_names_the_prompt(
+    change: Callable[[list[Line]], object], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=named):
+        account(run_of(tmp_path, change), range(6), 2)
+
+
+def test_account_of_a_run_that_trained_twice_on_a_row_or_took_a_step_twice_says_so(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    rows = {"group_ids": [0, 0, 1, 2], "prompt_ids": [0, 0, 1, 2], "episode_ids": [1, 1, 0, 0]}
+    file = run / "batches" / "step_1-version_0.safetensors"
+    save_file({name: torch.tensor(ids) for name, ids in rows.items()}, file)
+    with (run / "metrics.jsonl").open("a") as records:
+        records.write('{"step": 3, "rows": 6.0}\n')
+
+    with pytest.raises(AssertionError) as found:
+        account(run, range(6), 2)
+
+    assert r"row (0, 0, 1) (group, prompt, episode) is in its batch twice" in str(found.value)
+    assert "expected the steps 1 to 4, found [1, 2, 3, 3]" in str(found.value)

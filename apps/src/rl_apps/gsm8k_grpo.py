@@ -50,7 +50,7 @@ def train(run: Run[GRPOConfig]) -> None:
         publisher = parts.publisher(engine, client)
         gap = parts.gate(engine, client)
         evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
-        books = parts.books(engine, evaluations, counters=rollout.stats, epochs=epochs)
+        books = parts.books(engine, evaluations, counters=rollout.stats, epochs=epochs, endings=rollout.endings)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
         recover = parts.recover(engines, {"rollout": rollout, "books": books}, epochs)
         rl_trainers.train(rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)

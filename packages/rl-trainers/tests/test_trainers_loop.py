@@ -75,6 +75,30 @@ def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine,
     assert "advantages" not in saved
 
 
+def test_train_what_became_of_prompts_is_written_with_the_step_before_which_it_was_told(engine, tmp_path):
+    told = iter([[{"prompt_id": 3, "ending": "trained"}, {"prompt_id": 1, "ending": "failed"}], [], [{"prompt_id": 2}]])
+    books = Books(engine, tmp_path, CheckpointConfig(every=0), endings=lambda: next(told))
+    train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
+    lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "prompt_id": 3, "ending": "trained"},
+        {"step": 1, "prompt_id": 1, "ending": "failed"},
+        {"step": 3, "prompt_id": 2},  # after the last step
+    ]
+
+
+def test_books_whose_records_wait_for_a_full_disk_let_no_run_go_on_after_them(engine, tmp_path):
+    books = Books(engine, tmp_path, CheckpointConfig(every=0))
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):  # the last record must be there in the end
+        train(_Batches(engine, 2), PolicyActor(engine, AlgorithmConfig()), books, total_steps=1)
+    with pytest.raises(OSError, match="No space left on device"):
+        books.state_dict()
+    (tmp_path / "metrics.jsonl").unlink()
+    assert books.state_dict()["step"] == 1
+    assert [record["step"] for record in _records(tmp_path)] == [1]
+
+
 def recording_loss(terms):
     """A policy loss that says how its tokens are spread, and in which stage it is."""
     record("advantage/positive", terms.advantages > 0, weight=terms.trained)

@@ -69,6 +69,7 @@ def test_resume_damaged_point_is_named_and_the_one_before_it_is_taken(
 ) -> None:
     go(*points_in(tmp_path), 4)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, 5)))
+    (tmp_path / "groups.jsonl").write_text('{"step": 3}\n{"step": 3}\n{"step": 4}\n{"step')
     damage(tmp_path / "recover" / "step_4" / name)
 
     assert last_point(tmp_path / "recover") == 3
@@ -76,6 +77,7 @@ def test_resume_damaged_point_is_named_and_the_one_before_it_is_taken(
     assert resumed(tmp_path) == 3
     assert f"step_4 is damaged, the run goes on after step 3: {name}" in caplog.text
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert (tmp_path / "groups.jsonl").read_text() == '{"step": 3}\n{"step": 3}\n'
     assert points_of(tmp_path) == [3]
 
 

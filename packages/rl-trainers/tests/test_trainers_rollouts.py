@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -83,6 +84,22 @@ def test_writing_happens_beside_the_caller_and_never_waits_for_the_disk(tmp_path
     writer.destroy()
     assert set(writers) == {"rollout-writer"}
     assert [path.name for path in tmp_path.iterdir()] == ["step_1-0.jsonl"]
+
+
+def test_answers_for_which_the_disk_has_no_room_are_written_when_it_has(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "AGAIN_SECONDS", 0.01)
+    writer = RolloutWriter(tmp_path)
+    file = tmp_path / "step_1-0.jsonl"
+    file.symlink_to("/dev/full")
+    writer.training(1, [_answer()])
+    while "cannot be written, and will be again" not in caplog.text:
+        assert writer._thread.is_alive()
+        time.sleep(0.01)
+    file.unlink()
+    writer.training(2, [_answer()])
+    writer.destroy()
+    assert [len(path.read_text().splitlines()) for path in (file, tmp_path / "step_2-0.jsonl")] == [1, 1]
+    assert caplog.text.count("will be again") == 1
 
 
 def test_answers_that_cannot_be_written_end_the_run_with_the_reason(tmp_path):

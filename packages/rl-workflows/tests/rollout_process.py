@@ -97,6 +97,7 @@ def heads(rank: int, directory: Path) -> None:
         rollout.end_step(0)
         figures.merge(rollout.stats())
     result["figures"] = figures.over_replicas(parallel).results()
+    result["endings"] = rollout.endings()
     rollout.destroy()
 
     # one head fails while the other waits for answers that never come

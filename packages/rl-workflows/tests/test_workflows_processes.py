@@ -68,6 +68,10 @@ def test_two_heads_end_together_with_one_smaller_batch_and_count_what_is_left_ov
     assert sizes == [4 * 3, 3 * 3], "groups of three; the head with six prompts does not go on alone"
     for head in two_heads:
         assert head["figures"]["groups/left_over"] == 2
+    endings = [ending for head in two_heads for ending in head["endings"]]
+    assert sorted(ending["prompt_id"] for ending in endings) == [*range(6), *range(100, 103)]
+    left = [ending for ending in endings if ending["ending"] == "left_over"]
+    assert sorted(ending["prompt_id"] for ending in left) == [4, 5]
 
 
 def test_two_heads_token_rewards_of_one_heads_rows_are_zero_in_those_of_the_other(two_heads):

@@ -222,9 +222,15 @@ def test_on_answers_gets_every_batch_with_its_step_and_what_is_not_trained_on_wi
     )
     try:
         prompts = _to_the_end(rollout)
-        figures = rollout.stats().results()
+        figures, endings = rollout.stats().results(), rollout.endings()
+        assert rollout.endings() == []
     finally:
         rollout.destroy()
+    told = {(e["prompt_id"], e["ending"], e["reason"]) for e in endings}
+    bad = {(2, "rejected", "filter"), (5, "failed", "internal: planted")}
+    assert told == bad | {(prompt, "trained", None) for prompt in set(range(12)) - {2, 5}}
+    assert len(endings) == 12
+    assert len({e["group_id"] for e in endings}) == 12
     trained = [(step, sorted(set(rows))) for step, rows, reason in seen if reason is None]
     assert trained == list(enumerate(prompts, start=1))
     assert [(step, rows) for step, rows, reason in seen if reason is not None] == [(1, [2, 2])]

@@ -64,7 +64,8 @@ class World:
     served: int = 0  # version on the servers
     books: list = field(default_factory=list)  # prompts consumed, rejected or failed; a crash cuts it to its last save
     group_ids: list = field(default_factory=list)  # of groups that were consumed, likewise
-    saved: tuple | None = None  # (version, lengths of both, state of each head)
+    told: list = field(default_factory=list)  # what heads said became of prompts, likewise
+    saved: tuple | None = None  # (version, lengths of the three, state of each head)
     engine: NullInferenceEngine | None = None  # where episodes are real
 
     @property
@@ -163,8 +164,8 @@ async def live(world, make):
     case, rng, clock = world.case, world.rng, world.clock
     world.heads = rng.choice(case.heads) if len(case.heads) > 1 else case.heads[0]
     heads = [make(world, rank) for rank in range(world.heads)]
-    version, accounted, consumed, states = world.saved or (0, 0, 0, ())
-    del world.books[accounted:], world.group_ids[consumed:]
+    version, accounted, consumed, told, states = world.saved or (0, 0, 0, 0, ())
+    del world.books[accounted:], world.group_ids[consumed:], world.told[told:]
     world.events["changes"] += len(states) not in (0, len(heads))
     for rank, head in enumerate(heads if states else ()):
         await head.load_states([restored(state) for state in states], rank, len(heads))
@@ -178,13 +179,14 @@ async def live(world, make):
             sizes = [await head.fill() for head in heads]
             assert clock.now() - begun <= 60 * LONGEST, "no progress"
             if not sum(sizes):
-                return
+                return await tell(world, heads)
             check_batch(world, version, [await head.take() for head in heads], sizes)
             await clock.sleep(rng.expovariate(0.2))  # training
             maybe_crash(world)
             version += rng.random() >= case.skip_share
             if version > world.served:
                 await commit(world, heads[0].engine, version)
+            await tell(world, heads)
             for head in heads:
                 await head.end_step(version)
                 await clock.sleep(rng.choice([0.0, rng.expovariate(1.0)]))  # heads hear of it one after the other
@@ -195,6 +197,11 @@ async def live(world, make):
     finally:
         for head in heads:
             await head.close()
+
+
+async def tell(world, heads):
+    """What `Books` writes down."""
+    world.told += [ending for head in heads for ending in await head.take_endings()]
 
 
 def maybe_crash(world):
@@ -219,7 +226,7 @@ async def save(world, version, heads):
         {"json": state, "tensors": kept.pop("tensors"), "groups": kept}
         for state, kept in zip(states, groups, strict=True)
     ]
-    world.saved = (version, len(world.books), len(world.group_ids), parts)
+    world.saved = (version, len(world.books), len(world.group_ids), len(world.told), parts)
     world.events["saves"] += 1
 
 
@@ -263,6 +270,9 @@ def simulate(seed, prompts, case, *, make=make_head, kind=StalenessManager):
     assert len(world.books) == prompts, "a prompt was lost or repeated"
     assert set(world.books) == set(range(prompts)), "a prompt was lost, and another repeated"
     assert len(world.group_ids) == len(set(world.group_ids)), "two groups have one id"
+    assert sorted(ending["prompt_id"] for ending in world.told) == list(range(prompts)), "one was not told of once"
+    trained = [ending["group_id"] for ending in world.told if ending["ending"] == "trained"]
+    assert sorted(trained) == sorted(world.group_ids)
     return world.events
 
 
@@ -461,12 +471,17 @@ def _accepted_groups_to_every_head(states, head, heads):
     return deal(states, head, heads) | {"groups": (dealt := deal(states, 0, 1))["groups"], "manager": dealt["manager"]}
 
 
+def _without_what_was_not_told(states, head, heads):
+    return deal(states, head, heads) | {"endings": []}
+
+
 @pytest.mark.parametrize(
     ("fault", "alarm"),
     [
         (_ids_begin_anew, "is in the batch twice|have one id|not running|KeyError"),
         (_without_what_ran_on_the_last_head, "a prompt was lost"),
         (_accepted_groups_to_every_head, "is in the batch twice|lost or repeated"),
+        (_without_what_was_not_told, "was not told of once"),
     ],
 )
 def test_planted_fault_in_dealing_to_other_heads_is_noticed(fault, alarm, monkeypatch):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.lines import LineFile
 from rl_contracts.logging import get_logger
 
 if TYPE_CHECKING:
@@ -208,16 +208,13 @@ class MetricsWriter:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = LineFile(path)
+        self.path, self.flush = self._file.path, self._file.flush
         self.non_finite = 0
         """Non-finite values met so far."""
-        written = self.path.read_bytes() if self.path.exists() else b""
-        if written and not written.endswith(b"\n"):
-            os.truncate(self.path, written.rfind(b"\n") + 1)
 
     def write(self, record: Mapping[str, Scalar | None]) -> None:
-        """Append a record; it is on disk (flushed to the system) when this returns.
+        """Append a record, which is on disk (flushed to the system) when this returns, unless that is full.
 
         Raises:
             DataError: a value is not a number, a tensor with one element, or None.
@@ -229,8 +226,7 @@ class MetricsWriter:
             line |= dict.fromkeys(bad) | {"metrics/non_finite": len(bad)}
             found = ", ".join(f"{name}={value}" for name, value in bad.items())
             logger.warning("non-finite metrics written as null (%d so far): %s", self.non_finite, found)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def _is_tensor(value: Scalar) -> bool:

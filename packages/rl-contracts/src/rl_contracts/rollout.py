@@ -80,6 +80,13 @@ class RolloutRuntime(ABC):
         """This replica's counters since the last call (groups accepted, rejected, failed, waiting seconds, tokens),
         what workflows and rewards recorded, and, on the first replica, the servers' own."""
 
+    def endings(self) -> list[dict[str, Any]]:
+        """What became of each prompt of this replica since the last call; one that `state_dict` found untold is told
+        after the state was loaded. JSON objects of `prompt_id`, `epoch`, `group_id` (null where it was never
+        admitted), `ending` (`trained`: it left in a batch; `rejected`, `failed` or `left_over`) and `reason` (null
+        where it was trained on). Nothing from a runtime that keeps no such account."""
+        return []
+
     @abstractmethod
     def destroy(self) -> None:
         """Stop everything that runs in the background. Safe to call twice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -9,10 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.lines import LineFile
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import Figures, MetricsWriter, collect
 from rl_contracts.trace import Trace
 from rl_trainers.checkpoints import CheckpointConfig, Checkpoints
+from rl_trainers.points import GROUPS
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +57,7 @@ class Books:
         tokenizer_path: directory whose tokenizer goes into each checkpoint.
         renamed: names of statistics in `metrics.jsonl`, where they differ from the loss's.
         epochs: passes over the data that are over; needed for `checkpoint.every_epochs`.
+        endings: what became of prompts, for example `RolloutRuntime.endings`, or None. Kept in `groups.jsonl`.
     """
 
     def __init__(
@@ -68,11 +72,12 @@ class Books:
         tokenizer_path: str | None = None,
         renamed: dict[str, str] | None = None,
         epochs: Callable[[], int] | None = None,
+        endings: Callable[[], list[dict[str, Any]]] | None = None,
     ) -> None:
         self.engine, self.config, self.run_dir = engine, config, Path(run_dir)
         self.evaluations, self.evaluate_every = evaluations, evaluate_every
         self.checkpoints = Checkpoints(engine, self.run_dir, config, tokenizer_path, epochs)
-        self.counters = counters
+        self.counters, self.endings = counters, endings
         self.renamed = RENAMED if renamed is None else renamed
         self.step = 0
         self.trace = Trace(f"trainer-{engine.parallel.rank}")
@@ -82,9 +87,10 @@ class Books:
         self._seconds: dict[str, float] = defaultdict(float)
         self._step_begin = time.perf_counter()
         self._writer: MetricsWriter | None = None
+        self._groups: LineFile | None = None
         if engine.parallel.is_main:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
             self._writer = MetricsWriter(self.run_dir / "metrics.jsonl")
+            self._groups = LineFile(self.run_dir / GROUPS)
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
@@ -98,7 +104,12 @@ class Books:
             self._seconds[stage] += time.perf_counter() - begin
 
     def state_dict(self) -> dict[str, Any]:
-        """The last step, the last evaluation, and what there is to know of checkpoints."""
+        """The last step, the last evaluation, and what there is to know of checkpoints.
+
+        Raises:
+            OSError: records of the steps so far cannot be written, so that none may go on after them.
+        """
+        self._flush()
         return {"step": self.step, "evaluated": self._evaluated, "checkpoints": self.checkpoints.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,11 +159,13 @@ class Books:
         if self.evaluate_every and step % self.evaluate_every == 0:
             record |= self._evaluate()
         self.checkpoints.rate(step, record)
+        self._account(step)
         self._write(record)
         self._start_step()
 
     def finish(self) -> None:
         """After the last step: a last evaluation and checkpoint, unless the step had them; the trace of rank 0."""
+        self._account(self.step + 1)  # whoever goes on after the last step hears of these again
         if self._evaluated != self.step:
             figures = self._evaluate()
             if figures:
@@ -160,7 +173,22 @@ class Books:
                 self._write({"step": self.step, "version": self.engine.version, **figures})
         self.checkpoints.finish(self.step)
         if self.engine.parallel.is_main:
+            self._flush()
             self.trace.save(self.run_dir / "trace.json")
+
+    def _account(self, step: int) -> None:
+        """Write down what became of prompts since the last time, one line each."""
+        if self.endings is None:
+            return
+        endings = [ending for of_rank in self.engine.parallel.gather_json(self.endings()) for ending in of_rank]
+        if self._groups is not None:
+            lines = (json.dumps({"step": step, **ending}, ensure_ascii=False) + "\n" for ending in endings)
+            self._groups.write("".join(lines))
+
+    def _flush(self) -> None:
+        for file in (self._writer, self._groups):
+            if file is not None:
+                file.flush()
 
     def _evaluate(self) -> dict[str, float | None]:
         self._evaluated = self.step

@@ -22,6 +22,9 @@ from rl_trainers.due import EveryConfig
 
 log = get_logger("trainers.recover")
 
+GROUPS = "groups.jsonl"
+"""File of a run: what became of each prompt (`RolloutRuntime.endings`), under the step whose record came after it."""
+
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -96,15 +99,21 @@ def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
         aside = point.with_name(f".step_{lost}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
         point.rename(aside)  # which is kept until the next point: somebody may want to see what became of it
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last]
-        scratch = metrics.with_suffix(".partial")
-        scratch.write_text("".join(kept), encoding="utf-8")
-        os.replace(scratch, metrics)
+    for file in (run_dir / "metrics.jsonl", run_dir / GROUPS):
+        _keep_lines(file, last)
     for folder in ("rollouts", "batches", "checkpoints"):
         for path in (run_dir / folder).glob("*step_*"):
             match = _STEP.search(path.name)
             if match and int(match[1]) > last:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _keep_lines(file: Path, last: int) -> None:
+    """Cut off what a file of JSON lines has of steps after `last`, and half a line."""
+    if not file.exists():
+        return
+    with file.open("rb") as found:
+        lines = (line for line in found if line.endswith(b"\n") and json.loads(line)["step"] <= last)
+        scratch = file.with_suffix(".partial")
+        scratch.write_bytes(b"".join(lines))
+    os.replace(scratch, file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_contracts.config import Settings, bounded
 from rl_contracts.errors import DataError
+from rl_contracts.lines import FOR_A_WHILE, append
 from rl_contracts.logging import get_logger
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ log = get_logger("trainers")
 
 WAITING_TOKENS = 50_000_000
 """Tokens that may wait to be written, about 1 GB; where the disk is slower than that, what comes is left out."""
+
+AGAIN_SECONDS = 1.0
+"""Seconds until what a full disk refused is tried again."""
 
 CLOSE_SECONDS = 30.0
 """Time that the writer has to finish at the end."""
@@ -104,13 +109,26 @@ class RolloutWriter:
     def _work(self) -> None:
         try:
             for path, trajectories, rejected in iter(self._waiting.get, None):
-                with path.open("a", encoding="utf-8") as file:
-                    for row in trajectories:
-                        file.write(json.dumps(as_json(row, rejected, self.config.tokens), ensure_ascii=False) + "\n")
+                rows = (as_json(row, rejected, self.config.tokens) for row in trajectories)
+                self._append(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
                 with self._lock:
                     self._waiting_tokens -= sum(map(len, trajectories))
         except Exception as error:  # noqa: BLE001 - the next call of write raises it
             self._error = error
+
+    def _append(self, path: Path, lines: str) -> None:
+        """Write lines, as soon as the disk is not full: for those behind them it is a slow one."""
+        said = False
+        while True:
+            try:
+                return append(path, lines)
+            except OSError as error:
+                if error.errno not in FOR_A_WHILE:
+                    raise
+                if not said:
+                    log.warning("rollouts: %s cannot be written, and will be again: %s", path, error)
+            said = True
+            time.sleep(AGAIN_SECONDS)
 
 
 def as_json(row: Trajectory, rejected: str | None = None, tokens: bool = True) -> dict[str, Any]:

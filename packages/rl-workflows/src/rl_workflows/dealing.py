@@ -59,6 +59,7 @@ def deal(states: Sequence[dict[str, Any]], head: int, heads: int) -> dict[str, A
         "budget": _merged([state.get("budget", {}) for state in states]),
         "in_flight": again[(head - len(groups)) % heads :: heads],
         "groups": mine,
+        "endings": [] if head else [ending for state in states for ending in state.get("endings", ())],
     }
 
 

@@ -81,6 +81,8 @@ class RolloutHead:
         )
         self.running: dict[int, tuple[Row, asyncio.Task[FinishedGroup]]] = {}
         self.accepted: dict[int, FinishedGroup] = {}
+        self.endings: list[dict[str, Any]] = []
+        """What became of prompts, as far as nobody was told; see `RolloutRuntime.endings`."""
         self._finished: list[Trajectory] = []
         self.figures = Figures()
         for ending in ("accepted", "rejected", "failed", "left_over"):
@@ -139,6 +141,7 @@ class RolloutHead:
         tickets = self.manager.take_batch(self.source.exhausted)
         self._count_ages([self.manager.version - ticket.start for ticket in tickets])
         groups = [self.accepted.pop(ticket.group_id) for ticket in tickets]
+        self.endings += [_ending(group.prompt, group.ticket.group_id, "trained") for group in groups]
         self._report(self.manager.steps, [answer for group in groups for answer in group.trajectories])
         return groups
 
@@ -149,10 +152,18 @@ class RolloutHead:
 
     async def end(self) -> None:
         """The batch that was taken is the last: the data of a head are over. What is left is counted and dropped."""
-        left = self.source.drop_rest() + len(self.running) + len(self.accepted)
-        self._count("left_over", left)
+        held = {group_id: group.prompt for group_id, group in self.accepted.items()}
+        held |= {group_id: prompt for group_id, (prompt, _) in self.running.items()}
+        left: list[tuple[Row, int | None]] = [(prompt, group_id) for group_id, prompt in held.items()]
+        left += [(prompt, None) for prompt in self.source.drop_rest()]
+        self._count("left_over", len(left))
         if left:
-            log.warning("the data of a head are over, so the run ends: %d prompts of this head are left over", left)
+            log.warning(
+                "the data of a head are over, so the run ends: %d prompts of this head are left over", len(left)
+            )
+        self.endings += [
+            _ending(prompt, group_id, "left_over", "the data of a head were over") for prompt, group_id in left
+        ]
         for _, task in self.running.values():
             task.remove_done_callback(self._group_ended)
             task.cancel()
@@ -161,6 +172,11 @@ class RolloutHead:
         self.manager.drop_rest()
         self.running.clear()
         self.accepted.clear()
+
+    async def take_endings(self) -> list[dict[str, Any]]:
+        """What became of prompts since the last call."""
+        endings, self.endings = self.endings, []
+        return endings
 
     async def set_paused(self, paused: bool) -> None:
         """Stop or go on admitting."""
@@ -195,6 +211,7 @@ class RolloutHead:
             "budget": self.budget.state_dict(),
             "in_flight": [prompt for prompt, _ in self.running.values()],
             "groups": [self.accepted[group_id] for _, group_id in manager["accepted"]],
+            "endings": list(self.endings),
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -228,6 +245,7 @@ class RolloutHead:
         groups: list[FinishedGroup] = state["groups"]
         self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
         self.budget.load_state_dict(state.get("budget", {}))
+        self.endings = list(state.get("endings", ()))  # which points of earlier commits do not have
         return [*(group.prompt for group in groups if group.ticket.group_id in refused), *state["in_flight"]]
 
     async def close(self) -> None:
@@ -299,24 +317,27 @@ class RolloutHead:
         for failure in group.failures:
             self.figures.add(f"episodes/failed/{boundary_of(failure)}", 1, kind="sum")
         group.failures.clear()  # which hold the frames of their episodes
+        group_id = group.ticket.group_id
         if group.error is not None:
             boundary = boundary_of(group.error)
             self.manager.fail(group.ticket)
             self._count("failed")
             self._count(f"failed/{boundary}")
-            prompt, group_id = group.prompt["prompt_id"], group.ticket.group_id
+            prompt, why = group.prompt["prompt_id"], str(group.error).partition("\n")[0]
             log.warning("prompt %d (group %d) failed (%s): %s", prompt, group_id, boundary, group.error)
+            self.endings.append(_ending(group.prompt, group_id, "failed", f"{boundary}: {why}"))
             self._report(self.manager.steps + 1, group.trajectories, f"failed ({boundary}): {group.error}")
             self.budget.failed(group.error)
         elif group.rejected is not None:
             self.manager.reject(group.ticket)
             self._count("rejected")
             self._count(f"rejected/{group.rejected}")
+            self.endings.append(_ending(group.prompt, group_id, "rejected", group.rejected))
             self._report(self.manager.steps + 1, group.trajectories, group.rejected)
             self.budget.rejected()
         else:
             self.manager.accept(group.ticket)
-            self.accepted[group.ticket.group_id] = group
+            self.accepted[group_id] = group
             self._count("accepted")
             self.budget.accepted()
         if self.watch.waited_for and self.manager.ready(self.source.exhausted):
@@ -351,3 +372,9 @@ class RolloutHead:
         self.fail(error)
         if self._on_stuck_trainer is not None:
             self._on_stuck_trainer(error)
+
+
+def _ending(prompt: Row, group_id: int | None, ending: str, reason: str | None = None) -> dict[str, Any]:
+    """What became of a prompt, as `RolloutRuntime.endings` tells it."""
+    epoch = int(prompt.get("epoch", 0))
+    return {"prompt_id": prompt["prompt_id"], "epoch": epoch, "group_id": group_id, "ending": ending, "reason": reason}

@@ -245,6 +245,9 @@ class DistRollout(RolloutRuntime):
         self._wait_seconds = 0.0
         return figures
 
+    def endings(self) -> list[dict[str, Any]]:
+        return self._call(self.head.take_endings()) if self.parallel.is_dp_head else []
+
     def destroy(self) -> None:
         if self._destroyed:
             return

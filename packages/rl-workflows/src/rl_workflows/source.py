@@ -12,8 +12,8 @@ from rl_contracts.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 
-MOST_COUNTED = 1_000_000
-"""Rows that are read to count them."""
+MOST_DROPPED = 1_000_000
+"""Rows that are read to say which they were."""
 
 
 class PromptSource:
@@ -51,11 +51,12 @@ class PromptSource:
         self._drawn += row is not None
         return row
 
-    def drop_rest(self) -> int:
-        """Hand out no more; how many rows there were still (counted up to `MOST_COUNTED`, where there is no end)."""
-        left = len(self._requeued) + sum(1 for _ in islice(self._iterator, MOST_COUNTED))
+    def drop_rest(self) -> list[Row]:
+        """Hand out no more; the rows that there were still (up to `MOST_DROPPED`, where there is no end)."""
+        rest = list(islice(self._iterator, MOST_DROPPED))
+        left = [*self._requeued, *rest]
         self._requeued.clear()
-        self._drawn, self._exhausted = self._drawn + left, True
+        self._drawn, self._exhausted = self._drawn + len(rest), True
         return left
 
     def requeue_first(self, rows: Iterable[Row]) -> None:

@@ -1,0 +1,75 @@
+"""Files that grow by lines, and outlive a disk that is full or away for a while."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from rl_contracts.logging import get_logger
+
+logger = get_logger("lines")
+
+FOR_A_WHILE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+"""Errors of a disk that may go by themselves."""
+
+
+def append(path: Path, text: str) -> None:
+    """Append to a file, all of it or nothing; what was written is flushed to the system when this returns.
+
+    Raises:
+        OSError: it cannot be written; the file is as it was.
+    """
+    data = text.encode()
+    with path.open("ab", buffering=0) as file:
+        begin = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            with suppress(OSError):
+                file.truncate(begin)
+            raise
+
+
+class LineFile:
+    """A file of lines. What cannot be written now waits for the next time.
+
+    Args:
+        path: made with its directory if it does not exist, else continued; a last line that a killed process left
+            unfinished is cut off.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._waiting = ""
+        written = self.path.read_bytes() if self.path.exists() else b""
+        if written and not written.endswith(b"\n"):
+            os.truncate(self.path, written.rfind(b"\n") + 1)
+
+    def write(self, text: str) -> None:
+        """Append lines, now or, where the disk is full, later.
+
+        Raises:
+            OSError: they cannot be written, and that will not go by itself.
+        """
+        before, self._waiting = self._waiting, self._waiting + text
+        try:
+            self.flush()
+        except OSError as error:
+            if error.errno not in FOR_A_WHILE:
+                raise
+            if not before:
+                logger.warning("%s cannot be written, and will be again: %s", self.path, error)
+
+    def flush(self) -> None:
+        """Write what waits.
+
+        Raises:
+            OSError: it still cannot be written.
+        """
+        if self._waiting:
+            append(self.path, self._waiting)
+            self._waiting = ""

@@ -1,0 +1,56 @@
+"""Files of lines on a disk that is full for a while."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rl_contracts.lines import LineFile, append
+
+FULL = Path("/dev/full")
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """Files may have so many bytes, meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_append_that_has_room_for_a_part_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    append(file, "one\n")
+    with room(6), pytest.raises(OSError, match="No space left on device"):
+        append(file, "two\nthree\n")
+    assert file.read_text() == "one\n"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full, which is a disk that is full")
+def test_lines_for_which_there_is_no_room_wait_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = LineFile(tmp_path / "lines")
+    file.path.symlink_to(FULL)
+    file.write("one\n")
+    file.write("two\n")
+    with pytest.raises(OSError, match="No space left on device"):
+        file.flush()
+    file.path.unlink()
+
+    file.write("three\n")
+
+    assert file.path.read_text() == "one\ntwo\nthree\n"
+    assert caplog.text.count("cannot be written, and will be again") == 1
+
+
+def test_line_that_can_never_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+    file = LineFile(tmp_path / "lines")
+    file.path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        file.write("one\n")

@@ -28,6 +28,7 @@ def past_run(tmp_path):
     """The directory of a run of four steps that has a recover point after the second."""
     directory = tmp_path / "run"
     (directory / "recover" / "step_2").mkdir(parents=True)
+    (directory / "recover" / "step_2" / "manifest.json").write_text('{"files": {}}')
     (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, 5)))
     write_config(_run(directory, "total_steps=4", "recover.every=2"))
     return directory
@@ -189,8 +190,24 @@ def test_stopped_run_of_another_seed_is_refused_by_that_name(past_run, capsys):
 
 def test_directory_that_holds_a_run_without_a_way_on_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match="already holds a run"):
-        past_of(_run(tmp_path))
+    write_config(_run(tmp_path, "recover.every=2"))
+
+    for refused in (), ("recover.every=2", "recover.resume=false"):
+        with pytest.raises(ConfigError, match="already holds a run"):
+            past_of(_run(tmp_path, *refused))
     assert past_of(_run(tmp_path, "recover.every=2")) == Past()
+
+
+@pytest.mark.parametrize(
+    ("settings", "finished"),
+    [((), False), ((), True), (("recover.every_minutes=5",), True), (None, False)],
+)
+def test_directory_of_a_run_without_points_is_refused_also_with_recover_every(tmp_path, settings, finished):
+    (tmp_path / "metrics.jsonl").touch()
+    if settings is not None:
+        write_config(_run(tmp_path, "total_steps=4", *settings))
+    if finished:
+        (tmp_path / FINISHED).touch()
+
     with pytest.raises(ConfigError, match="already holds a run"):
-        past_of(_run(tmp_path, "recover.every=2", "recover.resume=false"))
+        past_of(_run(tmp_path, "total_steps=8", "recover.every=2"))

@@ -60,6 +60,7 @@ def _record(directory: Path, step: int, rest: str = "") -> None:
 def test_status_of_a_run_that_goes_on_says_what_runs_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _record(run, 7)
     (run / "recover" / "step_6").mkdir(parents=True)
+    (run / "recover" / "step_6" / "manifest.json").write_text('{"files": {}}')
 
     assert cli.main(["status", str(run)]) == 0
 

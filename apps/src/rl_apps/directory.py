@@ -158,10 +158,12 @@ def past_of(run: Run[Any]) -> Past:
     ended = (directory / FINISHED).exists() and config.total_steps <= old.get("total_steps", 0)
     if ended and (resumes or not found) and "total_epochs" not in found:
         return Past(finished=True)
-    if not resumes:
+    # where a run without points has ended, or never was to have any, beginning anew would throw away what it made
+    wrote = any(old.get(f"recover.{each}") for each in ("every", "every_epochs", "every_minutes"))
+    if not resumes or not (step or (wrote and file.exists() and not (directory / FINISHED).exists())):
         raise ConfigError(
-            f"{directory} already holds a run; choose another trial=<name> or run_dir=<directory>. (With recover.every "
-            "and recover.resume a command goes on with the run that is there.)"
+            f"{directory} already holds a run; choose another trial=<name> or run_dir=<directory>. (A command goes on "
+            "where it finds a recover point of the run that is there, unless recover.resume=false.)"
         )
     changes = (f"{key}: {old.get(key, 'not there')} before, {new.get(key, 'not there')} now" for key in found)
     return Past(step, changes=tuple(changes))

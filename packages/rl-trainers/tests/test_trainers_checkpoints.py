@@ -95,6 +95,43 @@ def test_keep_last_and_best_of_a_figure_the_others_go(tmp_path: Path) -> None:
     assert found_in(tmp_path) == {"step_2": "2", "step_7": "7", "step_8": "8"}
 
 
+def test_keep_last_leaves_what_others_put_beside_checkpoints_and_goes_on(tmp_path: Path) -> None:
+    model = Model()
+    checkpoints = Checkpoints(model, tmp_path, CheckpointConfig(every=1, keep_last=2))
+    for foreign in ("step_1.bak", "step_1-eval", "step_99"):
+        (tmp_path / "checkpoints" / foreign).mkdir(parents=True)
+        (tmp_path / "checkpoints" / foreign / "model").write_text("mine")
+
+    go(model, checkpoints, [{}] * 4)
+
+    mine = dict.fromkeys(("step_1.bak", "step_1-eval", "step_99"), "mine")
+    assert found_in(tmp_path) == {**mine, "step_3": "3", "step_4": "4"}
+
+
+def test_last_checkpoint_takes_the_place_of_another_runs(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_3" / "model").write_text("old")
+    model = Model()
+
+    go(model, Checkpoints(model, tmp_path, CheckpointConfig()), [{}] * 3)
+
+    assert found_in(tmp_path) == {"step_3": "3"}
+    assert len([*(tmp_path / "checkpoints").iterdir()]) == 1
+
+
+def test_ratings_by_another_figure_are_forgotten(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"every": 1, "keep_last": 1, "keep_best": 1}
+    model = Model()
+    before = Checkpoints(model, tmp_path, CheckpointConfig(**settings, best_figure="reward"))
+    go(model, before, [{"reward": 30.0}])
+    again = Checkpoints(model, tmp_path, CheckpointConfig(**settings, best_figure="eval/accuracy"))
+
+    again.load_state_dict(before.state_dict())
+
+    go(model, again, [{"eval/accuracy": 0.9}, {"eval/accuracy": 0.5}])
+    assert found_in(tmp_path) == {"step_2": "2", "step_3": "3"}
+
+
 @pytest.mark.parametrize(("mode", "expected"), [("max", {3, 4}), ("min", {1, 4})])
 def test_best_of_equal_ones_is_the_later_and_less_is_better_where_it_is_said(mode: str, expected: set[int]) -> None:
     config = CheckpointConfig(keep_last=1, keep_best=1, best_figure="loss/eval", best_mode=mode)

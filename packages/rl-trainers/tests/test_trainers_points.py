@@ -6,10 +6,12 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,12 @@ import pytest
 from policy_toys import on_ranks
 from recover_process import Counting
 
-from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.errors import ConfigError, DataError, EngineError
 from rl_contracts.metrics import collect
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing.processes import fork_script, run_ranks
-from rl_trainers import RecoverConfig, RecoverPoints
-from rl_trainers.background import MANIFEST, drain
+from rl_trainers import RecoverConfig, RecoverPoints, background
+from rl_trainers.background import MANIFEST, NewDirectory, drain, in_background
 from rl_trainers.points import drop_lost_steps, last_point, points_of, resumed_step
 
 SCRIPT = Path(__file__).with_name("recover_process.py")
@@ -61,7 +63,7 @@ def alter(file: Path) -> None:
     ("damage", "name"),
     [
         *((damage, name) for damage in (Path.unlink, shorten, alter) for name in ("actor/0-3", "part-0.json")),
-        *((damage, MANIFEST) for damage in (shorten, alter)),
+        *((damage, MANIFEST) for damage in (Path.unlink, shorten, alter)),
     ],
 )
 def test_resume_damaged_point_is_named_and_the_one_before_it_is_taken(
@@ -79,6 +81,16 @@ def test_resume_damaged_point_is_named_and_the_one_before_it_is_taken(
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert (tmp_path / "groups.jsonl").read_text() == '{"step": 3}\n{"step": 3}\n'
     assert points_of(tmp_path) == [3]
+
+
+def test_points_a_copy_that_somebody_made_of_one_stays(tmp_path: Path) -> None:
+    engine, points = points_in(tmp_path)
+    go(engine, points, 2)
+    (tmp_path / "recover" / "step_2").rename(tmp_path / "recover" / "step_2.mine")
+
+    go(engine, points, 2)
+
+    assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step_2.mine", "step_3", "step_4"]
 
 
 def test_resume_damaged_point_does_not_stand_in_the_way_of_the_next(tmp_path: Path) -> None:
@@ -246,6 +258,102 @@ def test_stop_that_cannot_be_saved_ends_the_run_all_the_same(tmp_path: Path, cap
         points.after_step(1)
 
     assert "there is no recover point" in caplog.text
+
+
+def assert_waited(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+class Wordless(Counting):
+    """Cannot say how it is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise DataError("an image has no JSON")
+
+
+def test_state_that_cannot_be_described_costs_the_point_and_a_stop_ends_the_run_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, asked = Wordless(ParallelContext()), threading.Event()
+    points = RecoverPoints(tmp_path, RecoverConfig(1), {"actor": engine}, {"part": engine}, asked.is_set)
+    go(engine, points, 1)
+    asked.set()
+
+    with pytest.raises(SystemExit):
+        points.after_step(1)
+
+    assert caplog.text.count("DataError: an image has no JSON") == 2
+    assert "there is no recover point" in caplog.text
+
+
+def test_job_that_raises_does_not_end_the_writer(caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+    in_background(lambda: [][0])
+    in_background(done.set)
+
+    assert done.wait(60)
+    assert "IndexError" in caplog.text
+
+
+def test_end_with_a_point_that_is_not_there_in_time_counts_it_as_failed(held: tuple[Held, RecoverPoints]) -> None:
+    _, points = held
+    points.config.timeout = 0.05
+    points.after_step(2)
+
+    with collect() as figures:
+        points.finish()
+
+    assert figures.results()["recover/failed"] == 1
+
+
+def test_rank_that_is_late_writes_nothing_into_what_rank_0_gave_up(tmp_path: Path) -> None:
+    def write(directory: Path) -> list[Path]:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "file").touch()
+        return [directory / "file"]
+
+    let = threading.Event()
+    in_background(lambda: assert_waited(let))
+    (tmp_path / ".step_1.partial").mkdir()
+    late = ParallelContext(rank=1, world_size=2)
+    point = NewDirectory(tmp_path / "step_1", late, lambda directory: [partial(write, directory / "actor")], 30.0)
+    shutil.rmtree(tmp_path / ".step_1.partial")  # as rank 0 does
+    let.set()
+    drain(60)
+
+    assert point.news() == [True, True, "EngineError: given up"]
+    assert not [*tmp_path.iterdir()]
+
+
+class Watched(ParallelContext):
+    """A rank that notes when it met the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: list[float] = []
+
+    def gather_json(self, value: Any, replicas: bool = False) -> list[Any]:
+        self.met.append(time.monotonic())
+        return super().gather_json(value, replicas)
+
+
+def test_wait_for_a_slow_disk_meets_the_other_ranks_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(background, "MEETING", 0.05)
+    engine, watched = Held(), Watched()
+    engine.parallel = watched
+    points = RecoverPoints(tmp_path, RecoverConfig(1, timeout=30.0), {"actor": engine}, {"part": engine})
+    points.after_step(1)
+    before = len(watched.met)
+    waiting = threading.Thread(target=points.finish)
+    waiting.start()
+    deadline = time.monotonic() + 20
+    while len(watched.met) < before + 3:
+        assert time.monotonic() < deadline, "nobody met while the disk was slow"
+        time.sleep(0.01)
+    engine.let.set()
+    waiting.join(30)
+
+    assert points_of(tmp_path) == [1]
 
 
 def test_file_size_limit_while_a_point_is_written_leaves_the_one_before(tmp_path: Path) -> None:

@@ -206,12 +206,15 @@ def test_resume_switched_off_begins_anew(model: str, batches: list[Path], tmp_pa
     engine.destroy()
 
 
-def test_resume_part_missing_from_a_point_without_manifest_is_an_error_that_names_it(
+def test_resume_part_that_the_saved_run_did_not_have_is_an_error_that_names_it(
     model: str, batches: list[Path], tmp_path: Path
 ) -> None:
     run("sft", model, batches, tmp_path)
-    (tmp_path / "recover" / "step_6" / "manifest.json").unlink()  # as points were before they had one
-    (tmp_path / "recover" / "step_6" / "source-0.json").unlink()
+    point = tmp_path / "recover" / "step_6"
+    manifest = json.loads((point / "manifest.json").read_text())
+    del manifest["files"]["source-0.json"]
+    (point / "manifest.json").write_text(json.dumps(manifest))
+    (point / "source-0.json").unlink()
 
     with pytest.raises(EngineError, match=r"source-0.*recover\.resume=false"):
         run("sft", model, batches, tmp_path)
@@ -264,7 +267,7 @@ def test_point_is_on_the_disk_before_older_ones_go(model: str, tmp_path: Path, m
         sync(descriptor)
 
     def rmtree(path: Path, **options: Any) -> None:
-        if Path(path).name == ".step_1.partial" and Path(path).exists():
+        if Path(path).name == ".step_1.removed.partial" and Path(path).exists():
             new = tmp_path / "recover" / "step_2"
             needed = [new.parent, new, *new.rglob("*")]
             assert {entry.stat().st_ino for entry in needed} <= synced
@@ -276,7 +279,7 @@ def test_point_is_on_the_disk_before_older_ones_go(model: str, tmp_path: Path, m
     monkeypatch.setattr("shutil.rmtree", rmtree)
     points.save(2)
 
-    assert gone == [tmp_path / "recover" / ".step_1.partial"]
+    assert gone == [tmp_path / "recover" / ".step_1.removed.partial"]
     engine.destroy()
 
 

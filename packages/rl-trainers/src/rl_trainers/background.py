@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 import zlib
@@ -21,10 +22,13 @@ from threading import Event, Thread, get_ident
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import EngineError
+from rl_contracts.logging import get_logger
 
 if TYPE_CHECKING:
     from rl_contracts.engine import Snapshot
     from rl_contracts.parallel import ParallelContext
+
+log = get_logger("trainers")
 
 MANIFEST = "manifest.json"
 """File of a directory, written last: the size of each other file, and the CRC-32 of small ones."""
@@ -32,6 +36,9 @@ SMALL = 1 << 20
 """Bytes up to which a file's content is compared, and not only its size."""
 PAUSE = 0.02
 """Seconds between two looks for the marks of other ranks."""
+MEETING = 1.0
+"""Seconds between two times at which ranks that wait tell each other how far they are: a group of processes has a
+timeout of its own."""
 
 
 class NewDirectory:
@@ -72,9 +79,9 @@ class NewDirectory:
         try:
             with parallel.agreeing(f"copying what goes into {path}"):
                 writers = copy(self._scratch)
-        except Exception:
+        except Exception as error:
             shutil.rmtree(self._scratch, ignore_errors=True)
-            raise
+            raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
         self._written, self._over, self._abandoned = Event(), Event(), Event()
         in_background(lambda: self._write(writers))
 
@@ -96,14 +103,20 @@ class NewDirectory:
     def wait(self) -> bool:
         """Wait until it is there, or was given up (collective); False if it is neither in twice the time that the ranks
         may take."""
-        for event in (self._written, self._over):
-            event.wait(self._seconds)
-            if self.hear(self._parallel.gather_json(self.news())):
+        deadline = time.monotonic() + 2 * self._seconds
+        while True:
+            left = deadline - time.monotonic()
+            (self._over if self._written.is_set() else self._written).wait(max(min(MEETING, left), 0))
+            said = self._parallel.gather_json([left <= 0, self.news()])
+            if self.hear([news for _, news in said]):
                 return True
-        return False
+            if said[0][0]:  # one clock counts
+                return False
 
     def _write(self, writers: Sequence[Snapshot]) -> None:
         try:
+            if not self._scratch.exists():  # this rank is late
+                raise EngineError("given up")
             files = [file for write in writers for file in write()]
             to_disk(files)
             known = {str(file.relative_to(self._scratch)): _seen(file) for file in files}
@@ -136,7 +149,7 @@ class NewDirectory:
         if self._manifest is not None:
             _write_json(self._scratch / MANIFEST, self._manifest | {"files": files})
         to_disk([*(path for path in self._scratch.rglob("*") if path.is_dir()), self._scratch])
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove(self.path)
         os.replace(self._scratch, self.path)
         to_disk([self.path.parent, self.path.parent.parent])
         self.took = time.monotonic() - self._began
@@ -147,7 +160,7 @@ class NewDirectory:
 
 
 def in_background(job: Callable[[], None]) -> None:
-    """Have the writer thread do something, after what it was given before; `job` raises nothing."""
+    """Have the writer thread do something, after what it was given before; what `job` raises is logged."""
     _jobs(get_ident()).put(job)
 
 
@@ -165,16 +178,23 @@ def _jobs(owner: int) -> SimpleQueue[Callable[[], None]]:
 
     def work() -> None:
         while True:
-            jobs.get()()
+            try:
+                jobs.get()()
+            except Exception:  # what comes after it is written all the same
+                log.exception("something that was to be done beside training failed")
 
     Thread(target=work, name="writer", daemon=True).start()
     return jobs
 
 
+def steps_in(directory: Path) -> list[int]:
+    """Steps of the directories `step_<n>` below a directory, ascending; what else lies there is somebody else's."""
+    found = (re.fullmatch(r"step_(\d+)", path.name) for path in directory.glob("step_*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
 def fault_of(directory: Path) -> str:
-    """What is wrong with a directory that has a manifest, in words; empty where nothing is, or there is no manifest."""
-    if not (directory / MANIFEST).exists():
-        return ""
+    """What is wrong with a directory that was written with a manifest, in words; empty where nothing is."""
     try:
         files = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -191,7 +211,7 @@ def fault_of(directory: Path) -> str:
 
 def remove(directory: Path) -> None:
     """Remove a directory, which is not there any more at any moment at which it is not whole."""
-    scratch = directory.with_name(f".{directory.name}.partial")
+    scratch = directory.with_name(f".{directory.name}.removed.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     with suppress(OSError):  # it stays then, which harms nobody
         directory.rename(scratch)

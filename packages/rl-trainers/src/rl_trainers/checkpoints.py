@@ -14,7 +14,7 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import EngineError
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import record
-from rl_trainers.background import NewDirectory, in_background, remove
+from rl_trainers.background import NewDirectory, in_background, remove, steps_in
 from rl_trainers.due import Due, EveryConfig
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class Checkpoints:
         self._passed: dict[str, Any] = {"seconds": 0.0, "passed": 0}  # of rank 0: all ranks say the same of themselves
         self._rated: dict[int, float] = {}
         self._pending: NewDirectory | None = None
+        self._written: Path | None = None
+        """The last one that this process has seen whole."""
         self._warned = False
 
     def due(self, step: int) -> bool:
@@ -123,24 +125,22 @@ class Checkpoints:
         """
         self._finish()
         path = self.directory / f"step_{step}"
-        if not self._is_there(path):
+        if self._written != path:  # one of that name may be another run's
             self.begin(step)
             self._finish()
-            if not self._is_there(path):
+            if self._written != path:
                 raise EngineError(f"{path}: the last checkpoint could not be written; the log says why.")
 
     def state_dict(self) -> dict[str, Any]:
         """When the last one was, and how good those are that stay."""
-        return {"due": self._passed, "rated": sorted(self._rated.items())}
+        return {"due": self._passed, "figure": self.config.best_figure, "rated": sorted(self._rated.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._passed = state["due"]
         self._due.load_state_dict(self._passed)
-        self._rated = {int(step): float(value) for step, value in state["rated"]}
-
-    def _is_there(self, path: Path) -> bool:
-        return bool(self.engine.parallel.broadcast_json(path.exists()))
+        if state.get("figure", self.config.best_figure) == self.config.best_figure:  # else they are of something else
+            self._rated = {int(step): float(value) for step, value in state["rated"]}
 
     def _copy(self, directory: Path) -> Sequence[Snapshot]:
         meta = SaveLoadMeta(str(directory), "hf", self._tokenizer_path)
@@ -159,20 +159,21 @@ class Checkpoints:
         done, self._pending = self._pending, None
         if done.error:
             self._failed(f"{done.path}: {done.error}")
-        elif self.engine.parallel.is_main:
+            return
+        self._written = done.path
+        if self.engine.parallel.is_main:
             log.info("checkpoint: %s", done.path)
             if self.config.keep_last:
-                in_background(partial(self._prune, dict(self._rated)))
+                in_background(partial(self._prune, int(done.path.name.removeprefix("step_")), dict(self._rated)))
 
     def _failed(self, why: str) -> None:
         record("checkpoint/failed", 1, kind="max")
         log.warning("a checkpoint could not be written: %s", why)
 
-    def _prune(self, rated: Mapping[int, float]) -> None:
-        there = {int(p.name.removeprefix("step_")): p for p in self.directory.glob("step_*")}
-        stay = kept(there, rated, self.config)
-        for step in there.keys() - stay:
-            remove(there[step])
+    def _prune(self, newest: int, rated: Mapping[int, float]) -> None:
+        there = [step for step in steps_in(self.directory) if step <= newest]  # later ones are another run's
+        for step in {*there} - kept(there, rated, self.config):
+            remove(self.directory / f"step_{step}")
 
 
 def kept(steps: Collection[int], rated: Mapping[int, float], config: CheckpointConfig) -> set[int]:

@@ -17,7 +17,7 @@ from typing import ClassVar
 from rl_contracts.config import bounded
 from rl_contracts.errors import ConfigError
 from rl_contracts.logging import get_logger
-from rl_trainers.background import fault_of
+from rl_trainers.background import fault_of, steps_in
 from rl_trainers.due import EveryConfig
 
 log = get_logger("trainers.recover")
@@ -48,8 +48,7 @@ class RecoverConfig(EveryConfig):
 
 def points_of(run_dir: Path) -> list[int]:
     """Steps of the recover points of a run, whole or not, ascending."""
-    found = (_STEP.fullmatch(path.name) for path in (run_dir / "recover").glob("step_*"))
-    return sorted(int(match[1]) for match in found if match)
+    return steps_in(run_dir / "recover")
 
 
 def last_point(directory: Path) -> int | None:

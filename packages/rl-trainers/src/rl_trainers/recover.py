@@ -19,7 +19,7 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import record
-from rl_trainers.background import NewDirectory, remove
+from rl_trainers.background import NewDirectory, remove, steps_in
 from rl_trainers.due import Due
 from rl_trainers.part_states import PartState, Stateful, restore_parts
 from rl_trainers.points import RecoverConfig, drop_lost_steps, points_of, resumed_step
@@ -138,7 +138,7 @@ class RecoverPoints:
             raise EngineError(f"{self.directory / f'step_{step}'} could not be saved; the log says why.")
 
     def finish(self) -> None:
-        """Wait for the point that is being written, if any."""
+        """Wait for the point that is being written, if any; one that does not come counts as failed."""
         self._attempt(self._finish)
 
     def _steps(self) -> list[int]:
@@ -148,8 +148,6 @@ class RecoverPoints:
     def _begin(self, step: int) -> None:
         """Copy what the run is, and have it written."""
         self._finish()
-        if self._pending:
-            raise EngineError(f"{self._pending[1].path} is still being written after recover.timeout.")
         target, entries = self.directory / f"step_{step}", {"step": step, "ranks": self.parallel.world_size}
         kept = [*self._kept, step][-self.config.keep :]
         completed = partial(_keep_only, self.directory, kept)
@@ -169,7 +167,14 @@ class RecoverPoints:
         return writers + [partial(state.write, directory, self.parallel.rank) for state in states]
 
     def _finish(self) -> None:
-        if self._pending and self._pending[1].wait():
+        """Wait until nothing is being written.
+
+        Raises:
+            EngineError: it takes longer than allowed.
+        """
+        if self._pending and not self._pending[1].wait():
+            raise EngineError(f"{self._pending[1].path} is still being written after recover.timeout.")
+        if self._pending:
             self._settle()
 
     def _settle(self) -> None:
@@ -217,6 +222,5 @@ def _keep_only(directory: Path, steps: Sequence[int]) -> None:
     """Remove all other points, and what is left of damaged ones."""
     for path in directory.glob(".step_*.damaged"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in directory.glob("step_*"):
-        if path.name not in {f"step_{step}" for step in steps}:
-            remove(path)
+    for step in {*steps_in(directory)} - {*steps}:
+        remove(directory / f"step_{step}")

@@ -78,7 +78,7 @@ def test_deterministic_trainer_and_server_agree_on_a_row_of_several_blocks_of_lo
     assert served.block == LOGITS_AT_ONCE // served.vocab_size
     served.block = 16
     monkeypatch.setattr("rl_engines_fsdp.model.maker.LOGITS_AT_ONCE", 16 * served.vocab_size)
-    monkeypatch.setattr("rl_engines_fsdp.model.logprobs.FEWEST", 16)
+    monkeypatch.setattr("rl_contracts.training.logprobs.FEWEST", 16)
     ids = [3 + 7 * i % 50 for i in range(60)]
     row = Trajectory(
         input_ids=np.array(ids),

@@ -125,7 +125,7 @@ class Ours:
     def fill(self) -> dict[str, float]:
         """Micro-batches of a step, how full they are, and how much more than its share the heaviest of 8 ranks gets."""
         from rl_contracts.packing import balance
-        from rl_engines_fsdp import micro_batches
+        from rl_contracts.training import micro_batches
 
         sizes = self.work.batch["attention_mask"].sum(-1).tolist()
         heaviest = max(sum(sizes[row] for row in share) for share in balance(sizes, 8))

@@ -40,7 +40,7 @@ def make_engine_failing(models: Path, name: str, where: int, beside) -> None:
     """An engine whose rank `where` meets an error of no kind of ours in a function of `loading` or of the engine."""
     with pytest.MonkeyPatch.context() as patch:
         if beside.parallel.rank == where:
-            patch.setattr(loading if hasattr(loading, name) else engine_module, name, lambda *_, **__: 1 / 0)
+            patch.setattr(engine_module if hasattr(engine_module, name) else loading, name, lambda *_, **__: 1 / 0)
         make_engine(str(models / "Qwen3"))
 
 

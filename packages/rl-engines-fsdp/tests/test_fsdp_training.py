@@ -15,7 +15,6 @@ from fsdp_toys import (
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.errors import EngineError
 from rl_contracts.trajectory import pad_to, select
-from rl_engines_fsdp.optimizer import learning_rate
 
 
 @pytest.fixture(scope="module")
@@ -251,16 +250,16 @@ def test_eval_batch_statistic_without_denominator_is_not_a_number(model_path):
 def test_learning_rate_warms_up_then_follows_its_schedule_to_the_last_step(schedule, expected):
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=4, min_lr_ratio=0.1)
 
-    rates = [learning_rate(config, step, 10) for step in range(10)]
+    rates = [config.rate(step, 10) for step in range(10)]
 
     assert rates == pytest.approx(expected)
-    assert learning_rate(config, 50, 10) == pytest.approx(rates[-1])
+    assert config.rate(50, 10) == pytest.approx(rates[-1])
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_learning_rate_without_warmup_starts_at_the_peak(schedule):
     config = OptimizerConfig(lr=2.0, schedule=schedule)
 
-    assert learning_rate(config, 0, 5) == 2.0
-    assert learning_rate(config, 4, 5) == pytest.approx(0.0)
-    assert learning_rate(config, 0, 1) == 2.0
+    assert config.rate(0, 5) == 2.0
+    assert config.rate(4, 5) == pytest.approx(0.0)
+    assert config.rate(0, 1) == 2.0

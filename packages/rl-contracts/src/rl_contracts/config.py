@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -172,6 +173,21 @@ class OptimizerConfig(Settings):
     """Global norm to which gradients are clipped; 0 switches clipping off."""
     max_skipped_steps: int = bounded(8, "0 or more", lambda steps: steps >= 0)
     """Consecutive steps with non-finite gradients that may be skipped before the run stops."""
+
+    def rate(self, step: int, total_steps: int) -> float:
+        """Learning rate of optimizer step `step`, counted from 0.
+
+        Step `warmup_steps - 1` (or 0, without a warm-up) has the peak rate, step `total_steps - 1` has
+        `min_lr_ratio` times it.
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        peak, last = max(self.warmup_steps - 1, 0), total_steps - 1
+        progress = min(max((step - peak) / max(last - peak, 1), 0.0), 1.0)
+        decay = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
 
 
 @dataclass

@@ -21,21 +21,22 @@ from rl_contracts.data import AdapterSpec, FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.hub_names import HubPart, hub_parts
+from rl_contracts.training import micro_batches
+from rl_contracts.training.hugging_face import read_config
+from rl_contracts.training.process_group import join, pick_device, read_environment
+from rl_contracts.training.step_sums import AUXILIARY, StepSums
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_contracts.weights.adapters import begins_with
-from rl_engines_fsdp import micro_batches
 from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
 from rl_engines_fsdp.checkpoint.hugging_face import copy_hugging_face, save_hugging_face
 from rl_engines_fsdp.checkpoint.shards import HostCopies, is_plain, shards_of, write_shards
 from rl_engines_fsdp.checkpoint.state import COUNTERS, load_state, save_state, state_of
 from rl_engines_fsdp.config import FSDPEngineConfig, check_heads
-from rl_engines_fsdp.model import loading, lora
+from rl_engines_fsdp.model import lora
 from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.model.maker import ModelMaker
-from rl_engines_fsdp.optimizer import clip, learning_rate, make_optimizer, set_rate, squared_norm
+from rl_engines_fsdp.optimizer import clip, make_optimizer, set_rate, squared_norm
 from rl_engines_fsdp.ranks import sharding
-from rl_engines_fsdp.ranks.process_group import join, pick_device, read_environment
-from rl_engines_fsdp.step_sums import AUXILIARY, StepSums
 from rl_engines_fsdp.usage import UsageMeter
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class FSDPEngine(TrainEngine):
         self._maker = ModelMaker(self.config, spec, self._layout, self._device, self.parallel, sharded)
         try:
             with self.parallel.agreeing(f"reading {spec.model_path}"):  # one host may not have it
-                config = loading.read_config(spec.model_path, spec.head)
+                config = read_config(spec.model_path, spec.head)
                 text = config.get_text_config()  # knows sizes by names that `config.json` may not have
                 check_heads(
                     {n: getattr(text, n, None) for n in ("num_attention_heads", "num_key_value_heads")}, self._layout
@@ -143,7 +144,7 @@ class FSDPEngine(TrainEngine):
         if AUXILIARY in result:
             result[AUXILIARY] /= tokens
         result["grad_norm"] **= 0.5
-        rate = learning_rate(settings, self._steps, self._spec.total_steps)
+        rate = settings.rate(self._steps, self._spec.total_steps)
         applied = self._step(optimizer, settings, gradients, result, rate)
         self._usage.add(time.perf_counter() - began, tokens, squares)
         return result | {"lr": rate, "applied": float(applied), "tokens": float(tokens)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from functools import partial
 from typing import Any
 
@@ -15,22 +14,6 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.errors import ConfigError
 from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.ranks.sharding import decoder_layers, local, mesh_of
-
-
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step `step`, counted from 0.
-
-    Step `warmup_steps - 1` (or 0, without a warm-up) has the peak rate, step `total_steps - 1` has
-    `min_lr_ratio` times it.
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    peak, last = max(config.warmup_steps - 1, 0), total_steps - 1
-    progress = min(max((step - peak) / max(last - peak, 1), 0.0), 1.0)
-    decay = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
 
 
 def make_optimizer(model: PackedModel, config: OptimizerConfig) -> torch.optim.Optimizer:

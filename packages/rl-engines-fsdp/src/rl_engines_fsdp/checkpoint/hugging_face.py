@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,15 @@ import torch
 
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.engine import Snapshot
-from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.checkpoint.new_directory import new_directory
-from rl_engines_fsdp.model.loading import empty_model, quiet
+from rl_contracts.training.hugging_face import copy_tokenizer, pad_token_id, quiet
+from rl_contracts.training.new_directory import new_directory
+from rl_engines_fsdp.model.loading import empty_model
 from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.ranks.sharding import full_parameters
 
 log = get_logger("engines.fsdp")
-
-TOKENIZER_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-)
 
 
 def save_hugging_face(
@@ -58,7 +47,7 @@ def copy_hugging_face(
     whole |= {name: value.to("cpu", copy=True) for name, value in model.kept_buffers()}
     config = copy.deepcopy(inner.config)
     if model.head != "lm":
-        config.get_text_config().pad_token_id = _pad_token_id(config, inner.generation_config, meta.tokenizer_path)
+        config.get_text_config().pad_token_id = pad_token_id(config, inner.generation_config, meta.tokenizer_path)
     # has no memory, and writes what it is given; made here, because transformers sets torch's default dtype meanwhile
     shell: Any = empty_model(config, model.head).to(kind)
     shell._weight_conversions = getattr(inner, "_weight_conversions", None)  # by the names of its source
@@ -72,45 +61,7 @@ def copy_hugging_face(
             # as it was: `save_pretrained` would refuse settings that some published models have
             inner.generation_config.to_json_file(directory / "generation_config.json")
         if meta.tokenizer_path is not None:
-            _copy_tokenizer(Path(meta.tokenizer_path), directory)
+            copy_tokenizer(Path(meta.tokenizer_path), directory)
         return [file for file in directory.rglob("*") if file.is_file()]
 
     return write
-
-
-def _pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> int | None:
-    """The id with which rows will be padded, which transformers' classifiers take to find a row's last token.
-
-    The tokenizer that is saved with the model decides; without one the model's own settings do.
-
-    Raises:
-        ModelError: the tokenizer cannot be read.
-    """
-    if tokenizer_path is not None:
-        from transformers import AutoTokenizer
-
-        try:
-            found: int | None = AutoTokenizer.from_pretrained(tokenizer_path).pad_token_id
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"tokenizer {tokenizer_path}: expected one with a pad token: {error}") from error
-        if found is not None:
-            return found
-    for settings in (config.get_text_config(), generation):
-        if getattr(settings, "pad_token_id", None) is not None:
-            return int(settings.pad_token_id)
-    log.warning(
-        "saving a scalar head: the model has no pad token id, so transformers will score one row at a time only. "
-        "Save it with a tokenizer that has a pad token (tokenizer_path)."
-    )
-    return None
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    if not source.is_dir():
-        raise ModelError(f"tokenizer {source}: expected a directory with tokenizer files, found none.")
-    for pattern in TOKENIZER_PATTERNS:
-        for entry in source.glob(pattern):
-            if entry.is_file():
-                shutil.copy2(entry, target / entry.name)
-            else:
-                shutil.copytree(entry, target / entry.name, dirs_exist_ok=True)

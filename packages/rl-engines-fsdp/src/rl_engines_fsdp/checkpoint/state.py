@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_fsdp.checkpoint.new_directory import new_directory
+from rl_contracts.training.new_directory import new_directory
 from rl_engines_fsdp.checkpoint.shards import ShardReader, is_plain, shards_of, write_shards
 from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.optimizer import make_state

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,31 +11,13 @@ from torch import Tensor, nn
 from rl_contracts.attention_windows import other_layers
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
-from rl_contracts.model_directory import check_model_directory
+from rl_contracts.training.hugging_face import quiet, read_config
 from rl_engines_fsdp.model import attention
 
 log = get_logger("engines.fsdp")
 
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 SCALAR_HEAD = "score.weight"
 """What transformers calls the head of its sequence classifiers."""
-
-
-def read_config(path: str, head: str = "lm") -> Any:
-    """The model's configuration, fit for a head of `rl_contracts.data.HEADS`.
-
-    Raises:
-        ModelError: it is missing, of an architecture that this transformers does not know, or of another head.
-    """
-    from transformers import AutoConfig
-
-    check_model_directory(path, weights=WEIGHT_PATTERNS)
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
-    _fit_config(path, config, head)
-    return config
 
 
 def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
@@ -129,41 +110,3 @@ def check_same_weights(path: str, found: Iterable[tuple[str, Tensor]], expected:
             f"model {path}: {len(different)} weights differ from the engine's model: {name!r} has shape "
             f"{theirs.get(name, 'none')} there and {ours.get(name, 'none')} here. Load a checkpoint of the same model."
         )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' progress bars, and its warnings of what this module checks itself."""
-    from transformers.utils import logging
-
-    speech: Any = logging
-    shown, level = speech.is_progress_bar_enabled(), speech.get_verbosity()
-    speech.disable_progress_bar()
-    speech.set_verbosity_error()
-    try:
-        yield
-    finally:
-        speech.set_verbosity(level)
-        if shown:
-            speech.enable_progress_bar()
-
-
-def _fit_config(path: str, config: Any, head: str) -> None:
-    """See that what a directory holds has the head, or one that may be replaced, and set the number of labels.
-
-    Raises:
-        ModelError: a language model is asked for and the directory holds a classifier; or a scalar head, and the
-            directory holds a classifier of several labels.
-    """
-    classifier = str((config.architectures or [""])[0]).endswith("ForSequenceClassification")
-    if head == "lm" and classifier:
-        raise ModelError(
-            f"model {path}: expected a causal language model, found a {config.architectures[0]}, which has a scalar "
-            "head instead of a vocabulary. Set head=value or head=score, or give the language model's directory."
-        )
-    if head != "lm":
-        if classifier and config.num_labels != 1:
-            raise ModelError(
-                f"model {path}: expected a classifier of 1 label for head={head}, found {config.num_labels} labels."
-            )
-        config.num_labels = 1

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
+from rl_contracts.training.logprobs import HeadOptions, LogitTransform, token_logprobs
 from rl_engines_fsdp.model import lora
 from rl_engines_fsdp.model.attention import Segments, packed_rows
 from rl_engines_fsdp.model.balance import RouterBalance, wanted
-from rl_engines_fsdp.model.logprobs import HeadOptions, LogitTransform, token_logprobs
 from rl_engines_fsdp.model.rope import RowFrequencies
 from rl_engines_fsdp.ranks.layout import TokenSplit
 

@@ -148,9 +148,7 @@ def _make_default_group(info: RankInfo, device: torch.device, timeout: timedelta
     global _generation
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"rl_engines_fsdp/{_generation}", _meeting_place(info, timeout)
-        )
+        store = dist.PrefixStore(f"rl_contracts.training/{_generation}", _meeting_place(info, timeout))
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -164,7 +162,7 @@ def _make_default_group(info: RankInfo, device: torch.device, timeout: timedelta
 def _meeting_place(info: RankInfo, timeout: timedelta) -> Any:
     global _store
     if _store is None and info.world_size == 1:
-        _store = dist.HashStore()  # type: ignore[attr-defined]
+        _store = dist.HashStore()
     elif _store is None:
         _keep_to_loopback(os.environ["MASTER_ADDR"])
         _store = _hosted(info, timeout) or _visited(info, timeout)
@@ -183,7 +181,7 @@ def _hosted(info: RankInfo, timeout: timedelta) -> Any:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
         raise RuntimeError(f"cannot listen there: {error}") from error
-    return dist.TCPStore(  # type: ignore[attr-defined]
+    return dist.TCPStore(
         host, port, info.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 

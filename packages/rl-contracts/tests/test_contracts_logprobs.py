@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_contracts.token_logprobs import chosen_logprobs
-from rl_engines_fsdp.model import logprobs as module
-from rl_engines_fsdp.model.logprobs import HeadOptions, LogitTransform, token_logprobs
+from rl_contracts.training import logprobs as module
+from rl_contracts.training.logprobs import HeadOptions, LogitTransform, token_logprobs
 
 
 def reference(hidden, weight, bias, targets, temperature, transform):

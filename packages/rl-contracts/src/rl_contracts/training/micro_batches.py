@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext) -> list[list[int]]:
+def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multiple: int = 1) -> list[list[int]]:
     """Row indices of each micro-batch (collective); those of a rank with fewer rows may be empty. Units stay whole.
+
+    Args:
+        multiple: there are a multiple of this many.
 
     Raises:
         EngineError: a row is longer than a micro-batch, on any rank, or the ranks of a replica have different rows.
@@ -36,6 +39,7 @@ def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext) -> li
         # a row's numbers must not depend on its neighbours, and kernels round differently for other shapes
         bins = [[unit] for unit in range(len(sizes))] or [[]]
     count = int(parallel.max_over_replicas(torch.tensor([len(bins)]))[0])
+    count = -(-count // multiple) * multiple
     if spec.deterministic:
         bins = bins + [[] for _ in range(count - len(bins))]
     elif count != len(bins):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -48,6 +49,19 @@ class LogitTransform:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """Which rows of the vocabulary projection a rank holds, where ranks hold consecutive parts of it.
+
+    All ranks are given the same hidden states, and each gets its part of their gradient: the sum is left to the caller.
+    """
+
+    first: int
+    """The vocabulary's number of the rank's first row."""
+    group: dist.ProcessGroup
+    """The ranks that hold it together."""
+
+
+@dataclass(frozen=True, slots=True)
 class HeadOptions:
     """How the vocabulary projection is run."""
 
@@ -57,6 +71,8 @@ class HeadOptions:
     """Entries of a [tokens, vocabulary] block that exist at once."""
     entropy_grad: bool
     """Whether the entropy carries gradient."""
+    part: VocabularyPart | None = None
+    """None: this rank holds the whole vocabulary."""
 
 
 def token_logprobs(
@@ -66,7 +82,7 @@ def token_logprobs(
 
     Args:
         hidden: [M, H].
-        weight: [V, H] of the vocabulary projection, in the type of `hidden`.
+        weight: [V, H] of the vocabulary projection, in the type of `hidden`; with `options.part` this rank's rows.
         bias: [V] or None.
         targets: int64 [M].
         temperature: float32 [M].
@@ -89,23 +105,31 @@ class _TokenLogprobs(torch.autograd.Function):
         sharpness: Tensor,
         options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
-        tokens, vocabulary = len(hidden), len(weight)
+        tokens, vocabulary, part = len(hidden), len(weight), options.part
         rows, columns = tiles(tokens, vocabulary, options.max_logits)
-        logprobs, entropy, norm = hidden.new_empty(3, tokens, dtype=torch.float32).unbind()
-        simple = options.transform.cap is None and not options.entropy_grad and len(columns) == 1
-        kept = logprobs.new_empty(tokens, vocabulary) if simple and tokens * vocabulary <= KEEP_AT_MOST else None
+        found = hidden.new_empty(3, tokens, dtype=torch.float32)
+        simple = options.transform.cap is None and not options.entropy_grad and len(columns) == 1 and part is None
+        if part is not None:
+            targets = targets - part.first
+        kept = found.new_empty(tokens, vocabulary) if simple and tokens * vocabulary <= KEEP_AT_MOST else None
         for row in rows:
             parts = []
             for column in columns:
                 scaled = _logits(hidden[row], weight, bias, column, options).mul_(sharpness[row, None])
-                place, inside = _places(targets[row], column, vocabulary)
+                place, inside = _places(targets[row], column, None if part else vocabulary)
                 chosen = scaled.gather(1, place)[:, 0]
                 log_total, total, weights = log_normalizer(scaled)
                 if kept is not None:
                     torch.div(weights, total, out=kept[row])
                 mean = weights.mul_(scaled).sum(-1).div_(total[:, 0])
                 parts.append((chosen if inside is None else chosen.where(inside, 0.0), log_total, mean))
-            logprobs[row], entropy[row], norm[row] = _combined(parts)
+            found[:, row] = _merged(parts)
+        if part is not None:
+            everyone = [torch.empty_like(found) for _ in range(dist.get_world_size(part.group))]
+            dist.all_gather(everyone, found, group=part.group)
+            found = _merged([tuple(each) for each in everyone])
+        chosen, norm, mean = found
+        logprobs, entropy = chosen - norm, norm - mean
         ctx.options = options
         ctx.save_for_backward(hidden, weight, bias, targets, sharpness, norm, entropy, kept)
         if not options.entropy_grad:
@@ -130,7 +154,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for row in rows:
             summed = grad_hidden[row].float()  # itself, where it is float32
             for column in columns:
-                place, inside = _places(targets[row], column, vocabulary)
+                place, inside = _places(targets[row], column, None if options.part else vocabulary)
                 if kept is not None:
                     grad, slope = kept[row] * -of_logprobs[row, None], None
                 else:
@@ -178,9 +202,9 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, column: slice, 
     return options.transform.apply(float32_logits(hidden, weight[column], None if bias is None else bias[column]))
 
 
-def _places(targets: Tensor, column: slice, vocabulary: int) -> tuple[Tensor, Tensor | None]:
+def _places(targets: Tensor, column: slice, vocabulary: int | None) -> tuple[Tensor, Tensor | None]:
     """Where each target lies within a tile, [n, 1] (some place, where it does not), and whether it does, [n]; None: all
-    do."""
+    do, as in a tile that is as wide as the vocabulary."""
     if column.stop - column.start == vocabulary:
         return targets[:, None], None
     place = targets - column.start
@@ -188,15 +212,14 @@ def _places(targets: Tensor, column: slice, vocabulary: int) -> tuple[Tensor, Te
     return place.clamp_(0, column.stop - column.start - 1)[:, None], inside
 
 
-def _combined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies and logsumexps [n] of some tokens from those of each column of tiles: the target's logit (0
-    where it is in another), the logsumexp, and the mean logit."""
+def _merged(parts: list[Any]) -> Tensor:
+    """[3, n] of some tokens from those of each part of the vocabulary: the target's logit (0 where it is in another),
+    the logsumexp, and the mean logit."""
     if len(parts) == 1:
-        chosen, norm, mean = parts[0]
-        return chosen - norm, norm - mean, norm
+        return torch.stack(parts[0])
     chosen, norms, means = (torch.stack(values) for values in zip(*parts, strict=True))
     norm = norms.logsumexp(0)
-    return chosen.sum(0) - norm, norm - (norms - norm).exp_().mul_(means).sum(0), norm
+    return torch.stack([chosen.sum(0), norm, (norms - norm).exp_().mul_(means).sum(0)])
 
 
 def _add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""What train engines have in common: joining ranks, micro-batches, sums of a step, log-probs of a vocabulary."""

@@ -1,0 +1,124 @@
+"""What engines ask of a Hugging Face model directory beside its weights: its configuration and tokenizer files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rl_contracts.errors import ModelError
+from rl_contracts.logging import get_logger
+from rl_contracts.model_directory import check_model_directory
+
+log = get_logger("engines")
+
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+)
+
+
+def read_config(path: str, head: str = "lm") -> Any:
+    """The model's configuration, fit for a head of `rl_contracts.data.HEADS`.
+
+    Raises:
+        ModelError: it is missing, of an architecture that this transformers does not know, or of another head.
+    """
+    from transformers import AutoConfig
+
+    check_model_directory(path, weights=WEIGHT_PATTERNS)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
+    _fit_config(path, config, head)
+    return config
+
+
+def _fit_config(path: str, config: Any, head: str) -> None:
+    """See that what a directory holds has the head, or one that may be replaced, and set the number of labels.
+
+    Raises:
+        ModelError: a language model is asked for and the directory holds a classifier; or a scalar head, and the
+            directory holds a classifier of several labels.
+    """
+    classifier = str((config.architectures or [""])[0]).endswith("ForSequenceClassification")
+    if head == "lm" and classifier:
+        raise ModelError(
+            f"model {path}: expected a causal language model, found a {config.architectures[0]}, which has a scalar "
+            "head instead of a vocabulary. Set head=value or head=score, or give the language model's directory."
+        )
+    if head != "lm":
+        if classifier and config.num_labels != 1:
+            raise ModelError(
+                f"model {path}: expected a classifier of 1 label for head={head}, found {config.num_labels} labels."
+            )
+        config.num_labels = 1
+
+
+def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> int | None:
+    """The id with which rows will be padded, which transformers' classifiers take to find a row's last token.
+
+    The tokenizer that is saved with the model decides; without one the model's own settings do.
+
+    Raises:
+        ModelError: the tokenizer cannot be read.
+    """
+    if tokenizer_path is not None:
+        from transformers import AutoTokenizer
+
+        try:
+            found: int | None = AutoTokenizer.from_pretrained(tokenizer_path).pad_token_id
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"tokenizer {tokenizer_path}: expected one with a pad token: {error}") from error
+        if found is not None:
+            return found
+    for settings in (config.get_text_config(), generation):
+        if getattr(settings, "pad_token_id", None) is not None:
+            return int(settings.pad_token_id)
+    log.warning(
+        "saving a scalar head: the model has no pad token id, so transformers will score one row at a time only. "
+        "Save it with a tokenizer that has a pad token (tokenizer_path)."
+    )
+    return None
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer from one directory to another.
+
+    Raises:
+        ModelError: the source is no directory.
+    """
+    if not source.is_dir():
+        raise ModelError(f"tokenizer {source}: expected a directory with tokenizer files, found none.")
+    for pattern in TOKENIZER_PATTERNS:
+        for entry in source.glob(pattern):
+            if entry.is_file():
+                shutil.copy2(entry, target / entry.name)
+            else:
+                shutil.copytree(entry, target / entry.name, dirs_exist_ok=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars, and its warnings of what this module checks itself."""
+    from transformers.utils import logging
+
+    speech: Any = logging
+    shown, level = speech.is_progress_bar_enabled(), speech.get_verbosity()
+    speech.disable_progress_bar()
+    speech.set_verbosity_error()
+    try:
+        yield
+    finally:
+        speech.set_verbosity(level)
+        if shown:
+            speech.enable_progress_bar()

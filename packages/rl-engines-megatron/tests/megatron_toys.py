@@ -1,9 +1,12 @@
 """Tiny model configs and their Hugging Face weights, without transformers."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+
+from rl_contracts.testing.models import make_tiny_tokenizer
 
 
 def toy_config(family: str = "qwen3", **changes: object) -> SimpleNamespace:
@@ -63,3 +66,28 @@ def toy_state(config: SimpleNamespace, dtype: torch.dtype = torch.float32) -> di
         state[name] = torch.arange(first, first + count).reshape(shape).to(dtype)
         first += count
     return state
+
+
+def make_moe_model(directory: Path, experts: int = 4) -> Path:
+    """Write a tiny Qwen3-MoE model of 2 layers with a tokenizer; its routers choose clearly."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=259,
+        hidden_size=64,
+        moe_intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=2048,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory)
+    make_tiny_tokenizer().save_pretrained(directory)
+    return directory

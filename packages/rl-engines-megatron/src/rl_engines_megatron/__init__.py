@@ -1,4 +1,4 @@
-"""Hugging Face models of the Llama, Qwen2 and Qwen3 families in megatron-core's layout, and back.
+"""TrainEngine on megatron-core, and Hugging Face models in its layout and back.
 
 Public names are imported when they are first asked for, so that `import rl_engines_megatron` does not import torch.
 """
@@ -8,18 +8,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_contracts.lazy import on_demand
+from rl_engines_megatron.config import MegatronEngineConfig
 
 if TYPE_CHECKING:
     from rl_engines_megatron.conversion import from_megatron, to_megatron
+    from rl_engines_megatron.engine import MegatronEngine
     from rl_engines_megatron.model_config import gpt_model_kwargs, transformer_kwargs
 
 __version__ = "0.1.0"
-__all__ = ["from_megatron", "gpt_model_kwargs", "to_megatron", "transformer_kwargs"]
+__all__ = [
+    "MegatronEngine",
+    "MegatronEngineConfig",
+    "from_megatron",
+    "gpt_model_kwargs",
+    "to_megatron",
+    "transformer_kwargs",
+]
 
 
 __getattr__ = on_demand(
     __name__,
     {
+        "MegatronEngine": "engine",
         "from_megatron": "conversion",
         "gpt_model_kwargs": "model_config",
         "to_megatron": "conversion",

@@ -52,11 +52,11 @@ def to_megatron(
     stages = [list(stage_parameters(partition, stage)) for stage in range(pp_size)]
     expected = {source for stage in stages for parameter in stage for source in parameter.sources}
     tied = partition.architecture.tied
-    _check_names(state.keys(), expected, {HEAD} if tied else set())
+    check_names(state.keys(), expected, {HEAD} if tied else set())
     result: dict[str, Tensor] = {}
     for parameter in stages[pp_rank]:
         tensors = [state[source] for source in parameter.sources]
-        _check_tensors(parameter.sources, tensors, parameter.layout.shapes())
+        check_sources(parameter.sources, tensors, parameter.layout.shapes())
         if tied and parameter.sources == (EMBEDDING,) and HEAD in state:
             _check_equal(EMBEDDING, tensors[0], HEAD, state[HEAD], "the config ties them (tie_word_embeddings)")
         result[parameter.name] = parameter.layout.shard(tensors, tp_rank, tp_size)
@@ -103,7 +103,7 @@ def from_megatron(
         parameters = list(stage_parameters(partition, stage))
         for tp_rank, shard in enumerate(ranks):
             weights = {name for name in shard if not name.endswith("_extra_state")}
-            _check_names(weights, {p.name for p in parameters}, set(), _place(tp_rank, stage))
+            check_names(weights, {p.name for p in parameters}, set(), _place(tp_rank, stage))
         for parameter in parameters:
             tensors = _merge(parameter, ranks, stage)
             for source, tensor in zip(parameter.sources, tensors, strict=True):
@@ -118,7 +118,7 @@ def _merge(parameter: Parameter, ranks: Sequence[Mapping[str, Any]], stage: int)
     """The Hugging Face tensors of one parameter, of a stage's tensor-parallel ranks."""
     places = [f"{parameter.name}{_place(tp_rank, stage)}" for tp_rank in range(len(ranks))]
     tensors = [rank[parameter.name] for rank in ranks]
-    _check_tensors(places, tensors, [shard_shape(parameter.layout, len(ranks))] * len(ranks))
+    check_sources(places, tensors, [shard_shape(parameter.layout, len(ranks))] * len(ranks))
     if isinstance(parameter.layout, Replicated):
         for place, tensor in zip(places[1:], tensors[1:], strict=True):
             _check_equal(places[0], tensors[0], place, tensor, "every tensor-parallel rank holds the same")
@@ -129,7 +129,7 @@ def _place(tp_rank: int, stage: int) -> str:
     return f" (tensor rank {tp_rank}, pipeline stage {stage})"
 
 
-def _check_names(found: Set[str], expected: Set[str], optional: Set[str], where: str = "") -> None:
+def check_names(found: Set[str], expected: Set[str], optional: Set[str], where: str = "") -> None:
     for kind, odd in (("missing", expected - found), ("unknown", found - expected - optional)):
         if odd:
             raise ModelError(
@@ -138,7 +138,7 @@ def _check_names(found: Set[str], expected: Set[str], optional: Set[str], where:
             )
 
 
-def _check_tensors(names: Sequence[str], tensors: Sequence[Any], shapes: Sequence[Shape]) -> None:
+def check_sources(names: Sequence[str], tensors: Sequence[Any], shapes: Sequence[Shape]) -> None:
     """See that tensors that form one parameter have these shapes, and need not be cast on the way."""
     first = tensors[0]
     for name, tensor, shape in zip(names, tensors, shapes, strict=True):

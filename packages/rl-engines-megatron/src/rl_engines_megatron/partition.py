@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_contracts.config import Settings, bounded, require
+from rl_contracts.config import Settings, bounded, choice, require
+from rl_contracts.data import HEADS
 from rl_contracts.errors import ConfigError
 from rl_engines_megatron.architecture import Architecture
 
@@ -22,9 +23,12 @@ class Partition(Settings):
     tp_size: int = bounded(1, "at least 1", lambda size: size >= 1)
     """Ranks over which each matrix is split."""
     pp_size: int = bounded(1, "at least 1", lambda size: size >= 1)
-    """Stages over which the layers are split, each with `layers / pp_size` of them."""
+    """Stages over which the layers are split, each with `layers / pp_size` of them. Interleaved, a rank holds several:
+    with P ranks, rank p has stages p, p + P, and so on."""
     vocab_multiple: int = bounded(1, "at least 1", lambda rows: rows >= 1)
     """Each tensor-parallel rank holds a multiple of this many rows of the vocabulary."""
+    head: str = choice("lm", HEADS)
+    """What stands behind the decoder: the vocabulary, or a scalar."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,12 +18,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """A vector [width] that every rank holds: the norms."""
+    """What every rank holds: the norms, a scalar head."""
 
-    width: int
+    shape: Shape
 
     def shapes(self) -> tuple[Shape, ...]:
-        return ((self.width,),)
+        return (self.shape,)
 
     def shard(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
         return _copy(tensors[0])

@@ -1,0 +1,87 @@
+"""From a Hugging Face configuration, a layout and settings to this rank's parts of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer import TransformerConfig
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.data import FinetuneSpec
+from rl_engines_megatron.architecture import Architecture
+from rl_engines_megatron.config import MegatronEngineConfig
+from rl_engines_megatron.cpu import SETTINGS
+from rl_engines_megatron.model import PackedGPT, make_model
+from rl_engines_megatron.model_config import gpt_model_kwargs, transformer_kwargs
+from rl_engines_megatron.partition import Partition
+
+MAX_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Default of `MegatronEngineConfig.max_logits`: a core's cache, and 256 MiB."""
+
+
+def partition_of(
+    hf_config: Any, strategy: ParallelStrategy, config: MegatronEngineConfig, spec: FinetuneSpec
+) -> Partition:
+    """How the model is cut.
+
+    Raises:
+        ModelError, ConfigError: see `Architecture.from_hugging_face` and `Partition`.
+    """
+    architecture = Architecture.from_hugging_face(hf_config)
+    stages = strategy.pipeline * config.interleaved
+    return Partition(architecture, strategy.tensor, stages, head=spec.head)
+
+
+def build(
+    hf_config: Any,
+    partition: Partition,
+    strategy: ParallelStrategy,
+    config: MegatronEngineConfig,
+    spec: FinetuneSpec,
+    device: torch.device,
+) -> list[PackedGPT]:
+    """This rank's parts of the model, without their weights. Process groups must be there."""
+    dtype = getattr(torch, spec.dtype)
+    settings: dict[str, Any] = transformer_kwargs(hf_config, strategy, dtype=dtype)
+    settings |= {
+        "virtual_pipeline_model_parallel_size": config.interleaved if config.interleaved > 1 else None,
+        "sequence_parallel": config.sequence_parallel,
+        "variable_seq_lengths": strategy.pipeline > 1,
+        "moe_token_dispatcher_type": "alltoall",  # the other does not take micro-batches of several lengths
+        "perform_initialization": False,
+        # gradients and the balance of experts are summed over ranks and micro-batches, and divided by the engine
+        "calculate_per_token_loss": True,
+        "finalize_model_grads_func": _finish_gradients,
+        "attention_softmax_in_fp32": True,
+        # TransformerEngine and apex are not asked for
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+    }
+    if config.recompute:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if device.type == "cpu":
+        settings |= SETTINGS
+    gpt = gpt_model_kwargs(hf_config, strategy)
+    gpt = {name: value for name, value in gpt.items() if name not in ("pre_process", "post_process")}
+    if spec.head != "lm":
+        gpt["share_embeddings_and_output_weights"] = False
+    parts = make_model(
+        TransformerConfig(**settings),
+        partition,
+        config.interleaved,
+        config.max_logits or MAX_LOGITS[device.type],
+        spec.entropy_grad,
+        gpt,
+    )
+    return [part.to(device) for part in parts]
+
+
+def _finish_gradients(model: list[Any], num_tokens: Any, **kwargs: Any) -> None:
+    """Sum gradients over ranks, without a division of megatron-core's own."""
+    finalize_model_grads(model, None, **kwargs)

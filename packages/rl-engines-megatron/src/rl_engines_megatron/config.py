@@ -1,0 +1,71 @@
+"""Settings of the Megatron engine, and what goes together with layout and run. Does not import torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import bounded, choice
+from rl_contracts.data import DTYPES, FinetuneSpec
+from rl_contracts.engine import TrainEngineConfig
+from rl_contracts.errors import ConfigError
+
+OPTIMIZERS = ("adamw", "sgd")
+"""Names of optimizers that megatron-core has."""
+
+
+@dataclass
+class MegatronEngineConfig(TrainEngineConfig):
+    """A model in training on megatron-core."""
+
+    sequence_parallel: bool = False
+    """Split what lies between the matrices (norms, residuals) over tensor ranks by tokens; less memory. Needs t above
+    1."""
+    interleaved: int = bounded(1, "at least 1", lambda parts: parts >= 1)
+    """Parts of the model on each pipeline rank, with which the stages wait less for each other. More than 1 is refused
+    so far."""
+    distributed_optimizer: bool = True
+    """Split optimizer state over data and context ranks, where there are several."""
+    recompute: bool = False
+    """Keep only each layer's input and compute the rest again in backward."""
+    serve_dtype: str = choice("", ("", *DTYPES))
+    """Type in which weights are published and saved: `float32`, `bfloat16`; empty: the one in which the model
+    computes."""
+    max_logits: int = bounded(0, "0 (what suits the device) or more entries", lambda entries: entries >= 0)
+    """Entries of a [tokens, vocabulary] float32 block that exist at once; what is over is done in blocks of tokens (and
+    of vocabulary, where it is large) and computed again in backward. 0: 2^19 on a CPU, 2^26 on a GPU."""
+    max_shard_gb: float = bounded(5.0, "more than 0", lambda size: size > 0)
+    """Largest file of a saved Hugging Face directory, in 10^9 bytes."""
+    timeout_seconds: float = bounded(600.0, "more than 0", lambda seconds: seconds > 0)
+    """Deadline of every collective."""
+
+    def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
+        """Refuse what this engine does not do; see `TrainEngineConfig.check`.
+
+        Raises:
+            ConfigError: megatron-core is not installed, or the settings do not go with the layout or the run.
+        """
+        where = f"allocation megatron:{strategy}"
+        if importlib.util.find_spec("megatron") is None:
+            raise ConfigError(f"{where}: expected megatron-core, found none. Install rl-engines-megatron[megatron].")
+        for name, size in UNSUPPORTED.items():
+            if (getattr(strategy, name) or 1) > 1:
+                raise ConfigError(f"{where}: {name} parallelism is not supported yet; set {size} to 1.")
+        for setting, wrong, reason in (
+            ("sequence_parallel=true", self.sequence_parallel and strategy.tensor == 1, f"{where}, which has no t > 1"),
+            (f"interleaved={self.interleaved}", self.interleaved > 1, "training yet; leave it at 1"),
+            ("deterministic=true", spec.deterministic, "the megatron engine; use fsdp, or leave deterministic out"),
+            ("dtype=bfloat16", spec.dtype != "float32" and spec.device == "cpu", "device=cpu; set dtype=float32"),
+        ):
+            if wrong:
+                raise ConfigError(f"{setting} does not go with {reason}.")
+        if spec.optimizer is not None and spec.optimizer.name not in OPTIMIZERS:
+            raise ConfigError(
+                f"optimizer.name={spec.optimizer.name} does not go with {where}: the megatron engine has "
+                f"{' and '.join(OPTIMIZERS)}. Choose one of them, or the engine fsdp."
+            )
+
+
+UNSUPPORTED = {"expert": "e", "expert_tensor": "t of ffn"}
+"""Dimensions that this engine does not split over yet."""

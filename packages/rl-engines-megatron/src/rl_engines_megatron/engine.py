@@ -1,0 +1,367 @@
+"""The TrainEngine on megatron-core."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
+from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
+from rl_contracts.errors import ConfigError, EngineError, ModelError
+from rl_contracts.training import micro_batches
+from rl_contracts.training.hugging_face import read_config
+from rl_contracts.training.new_directory import new_directory
+from rl_contracts.training.process_group import join, pick_device, read_environment
+from rl_contracts.training.step_sums import StepSums
+from rl_contracts.trajectory import PackedBatch, lengths
+from rl_engines_megatron.config import MegatronEngineConfig
+from rl_engines_megatron.cpu import without_cuda
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rl_engines_megatron.rows import Rows
+
+Said = Callable[[TokenOutputs, PackedBatch], Tensor]
+"""Told of each micro-batch with tokens what the model says of it, on the ranks of the last stage; the loss of that."""
+
+
+class MegatronEngine(TrainEngine):
+    """One rank of a language model, critic or reward model on megatron-core.
+
+    Args:
+        config: settings.
+        strategy: how many ranks along each dimension. None: one rank.
+    """
+
+    def __init__(self, config: MegatronEngineConfig | None = None, strategy: ParallelStrategy | None = None) -> None:
+        self.config = config or MegatronEngineConfig()
+        self.strategy = strategy or ParallelStrategy()
+        self.version = 0
+        self._exit = ExitStack()  # what `destroy` undoes, in reverse order
+        self._steps = self._skipped = 0
+        self._seconds = 0.0
+        self._stepper: Any = None
+        self._parts: list[Any] = []
+        self._chunks: list[Any] = []
+        """The parts with what wraps them for training."""
+
+    # ---- life
+
+    def initialize(self, spec: FinetuneSpec) -> None:
+        """See `TrainEngine.initialize`."""
+        info, layout = read_environment(), self.strategy
+        if layout.world_size != info.world_size:
+            raise ConfigError(
+                f"allocation megatron:{layout}: expected {layout.world_size} ranks, but WORLD_SIZE is "
+                f"{info.world_size}. Start as many processes as the allocation says."
+            )
+        self._spec = spec
+        self.config.check(layout, spec)
+        self._device = pick_device(spec.device, info.local_rank)
+        replica = layout.world_size // layout.data
+        self.parallel = join(info, self._device, self.config.timeout_seconds, True, replica, self._exit)
+        self._exit.callback(self._free)
+        try:
+            self._make()
+        except BaseException:  # the other ranks see at once that this one left
+            self.destroy()
+            raise
+
+    def _make(self) -> None:
+        spec, config = self._spec, self.config
+        with self.parallel.agreeing(f"reading {spec.model_path}"):  # one host may not have it
+            self._hf_config = read_config(spec.model_path, spec.head)
+            from rl_engines_megatron.building import partition_of
+
+            partition = partition_of(self._hf_config, self.strategy, config, spec)
+        from rl_engines_megatron.building import build
+        from rl_engines_megatron.optimizer import Stepper, wrap
+        from rl_engines_megatron.ranks import make_groups
+
+        torch.manual_seed(spec.seed)
+        timeout = config.timeout_seconds
+        make_groups(self.strategy, config.interleaved, spec.seed, self._device, timeout, self._exit)
+        with without_cuda(self._device):
+            self._parts = build(self._hf_config, partition, self.strategy, config, spec, self._device)
+        self._read(spec.model_path, new_head=True)
+        self._chunks = self._parts
+        if spec.optimizer is not None:
+            distributed = config.distributed_optimizer and self.strategy.data * self.strategy.context > 1
+            with without_cuda(self._device):
+                self._chunks = wrap(self._parts, distributed)
+                self._stepper = Stepper(self._chunks, spec.optimizer, getattr(torch, spec.dtype), distributed)
+
+    def _read(self, path: str, new_head: bool) -> None:
+        from rl_engines_megatron.weights import StoredWeights, load_weights
+
+        with self.parallel.agreeing(f"loading {path}"):
+            load_weights(self._parts, StoredWeights(path), new_head)
+
+    def destroy(self) -> None:
+        """See `TrainEngine.destroy`."""
+        self._exit.close()
+
+    def _free(self) -> None:
+        self._stepper, self._parts, self._chunks = None, [], []
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ---- training
+
+    def train_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        """See `TrainEngine.train_batch`."""
+        stepper, settings = self._stepper, self._spec.optimizer
+        if stepper is None or settings is None:
+            raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
+        began = time.perf_counter()
+        bins, denominator, tokens = self._begin(batch, loss_weight_fn)
+        sums = StepSums(self._speaks)
+
+        def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
+            loss, stats = loss_fn(outputs, packed)
+            sums.add(loss, stats)
+            return loss / denominator
+
+        with without_cuda(self._device):
+            stepper.zero_grad()
+            self._run(batch, bins, said, train=True)
+            norm = stepper.norm()
+        result = sums.reduce(self.parallel)
+        result["loss"] /= denominator
+        rate = settings.rate(self._steps, self._spec.total_steps)
+        applied = math.isfinite(norm) and math.isfinite(result["loss"])
+        if applied:
+            with without_cuda(self._device):
+                stepper.step(norm, rate)
+            self._steps, self._skipped = self._steps + 1, 0
+        else:
+            self._skipped += 1
+            if self._skipped > settings.max_skipped_steps:
+                raise EngineError(
+                    f"loss or gradients were not finite in {self._skipped} consecutive steps (allowed: "
+                    f"{settings.max_skipped_steps}). Lower the learning rate, and check the last batch "
+                    "with `rl replay`."
+                )
+        self._seconds += time.perf_counter() - began
+        return result | {"grad_norm": norm, "lr": rate, "applied": float(applied), "tokens": float(tokens)}
+
+    def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int]:
+        """Micro-batches; denominator and tokens over all ranks."""
+        bins = self._plan(batch)
+        weight = loss_weight_fn(batch).detach().to("cpu", torch.float64)
+        sums = torch.stack([weight, lengths(batch).sum().to(torch.float64)])
+        denominator, tokens = self.parallel.sum_over_replicas(sums).tolist()
+        if not (denominator > 0 and tokens > 0):
+            raise EngineError(
+                f"minibatch: expected tokens and a positive denominator over all ranks, found {int(tokens)} tokens and "
+                f"a denominator of {denominator}: there is nothing to learn from. Is every loss_mask False?"
+            )
+        return bins, denominator, int(tokens)
+
+    def _plan(self, batch: TensorDict) -> list[list[int]]:
+        """Rows of each micro-batch (collective). Interleaved stages work on as many at a time as there are ranks."""
+        multiple = self.strategy.pipeline if self.config.interleaved > 1 else 1
+        return micro_batches.plan(batch, self._spec, self.parallel, multiple)
+
+    def _run(self, batch: TensorDict, bins: list[list[int]], said: Said, train: bool) -> None:
+        """Send all micro-batches through the pipeline (collective).
+
+        Args:
+            said: is called in the order of `bins`.
+            train: whether gradients are wanted.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from rl_engines_megatron.rows import make_rows
+
+        divisor = self.strategy.tensor if self.config.sequence_parallel else 1
+        laid = []
+        for _, packed in micro_batches.packed(batch, bins):
+            moved = packed if self._device.type == "cpu" else packed.to(self._device)
+            laid.append((moved, make_rows(moved, divisor, self._device)))
+
+        def step(data: Any, model: Any) -> tuple[Any, Any]:
+            packed, rows = next(data)
+            part = getattr(model, "module", model)
+            return part.run(rows, model), partial(self._loss, packed, rows, said)
+
+        for part in self._parts:
+            part.train(train)
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(laid) for _ in self._parts],
+            model=self._chunks,
+            num_microbatches=len(laid),
+            seq_length=1,  # the stages tell each other
+            micro_batch_size=1,
+            forward_only=not train,
+        )
+
+    def _loss(
+        self, packed: PackedBatch, rows: Rows, said: Said, states: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, None]:
+        """The loss of a micro-batch as megatron-core wants it, of what the last stage made."""
+        nothing = torch.zeros((), dtype=torch.int, device=self._device)
+        anchor = states[0].sum() * 0.0  # a zero whose backward runs through the whole model
+        if packed.num_tokens == 0:
+            return anchor, nothing, None
+        values = [rows.outputs(state, of_previous=self._spec.head != "score") for state in states]
+        if self._spec.head == "lm":
+            outputs = TokenOutputs(*values)
+        else:
+            zero = torch.zeros_like(values[0]).detach()
+            outputs = TokenOutputs(zero, zero, values[0])
+        return said(outputs, packed) + anchor, nothing, None
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank tells of what the last stage of its replica found."""
+        from megatron.core import parallel_state
+
+        return bool(
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+
+    def stats(self) -> dict[str, float | None]:
+        """`time/train_batch`, and `memory/peak_gib` of this rank on a GPU, since the last call."""
+        result: dict[str, float | None] = {"time/train_batch": self._seconds}
+        self._seconds = 0.0
+        if self._device.type == "cuda":
+            result["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+        return result
+
+    # ---- without training
+
+    @torch.no_grad()
+    def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+        """See `TrainEngine.eval_batch`."""
+        bins, denominator, _ = self._begin(batch, loss_weight_fn)
+        sums = StepSums(self._speaks)
+
+        def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
+            loss, stats = loss_fn(outputs, packed)
+            sums.add(loss, stats)
+            return loss
+
+        with without_cuda(self._device):
+            self._run(batch, bins, said, train=False)
+        result = sums.reduce(self.parallel)
+        result["loss"] /= denominator
+        return result
+
+    @torch.no_grad()
+    def forward(self, batch: TensorDict, output_fn: OutputFn) -> Tensor:
+        """See `TrainEngine.forward`."""
+        bins = self._plan(batch)
+        result, filled = torch.zeros(batch["attention_mask"].shape), iter([rows for rows in bins if rows])
+
+        def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
+            values = output_fn(outputs, packed).cpu().to(result.dtype)
+            result[torch.tensor(next(filled))[packed.row_of_token.cpu()], packed.position_ids.cpu()] = values
+            return values.new_zeros((), device=self._device)
+
+        with without_cuda(self._device):
+            self._run(batch, bins, said, train=False)
+        return self._from_last_stage(result)
+
+    def _from_last_stage(self, result: Tensor) -> Tensor:
+        """What the last stage found, on all stages (collective)."""
+        from megatron.core import parallel_state
+
+        if self.strategy.pipeline > 1:
+            moved = result.to(self._device)
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(moved, source, group=parallel_state.get_pipeline_model_parallel_group())
+            result = moved.cpu()
+        return result
+
+    # ---- weights out and in
+
+    def param_specs(self) -> tuple[ParamSpec, ...]:
+        """See `TrainEngine.param_specs`. Tensor rank 0 of each stage of the first replica yields its stage's."""
+        from rl_engines_megatron.weights import own_parameters, speaks
+
+        dtype = self.config.serve_dtype or self._spec.dtype
+        return tuple(
+            ParamSpec(name, shape, dtype)
+            for _, parameter in (own_parameters(self._parts) if speaks() else ())
+            for name, shape in zip(parameter.sources, parameter.layout.shapes(), strict=True)
+        )
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.full_parameters`."""
+        from rl_engines_megatron.weights import full_parameters
+
+        return full_parameters(self._parts)
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """See `TrainEngine.save`."""
+        from rl_engines_megatron.export import save_hugging_face
+        from rl_engines_megatron.state import save_state
+        from rl_engines_megatron.weights import full_parameters
+
+        with new_directory(meta.path, self.parallel) as scratch:
+            match meta.kind:
+                case "hf":
+                    dtype = self.config.serve_dtype or self._spec.dtype
+                    limit = self.config.max_shard_gb
+                    config, source = self._hf_config, Path(self._spec.model_path)
+                    save_hugging_face(
+                        full_parameters(self._parts), config, source, meta, scratch, dtype, limit, self.parallel
+                    )
+                case "state":
+                    with without_cuda(self._device):
+                        save_state(self._parts, self._stepper, self._counters(), scratch)
+                case _:
+                    raise _unknown_kind(meta)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """See `TrainEngine.load`. Of kind `hf` only the weights are replaced."""
+        from rl_engines_megatron.state import load_state
+
+        match meta.kind:
+            case "hf":
+                self._read(meta.path, new_head=False)
+                if self._stepper is not None:
+                    self._stepper.weights_changed()
+            case "state":
+                with without_cuda(self._device):
+                    counters = load_state(self._parts, self._stepper, meta.path, self.parallel)
+                self.version, self._steps, self._skipped = (counters[name] for name in self._counters())
+            case _:
+                raise _unknown_kind(meta)
+
+    def _counters(self) -> dict[str, int]:
+        return {"version": self.version, "steps": self._steps, "skipped": self._skipped}
+
+    def offload(self) -> None:
+        """See `TrainEngine.offload`. Nothing moves on a CPU.
+
+        Raises:
+            EngineError: on a GPU, where this engine cannot yet.
+        """
+        if self._device.type == "cuda":
+            raise EngineError(
+                "offload: the megatron engine cannot leave its GPU yet; give servers devices of their own."
+            )
+
+    def onload(self) -> None:
+        """See `TrainEngine.onload`."""
+
+
+def _unknown_kind(meta: SaveLoadMeta) -> ModelError:
+    return ModelError(f"{meta.path}: expected a kind of hf or state, found {meta.kind!r}.")

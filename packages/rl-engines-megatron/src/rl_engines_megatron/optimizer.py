@@ -1,0 +1,96 @@
+"""megatron-core's optimizer and what stands around it: gradients in buffers, their norm, clipping, and the step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import optimizer as core
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from rl_contracts.config import OptimizerConfig
+from rl_engines_megatron.model import PackedGPT
+
+
+def wrap(parts: list[PackedGPT], distributed: bool) -> list[Any]:
+    """The parts with buffers for their gradients, which are summed over data and context ranks.
+
+    Args:
+        distributed: whether each rank keeps the optimizer state of a share of them.
+    """
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    return [
+        DistributedDataParallel(part.config, settings, part, disable_bucketing=index > 0)
+        for index, part in enumerate(parts)
+    ]
+
+
+class Stepper:
+    """The optimizer of this rank's parts of a model.
+
+    Args:
+        chunks: as `wrap` makes them.
+        settings: of the optimizer.
+        dtype: in which the model computes.
+        distributed: as for `wrap`.
+    """
+
+    def __init__(self, chunks: list[Any], settings: OptimizerConfig, dtype: torch.dtype, distributed: bool) -> None:
+        self.chunks, self.settings = chunks, settings
+        config = core.OptimizerConfig(
+            optimizer="adam" if settings.name == "adamw" else settings.name,
+            lr=settings.lr,
+            min_lr=0.0,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            sgd_momentum=settings.momentum or 0.0,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+            clip_grad=0.0,
+        )
+        self.inner: Any = core.get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+        self._make_state()
+
+    def _make_state(self) -> None:
+        """What AdamW keeps of each parameter, which a saved state is read into; torch would make it at the first
+        step."""
+        if self.settings.name != "adamw":
+            return
+        for optimizer in (part.optimizer for part in self.inner.chained_optimizers):
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter.data),
+                    "exp_avg_sq": torch.zeros_like(parameter.data),
+                }
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    def norm(self) -> float:
+        """Of the gradients of the whole model (collective)."""
+        if self.inner.prepare_grads():
+            return math.inf
+        return float(self.inner.get_grad_norm())
+
+    @torch.no_grad()
+    def step(self, norm: float, rate: float) -> None:
+        """Take a step with gradients whose norm is `norm`, clipped where that is too large (collective)."""
+        limit = self.settings.max_grad_norm
+        if limit and norm > limit:
+            torch._foreach_mul_([p.grad for p in self.inner.get_parameters() if p.grad is not None], limit / norm)
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]  # 0 for biases and norms
+        self.inner.step_with_ready_grads()
+
+    def weights_changed(self) -> None:
+        """Take up weights that something else has written."""
+        self.inner.reload_model_params()

@@ -1,0 +1,68 @@
+"""megatron-core's process groups, which a process has once: engines of one layout share them."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.errors import ConfigError
+from rl_engines_megatron.cpu import without_cuda
+
+ORDER = "tp-cp-ep-pp-dp"
+"""Ranks of a replica lie side by side, tensor ranks fastest: the order of `rl_contracts.parallel`."""
+
+_users = 0
+"""Engines of this process that use the groups."""
+_layout: tuple[ParallelStrategy, int] | None = None
+"""Their layout."""
+
+
+def make_groups(
+    strategy: ParallelStrategy, interleaved: int, seed: int, device: torch.device, timeout: float, undo: ExitStack
+) -> None:
+    """Make megatron-core's groups, or share those that are there (collective).
+
+    Args:
+        interleaved: parts of the model on each pipeline rank.
+        undo: leaves them when it is closed.
+
+    Raises:
+        ConfigError: another engine of this process has another layout.
+    """
+    global _users, _layout
+    layout = (strategy, interleaved)
+    if _users and _layout != layout:
+        raise ConfigError(
+            f"allocation megatron:{strategy}: expected the layout of the engine that this process has already, "
+            f"megatron:{_layout and _layout[0]}; megatron-core has one per process. Give models that share devices the "
+            "same layout, or devices of their own."
+        )
+    if not _users:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=strategy.tensor,
+            pipeline_model_parallel_size=strategy.pipeline,
+            virtual_pipeline_model_parallel_size=interleaved if interleaved > 1 else None,
+            context_parallel_size=strategy.context,
+            expert_model_parallel_size=strategy.expert,
+            # without experts as many as a stage of a replica has: megatron-core wants it for this order of ranks
+            expert_tensor_parallel_size=strategy.expert_tensor or strategy.tensor * strategy.context,
+            distributed_timeout_minutes=math.ceil(timeout / 60),
+            order=ORDER,
+            create_gloo_process_groups=False,
+        )
+        with without_cuda(device):
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        _layout = layout
+    _users += 1
+    undo.callback(_leave)
+
+
+def _leave() -> None:
+    global _users
+    _users -= 1
+    if _users == 0:
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,98 @@
+"""The conformance suite on one of several ranks, of `LAYOUT` and with `SETTINGS`; `SHARED` is a directory of all."""
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_toys import make_moe_model
+from tensordict import TensorDict
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.conformance.train_engine import TrainEngineConformance
+from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
+from rl_contracts.errors import EngineError
+from rl_contracts.testing import make_tiny_model
+from rl_contracts.trajectory import select, units
+from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
+
+
+class Together(MegatronEngine):
+    """All ranks as one: each is given the whole batch and gets all of what is found."""
+
+    def initialize(self, spec: FinetuneSpec) -> None:
+        try:
+            super().initialize(spec)
+        except EngineError as error:
+            raise error.__cause__ or error from error
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        try:
+            super().load(meta)
+        except EngineError as error:
+            raise error.__cause__ or error from error
+
+    def _mine(self, batch: TensorDict) -> list[int]:
+        own = units(batch)[self.parallel.dp_rank :: self.parallel.dp_size]
+        return sorted(row for unit in own for row in unit)
+
+    def train_batch(self, batch: TensorDict, *functions: Any) -> dict[str, float]:
+        return super().train_batch(select(batch, self._mine(batch)), *functions)
+
+    def eval_batch(self, batch: TensorDict, *functions: Any) -> dict[str, float]:
+        return super().eval_batch(select(batch, self._mine(batch)), *functions)
+
+    def forward(self, batch: TensorDict, output_fn: Any) -> torch.Tensor:
+        mine = self._mine(batch)
+        found = {"rows": torch.tensor(mine), "values": super().forward(select(batch, mine), output_fn)}
+        result = torch.zeros(batch["attention_mask"].shape)
+        for part in self.parallel.gather_tensors(found):
+            result[part["rows"].long(), : part["values"].shape[1]] = part["values"]
+        return result
+
+    def param_specs(self) -> tuple[ParamSpec, ...]:
+        own = [[spec.name, list(spec.shape), spec.dtype] for spec in super().param_specs()]
+        parts = self.parallel.gather_json(own)
+        return tuple(ParamSpec(name, tuple(shape), dtype) for part in parts for name, shape, dtype in part)
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        own = {name: tensor.clone() for name, tensor in super().full_parameters()}
+        for part in self.parallel.gather_tensors(own, all_ranks=True):
+            yield from ((name, part[name]) for name in self._order(part))
+
+    def _order(self, part: dict[str, torch.Tensor]) -> list[str]:
+        return [spec.name for spec in self.param_specs() if spec.name in part]
+
+
+class TestOnRanks(TrainEngineConformance):
+    def make_engine(self) -> Together:
+        strategy = ParallelStrategy(**json.loads(os.environ["LAYOUT"]))
+        return Together(MegatronEngineConfig(**json.loads(os.environ["SETTINGS"])), strategy)
+
+    @pytest.fixture(scope="class")
+    def model_path(self, tmp_path_factory: pytest.TempPathFactory) -> str:
+        directory = tmp_path_factory.mktemp("model")
+        if "expert" in os.environ["LAYOUT"]:
+            return str(make_moe_model(directory))
+        return str(make_tiny_model(directory, hidden=128, layers=4))
+
+    @pytest.fixture
+    def tmp_path(self, request: pytest.FixtureRequest) -> Path:
+        """Ranks save together into one directory, and else have one each."""
+        name = request.node.name
+        together = "save" in name or "snapshot" in name
+        directory = Path(os.environ["SHARED"]) / name / ("" if together else os.environ["RANK"])
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+
+if __name__ == "__main__":
+    multiprocessing.process.current_process()._config["daemon"] = False  # checkpoints are written by children
+    base = Path(os.environ["SHARED"]) / f"rank-{os.environ['RANK']}"
+    options = ["-q", "--all", "-x", "-p", "no:warnings", "--show-capture=no", f"--basetemp={base}"]
+    sys.exit(pytest.main([__file__, *options]))

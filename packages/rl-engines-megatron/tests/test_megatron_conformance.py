@@ -1,0 +1,7 @@
+from rl_contracts.conformance.train_engine import TrainEngineConformance
+from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
+
+
+class TestMegatronEngine(TrainEngineConformance):
+    def make_engine(self) -> MegatronEngine:
+        return MegatronEngine(MegatronEngineConfig())

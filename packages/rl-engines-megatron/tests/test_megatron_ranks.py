@@ -1,0 +1,49 @@
+"""The conformance suite on several ranks, which must find what one process of the reference engine finds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.testing.processes import run_ranks
+
+RANKS = Path(__file__).parent / "megatron_conformance_ranks.py"
+
+
+def run_suite(shared, monkeypatch, layout, settings=None, seconds=240):
+    monkeypatch.setenv("LAYOUT", json.dumps(layout))
+    monkeypatch.setenv("SETTINGS", json.dumps(settings or {}))
+    monkeypatch.setenv("SHARED", str(shared))
+    world = ParallelStrategy(**layout).world_size
+    for output in run_ranks(RANKS, [], world, seconds):
+        assert " passed" in output
+        assert " failed" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        pytest.param({"tensor": 2}, {}, id="t2"),
+        pytest.param({"tensor": 2}, {"sequence_parallel": True}, id="t2-sequence-parallel"),
+        pytest.param({"pipeline": 2}, {}, id="p2"),
+        pytest.param({"data": 2}, {}, id="d2"),
+        pytest.param({"context": 2}, {}, id="c2"),
+    ],
+)
+def test_conformance_on_two_ranks(tmp_path, monkeypatch, layout, settings):
+    run_suite(tmp_path, monkeypatch, layout, settings)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        pytest.param({"tensor": 2, "pipeline": 2}, {"sequence_parallel": True}, id="t2p2"),
+        pytest.param({"context": 2, "tensor": 2}, {"sequence_parallel": True}, id="t2c2"),
+        pytest.param({"data": 2, "pipeline": 2}, {}, id="d2p2"),
+    ],
+)
+def test_conformance_on_four_ranks(tmp_path, monkeypatch, layout, settings):
+    run_suite(tmp_path, monkeypatch, layout, settings, seconds=480)

@@ -218,6 +218,10 @@ class Scheduler(ABC):
     Made as `Scheduler(log_dir, config)`: the directory of the workers' logs, and the scheduler's own settings.
     """
 
+    tick: Callable[[], object] = staticmethod(lambda: None)
+    """Called several times a second where a start of workers waits for machines; what it raises ends the wait. Set by a
+    launcher, so that it hears of signals meanwhile."""
+
     @abstractmethod
     def create_workers(self, spec: JobSpec) -> list[Worker]:
         """Start the workers of a role and return at once; `wait_ready` waits for them.

@@ -10,7 +10,6 @@ and all of its workers when the launcher is gone.
 from __future__ import annotations
 
 import json
-import os
 import select
 import signal
 import sys
@@ -115,9 +114,6 @@ class Agent:
         return self._meetings[role].port
 
     def _report(self) -> None:
-        self._scheduler.poll()
-        for process in self._scheduler.processes():
-            process.check_ready()
         if changed := self._changes():
             self._wire.send({"workers": changed})
 
@@ -160,12 +156,12 @@ def main(argv: list[str]) -> int:
     """The agent process. Returns 0, or `LAUNCHER_GONE`."""
     launcher, node, host, log_dir, secrets_file = argv
     # a scheduler's request to end comes to the launcher too, which ends what is here in its own time
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # ignored ones its workers would inherit, and not hear a request to end
     secrets = json.loads(Path(secrets_file).read_text(encoding="utf-8"))
     at, _, port = launcher.rpartition(":")
-    wire = called(at, int(port), bytes.fromhex(secrets["agents"]))
-    wire.send({"hello": node, "pid": os.getpid()})
+    wire = called(at, int(port), bytes.fromhex(secrets["agents"]), secrets["patience"] / 2)
+    wire.send({"hello": node})
     scheduler = LocalScheduler(Path(log_dir), LocalSchedulerConfig(host=host))
     try:
         done = Agent(wire, scheduler, secrets["workers"], secrets["patience"]).serve()

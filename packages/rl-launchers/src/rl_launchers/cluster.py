@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +15,7 @@ from rl_contracts.config import bounded
 from rl_contracts.errors import LaunchError, RLError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers import report
-from rl_launchers.agents import Agents
+from rl_launchers.agents import Agents, Machine
 from rl_launchers.local import require_resizable, require_sound
 from rl_launchers.nodes import NodeProvider
 from rl_launchers.placement import Ledger
@@ -47,7 +47,7 @@ class ClusterSchedulerConfig(SchedulerConfig):
 class _Place:
     """Where a worker runs, and what is known of it."""
 
-    node: str
+    machine: Machine
     worker: Worker
     started: float = field(default_factory=time.monotonic)
     lives: int = 0
@@ -64,11 +64,12 @@ class _Place:
         worker.restarts = self.lives + state["restarts"]
         self.log_start, self.last_answer = state["log_start"], state["last_answer"]
 
-    def lose(self, why: str) -> None:
+    def lose(self) -> None:
         """Its machine is gone."""
         if self.worker.exit_code is None:
             self.worker.status, self.worker.exit_code = WorkerStatus.FAILED, LOST_EXIT_CODE
-            self.worker.ended_at, self.worker.cause = time.time(), f"was lost with node {self.node}, which {why}"
+            self.worker.ended_at = time.time()
+            self.worker.cause = f"was lost with node {self.machine.node.name}, which {self.machine.lost}"
 
 
 @dataclass
@@ -96,8 +97,8 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         self._roles: dict[str, _Role] = {}
         self._agents: Agents | None = None
         self._ledger = Ledger(())
-        self._gone: set[str] = set()
-        """Machines that were lost, whatever the scheduler of the cluster says, which finds out later."""
+        self._machines: dict[str, Machine] = {}
+        """Those that were lost are not used again while the cluster offers them: it finds out later than we do."""
         self._wanted = 0
 
     def __exit__(self, *_: object) -> None:
@@ -147,13 +148,15 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
     def poll(self) -> list[Worker]:
         """All workers, status refreshed from what their agents have said."""
         if self._agents is not None:
-            for node, state in self._agents.news():
-                self._learn(node, state)
-            for node, why in self._agents.find_lost().items():
-                self._gone.add(node)
-                self._ledger.drop(node)
-                for place in self._on(node):
-                    place.lose(why)
+            self._agents.look()
+            lost = [place for role in self._roles.values() for place in role.places.values() if place.machine.lost]
+            for machine, state in self._agents.news():  # all that was said by those that are lost now, too
+                self._learn(machine, state)
+            for place in lost:
+                place.lose()
+            for name, machine in self._machines.items():
+                if machine.lost:
+                    self._ledger.drop(name)
         return [worker for role in self._roles for worker in self.get_workers(role)]
 
     def restart_worker(self, worker: Worker, note: str = "") -> Worker:
@@ -164,14 +167,21 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         place = role.places.get(worker.index) if role else None
         if role is None or place is None or self._agents is None:
             raise LaunchError(f"there is no worker {worker.name!r} to restart.")
-        if place.node not in self._gone:
+        if not place.machine.lost:
             place.worker = replace(place.worker)  # the former one stays what it was
-            order = self._agents.ask(place.node, "restart", role=worker.role, index=worker.index, note=note)
+            order = self._agents.ask(place.machine, "restart", role=worker.role, index=worker.index, note=note)
             self._answers([order], ORDER_SECONDS)
         else:
             lives = place.worker.restarts + 1
             report.separate(worker.log, f"{worker.name}, start {lives + 1}, elsewhere" + (f": {note}" if note else ""))
-            self._add(role, [worker.index], lives)
+            try:
+                self._add(role, [worker.index], lives)
+            except RLError:
+                with suppress(LaunchError):
+                    self._end({worker.role: [worker.index]}, 0.0)
+                self._forget(worker.role, [worker.index])
+                role.places[worker.index] = place  # so that it can be tried again
+                raise
         role.places[worker.index].started = time.monotonic()
         self.poll()
         return role.places[worker.index].worker
@@ -213,61 +223,76 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             for name in names:
                 self._forget(name, list(self._roles[name].places))
                 del self._roles[name]
-        if not self._roles and self._agents is not None:
-            agents, self._agents = self._agents, None
-            agents.close()
+            if not self._roles and self._agents is not None:
+                self._agents.close()  # which ends what is left
+                self._agents = None
 
     def _open(self, spec: JobSpec) -> None:
         """Start the agents, before the first role."""
         if self._agents is None:
             hidden = {name: spec.env[name] for name in (RUN_KEY_VARIABLE,) if name in spec.env}
-            config, offered = self._config, self._provider.nodes()
-            self._gone &= {node.name for node in offered}
+            config, self._provider.tick = self._config, self.tick
+            offered = self._provider.nodes()
+            former = [m for node in offered if (m := self._machines.get(node.name)) is not None and m.lost]
+            self._machines = {machine.node.name: machine for machine in former}
             self._wanted = max(self._wanted, len(offered) - self._provider.spares)
-            nodes = [node for node in offered if node.name not in self._gone][: self._wanted]
+            nodes = [node for node in offered if node.name not in self._machines][: self._wanted]
             self._agents = Agents(
-                self._provider, self._log_dir, hidden, config.host, config.start_timeout, config.heartbeat_timeout
+                self._provider,
+                self._machines,
+                self._log_dir,
+                hidden,
+                config.host,
+                config.start_timeout,
+                config.heartbeat_timeout,
             )
             self._ledger = Ledger(nodes)
             try:
                 self._agents.start(nodes)
-                self._agents.wait([node.name for node in nodes])
-                if self._gone and len(nodes) < self._wanted:
+                self._agents.wait(self.tick)
+                for node in nodes:
+                    if (machine := self._machines[node.name]).lost:
+                        raise self._agents.failure(machine)
+                if former and len(nodes) < self._wanted:
                     self._try_again()
             except BaseException:
-                agents, self._agents = self._agents, None
-                agents.close()
+                self._agents.close()
+                self._agents = None
                 raise
 
     def _try_again(self) -> None:
         """Machines were lost and none stands in for them: they may be well again."""
-        lost, self._gone = self._gone, set()
+        lost = [name for name, machine in self._machines.items() if machine.lost]
+        for name in lost:
+            del self._machines[name]
         if not self._find_new():
-            self._gone = lost
             self._provider.lacking(f"{', '.join(sorted(lost))} were lost, do not come back, and no others stand in")
 
     def _add(self, role: _Role, indices: Sequence[int], lives: int = 0) -> None:
         """Start workers of a role where there is room, and return when they have been started."""
         assert self._agents is not None
         spec = role.spec
-        beside = [place.node for place in self._roles[spec.beside].places.values()] if spec.beside else []
+        shared = self._roles[spec.beside].places.values() if spec.beside else ()
+        if gone := [place.worker.name for place in shared if place.machine.lost]:
+            raise LaunchError(f"role {spec.role!r}: {', '.join(gone)}, whose devices it uses, was lost with its node.")
+        beside = [place.machine.node.name for place in shared]
         names = self._take(spec, len(indices), beside)
-        shares: dict[str, list[int]] = defaultdict(list)
-        for index, name in zip(indices, names, strict=True):
-            host = self._ledger.nodes[name].host
-            log = self._log_dir / f"{spec.role}-{index}.log"
-            role.places[index] = _Place(name, Worker(spec.role, index, host, None, log, node=name), lives=lives)
-            shares[name].append(index)
+        machines = [self._machines[name] for name in names]
+        shares: dict[Machine, list[int]] = defaultdict(list)
+        for index, machine in zip(indices, machines, strict=True):
+            node, log = machine.node, self._log_dir / f"{spec.role}-{index}.log"
+            worker = Worker(spec.role, index, node.host, None, log, node=node.name)
+            role.places[index] = _Place(machine, worker, lives=lives)
+            shares[machine].append(index)
         master = ""
         if spec.spmd:
-            first = names[0]
-            (port,) = self._answers([self._agents.ask(first, "meet", role=spec.role)], ORDER_SECONDS)
-            master = f"{self._ledger.nodes[first].host}:{port}"
+            (port,) = self._answers([self._agents.ask(machines[0], "meet", role=spec.role)], ORDER_SECONDS)
+            master = f"{machines[0].node.host}:{port}"
         sent = asdict(spec) | {"env": {k: "" if k == RUN_KEY_VARIABLE else v for k, v in spec.env.items()}}
         self._answers(
             [
-                self._agents.ask(name, "add", spec=sent, indices=share, world=spec.count, master=master)
-                for name, share in shares.items()
+                self._agents.ask(machine, "add", spec=sent, indices=share, world=spec.count, master=master)
+                for machine, share in shares.items()
             ],
             ORDER_SECONDS,
         )
@@ -275,7 +300,8 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
 
     def _take(self, spec: JobSpec, number: int, beside: Sequence[str]) -> list[str]:
         """Places in the ledger; spare or new machines are looked for where others were lost, or there is no room."""
-        if self._gone:
+        assert self._agents is not None
+        if any(machine.lost for machine in self._machines.values()):
             self._find_new()
         try:
             return self._ledger.take(spec, number, beside)
@@ -287,16 +313,17 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
     def _find_new(self) -> bool:
         """Start agents on machines that have come since, and say whether there are any."""
         assert self._agents is not None
-        offered = self._provider.nodes()
-        new = [node for node in offered if node.name not in self._ledger.nodes and node.name not in self._gone]
-        self._gone &= {node.name for node in offered}  # one that went and comes again is as good as new
-        with suppress(LaunchError):
-            self._agents.start(new)
-            self._agents.wait([node.name for node in new])
-            for node in new:
-                self._ledger.add(node)
-            return bool(new)
-        return False
+        offered = {node.name: node for node in self._provider.nodes()}
+        for name in [name for name, machine in self._machines.items() if machine.lost and name not in offered]:
+            del self._machines[name]  # one that went and comes again is as good as new
+            self._ledger.drop(name)
+        self._agents.start([node for name, node in offered.items() if name not in self._machines])
+        self._agents.wait(self.tick)
+        there = self._ledger.nodes
+        new = [node for name, node in offered.items() if not self._machines[name].lost and name not in there]
+        for node in new:
+            self._ledger.add(node)
+        return bool(new)
 
     def _remove(self, role: str, indices: Sequence[int], grace: float) -> None:
         found = [index for index in indices if index in self._roles[role].places]
@@ -308,40 +335,41 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         if self._agents is None:
             return
         self.poll()
-        shares: dict[tuple[str, str], list[int]] = defaultdict(list)
+        shares: dict[tuple[Machine, str], list[int]] = defaultdict(list)
         for name, some in indices.items():
             for index in some:
-                if (node := self._roles[name].places[index].node) not in self._gone:
-                    shares[node, name].append(index)
+                if not (machine := self._roles[name].places[index].machine).lost:
+                    shares[machine, name].append(index)
         orders = [
-            (node, self._agents.ask(node, "remove", role=name, indices=share, grace=grace))
-            for (node, name), share in shares.items()
+            (machine, self._agents.ask(machine, "remove", role=name, indices=share, grace=grace))
+            for (machine, name), share in shares.items()
         ]
-        for node, order in orders:
+        problems = []
+        for machine, order in orders:
             try:
                 for state in order.result(grace + ORDER_SECONDS):
-                    self._learn(node, state)
+                    self._learn(machine, state)
             except TimeoutError:
-                raise LaunchError(f"node {node} did not end its workers within {grace + ORDER_SECONDS:g} s.") from None
-            except LaunchError:
-                self.poll()
-                if node not in self._gone:  # what a lost machine still runs, it ends by itself
-                    raise
+                name = machine.node.name
+                problems.append(f"node {name} did not end its workers within {grace + ORDER_SECONDS:g} s.")
+            except LaunchError as error:
+                if not machine.lost:  # what a lost machine still runs, it ends by itself
+                    problems.append(str(error))
         self.poll()
+        if problems:
+            raise LaunchError("\n".join(problems))
 
     def _forget(self, role: str, indices: Sequence[int]) -> None:
         """Free what workers had that are gone."""
-        places = self._roles[role].places
-        self._ledger.give_back(self._roles[role].spec, [places.pop(index).node for index in indices])
+        places = [self._roles[role].places.pop(index) for index in indices]
+        there = [place.machine.node.name for place in places if not place.machine.lost]
+        self._ledger.give_back(self._roles[role].spec, there)
 
-    def _learn(self, node: str, state: Message) -> None:
+    def _learn(self, machine: Machine, state: Message) -> None:
         role = self._roles.get(state["role"])
         place = role.places.get(state["index"]) if role else None
-        if place is not None and place.node == node:
+        if place is not None and place.machine is machine:
             place.learn(state)
-
-    def _on(self, node: str) -> Iterable[_Place]:
-        return [place for role in self._roles.values() for place in role.places.values() if place.node == node]
 
     def _answers(self, orders: Sequence[Future[Any]], seconds: float) -> list[Any]:
         """What agents answer to orders.

@@ -142,6 +142,7 @@ class Launcher:
         self._control.pulses.timeout = self._config.health_timeout
         attempts, code = Attempts(self._config, resume), 0
         with Interrupts(self._parent) as interrupts:
+            self._scheduler.tick = interrupts.check
             try:
                 while not self._done(trainer_specs, interrupts, together, attempts):
                     pass
@@ -214,7 +215,7 @@ class Launcher:
         interrupts.check()
         workers = self._scheduler.poll()
         self._control.show(workers)
-        self._control.publish({f"{w.role}/{w.index}": w.address for w in self._elastic.staying(workers)})
+        self._control.publish({f"{w.role}/{w.index}": w.address for w in self._elastic.staying(workers) if w.port})
         if self._on_tick is not None:
             self._on_tick(workers)
         trainers = [worker for worker in workers if worker.role in self._roles()]

@@ -14,15 +14,15 @@ from typing import ClassVar
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, LaunchError, RLError
-from rl_contracts.scheduler import JobSpec, Resources, Scheduler, SchedulerConfig, Worker
+from rl_contracts.scheduler import JobSpec, Resources, Scheduler, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers import report
 from rl_launchers.keeper import Keeper
 from rl_launchers.process import Group, LocalProcess, fill_in, ranks_of, worker_environment
 from rl_launchers.resources import Pool, PortReservation, pinnable_cores, visible_gpus
 from rl_launchers.sessions import stop_sessions
 
-TICK = 0.1
-"""Seconds between two readiness checks."""
+TICK = 0.05
+"""Seconds between two looks at what is waited for."""
 LOG_LINES = 30
 """Last lines of a log shown in an error."""
 
@@ -164,12 +164,13 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
                 if process.worker.exit_code is not None:
                     end = report.describe_exit(process.worker.exit_code)
                     self._fail(process, f"{process.worker.name} {end} before its role was ready.")
-            waiting = [process for process in processes if not process.check_ready()]
+            waiting = [process for process in processes if process.worker.status is WorkerStatus.STARTING]
             if not waiting:
                 return workers
-            late = [process for process in waiting if time.monotonic() > process.started_at + timeout]
-            if late:
-                self._fail(late[0], late[0].not_ready(timeout))
+            for process in waiting:
+                if time.monotonic() > process.started_at + timeout:
+                    path = f"{process.worker.address}{self._roles[role].spec.ready_path}"
+                    self._fail(process, report.not_ready(process.worker.name, timeout, path, process.last_answer))
             time.sleep(TICK)
 
     def get_workers(self, role: str) -> list[Worker]:

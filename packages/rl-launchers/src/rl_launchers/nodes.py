@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rl_contracts.scheduler import Node
@@ -15,6 +15,8 @@ class NodeProvider(ABC):
 
     spares: int = 0
     """How many of `nodes`, the last ones, are left alone until others are lost or have no room."""
+    tick: Callable[[], object] = staticmethod(lambda: None)
+    """Called several times a second where `nodes` waits; what it raises ends the wait."""
 
     @abstractmethod
     def nodes(self) -> list[Node]:

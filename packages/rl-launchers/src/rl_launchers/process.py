@@ -103,6 +103,8 @@ def worker_environment(
     return environment | {name: fill_in(value, index, host, port) for name, value in spec.env.items()}
 
 
+ASK_EVERY = 0.1
+"""Seconds between two questions whether a worker is ready."""
 _ENLIST = str(Path(__file__).with_name("enlist.py"))
 
 
@@ -134,9 +136,9 @@ class LocalProcess:
     ) -> None:
         self.worker = worker
         self.started_at = time.monotonic()
-        self._ready_path = ready_path
         self.last_answer = "it was not asked yet"
         self._end: tuple[int, float] | None = None
+        self._ready = not ready_path
         with worker.log.open("ab") as log:
             self.log_start = log.tell()  # an earlier run's lines must not pass for this one's
             self._popen = subprocess.Popen(
@@ -149,32 +151,21 @@ class LocalProcess:
                 start_new_session=True,
             )
         worker.pid = self._popen.pid
-        worker.status = WorkerStatus.STARTING if ready_path else WorkerStatus.RUNNING
+        worker.status = WorkerStatus.RUNNING if self._ready else WorkerStatus.STARTING
         self.session = Session(self._popen.pid)
         self._waiter = threading.Thread(target=self._await_end, name=f"wait-{worker.name}", daemon=True)
         self._waiter.start()
+        if ready_path and worker.port is not None:  # a thread of its own, for one that is silent takes its time
+            asks = threading.Thread(target=self._ask, args=(ready_path,), name=f"ask-{worker.name}", daemon=True)
+            asks.start()
 
     def refresh(self) -> None:
         """Bring the worker's status up to date."""
+        if self._ready and self.worker.status is WorkerStatus.STARTING:
+            self.worker.status = WorkerStatus.RUNNING
         if self._end is not None and self.worker.exit_code is None:
             self.worker.exit_code, self.worker.ended_at = self._end
             self.worker.status = WorkerStatus.DONE if self.worker.exit_code == 0 else WorkerStatus.FAILED
-
-    def check_ready(self) -> bool:
-        """Ask a starting worker whether it is ready; the status tells from then on."""
-        worker = self.worker
-        if worker.status is WorkerStatus.STARTING and self._ready_path and worker.port is not None:
-            problem = probe(worker.host, worker.port, self._ready_path)
-            if problem is None:
-                worker.status = WorkerStatus.RUNNING
-            else:
-                self.last_answer = problem
-        return worker.status is WorkerStatus.RUNNING
-
-    def not_ready(self, timeout: float) -> str:
-        """Why it is not ready, in a sentence."""
-        asked = f"{self.worker.address}{self._ready_path}"
-        return report.not_ready(self.worker.name, timeout, asked, self.last_answer)
 
     def log_tail(self, lines: int) -> str:
         """The last lines that this process wrote, behind earlier ones that name an error."""
@@ -187,3 +178,12 @@ class LocalProcess:
 
     def _await_end(self) -> None:
         self._end = (self._popen.wait(), time.time())
+
+    def _ask(self, path: str) -> None:
+        """Until it is ready, or has ended."""
+        worker = self.worker
+        while self._end is None and not self._ready:
+            answer = probe(worker.host, worker.port or 0, path)
+            self.last_answer = answer or self.last_answer
+            self._ready = answer is None
+            time.sleep(ASK_EVERY)

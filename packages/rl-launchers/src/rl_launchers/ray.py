@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -206,8 +207,9 @@ class Conversation:
         """Give an order; where nobody hears it, `problem` knows why."""
         assert self._process.stdin is not None
         if not self.problem():
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
+            with suppress(OSError):
+                self._process.stdin.write(json.dumps(order) + "\n")
+                self._process.stdin.flush()
 
     def problem(self) -> str:
         """Why there is nobody to talk to, in words; empty while there is."""
@@ -219,8 +221,8 @@ class Conversation:
         silence = time.monotonic() - self._heard
         return f"Ray has said nothing for {silence:.0f} s" if silence > SILENCE and "placed" in self.state else ""
 
-    def wait(self, thing: str, seconds: float = CONNECT_SECONDS) -> bool:
-        """Whether a thing was so within some time.
+    def wait(self, thing: str, seconds: float = CONNECT_SECONDS, tick: Callable[[], object] = lambda: None) -> bool:
+        """Whether a thing was so within some time. What `tick`, called meanwhile, raises ends the wait.
 
         Raises:
             LaunchError: nobody is there who could say.
@@ -229,6 +231,7 @@ class Conversation:
         while not self.state.get(thing) and time.monotonic() < deadline:
             if (problem := self.problem()) and not self.state.get(thing):
                 raise self.silent(problem)
+            tick()
             time.sleep(TICK)
         return bool(self.state.get(thing))
 
@@ -243,7 +246,8 @@ class Conversation:
     def close(self) -> None:
         """End the process, and so everything that it started."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(OSError):  # what it did not read
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=30.0)
         except subprocess.TimeoutExpired:
@@ -309,17 +313,21 @@ class RayNodes(NodeProvider):
         conversation, self._ray = self._ray, None
         if conversation is not None:
             conversation.close()
-        for order in self._log_dir.glob("*.order-*"):  # of agents that Ray did not start
-            order.unlink(missing_ok=True)
+        self._forget_orders()  # of agents that Ray did not start
 
     def address(self) -> str:
         """Of this machine, as the cluster knows it."""
         state = self._state()
         return LOOPBACK if state["local"] else str(state["address"])
 
+    def _forget_orders(self) -> None:
+        for order in self._log_dir.glob("*.order-*"):
+            order.unlink(missing_ok=True)
+
     def _state(self) -> dict[str, Any]:
         if self._ray is None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._forget_orders()  # of a launcher that was killed
             conversation = Conversation(self._config.address, "hold", self._log_dir / "ray.log")
             try:
                 self._claim(conversation)
@@ -330,12 +338,12 @@ class RayNodes(NodeProvider):
         return self._ray.state
 
     def _claim(self, conversation: Conversation) -> None:
-        if not conversation.wait("found"):
+        if not conversation.wait("found", tick=self.tick):
             raise conversation.silent()
         state, seconds = conversation.state, self._config.placement_timeout
         bundles = [bundle for _, bundle in self._config.bundles(state["living"] or [this_machine()])]
         conversation.say(do="claim", bundles=bundles)
-        if not conversation.wait("placed", seconds):
+        if not conversation.wait("placed", seconds, self.tick):
             free, total = state["free"], state["total"]
             has = ", ".join(f"{free.get(name, 0):g} of {total[name]:g} {name}" for name in sorted(bundles[0]))
             raise LaunchError(

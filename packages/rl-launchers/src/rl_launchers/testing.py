@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from rl_contracts.scheduler import Node
 from rl_launchers.nodes import NodeProvider
 from rl_launchers.sessions import Session, stop_sessions
@@ -54,7 +56,9 @@ class MachinesOfTests(NodeProvider):
         self.there = [node for node in self.there if node.name != name]
         agent = Session(self.agents[name].pid)
         members = agent.members()  # the keeper and the workers lead sessions of their own
-        for process in [*members, *(child for member in members for child in member.children(recursive=True))]:
+        everything = [*members, *(child for member in members for child in member.children(recursive=True))]
+        for process in everything:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         self.agents[name].wait(10)
+        psutil.wait_procs(everything, timeout=10)

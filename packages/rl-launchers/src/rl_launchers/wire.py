@@ -8,12 +8,13 @@ it crosses no wire. Messages are bytes of JSON: nothing is unpickled. Each has a
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import threading
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from rl_contracts.errors import LaunchError
@@ -21,7 +22,9 @@ from rl_contracts.errors import LaunchError
 LARGEST = 1 << 20
 """Bytes of a message."""
 PATIENCE = 10
-"""Seconds for the rest of a message that has begun, or for the proof of a peer."""
+"""Seconds for the rest of a message that has begun, or for the proof of a peer, at most."""
+CALL_SECONDS = 60
+"""Seconds that the launcher may take to answer a call."""
 
 Message = dict[str, Any]
 
@@ -42,7 +45,7 @@ class Wire:
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Raises OSError where the peer is gone, or took nothing for `PATIENCE` seconds. For several threads."""
+        """Raises OSError where the peer is gone, or took nothing for too long. For several threads."""
         with self._sending:
             self._connection.send_bytes(json.dumps(message).encode())
 
@@ -59,21 +62,26 @@ class Wire:
         return message
 
     def close(self) -> None:
-        """May be called twice."""
-        with suppress(OSError):
+        """May be called twice. Another thread's `send` ends with an OSError."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as peer:
+            peer.shutdown(socket.SHUT_RDWR)
+        with self._sending, suppress(OSError):  # else the descriptor could be another's by then
             self._connection.close()
 
 
-def accepted(peer: socket.socket, secret: bytes) -> Wire:
+def accepted(peer: socket.socket, secret: bytes, patience: float = PATIENCE) -> Wire:
     """The connection of a peer that called and proves that it knows the secret.
+
+    Args:
+        peer: stays open, so that it can be shut down meanwhile.
+        secret: of the run.
+        patience: seconds; see `PATIENCE`, which is the most.
 
     Raises:
         OSError, EOFError, AuthenticationError: it does not, or not in time.
     """
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PATIENCE, 0))
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection = Connection(peer.detach())
+    _limit(peer, min(PATIENCE, patience))
+    connection = Connection(os.dup(peer.fileno()))
     try:
         deliver_challenge(connection, secret)
         answer_challenge(connection, secret)
@@ -83,13 +91,32 @@ def accepted(peer: socket.socket, secret: bytes) -> Wire:
     return Wire(connection)
 
 
-def called(host: str, port: int, secret: bytes) -> Wire:
+def called(host: str, port: int, secret: bytes, patience: float = PATIENCE) -> Wire:
     """A connection to the launcher.
 
+    Args:
+        host, port: where it listens.
+        secret: of the run.
+        patience: as for `accepted`.
+
     Raises:
-        LaunchError: nobody listens there, or it does not know the secret.
+        LaunchError: nobody listens there, or it does not know the secret, or does not answer in `CALL_SECONDS`.
     """
     try:
-        return Wire(Client((host, port), authkey=secret))  # type: ignore[arg-type]
+        with socket.create_connection((host, port), CALL_SECONDS) as peer:
+            peer.settimeout(None)
+            _limit(peer, CALL_SECONDS)
+            connection = Connection(os.dup(peer.fileno()))
+            answer_challenge(connection, secret)
+            deliver_challenge(connection, secret)
+            _limit(peer, min(PATIENCE, patience))
+            return Wire(connection)
     except (OSError, EOFError, AuthenticationError) as error:
         raise LaunchError(f"the launcher at {host}:{port} cannot be reached: {error!r}") from error
+
+
+def _limit(peer: socket.socket, seconds: float) -> None:
+    """How long one end waits for the other within a message."""
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,208 @@
+"""Machines that are lost, come, or do not start, and what becomes of the workers on them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_contracts.conformance.scheduler import SLEEP, listens, python, server, wait_until
+from rl_contracts.errors import LaunchError
+from rl_contracts.scheduler import JobSpec, Node, Worker, WorkerStatus
+from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
+from rl_launchers.launcher import Launcher, LauncherConfig
+from rl_launchers.testing import MachinesOfTests
+
+pytestmark = pytest.mark.slow
+
+SILENT = """
+import socket, sys, time
+listener = socket.create_server((sys.argv[1], int(sys.argv[2])), backlog=200)
+time.sleep(600)
+"""
+"""A server that takes connections and says nothing."""
+
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class Machines(MachinesOfTests):
+    """Some of which do not start, or late."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.before: dict[str, str] = {}
+        """By machine, a command of the shell before its agent."""
+        self.started: list[str] = []
+
+    def start(self, node: Node, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.started.append(node.name)
+        if before := self.before.get(node.name):
+            command = ["sh", "-c", f'{before}; exec "$@"', "sh", *command]
+        super().start(node, command, env, log)
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    made = Machines()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, machines: Machines) -> Iterator[ClusterScheduler]:
+    with ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines) as made:
+        yield made
+
+
+def statuses(scheduler: ClusterScheduler) -> list[WorkerStatus]:
+    return [worker.status for worker in scheduler.poll()]
+
+
+def lose(scheduler: ClusterScheduler, machines: Machines, name: str) -> list[Worker]:
+    """Kill a machine; the workers on it, once it is known."""
+    machines.kill(name)
+    wait_until(lambda: all(w.status is WorkerStatus.FAILED for w in scheduler.poll() if w.node == name))
+    return [worker for worker in scheduler.poll() if worker.node == name]
+
+
+def test_machine_with_two_workers_is_lost_both_come_back_and_the_end_is_clean(
+    scheduler: ClusterScheduler, machines: Machines
+) -> None:
+    machines.spares = 1
+    scheduler.create_workers(JobSpec("role", python(SLEEP), count=4))
+    lost = lose(scheduler, machines, "node1")
+    assert [scheduler.restart_worker(worker).node for worker in lost] == ["node2", "node2"]
+    scheduler.delete_workers(grace=0.0)
+
+
+def test_another_machine_is_lost_while_a_spare_one_starts_is_seen(
+    scheduler: ClusterScheduler, machines: Machines
+) -> None:
+    machines.spares, machines.before = 1, {"node2": "sleep 2"}
+    scheduler.create_workers(JobSpec("role", python(SLEEP), count=2, cpus=2))
+    (lost,) = lose(scheduler, machines, "node1")
+    threading.Timer(0.5, machines.kill, ["node0"]).start()
+    assert scheduler.restart_worker(lost).node == "node2"
+    wait_until(lambda: statuses(scheduler) == [WorkerStatus.FAILED, WorkerStatus.RUNNING])
+    scheduler.delete_workers(grace=0.0)
+
+
+def test_restart_elsewhere_fails_is_tried_again(
+    scheduler: ClusterScheduler, machines: Machines, tmp_path: Path
+) -> None:
+    program, away = tmp_path / "program", tmp_path / "away"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    machines.there = machines.there[:2]
+    scheduler.create_workers(JobSpec("role", (str(program),), count=2, cpus=2, needs_port=True))
+    (lost,) = lose(scheduler, machines, "node1")
+    free = scheduler._ledger._rooms["node0"].cores
+    program.rename(away)
+    with pytest.raises(LaunchError, match="no program"):
+        scheduler.restart_worker(lost)
+    assert statuses(scheduler) == [WorkerStatus.RUNNING, WorkerStatus.FAILED]
+    assert scheduler._ledger._rooms["node0"].cores == free
+    away.rename(program)
+    again = scheduler.restart_worker(scheduler.poll()[1])
+    assert (again.node, again.status, again.restarts) == ("node0", WorkerStatus.RUNNING, 1)
+    assert again.port
+
+
+def test_new_machine_that_does_not_start_keeps_out_no_other(scheduler: ClusterScheduler, machines: Machines) -> None:
+    machines.there = [Node(f"node{index}", "127.0.0.1", 2, 1) for index in range(3)]
+    later, machines.there = machines.there[1:], machines.there[:1]
+    machines.before["node2"] = "exit 4"
+    spec = JobSpec("a", python(SLEEP), gpus=1, env=HIDDEN)
+    scheduler.create_workers(spec)
+    machines.there += later
+    (worker,) = scheduler.create_workers(JobSpec("b", python(SLEEP), gpus=1, env=HIDDEN))
+    assert worker.node == "node1"
+    with pytest.raises(LaunchError, match=r"free are 0 \(node0 0, node1 0\)"):
+        scheduler.create_workers(JobSpec("c", python(SLEEP), gpus=1, env=HIDDEN))
+    assert sorted(machines.started) == ["node0", "node1", "node2"]
+
+
+def test_machine_that_comes_back_owes_nothing_of_its_former_life(
+    scheduler: ClusterScheduler, machines: Machines
+) -> None:
+    machines.there = [Node("node0", "127.0.0.1", 2, 1), back := Node("node1", "127.0.0.1", 2, 1)]
+    scheduler.create_workers(JobSpec("a", python(SLEEP), count=2, gpus=1, env=HIDDEN))
+    lose(scheduler, machines, "node1")
+    spec = JobSpec("b", python(SLEEP), gpus=1, env=HIDDEN)
+    with pytest.raises(LaunchError, match="free are 0"):
+        scheduler.create_workers(spec)
+    machines.there.append(back)
+    (worker,) = scheduler.create_workers(spec)
+    assert worker.node == "node1"
+    scheduler.delete_workers("a", grace=0.0)  # one of them was on node1, before
+    with pytest.raises(LaunchError, match=r"free are 1 \(node0 1, node1 0\)"):
+        scheduler.create_workers(JobSpec("c", python(SLEEP), count=2, gpus=1, env=HIDDEN))
+
+
+def test_run_goes_on_after_a_machine_with_two_servers_is_lost(scheduler: ClusterScheduler, machines: Machines) -> None:
+    machines.spares, killed = 1, list[str]()
+    machines.there = [Node(f"node{index}", "127.0.0.1", 4) for index in range(3)]
+    done = Path(scheduler._log_dir).parent / "done"
+    wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
+    launcher = Launcher(scheduler, LauncherConfig(), 0)
+
+    def tick(workers: list[Worker]) -> None:
+        if launcher._ready and not killed:
+            killed.append(next(worker.node for worker in workers if worker.node != workers[-1].node))
+            machines.kill(killed[0])
+        if killed and all(w.status is WorkerStatus.RUNNING and w.node != killed[0] for w in workers):
+            done.touch()
+
+    trainers = [JobSpec("actor", python(wait, str(done)), spmd=True)]
+    assert launcher.run([server(count=4, cpus=2)], lambda _: trainers, on_tick=tick) == 0
+
+
+def test_servers_that_are_silent_hold_up_no_order(tmp_path: Path, machines: Machines) -> None:
+    machines.there = machines.there[:1]
+    config = ClusterSchedulerConfig(heartbeat_timeout=3.0)
+    with ClusterScheduler(tmp_path / "logs", config, machines) as scheduler:
+        command = python(SILENT, "{host}", "{port}")
+        workers = scheduler.create_workers(JobSpec("server", command, count=5, ready_path="/health", ready_timeout=600))
+        wait_until(lambda: all(map(listens, workers)))
+        until = time.monotonic() + 5.0  # more than the timeout
+        wait_until(lambda: bool(scheduler.poll()) and time.monotonic() > until)
+        assert statuses(scheduler) == [WorkerStatus.STARTING] * 5
+        began = time.monotonic()
+        scheduler.delete_workers(grace=0.0)
+        assert time.monotonic() - began < 5.0
+
+
+def test_signal_while_agents_start_ends_the_run_at_once(scheduler: ClusterScheduler, machines: Machines) -> None:
+    machines.before = dict.fromkeys(("node0", "node1", "node2"), "sleep 60")
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    began = time.monotonic()
+    code = Launcher(scheduler, LauncherConfig(), 0).run([], lambda _: [JobSpec("actor", python(SLEEP), spmd=True)])
+    assert code == 143
+    assert time.monotonic() - began < 10
+
+
+def test_agent_ignores_no_signal_that_its_workers_must_hear(scheduler: ClusterScheduler, machines: Machines) -> None:
+    scheduler.create_workers(JobSpec("role", python(SLEEP)))
+    status = Path(f"/proc/{machines.agents['node0'].pid}/status").read_text()
+    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)  # what a child inherits, until it is its program
+    assert not any(ignored >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT))
+
+
+def test_machine_does_not_end_its_workers_agents_end_all_the_same(
+    scheduler: ClusterScheduler, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_launchers.cluster.ORDER_SECONDS", 0.5)
+    workers = scheduler.create_workers(JobSpec("role", python(SLEEP), count=2, cpus=2))
+    os.kill(machines.agents["node0"].pid, signal.SIGSTOP)
+    with pytest.raises(LaunchError, match=r"node node0 did not end its workers within 0\.5 s"):
+        scheduler.delete_workers(grace=0.0)
+    assert scheduler.poll() == []
+    assert not list((tmp_path / "logs").glob(".agents-*"))
+    assert workers[1].pid is not None
+    assert not psutil.pid_exists(workers[1].pid)

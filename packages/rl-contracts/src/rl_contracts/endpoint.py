@@ -36,14 +36,17 @@ class RolloutSession(ABC):
 
     @abstractmethod
     def trajectories(self, reward: float, per: RowsPer = "branch") -> list[Trajectory]:
-        """What was sampled in all finished calls, in the order in which they were made; also after `close`.
+        """What was sampled in all calls that were answered, in the order of their answers. Of a closed session alone.
 
         Args:
             reward: outcome of the episode, which all rows get.
             per: what a row is.
 
         Returns:
-            rows of exactly the tokens that were sampled, with their log-probs and versions; none without a call.
+            rows of exactly the tokens that were sampled, with their log-probs and versions; none without an answer.
+
+        Raises:
+            AgentError: the session is still open.
         """
 
     @abstractmethod

@@ -173,7 +173,7 @@ def written(name: str, content: str = "", calls: Sequence[Mapping[str, Any]] = (
 
     Args:
         calls: objects with `name` and `arguments`.
-        reasoning: for `qwen3` alone.
+        reasoning: of `qwen3`; the others write none.
     """
     if name == "mistral":
         return "[TOOL_CALLS]" + json.dumps(list(calls)) + "</s>" if calls else f" {content}</s>"

@@ -1,0 +1,1 @@
+"""The HTTP server that agents talk to, over any inference engine."""

@@ -1,0 +1,38 @@
+"""Settings of the endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rl_contracts.answers import FORMATS
+from rl_contracts.config import Settings, bounded, choice
+
+
+@dataclass
+class EndpointConfig(Settings):
+    """Where agents find the endpoint, how answers are read, and what one episode may take of it."""
+
+    setting: ClassVar[str] = "endpoint"
+    host: str = "127.0.0.1"
+    """Address to listen on. Agents in containers or on other nodes need one that they reach."""
+    port: int = bounded(0, "0 (a free one) to 65535", lambda port: 0 <= port <= 65535)
+    """Port to listen on; 0: a free one."""
+    url: str = ""
+    """How agents reach it (`http://name:port`), where that differs from host and port."""
+    tool_calls: str = choice("auto", ("auto", *FORMATS))
+    """How the model writes tool calls: `hermes`, `mistral`, `llama3`, `transformers` (as the tokenizer's
+    `response_template` says), or `none`; `auto`: by the tokenizer. With `none` requests with tools are refused."""
+    session_seconds: float = bounded(3600.0, "seconds above 0", lambda seconds: seconds > 0)
+    """After which a session is closed whatever its agent does."""
+    max_sessions: int = bounded(4096, "at least 1", lambda sessions: sessions >= 1)
+    """Open sessions."""
+    max_calls: int = bounded(256, "at least 1", lambda calls: calls >= 1)
+    """Answers of a session; further calls are refused."""
+    max_concurrent: int = bounded(32, "at least 1", lambda calls: calls >= 1)
+    """Answers of a session that are generated at the same time; further calls are refused."""
+    max_tokens: int = bounded(1 << 20, "at least 1", lambda tokens: tokens >= 1)
+    """Tokens of all branches of a session, prompts and answers, what they share counted once; further calls are
+    refused."""
+    max_body_bytes: int = bounded(1 << 23, "at least 1024", lambda size: size >= 1024)
+    """Of a request."""

@@ -1,0 +1,162 @@
+"""OpenAI's responses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from secrets import token_hex
+from typing import Any
+
+from rl_contracts.conversation import Prompt
+from rl_inference.endpoint import wire
+from rl_inference.endpoint.session import Answer, Call, CallError
+
+
+class Responses(wire.Asked):
+    """`POST /v1/responses`. Nothing is stored: a request has the whole conversation in its `input`."""
+
+    input: str | list[wire.Names] = ""
+    instructions: str | None = None
+    max_output_tokens: wire.Count | None = None
+    tools: list[wire.Names] | None = None
+    tool_choice: str | wire.Names | None = None
+    parallel_tool_calls: bool | None = None
+    text: wire.Names | None = None
+    reasoning: wire.Names | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    def call(self) -> Call:
+        wire.refuse(not self.input, "input", "expected a text or at least one item.")
+        wire.refuse(self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here.")
+        form = (self.text or {}).get("format") or {"type": "text"}
+        kind = form.get("type") if isinstance(form, dict) else form
+        wire.refuse(kind != "text", "text.format", f"found {kind!r:.80}, and answers are free text here.")
+        wire.refuse(self.truncation not in (None, "disabled"), "truncation", "expected disabled.")
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        messages = _messages(items)
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        tools = [_tool(tool) for tool in self.tools or ()]
+        return Call(messages, tools=wire.choose(tools, self.tool_choice) or None, max_tokens=self.max_output_tokens)
+
+    def answered(self, prompt: Prompt, answers: Sequence[Answer], text_of: Any) -> wire.Names:
+        answer = answers[0]
+        status = "incomplete" if answer.cut else "completed"
+        output: list[wire.Names] = []
+        if reasoning := answer.message.get("reasoning_content"):
+            content = [{"type": "reasoning_text", "text": reasoning}]
+            output.append({"type": "reasoning", "id": f"rs_{token_hex(12)}", "summary": [], "content": content})
+        if answer.message["content"] or not answer.calls:
+            part = {"type": "output_text", "text": answer.message["content"], "annotations": [], "logprobs": []}
+            said = {"type": "message", "id": f"msg_{token_hex(12)}", "role": "assistant", "content": [part]}
+            output.append({**said, "status": status})
+        for call in answer.calls:
+            name, arguments = call["function"]["name"], wire.written(call["function"]["arguments"])
+            called = {"type": "function_call", "id": f"fc_{token_hex(12)}", "call_id": call["id"], "name": name}
+            output.append({**called, "arguments": arguments, "status": "completed"})
+        before, after = wire.usage(prompt, answers)
+        return {
+            "id": f"resp_{token_hex(12)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": self.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if answer.cut else None,
+            "instructions": self.instructions,
+            "metadata": self.metadata or {},
+            "output": output,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": self.tools or [],
+            "temperature": None,
+            "top_p": None,
+            "usage": {
+                "input_tokens": before,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": after,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": before + after,
+            },
+        }
+
+    def events(self, reply: wire.Names) -> list[tuple[str, Any]]:
+        begun = {**reply, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        events: list[wire.Names] = [
+            {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
+        ]
+        for index, item in enumerate(reply["output"]):
+            at = {"output_index": index, "item_id": item["id"]}
+            empty: dict[str, wire.Names] = {
+                "message": {"content": []},
+                "function_call": {"arguments": ""},
+                "reasoning": {"content": []},
+            }
+            started = {**item, **empty[item["type"]], **({"status": "in_progress"} if "status" in item else {})}
+            events.append({"type": "response.output_item.added", "output_index": index, "item": started})
+            events += _call_events(item, at) if item["type"] == "function_call" else _part_events(item, at)
+            events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+        events.append({"type": f"response.{reply['status']}", "response": reply})
+        return [(event["type"], {**event, "sequence_number": number}) for number, event in enumerate(events)]
+
+
+def _call_events(item: wire.Names, at: wire.Names) -> list[wire.Names]:
+    name = "response.function_call_arguments"
+    deltas = [{"type": f"{name}.delta", **at, "delta": piece} for piece in wire.pieces(item["arguments"])]
+    return [*deltas, {"type": f"{name}.done", **at, "name": item["name"], "arguments": item["arguments"]}]
+
+
+def _part_events(item: wire.Names, at: wire.Names) -> list[wire.Names]:
+    part, at = item["content"][0], {**at, "content_index": 0}
+    name = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
+    more: wire.Names = {"logprobs": []} if item["type"] == "message" else {}
+    return [
+        {"type": "response.content_part.added", **at, "part": {**part, "text": ""}},
+        *({"type": f"{name}.delta", **at, "delta": piece, **more} for piece in wire.pieces(part["text"])),
+        {"type": f"{name}.done", **at, "text": part["text"], **more},
+        {"type": "response.content_part.done", **at, "part": part},
+    ]
+
+
+def _tool(tool: wire.Names) -> wire.Names:
+    if tool.get("type") != "function":
+        raise CallError(f"tools: expected functions, found one of type {tool.get('type')!r:.80}.")
+    return wire.function(tool.get("name"), tool.get("description"), tool.get("parameters"))
+
+
+def _messages(items: list[wire.Names]) -> list[wire.Names]:
+    """Items as messages: what an assistant thought, said and called one after the other is one message."""
+    made: list[wire.Names] = []
+    said: dict[str, Any] | None = None
+    for number, item in enumerate(items):
+        where, kind, role = f"input[{number}]", item.get("type", "message"), item.get("role")
+        theirs = kind in ("reasoning", "function_call") or (kind == "message" and role == "assistant")
+        if theirs:
+            said = said or {"text": "", "reasoning": "", "calls": [], "where": where}
+        elif said is not None:
+            made.append(wire.assistant(**said))
+            said = None
+        if kind == "message":
+            text = wire.text_of(item.get("content"), where)
+            if said is not None:
+                said["text"] += text
+                continue
+            known = role in ("user", "system", "developer")
+            wire.refuse(
+                not known, where, f"expected a role of user, system, developer or assistant, found {role!r:.80}."
+            )
+            made.append({"role": "user" if role == "user" else "system", "content": text})
+        elif kind == "function_call_output":
+            output = wire.text_of(item.get("output"), where)
+            made.append({"role": "tool", "tool_call_id": wire.told(item.get("call_id"), where), "content": output})
+        elif said is not None and kind == "reasoning":
+            said["reasoning"] += wire.text_of(item.get("content"), where)
+        elif said is not None:
+            said["calls"].append((item.get("call_id", ""), item.get("name", ""), item.get("arguments")))
+        else:
+            raise CallError(f"{where}: found an item of type {kind!r:.80}, which is not known here.")
+    return made if said is None else [*made, wire.assistant(**said)]

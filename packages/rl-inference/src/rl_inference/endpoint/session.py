@@ -1,0 +1,253 @@
+"""One episode's session: its conversation, and the calls that add to it, whichever API they came by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.conversation import Conversation, Prompt, Turn
+from rl_contracts.data import ModelRequest, ModelResponse, StopReason
+from rl_contracts.endpoint import RolloutSession, RowsPer
+from rl_contracts.errors import AgentError, DataError, RLError
+
+if TYPE_CHECKING:
+    from rl_contracts.answers import AnswerReader
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.rendering import ChatRenderer, Message
+    from rl_contracts.trajectory import Trajectory
+    from rl_inference.endpoint.config import EndpointConfig
+
+
+class CallError(AgentError):
+    """A call that is refused. `status` is HTTP's, `code` one of OpenAI's where they have one."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What an agent asks for, in the words of no API."""
+
+    messages: Sequence[Message] = ()
+    """The conversation; empty for a completion."""
+    completion: str | Sequence[int] = ""
+    """Prompt of a completion."""
+    tools: Sequence[dict[str, Any]] | None = None
+    """Functions that the model may call, in OpenAI's form."""
+    n: int = 1
+    """Answers."""
+    max_tokens: int | None = None
+    """Of an answer; the run's limit holds beside it."""
+    stop: Sequence[str] = ()
+    """Strings that end an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to a call."""
+
+    message: Message
+    """For the agent."""
+    response: ModelResponse
+    """Its tokens."""
+    stop: str | None
+    """The string that ended it, if one did."""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Its tool calls."""
+        return list(self.message.get("tool_calls") or ())
+
+    @property
+    def cut(self) -> bool:
+        """Whether it was ended by a limit of length."""
+        return self.response.stop_reason == StopReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What all sessions share."""
+
+    tokenizer: Any
+    renderer: ChatRenderer
+    reader: AnswerReader
+    config: EndpointConfig
+
+
+@dataclass(eq=False)
+class Session(RolloutSession):
+    """See the contract. Its calls run on the endpoint's loop, generation on the engine's."""
+
+    model: Model
+    engine: InferenceEngine
+    generation: GenerationConfig
+    max_length: int | None
+    loop: asyncio.AbstractEventLoop
+    """On which the engine is used."""
+    url: str
+    key: str
+    on_close: Callable[[Session], Coroutine[Any, Any, None]]
+    """Called by `close`, from any loop."""
+    closed: bool = False
+    expired: bool = False
+    """Closed because it took too long."""
+    refused: int = 0
+    """Calls that were."""
+    _failure: RLError | None = None
+    _running: set[asyncio.Task[Any]] = field(default_factory=set)
+    _asked: int = 0
+    _tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.conversation = Conversation(self.model.renderer)
+        stops = dict.fromkeys([*self.generation.stop_token_ids, *self.model.renderer.stop_ids])
+        self.generation = replace(self.generation, stop_token_ids=list(stops))
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    @property
+    def api_key(self) -> str:
+        return self.key
+
+    @property
+    def failure(self) -> RLError | None:
+        return self._failure
+
+    def trajectories(self, reward: float, per: RowsPer = "branch") -> list[Trajectory]:
+        if not self.closed:
+            raise AgentError("the session is still open; close it before its trajectories are made.")
+        rows = self.conversation.rows(reward, per)
+        decode = self.model.tokenizer.decode
+        for row in rows:
+            first = int(row.loss_mask.argmax()) if per == "call" else int((row.versions >= 0).argmax())
+            row.info |= {"prompt": decode(row.input_ids[:first]), "completion": decode(row.input_ids[first:])}
+        return rows
+
+    async def close(self) -> None:
+        await self.on_close(self)
+
+    def end(self) -> None:
+        """Refuse further calls and end those that run; on the endpoint's loop."""
+        self.closed = True
+        for task in self._running:
+            task.cancel()
+
+    def prompt(self, call: Call) -> Prompt:
+        """The tokens of a call.
+
+        Raises:
+            CallError: they cannot be had, or leave no room for an answer.
+        """
+        if call.tools and not self.model.reader.reads_tools:
+            raise CallError(
+                "tools: how this model writes tool calls is not known from its chat template; say it in "
+                "endpoint.tool_calls."
+            )
+        talk = self.conversation
+        try:
+            if call.tools and not self.model.renderer.shows_tools(call.tools):
+                raise CallError("tools: the model's chat template does not show them.")
+            prompt = talk.prompt(call.messages, call.tools) if call.messages else talk.completion(call.completion)
+        except (DataError, RecursionError, UnicodeError) as error:
+            raise CallError(f"the prompt cannot be made: {error}") from error
+        longest = self.max_length
+        if not prompt.ids or (longest is not None and len(prompt.ids) >= longest):
+            raise CallError(
+                f"This model's maximum context length is {longest} tokens, and the prompt has {len(prompt.ids)}; "
+                "expected at least one, and one less than that.",
+                code="context_length_exceeded",
+            )
+        return prompt
+
+    async def answer(self, call: Call) -> tuple[Prompt, list[Answer]]:
+        """Generate the answers to a call, and remember them.
+
+        Raises:
+            CallError: refused; nothing was generated.
+            RLError: the engine could not; it is the session's `failure`.
+        """
+        prompt = self.prompt(call)
+        self._admit(call, prompt)
+        task = asyncio.ensure_future(self._generate(call, prompt))
+        self._running.add(task)
+        self._asked += call.n
+        try:
+            await asyncio.wait({task})
+        finally:
+            self._running.discard(task)
+            self._asked -= call.n
+            task.cancel()  # where the agent went away
+        if self.closed:
+            raise CallError("the session was closed before its answer was there.", 401, "invalid_api_key")
+        responses = task.result()
+        answers = []
+        for response in responses:
+            message, stop = self._read(call, prompt, response)
+            self._remember(self.conversation.add(prompt, response, message, self.generation.temperature))
+            answers.append(Answer(message, response, stop))
+        return prompt, answers
+
+    def _admit(self, call: Call, prompt: Prompt) -> None:
+        config = self.model.config
+        limits = (
+            (len(self.conversation.turns) + self._asked + call.n, config.max_calls, "answers in all", "max_calls"),
+            (self._asked + call.n, config.max_concurrent, "answers at the same time", "max_concurrent"),
+            (self._tokens + prompt.added + call.n, config.max_tokens, "tokens in all", "max_tokens"),
+        )
+        for found, most, what, name in limits:
+            if found > most:
+                raise CallError(
+                    f"this episode may have {most} {what} (endpoint.{name}), and this call would make {found}.",
+                    429,
+                    "rate_limit_exceeded",
+                )
+
+    async def _generate(self, call: Call, prompt: Prompt) -> list[ModelResponse]:
+        most = min(call.max_tokens or self.generation.max_new_tokens, self.generation.max_new_tokens)
+        if self.max_length is not None:
+            most = min(most, self.max_length - len(prompt.ids))
+        generation = replace(
+            self.generation,
+            max_new_tokens=most,
+            min_new_tokens=min(most, self.generation.min_new_tokens),
+            stop=list(dict.fromkeys([*self.generation.stop, *call.stop])),
+        )
+        request = ModelRequest(prompt.ids, generation)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._ask(request)) for _ in range(call.n)]
+        except* RLError as errors:
+            self._failure = self._failure or _first(errors)
+            raise self._failure from None
+        return [task.result() for task in tasks]
+
+    async def _ask(self, request: ModelRequest) -> ModelResponse:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.engine.agenerate(request), self.loop))
+
+    def _read(self, call: Call, prompt: Prompt, response: ModelResponse) -> tuple[Message, str | None]:
+        """The agent's message, and the stop string that ended it."""
+        reader, ids = self.model.reader, response.output_ids
+        whole = reader.text(ids)
+        stopped = ids[-1] not in self.generation.stop_token_ids and response.stop_reason != StopReason.LENGTH
+        given = [*call.stop, *self.generation.stop]
+        stop = min((s for s in given if s in whole), key=whole.find, default=None) if stopped else None
+        stops = [stop] if stop else ()
+        if not call.messages:
+            return {"role": "assistant", "content": reader.text(ids, stops)}, stop
+        opening = prompt.text[-len(self.model.renderer.opening) :] if self.model.renderer.opening else ""
+        return reader.message(prompt.ids, opening, ids, call.tools, stops), stop
+
+    def _remember(self, turn: Turn) -> None:
+        self._tokens += len(turn.prompt) + len(turn.output)
+
+
+def _first(errors: BaseExceptionGroup) -> RLError:
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error  # type: ignore[return-value]

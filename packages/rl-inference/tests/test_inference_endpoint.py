@@ -1,0 +1,403 @@
+"""The endpoint's sessions and bounds: keys, deadlines, floods, failures, and requests that are wrong in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from typing import Any
+
+import aiohttp
+import pytest
+from agent_model import ScriptedEngine, served
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.errors import AgentError, ConfigError, InferenceError
+from rl_contracts.testing import make_tiny_tokenizer
+from rl_inference.endpoint.config import EndpointConfig
+from rl_inference.endpoint.server import ROUTES, HttpRolloutEndpoint
+from rl_inference.endpoint.session import Session
+
+MESSAGES = [{"role": "user", "content": "what is it?"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "what is it?"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "a", "content": "12"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add", "description": "x", "parameters": {}}}],
+        "n": 2,
+        "stop": ["x"],
+        "max_tokens": 9,
+        "stream": False,
+        "logprobs": True,
+        "temperature": 0.5,
+    },
+    "/v1/completions": {"prompt": "what", "max_tokens": 9, "logprobs": 1, "n": 1, "stream": True},
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "what is it?"}]},
+            {"type": "reasoning", "content": []},
+            {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "a", "output": "12"},
+        ],
+        "instructions": "be brief",
+        "tools": [{"type": "function", "name": "add", "parameters": {}}],
+        "max_output_tokens": 9,
+        "text": {"format": {"type": "text"}},
+    },
+    "/v1/messages": {
+        "messages": [
+            {"role": "user", "content": "what is it?"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "12"}]},
+        ],
+        "system": "be brief",
+        "tools": [{"name": "add", "input_schema": {}}],
+        "max_tokens": 9,
+        "stop_sequences": ["x"],
+        "stream": True,
+    },
+}
+
+
+def says_it(prompt: str) -> dict[str, Any]:
+    return {"content": "it"}
+
+
+class Agent:
+    """Speaks plain HTTP."""
+
+    def __init__(self, session: Session, http: aiohttp.ClientSession) -> None:
+        self.session, self.http = session, http
+
+    async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> tuple[int, str]:
+        """Status and text of an answer."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {
+            "Authorization": f"Bearer {key or self.session.api_key}",
+            "Content-Type": "application/json",
+        } | headers
+        async with self.http.post(self.session.url + path, data=data, headers=headers) as response:
+            return response.status, await response.text()
+
+    async def ask(self, **more: Any) -> tuple[int, str]:
+        return await self.post("/v1/chat/completions", {"messages": MESSAGES, **more})
+
+
+def sentence(text: str) -> str:
+    """The message of an error in either form."""
+    said = json.loads(text)["error"]["message"]
+    assert "Traceback" not in said
+    return str(said)
+
+
+async def test_every_route_answers_its_request() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+        agent = Agent(session, http)
+        for path, body in BODIES.items():
+            status, text = await agent.post(path, body)
+            assert status == 200, text
+            assert "it" in text
+        assert len(engine.responses) == 5
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/v1/messages/count_tokens"])
+async def test_key_that_is_missing_wrong_or_of_a_closed_session_is_refused(path: str) -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+        agent = Agent(session, http)
+        async with http.post(session.url + path, json={}) as response:
+            assert response.status == 401
+            assert "expected the key of a session" in sentence(await response.text())
+        assert (await agent.post(path, {}, key="rl-wrong"))[0] == 401
+        await session.close()
+        await session.close()
+        status, text = await agent.post(path, {})
+        assert status == 401
+        assert "no open session has this key" in sentence(text)
+        assert not engine.responses
+
+
+async def test_sessions_see_nothing_of_each_other() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    endpoint = HttpRolloutEndpoint(engine.tokenizer)
+    one, other = [await endpoint.open(engine, GenerationConfig()) for _ in range(2)]
+    async with aiohttp.ClientSession() as http:
+        await Agent(one, http).ask()
+        await one.close()
+        assert (await Agent(other, http).ask(n=2))[0] == 200
+    await other.close()
+    assert [len(session.trajectories(0.0)) for session in (one, other)] == [1, 2]
+    await endpoint.destroy()
+    await endpoint.destroy()
+
+
+async def test_body_that_is_too_large_malformed_or_compressed_is_refused() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine, EndpointConfig(max_body_bytes=4096)) as session, aiohttp.ClientSession() as http:
+        agent = Agent(session, http)
+        for body, status, said in (
+            (b"{", 400, "not JSON"),
+            (b"\xff", 400, "not JSON"),
+            (b"[]", 400, "expected object"),
+            (b"[" * 4000, 400, ""),
+            (json.dumps({"messages": MESSAGES, "mesages": 1}).encode(), 400, "did you mean 'messages'"),
+            (b" " * 5000, 413, ""),
+        ):
+            found, text = await agent.post("/v1/chat/completions", body)
+            assert (found, said in sentence(text)) == (status, True), text
+        found, text = await agent.post("/v1/chat/completions", b"x", **{"Content-Encoding": "gzip"})
+        assert found == 415
+        assert (await agent.post("/v1/unknown", {}))[0] == 404
+        assert (await agent.ask())[0] == 200
+
+
+async def test_body_of_100_mb_is_refused_before_it_is_held() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+
+        async def blanks() -> Any:
+            for _ in range(100):
+                yield b" " * 10**6
+
+        headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
+        try:
+            async with http.post(session.url + "/v1/chat/completions", data=blanks(), headers=headers) as response:
+                assert response.status == 413
+        except aiohttp.ClientError:
+            pass  # the connection was closed while it was still being sent
+        assert (await Agent(session, http).ask())[0] == 200
+
+
+async def test_session_that_is_not_closed_ends_at_its_deadline_with_what_it_has() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine, EndpointConfig(session_seconds=0.5)) as session, aiohttp.ClientSession() as http:
+        agent = Agent(session, http)
+        assert (await agent.ask())[0] == 200
+        engine.faults.hang = lambda request: True
+        status, text = await agent.ask()
+        assert status == 401
+        assert "closed before its answer" in sentence(text)
+        assert session.expired
+        assert (await agent.ask())[0] == 401
+        assert len(session.trajectories(0.0)) == 1
+        assert (await engine.stats())["running"] == 0
+
+
+async def test_close_ends_calls_that_run() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    engine.faults.hang = lambda request: True
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+        call = asyncio.create_task(Agent(session, http).ask(stream=True))
+        async with asyncio.timeout(30):
+            while not (await engine.stats())["running"]:  # noqa: ASYNC110 - the contract has no event for it
+                await asyncio.sleep(0.002)
+        with pytest.raises(AgentError, match="still open"):
+            session.trajectories(0.0)
+        await session.close()
+        assert (await call)[0] == 401
+        assert session.trajectories(0.0) == []
+
+
+async def test_agent_that_goes_away_ends_its_call() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    engine.faults.hang = lambda request: True
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+        call = asyncio.create_task(Agent(session, http).ask())
+        async with asyncio.timeout(30):
+            while not (await engine.stats())["running"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            call.cancel()
+            while (await engine.stats())["running"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
+
+async def test_calls_beyond_each_limit_are_refused_and_the_others_stay() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    config = EndpointConfig(max_calls=5, max_concurrent=3)
+    async with served(engine, config) as session, aiohttp.ClientSession() as http:
+        agent = Agent(session, http)
+        status, text = await agent.ask(n=4)
+        assert status == 429
+        assert "endpoint.max_concurrent" in sentence(text)
+        assert [(await agent.ask())[0] for _ in range(7)] == [200] * 5 + [429] * 2
+        assert session.refused == 3
+        await session.close()
+        assert len(session.trajectories(0.0)) == 5
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine, EndpointConfig(max_tokens=100)) as session, aiohttp.ClientSession() as http:
+        statuses = [(await Agent(session, http).ask())[0] for _ in range(9)]
+        assert statuses == sorted(statuses)
+        assert {200, 429} == set(statuses)
+
+
+@pytest.mark.slow
+async def test_flood_of_10_000_calls_is_bounded_and_another_session_is_served() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    endpoint = HttpRolloutEndpoint(engine.tokenizer, EndpointConfig(max_calls=64))
+    flood, other = [await endpoint.open(engine, GenerationConfig()) for _ in range(2)]
+    async with aiohttp.ClientSession() as http:
+        ends = asyncio.Semaphore(64)
+
+        async def one() -> int:
+            async with ends:
+                return (await Agent(flood, http).ask())[0]
+
+        statuses = [
+            task.result() for task in (await asyncio.wait([asyncio.create_task(one()) for _ in range(10_000)]))[0]
+        ]
+        assert (await Agent(other, http).ask())[0] == 200
+    assert sorted(set(statuses)) == [200, 429]
+    assert statuses.count(200) <= 64
+    await endpoint.destroy()
+
+
+async def test_engine_that_fails_is_the_sessions_failure_and_no_client_tries_again() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    engine.faults.generate = lambda request: InferenceError("planted failure")
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+        for stream in (False, True):
+            status, text = await Agent(session, http).ask(stream=stream, n=2)
+            assert status == 500
+            assert sentence(text) == "planted failure"
+        assert isinstance(session.failure, InferenceError)
+        assert session.refused == 0
+        headers = {"x-api-key": session.api_key}
+        async with http.post(session.url + "/v1/messages", json={"messages": MESSAGES}, headers=headers) as response:
+            assert json.loads(await response.text())["error"] == {"type": "api_error", "message": "planted failure"}
+            assert response.headers["x-should-retry"] == "false"
+
+
+async def test_stream_of_an_answer_that_takes_long_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_inference.endpoint import server
+
+    monkeypatch.setattr(server, "QUIET_SECONDS", 0.02)
+    engine = ScriptedEngine("llama3", says_it, latency=0.2)
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+        status, text = await Agent(session, http).ask(stream=True)
+        assert status == 200
+        assert text.startswith(": the answer is not there yet\n\n")
+        assert text.endswith("data: [DONE]\n\n")
+        engine.faults.generate = lambda request: InferenceError("planted failure")
+        status, text = await Agent(session, http).ask(stream=True)
+        assert status == 200
+        assert "event: error\n" in text
+        assert "planted failure" in text
+
+
+async def test_sessions_beyond_their_number_and_addresses_in_use_are_refused() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    endpoint = HttpRolloutEndpoint(engine.tokenizer, EndpointConfig(max_sessions=1))
+    first = await endpoint.open(engine, GenerationConfig())
+    with pytest.raises(AgentError, match=r"endpoint.max_sessions"):
+        await endpoint.open(engine, GenerationConfig())
+    await first.close()
+    await endpoint.open(engine, GenerationConfig())
+    with pytest.raises(ConfigError, match=r"endpoint.port: cannot listen"):
+        HttpRolloutEndpoint(engine.tokenizer, EndpointConfig(port=int(endpoint.url.rpartition(":")[2])))
+    await endpoint.destroy()
+
+
+async def test_tools_of_a_model_whose_calls_cannot_be_read_are_refused() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    engine.tokenizer = make_tiny_tokenizer()
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+        status, text = await Agent(session, http).ask(tools=BODIES["/v1/chat/completions"]["tools"])
+        assert status == 400
+        assert "endpoint.tool_calls" in sentence(text)
+    async with served(engine, EndpointConfig(tool_calls="hermes")) as session, aiohttp.ClientSession() as http:
+        status, text = await Agent(session, http).ask(tools=BODIES["/v1/chat/completions"]["tools"])
+        assert status == 400
+        assert "does not show them" in sentence(text)
+
+
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    1e308,
+    "",
+    "x" * 300,
+    "\ud800",
+    "\0",
+    [],
+    {},
+    [[]],
+    {"a": {"b": []}},
+    [None],
+    "é",
+]
+
+
+def malformed(chance: random.Random) -> tuple[str, Any]:
+    """A request, wrong in one place or several: values of other types, entries left out, added or nested."""
+    path = chance.choice(list(BODIES))
+    body = json.loads(json.dumps(BODIES[path]))
+    for _ in range(chance.randrange(1, 4)):
+        place = body
+        while True:
+            keys: list[Any] = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = chance.choice(keys)
+            if isinstance(place[key], dict | list) and place[key] and chance.random() < 0.7:
+                place = place[key]
+                continue
+            match chance.randrange(4):
+                case 0:
+                    del place[key]
+                case 1 if isinstance(place, dict):
+                    place[chance.choice(["content", "type", "role", "x"])] = chance.choice(ODD)
+                case 2:
+                    place[key] = [place[key]] * 3
+                case _:
+                    place[key] = chance.choice(ODD)
+            break
+    return path, body
+
+
+async def _survives(requests: int, seed: int) -> dict[int, int]:
+    chance = random.Random(seed)
+    engine = ScriptedEngine("qwen3", lambda prompt: {"content": "it"})
+    found: dict[int, int] = {}
+    config = EndpointConfig(max_calls=2**30, max_tokens=2**40)
+    async with served(engine, config) as session, aiohttp.ClientSession() as http:
+        agent = Agent(session, http)
+        for _ in range(requests):
+            path, body = malformed(chance)
+            status, text = await agent.post(path, body)
+            found[status] = found.get(status, 0) + 1
+            assert status in (200, 400), (path, body, text)
+            if status == 400:
+                assert re.search(r"\w", sentence(text))
+        assert (await agent.ask())[0] == 200
+        await session.close()
+        assert len(session.trajectories(0.0)) > 1
+    return found
+
+
+async def test_300_malformed_requests_are_answered_or_refused_in_a_sentence() -> None:
+    found = await _survives(300, seed=1)
+
+    assert found[400] > 100
+
+
+@pytest.mark.slow
+async def test_2_000_malformed_requests_are_answered_or_refused_in_a_sentence() -> None:
+    assert (await _survives(2_000, seed=2))[400] > 1_000
+
+
+@pytest.mark.nightly
+async def test_20_000_malformed_requests_are_answered_or_refused_in_a_sentence() -> None:
+    assert (await _survives(20_000, seed=random.randrange(2**32)))[400] > 10_000

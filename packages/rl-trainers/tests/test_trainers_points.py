@@ -24,7 +24,7 @@ from rl_contracts.metrics import collect
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing.processes import fork_script, run_ranks
 from rl_trainers import RecoverConfig, RecoverPoints, background
-from rl_trainers.background import MANIFEST, NewDirectory, drain, in_background
+from rl_trainers.background import MANIFEST, MARK, NewDirectory, drain, in_background
 from rl_trainers.points import drop_lost_steps, last_point, points_of, resumed_step
 
 SCRIPT = Path(__file__).with_name("recover_process.py")
@@ -412,6 +412,18 @@ def test_epochs_a_point_is_due_at_the_first_step_after_the_last_row(tmp_path: Pa
     go(engine, points, 5)
 
     assert points_of(tmp_path) == [5]
+
+
+def test_directory_whose_writer_lists_the_mark_of_another_rank_is_complete(tmp_path: Path) -> None:
+    def write(scratch: Path) -> list[Path]:
+        (scratch / "weights").write_text("w")
+        return [scratch / "weights", scratch / f"{MARK}1.partial"]  # which was renamed meanwhile
+
+    made = NewDirectory(tmp_path / "step_1", ParallelContext(), lambda scratch: [lambda: write(scratch)], 30.0)
+
+    assert made.wait()
+    assert made.error == ""
+    assert [path.name for path in (tmp_path / "step_1").iterdir()] == ["weights"]
 
 
 @pytest.mark.slow

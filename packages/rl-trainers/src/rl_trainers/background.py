@@ -32,6 +32,8 @@ log = get_logger("trainers")
 
 MANIFEST = "manifest.json"
 """File of a directory, written last: the size of each other file, and the CRC-32 of small ones."""
+MARK = ".written-"
+"""First letters of the files by which ranks say that they are done. Who lists what it wrote may see another rank's."""
 SMALL = 1 << 20
 """Bytes up to which a file's content is compared, and not only its size."""
 PAUSE = 0.02
@@ -117,7 +119,7 @@ class NewDirectory:
         try:
             if not self._scratch.exists():  # this rank is late
                 raise EngineError("given up")
-            files = [file for write in writers for file in write()]
+            files = [file for write in writers for file in write() if not file.name.startswith(MARK)]
             to_disk(files)
             known = {str(file.relative_to(self._scratch)): _seen(file) for file in files}
             _write_json(self._mark(self._parallel.rank), known)
@@ -156,7 +158,7 @@ class NewDirectory:
         self._completed()
 
     def _mark(self, rank: int) -> Path:
-        return self._scratch / f".written-{rank}"
+        return self._scratch / f"{MARK}{rank}"
 
 
 def in_background(job: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from rl_apps.driver import main, trainer_job
 from rl_apps.gsm8k_grpo import APP
 from rl_apps.gsm8k_sft import APP as SFT
 from rl_apps.layout import devices_of, layout_of
-from rl_apps.parts import server_jobs
+from rl_apps.parts import server_jobs, weights_directory
 from rl_contracts.errors import ConfigError
 from rl_engines_fsdp import LoRAConfig
 
@@ -275,6 +275,19 @@ def test_servers_and_trainer_that_share_gpus_need_as_many_as_one_of_them(theirs,
     assert "2 of 2 GPUs" in devices.sentence
     assert (trainer.beside, trainer.gpus, trainer.count) == (started.role, 1, 2)
     assert started.gpus * started.count == 2
+
+
+@pytest.mark.parametrize("route", ["shm", "broadcast", "disk"])
+def test_weights_in_memory_go_with_those_who_share_them(theirs, tmp_path, route):
+    config = APP.config([f"publish.route={route}"])
+    layout = layout_of(config.allocation, "required")
+    devices = devices_of(layout, config.cluster, config.launcher)
+    run = Run(config, layout, tmp_path, devices.kind)
+
+    roles = (*server_jobs(run, devices), trainer_job("app", run, devices, []))
+
+    expected = (str(weights_directory(tmp_path)),) if route == "shm" else ()
+    assert [role.scratch for role in roles] == [expected, expected]
 
 
 @pytest.mark.parametrize(("address", "interface"), [("http://10.9.8.7:1", ""), ("http://127.0.0.1:1", None)])

@@ -23,7 +23,7 @@ from rl_apps.checks import are_near, check_run, choose_route, remarks, starts_fr
 from rl_apps.directory import FINISHED, JOB, claimed, names_of, past_of, reached, write_config
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
-from rl_apps.parts import attached, server_jobs, weights_directory
+from rl_apps.parts import attached, memory_of, server_jobs, weights_directory
 from rl_apps.rehearsal import rehearse
 from rl_apps.servers import check_attached, check_program, command_of
 from rl_apps.template import load_tokenizer
@@ -149,7 +149,9 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         config.model.directories[config.model.path] = str(make(warm_up=app.warm_up))
         write_config(run)
         key = os.environ.get(RUN_KEY_VARIABLE, "") if addresses else ""
-        launcher = Launcher(config.launcher.scheduler(run_dir / "logs"), config.launcher, parent, key, control)
+        scheduler = config.launcher.scheduler(run_dir / "logs")
+        scheduler.limit(config.cluster.nodes, config.cluster.cores, config.cluster.devices)  # as was planned
+        launcher = Launcher(scheduler, config.launcher, parent, key, control)
         waiting = Waiting(progress, metrics)
         try:
             code = launcher.run(
@@ -285,6 +287,7 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequen
         beside=shared.name if shared else "",
         spmd=True,
         env=env,
+        scratch=memory_of(run),
     )
 
 

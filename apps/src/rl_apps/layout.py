@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +12,7 @@ from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec, Node
 from rl_launchers import LauncherConfig
-from rl_launchers.placement import Ledger
+from rl_launchers.placement import Ledger, used
 
 
 @dataclass
@@ -49,10 +49,7 @@ class ClusterConfig(Settings):
             there = ", ".join(node.name for node in nodes)
             fits = f"at most {len(nodes)}, which launcher.kind={kind} has ({there})"
             require(self.nodes <= len(nodes), "cluster.nodes", fits, self.nodes)
-        chosen = [
-            replace(node, cores=self.cores or node.cores, gpus=self.devices or node.gpus)
-            for node in nodes[: self.nodes or len(nodes)]
-        ]
+        chosen = used(nodes, self.nodes, self.cores, self.devices)
         unknown = "a number, since this scheduler cannot know it (and cluster.devices for GPUs)"
         least = min(node.cores for node in chosen)
         require(plan or least > 0, f"cluster.cores with launcher.kind={kind}", unknown, least)

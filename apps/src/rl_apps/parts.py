@@ -305,7 +305,7 @@ def server_job(run: Run[Any], cpus: int = 0) -> JobSpec:
     assert servers is not None
     spec = replace(serve_spec(run), cpus=cpus)
     job: JobSpec = registry.load("rl.inference_engines", servers.backend).server_spec(settings.server, spec)
-    return replace(job, role=servers.name, port=settings.port or None)
+    return replace(job, role=servers.name, port=settings.port or None, scratch=memory_of(run))
 
 
 def serve_spec(run: Run[Any]) -> ServeSpec:
@@ -319,6 +319,15 @@ def serve_spec(run: Run[Any]) -> ServeSpec:
         device=run.device,
         deterministic=run.config.deterministic,
     )
+
+
+def memory_of(run: Run[Any]) -> tuple[str, ...]:
+    """What of `weights_directory` lies in the memory of the machine that trainers and servers share, and must not
+    outlive them: a server that starts takes what it finds there for this run's."""
+    if run.layout.rollout is None or attached(run.config, run.layout) or run.config.publish.route != "shm":
+        return ()
+    directory = weights_directory(run.directory)
+    return () if directory.is_relative_to(run.directory) else (str(directory),)
 
 
 def weights_directory(directory: Path, route: str = "shm") -> Path:

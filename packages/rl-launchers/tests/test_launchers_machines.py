@@ -206,3 +206,30 @@ def test_machine_does_not_end_its_workers_agents_end_all_the_same(
     assert not list((tmp_path / "logs").glob(".agents-*"))
     assert workers[1].pid is not None
     assert not psutil.pid_exists(workers[1].pid)
+
+
+def test_limit_no_other_machine_and_no_more_of_each_is_used(scheduler: ClusterScheduler, machines: Machines) -> None:
+    machines.there = [Node(f"node{index}", "127.0.0.1", 8, 8) for index in range(3)]
+    scheduler.limit(nodes=1, cores=2, gpus=2)
+    for role in ("rollout", "actor"):
+        (worker,) = scheduler.create_workers(JobSpec(role, python(SLEEP), gpus=1, env=HIDDEN))
+        assert worker.node == "node0"
+    with pytest.raises(LaunchError, match=r"free are 0 \(node0 0\)"):
+        scheduler.resize_workers("rollout", 2)
+    assert machines.started == ["node0"]
+    lose(scheduler, machines, "node0")
+    scheduler.delete_workers(grace=0.0)
+    (worker,) = scheduler.create_workers(JobSpec("actor", python(SLEEP), gpus=1, env=HIDDEN))
+    assert worker.node == "node1"
+
+
+def test_roles_that_share_memory_stay_on_one_machine(scheduler: ClusterScheduler, machines: Machines) -> None:
+    machines.there = [Node(f"node{index}", "127.0.0.1", 8, 2) for index in range(2)]
+    shared = ("/nonexistent/weights",)
+    for role in ("rollout", "actor"):
+        (worker,) = scheduler.create_workers(JobSpec(role, python(SLEEP), gpus=1, env=HIDDEN, scratch=shared))
+        assert worker.node == "node0"
+    with pytest.raises(LaunchError, match=r"free are 0 \(node0 0\)"):
+        scheduler.resize_workers("rollout", 2)
+    (other,) = scheduler.create_workers(JobSpec("other", python(SLEEP), gpus=1, env=HIDDEN))
+    assert other.node == "node1"

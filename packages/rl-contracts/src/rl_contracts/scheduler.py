@@ -50,6 +50,9 @@ class JobSpec:
     spmd: bool = False
     """Set torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) for the workers of this role.
     """
+    scratch: tuple[str, ...] = ()
+    """Directories of a machine, such as in its memory, that roles share which name them: all their workers are on that
+    machine, and the directories are removed there before the first of them starts and after the last has ended."""
     remedy: str = ""
     """What to do where a server ends before it is ready, in sentences."""
 
@@ -221,6 +224,9 @@ class Scheduler(ABC):
     tick: Callable[[], object] = staticmethod(lambda: None)
     """Called several times a second where a start of workers waits for machines; what it raises ends the wait. Set by a
     launcher, so that it hears of signals meanwhile."""
+
+    def limit(self, nodes: int = 0, cores: int = 0, gpus: int = 0) -> None:  # noqa: B027 - one machine has no choice
+        """Use so many machines at most, and of each so many cores and GPUs; 0: what there is. Before any worker."""
 
     @abstractmethod
     def create_workers(self, spec: JobSpec) -> list[Worker]:

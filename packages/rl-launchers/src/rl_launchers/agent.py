@@ -88,7 +88,7 @@ class Agent:
         self._wire.send(answer)
 
     def _add(self, spec: Message, indices: list[int], world: int, master: str) -> None:
-        wanted = JobSpec(**(spec | {"command": tuple(spec["command"])}))
+        wanted = JobSpec(**(spec | {"command": tuple(spec["command"]), "scratch": tuple(spec["scratch"])}))
         hidden = {name: value for name, value in self._secrets.items() if name in wanted.env}
         wanted = replace(wanted, env=wanted.env | hidden)
         self._scheduler.add_workers(wanted, indices, Group(world, tuple(indices), master))

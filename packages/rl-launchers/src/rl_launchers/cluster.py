@@ -18,7 +18,7 @@ from rl_launchers import report
 from rl_launchers.agents import Agents, Machine
 from rl_launchers.local import require_resizable, require_sound
 from rl_launchers.nodes import NodeProvider
-from rl_launchers.placement import Ledger
+from rl_launchers.placement import Ledger, used
 from rl_launchers.wire import Message
 
 TICK = 0.05
@@ -100,9 +100,14 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         self._machines: dict[str, Machine] = {}
         """Those that were lost are not used again while the cluster offers them: it finds out later than we do."""
         self._wanted = 0
+        self._most, self._cores, self._gpus = 0, 0, 0
 
     def __exit__(self, *_: object) -> None:
         self.delete_workers()
+
+    def limit(self, nodes: int = 0, cores: int = 0, gpus: int = 0) -> None:
+        """Use no more of the machines; see the contract."""
+        self._most, self._cores, self._gpus = nodes, cores, gpus
 
     def create_workers(self, spec: JobSpec) -> list[Worker]:
         """Start the workers of a role on machines that have room for them; see the contract."""
@@ -236,6 +241,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             former = [m for node in offered if (m := self._machines.get(node.name)) is not None and m.lost]
             self._machines = {machine.node.name: machine for machine in former}
             self._wanted = max(self._wanted, len(offered) - self._provider.spares)
+            self._wanted = min(self._wanted, self._most or self._wanted)
             nodes = [node for node in offered if node.name not in self._machines][: self._wanted]
             self._agents = Agents(
                 self._provider,
@@ -246,7 +252,7 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
                 config.start_timeout,
                 config.heartbeat_timeout,
             )
-            self._ledger = Ledger(nodes)
+            self._ledger = Ledger(used(nodes, 0, self._cores, self._gpus))
             try:
                 self._agents.start(nodes)
                 self._agents.wait(self.tick)
@@ -303,12 +309,19 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         assert self._agents is not None
         if any(machine.lost for machine in self._machines.values()):
             self._find_new()
+        shared = [
+            place.machine.node.name
+            for role in self._roles.values()
+            if {*role.spec.scratch} & {*spec.scratch}
+            for place in role.places.values()
+            if not place.machine.lost
+        ]
         try:
-            return self._ledger.take(spec, number, beside)
+            return self._ledger.take(spec, number, beside, shared)
         except LaunchError:
             if not self._find_new():
                 raise
-            return self._ledger.take(spec, number, beside)
+            return self._ledger.take(spec, number, beside, shared)
 
     def _find_new(self) -> bool:
         """Start agents on machines that have come since, and say whether there are any."""
@@ -317,11 +330,12 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         for name in [name for name, machine in self._machines.items() if machine.lost and name not in offered]:
             del self._machines[name]  # one that went and comes again is as good as new
             self._ledger.drop(name)
-        self._agents.start([node for name, node in offered.items() if name not in self._machines])
+        unknown = [node for name, node in offered.items() if name not in self._machines]
+        self._agents.start(unknown[: self._most - len(self._ledger.nodes)] if self._most else unknown)
         self._agents.wait(self.tick)
         there = self._ledger.nodes
-        new = [node for name, node in offered.items() if not self._machines[name].lost and name not in there]
-        for node in new:
+        new = [m.node for name, m in self._machines.items() if not m.lost and name not in there]
+        for node in used(new, 0, self._cores, self._gpus):
             self._ledger.add(node)
         return bool(new)
 

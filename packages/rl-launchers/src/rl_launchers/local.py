@@ -123,6 +123,8 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             ConfigError, LaunchError: see `create_workers`; of these workers nothing is running then.
         """
         require_sound(spec, self._roles)
+        if spec.role not in self._roles:
+            self._clear(spec)
         role = self._roles.setdefault(spec.role, _Role(spec, group or Group(len(indices), tuple(indices))))
         try:
             self._reserve(role, indices)
@@ -255,6 +257,13 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             if role.meeting is not None:
                 role.meeting.release()
             del self._roles[name]
+            self._clear(role.spec)
+
+    def _clear(self, spec: JobSpec) -> None:
+        """Remove directories that nobody uses."""
+        used = {directory for role in self._roles.values() for directory in role.spec.scratch}
+        for directory in {*spec.scratch} - used:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _end(self, processes: list[LocalProcess], grace: float) -> None:
         """Stop processes with everything that they started."""

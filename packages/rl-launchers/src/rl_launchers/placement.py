@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import JobSpec, Node
+
+
+def used(nodes: Sequence[Node], number: int = 0, cores: int = 0, gpus: int = 0) -> list[Node]:
+    """What a run uses of machines: the first `number`, and of each so many cores and GPUs; 0: what there is."""
+    return [replace(node, cores=cores or node.cores, gpus=gpus or node.gpus) for node in nodes[: number or len(nodes)]]
 
 
 @dataclass
@@ -54,13 +59,14 @@ class Ledger:
         """A machine that is lost, with all that was on it."""
         self._rooms.pop(name, None)
 
-    def take(self, spec: JobSpec, number: int, beside: Sequence[str] = ()) -> list[str]:
+    def take(self, spec: JobSpec, number: int, beside: Sequence[str] = (), only: Collection[str] = ()) -> list[str]:
         """Places for `number` further workers of a role.
 
         Args:
             spec: the role.
             number: of workers.
             beside: for a role that uses the devices of another: where that one's workers are.
+            only: machines among which it may choose; empty: all.
 
         Returns:
             the name of a machine for each worker; those of one machine stand together.
@@ -70,7 +76,7 @@ class Ledger:
         """
         if beside:
             return [beside[index * len(beside) // number] for index in range(number)]
-        able = [room for room in self._rooms.values() if room.suits(spec)]
+        able = [room for name, room in self._rooms.items() if room.suits(spec) and (not only or name in only)]
         free = {room.node.name: room.gpus for room in able}
         places: list[str] = []
         for room in sorted(able, key=lambda room: (-room.gpus if spec.gpus else 0, -room.cores)):

@@ -88,6 +88,15 @@ def listens(worker: Worker) -> bool:
         return worker.port is not None and probe.connect_ex((worker.host, worker.port)) == 0
 
 
+WRITE_FILE = """
+import pathlib, sys, time
+pathlib.Path(sys.argv[1]).mkdir(exist_ok=True)
+pathlib.Path(sys.argv[1], sys.argv[2]).touch()
+time.sleep(600)
+"""
+"""Leaves a file in a directory."""
+
+
 class SchedulerConformance:
     """Tests of the `Scheduler` contract."""
 
@@ -113,6 +122,23 @@ class SchedulerConformance:
         assert (bad.status, bad.exit_code) == (WorkerStatus.FAILED, 3)
         assert good.ended_at is not None
         assert abs(time.time() - good.ended_at) < 60
+
+    def test_create_workers_scratch_is_removed_before_the_first_and_after_the_last_that_share_it(
+        self, scheduler: Scheduler, tmp_path: Path
+    ) -> None:
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        (scratch / "left").touch()
+        for role in ("one", "two"):
+            command = python(WRITE_FILE, str(scratch), role)
+            scheduler.create_workers(JobSpec(role, command, scratch=(str(scratch),)))
+            wait_until((scratch / role).exists)
+        assert sorted(file.name for file in scratch.iterdir()) == ["one", "two"]
+        assert len({worker.node for worker in scheduler.poll()}) == 1
+        scheduler.delete_workers("one", grace=0.0)
+        assert scratch.exists()
+        scheduler.delete_workers("two", grace=0.0)
+        assert not scratch.exists()
 
     def test_create_workers_templates_become_the_workers_own(self, scheduler: Scheduler, tmp_path: Path) -> None:
         out = tmp_path / "worker-{index}.json"

@@ -7,21 +7,26 @@ from typing import TYPE_CHECKING
 from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
+    from rl_workflows.agents import AgentEpisodes
     from rl_workflows.config import RolloutConfig
     from rl_workflows.groups import dynamic_sampling
     from rl_workflows.head import RolloutHead
     from rl_workflows.rlvr import RLVRWorkflow
     from rl_workflows.runtime import DistRollout, tune_garbage_collection
     from rl_workflows.staleness import StalenessManager, Ticket
+    from rl_workflows.turns import MultiTurnWorkflow, ToolWorkflow
 
 
 __all__ = [
+    "AgentEpisodes",
     "DistRollout",
+    "MultiTurnWorkflow",
     "RLVRWorkflow",
     "RolloutConfig",
     "RolloutHead",
     "StalenessManager",
     "Ticket",
+    "ToolWorkflow",
     "dynamic_sampling",
     "tune_garbage_collection",
 ]
@@ -29,12 +34,15 @@ __all__ = [
 __getattr__ = on_demand(
     __name__,
     {
+        "AgentEpisodes": "agents",
         "DistRollout": "runtime",
+        "MultiTurnWorkflow": "turns",
         "RLVRWorkflow": "rlvr",
         "RolloutConfig": "config",
         "RolloutHead": "head",
         "StalenessManager": "staleness",
         "Ticket": "staleness",
+        "ToolWorkflow": "turns",
         "dynamic_sampling": "groups",
         "tune_garbage_collection": "runtime",
     },

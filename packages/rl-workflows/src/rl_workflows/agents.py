@@ -1,0 +1,91 @@
+"""Episodes of agents: programs that speak the OpenAI or Anthropic API."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.errors import AgentError, RLError
+from rl_contracts.metrics import record
+from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
+from rl_workflows.episode import stage
+
+if TYPE_CHECKING:
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.endpoint import RolloutEndpoint, RowsPer
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.trajectory import Trajectory
+
+
+class AgentEpisodes(RolloutWorkflow):
+    """Runs an agent against an endpoint, and learns from what it sampled there.
+
+    Args:
+        agent: one for all episodes.
+        endpoint: where its calls go.
+        generation: how its answers are sampled.
+        max_length: tokens of a prompt and its answer at most; None: the server decides.
+        per: what a row is.
+        deadline: seconds for an episode.
+        http_client: what agents get as `http_client`.
+    """
+
+    def __init__(
+        self,
+        agent: AgentWorkflow,
+        endpoint: RolloutEndpoint,
+        generation: GenerationConfig,
+        max_length: int | None = None,
+        per: RowsPer = "branch",
+        deadline: float = 1800.0,
+        http_client: Any = None,
+    ) -> None:
+        self._agent, self._endpoint, self._http_client = agent, endpoint, http_client
+        self.generation, self.max_length = generation, max_length
+        self._per, self._deadline = per, deadline
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One run of the agent; never rejects."""
+        session = await self._endpoint.open(engine, self.generation, self.max_length)
+        try:
+            with stage("agent"):
+                found = await self._run(data, session.base_url, session.api_key)
+        except AgentError:
+            if session.failure is not None:  # which the agent saw as status 500
+                raise session.failure from None
+            raise
+        finally:
+            await session.close()
+        rows = session.trajectories(self._reward(found), self._per)
+        if not rows:
+            raise AgentError(f"{self._name} ended without a call that was answered; there is nothing to learn from.")
+        record("agent/rows", len(rows))
+        return rows
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self._agent).__name__}.run"
+
+    async def _run(self, data: dict[str, Any], base_url: str, api_key: str) -> Any:
+        try:
+            async with asyncio.timeout(self._deadline) as deadline:
+                return await self._agent.run(data, base_url=base_url, api_key=api_key, http_client=self._http_client)
+        except RLError:
+            raise
+        except Exception as error:
+            if deadline.expired():
+                raise AgentError(f"{self._name} did not end within {self._deadline:g} s.") from error
+            raise AgentError(f"{self._name} raised {type(error).__name__}: {error}") from error
+
+    def _reward(self, found: Any) -> float:
+        """The reward of what an agent returned; its other figures are recorded."""
+        figures = found if isinstance(found, dict) else {"reward": found}
+        for name, value in figures.items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise AgentError(f"{self._name} returned {name}={value!r}; expected a finite number.")
+            if name != "reward":
+                record(f"agent/{name}", value)
+        if "reward" not in figures:
+            raise AgentError(f"{self._name} returned the figures {sorted(figures)}; expected `reward` among them.")
+        return float(figures["reward"])

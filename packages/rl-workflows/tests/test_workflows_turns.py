@@ -1,0 +1,163 @@
+"""Workflows of several turns: what is asked, what is told, and what is learned from."""
+
+import pytest
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.conformance.workflow import WorkflowConformance
+from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.metrics import collect
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
+from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_workflows.turns import MultiTurnWorkflow, ToolWorkflow
+
+ROW = {"messages": [{"role": "user", "content": "what is 2 + 3?"}], "answer": "5", "prompt_id": 0}
+GENERATION = GenerationConfig(max_new_tokens=64, temperature=0.7)
+
+
+def right(prompt, completions, prompt_ids, completion_ids, *, answer):
+    return float(answer in completions)
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+def divide(a: int, b: int) -> float:
+    """Divides two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a / b
+
+
+async def slow() -> str:
+    """Takes long."""
+    import asyncio
+
+    await asyncio.Event().wait()
+    return "never"
+
+
+def scripted(name, *answers):
+    """An engine that gives these answers, one after the other, and remembers what it was asked."""
+    tokenizer, left, asked = make_chat_tokenizer(name), list(answers), []
+
+    def answer(request):
+        asked.append(tokenizer.decode(request.input_ids))
+        said = left.pop(0)
+        return tokenizer.encode(said if isinstance(said, str) else written(name, **said), add_special_tokens=False)
+
+    engine = NullInferenceEngine(
+        NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(tokenizer)), answer=answer
+    )
+    return engine, tokenizer, asked
+
+
+class TestMultiTurnConformance(WorkflowConformance):
+    def make_workflow(self):
+        return MultiTurnWorkflow(make_tiny_tokenizer(), GENERATION, lambda *given, **data: 0.5, 400, turns=3)
+
+    def rows(self):
+        return [ROW, {**ROW, "prompt_id": 1}]
+
+
+class TestToolConformance(WorkflowConformance):
+    def make_workflow(self):
+        return ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, lambda *given, **data: 0.5, 400, tools=[add])
+
+    def rows(self):
+        return [ROW, {**ROW, "prompt_id": 1}]
+
+
+async def test_multi_turn_wrong_answer_gets_feedback_and_the_last_reward_counts():
+    engine, tokenizer, asked = scripted("llama3", {"content": "it is 4"}, {"content": "it is 5"}, {"content": "no"})
+    workflow = MultiTurnWorkflow(tokenizer, GENERATION, right, turns=3, feedback="what? no", discount=0.5)
+
+    with collect() as figures:
+        [row] = await workflow.arun_episode(engine, dict(ROW))
+
+    assert row.reward == 0.5
+    assert row.info["turns"] == 2
+    assert "what? no" in asked[1]
+    assert asked[1].startswith(asked[0] + "it is 4<|eot_id|>")
+    assert row.info["completion"].startswith("it is 4<|eot_id|>")
+    assert figures.results()["conversation/turns"] == 2
+
+
+async def test_multi_turn_right_answer_ends_the_conversation():
+    engine, tokenizer, asked = scripted("llama3", {"content": "it is 5"})
+
+    [row] = await MultiTurnWorkflow(tokenizer, GENERATION, right, turns=3, discount=0.5).arun_episode(engine, ROW)
+
+    assert (row.reward, len(asked)) == (1.0, 1)
+
+
+async def test_multi_turn_conversation_without_room_ends_with_what_it_has():
+    engine, tokenizer, asked = scripted("llama3", {"content": "it is 4"}, {"content": "it is 5"})
+    workflow = MultiTurnWorkflow(tokenizer, GENERATION, right, max_length=100, turns=3, feedback="no " * 100)
+
+    [row] = await workflow.arun_episode(engine, dict(ROW))
+
+    assert (row.reward, len(asked)) == (0.0, 1)
+
+
+async def test_tools_are_called_and_the_model_is_told_what_they_return():
+    calls = [{"name": "add", "arguments": {"a": 2, "b": 3}}, {"name": "divide", "arguments": {"a": 1, "b": 0}}]
+    others = [
+        {"name": "slow", "arguments": {}},
+        {"name": "sub", "arguments": {}},
+        {"name": "add", "arguments": {"c": 1}},
+    ]
+    engine, tokenizer, asked = scripted("gemma3", {"calls": calls}, {"calls": others}, {"content": "it is 5"})
+    workflow = ToolWorkflow(tokenizer, GENERATION, right, tools=[add, divide, slow], tool_seconds=0.05)
+    workflow.generation.max_new_tokens = 512
+
+    [row] = await workflow.arun_episode(engine, dict(ROW))
+
+    assert row.reward == 1.0
+    assert row.info["turns"] == 3
+    assert "<tool_response>5</tool_response>" in asked[1]
+    assert "error: ZeroDivisionError: division by zero" in asked[1]
+    assert "error: slow took longer than 0.05 s." in asked[2]
+    assert "there is no tool 'sub'; there are add, divide, slow." in asked[2]
+    assert "error: TypeError" in asked[2]
+    assert '"description": "Adds two numbers."' in asked[0]
+
+
+async def test_tools_model_that_never_answers_ends_after_its_turns():
+    calls = {"calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}]}
+    engine, tokenizer, asked = scripted("mistral", *[calls] * 3)
+
+    [row] = await ToolWorkflow(tokenizer, GENERATION, right, tools=[add], turns=3).arun_episode(engine, dict(ROW))
+
+    assert len(asked) == 3
+    assert row.reward == 0.0
+
+
+def test_tools_that_the_model_cannot_be_shown_or_call_are_refused():
+    def untyped(a):
+        """Says nothing of a."""
+
+    with pytest.raises(ConfigError, match=r"workflow.tools: expected at least one"):
+        ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right)
+    with pytest.raises(ConfigError, match="untyped"):
+        ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right, tools=[untyped])
+    with pytest.raises(ConfigError, match="shows no tools"):
+        ToolWorkflow(make_tiny_tokenizer(), GENERATION, right, tools=[add])
+    with pytest.raises(ConfigError, match=r"workflow.discount"):
+        MultiTurnWorkflow(make_tiny_tokenizer(), GENERATION, right, discount=0)
+
+
+async def test_multi_turn_row_without_messages_is_refused():
+    engine, tokenizer, _ = scripted("llama3")
+
+    with pytest.raises(DataError, match="messages"):
+        await MultiTurnWorkflow(tokenizer, GENERATION, right).arun_episode(engine, {"answer": "5"})

@@ -1,0 +1,149 @@
+"""Agents whose calls become episodes: endpoint, workflow and runtime together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from rl_contracts.clock import SystemClock
+from rl_contracts.config import GenerationConfig
+from rl_contracts.conformance.workflow import WorkflowConformance
+from rl_contracts.errors import AgentError, InferenceError
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
+from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_contracts.workflow import AgentWorkflow
+from rl_inference.endpoint.server import HttpRolloutEndpoint
+from rl_workflows import AgentEpisodes, Ticket
+from rl_workflows.episode import Episodes
+from rl_workflows.groups import run_group
+
+ROW = {"messages": [{"role": "user", "content": "what is 2 + 3?"}], "answer": "5", "prompt_id": 0}
+TOKENIZER = make_chat_tokenizer("llama3")
+
+
+class TwoTurns(AgentWorkflow):
+    """Asks twice, and returns what `result` is."""
+
+    def __init__(self, result: Any = 1.0) -> None:
+        self.result = result
+
+    async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> Any:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages: list[Any] = list(data["messages"])
+            for _ in range(2):
+                made = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [made.choices[0].message, {"role": "user", "content": "sure?"}]
+        return self.result
+
+
+class Hangs(TwoTurns):
+    async def run(self, data: dict[str, Any], **given: Any) -> Any:
+        await super().run(data, **given)
+        await asyncio.Event().wait()
+
+
+class Raises(TwoTurns):
+    async def run(self, data: dict[str, Any], **given: Any) -> Any:
+        await super().run(data, **given)
+        raise KeyError("planted")
+
+
+class NeverAsks(TwoTurns):
+    async def run(self, data: dict[str, Any], **given: Any) -> Any:
+        return 1.0
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[HttpRolloutEndpoint]:
+    endpoint = HttpRolloutEndpoint(TOKENIZER)
+    yield endpoint
+    await endpoint.destroy()
+
+
+def answering() -> NullInferenceEngine:
+    ids = TOKENIZER.encode(written("llama3", "it is 5"), add_special_tokens=False)
+    config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
+    return NullInferenceEngine(config, answer=lambda request: ids)
+
+
+async def group_of(
+    agent: AgentWorkflow, endpoint: HttpRolloutEndpoint, engine: NullInferenceEngine, **more: Any
+) -> Any:
+    workflow = AgentEpisodes(agent, endpoint, GenerationConfig(max_new_tokens=32, temperature=0.7), 400, **more)
+    return await run_group(Episodes(workflow, engine, SystemClock(), seed=1), ROW, Ticket(0, 3), 4, 1)
+
+
+class TestConformance(WorkflowConformance):
+    endpoints: list[HttpRolloutEndpoint]
+
+    @pytest.fixture(autouse=True)
+    async def _destroyed(self) -> AsyncIterator[None]:
+        self.endpoints = []
+        yield
+        for endpoint in self.endpoints:
+            await endpoint.destroy()
+
+    def make_workflow(self) -> AgentEpisodes:
+        self.endpoints.append(HttpRolloutEndpoint(make_tiny_tokenizer()))
+        return AgentEpisodes(TwoTurns(), self.endpoints[-1], GenerationConfig(max_new_tokens=64), 400)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [ROW, {**ROW, "prompt_id": 1}]
+
+
+async def test_agent_group_has_rows_with_its_ids_seeds_of_their_own_and_figures(endpoint: HttpRolloutEndpoint) -> None:
+    engine, seeds = answering(), []
+    engine.faults.generate = lambda request: seeds.append(request.seed)
+    group = await group_of(TwoTurns({"reward": 0.5, "tools": 3}), endpoint, engine)
+
+    assert group.error is None
+    assert [(row.group_id, row.episode_id, row.reward) for row in group.trajectories] == [
+        (3, sample, 0.5) for sample in range(4)
+    ]
+    assert [row.info["turns"] for row in group.trajectories] == [2] * 4
+    assert group.trajectories[0].temperature == pytest.approx(0.7)
+    assert len(set(seeds)) == 8
+    assert group.figures.results() == {"agent/tools": 3.0, "agent/rows": 1.0}
+
+
+async def test_agent_rows_per_call(endpoint: HttpRolloutEndpoint) -> None:
+    group = await group_of(TwoTurns(), endpoint, answering(), per="call")
+
+    answer = len(TOKENIZER.encode(written("llama3", "it is 5"), add_special_tokens=False))
+    assert [int(row.loss_mask.sum()) for row in group.trajectories] == [answer] * 8
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        (Raises(), "Raises.run raised KeyError: 'planted'"),
+        (Hangs(), "Hangs.run did not end within 0.5 s"),
+        (NeverAsks(), "without a call that was answered"),
+        (TwoTurns("good"), "expected a finite number"),
+        (TwoTurns(float("nan")), "expected a finite number"),
+        (TwoTurns({"tools": 3}), "expected `reward` among them"),
+        (TwoTurns(None), "expected a finite number"),
+    ],
+)
+async def test_agent_that_fails_is_counted_under_its_boundary(
+    endpoint: HttpRolloutEndpoint, agent: AgentWorkflow, message: str
+) -> None:
+    group = await group_of(agent, endpoint, answering(), deadline=0.5 if isinstance(agent, Hangs) else 30.0)
+
+    assert isinstance(group.error, AgentError)
+    assert message in str(group.error)
+    assert group.trajectories == []
+
+
+async def test_agent_whose_engine_fails_is_not_blamed(endpoint: HttpRolloutEndpoint) -> None:
+    engine = answering()
+    engine.faults.generate = lambda request: InferenceError("planted failure")
+
+    group = await group_of(TwoTurns(), endpoint, engine)
+
+    assert isinstance(group.error, InferenceError)
+    assert str(group.error) == "planted failure"

@@ -1,13 +1,17 @@
-"""The deterministic mode, as a user starts it: two runs agree to the last bit, and servers with the trainer."""
+"""The deterministic mode, as a user starts it: two runs agree to the last bit, also where one was killed, and servers
+with the trainer."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from rl_contracts.data import FinetuneSpec, ServeSpec
 from rl_contracts.testing.models import make_tiny_model
@@ -45,15 +49,35 @@ def run(tmp_path_factory):
         "def score(prompt, completions, prompt_ids, completion_ids, **data):\n    return sum(completion_ids) % 7 / 6\n"
     )
 
-    def start(name, *overrides):
+    def start(name, *overrides, kill=None):
         arguments = [f"run_dir={directory / name}", f"model.path={model}", *SETTINGS, *overrides]
         environment = {**os.environ, "PYTHONPATH": str(directory)}
-        done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=280, env=environment)
-        assert done.returncode == 0, done.stderr
-        lines = (directory / name / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED)} for line in lines]
+        if kill is None:
+            done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=280, env=environment)
+            assert done.returncode == 0, done.stderr
+        else:
+            process = subprocess.Popen([COMMAND, *arguments], stdout=subprocess.DEVNULL, env=environment)
+            _kill_when(process, lambda: kill(directory / name))
+        return _records(directory / name)
 
+    start.directory = directory
     return start
+
+
+def _records(run_dir):
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED)} for line in lines]
+
+
+def _kill_when(process, condition, seconds=200.0):
+    """SIGKILL to a command at the moment at which something is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "it ended before"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
 
 
 def _differences(one, other):
@@ -116,3 +140,50 @@ def test_deterministic_run_servers_and_trainer_agree_to_the_last_bit(first):
 @pytest.mark.nightly  # a third run
 def test_deterministic_run_with_another_seed_differs(run, first):
     assert _differences(run("other", "seed=2"), first)
+
+
+def _last(run_dir):
+    """The last step of which there is a record."""
+    file = run_dir / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def generating(run_dir):
+    """Step 4 is over; the servers write the answers of step 5, which only begin when its weights are there."""
+    return _last(run_dir) == 4
+
+
+def training(run_dir):
+    """The answers of step 6 are there, its record is not."""
+    return _last(run_dir) == 5 and (run_dir / "rollouts" / "step_6-0.jsonl").exists()
+
+
+def writing(run_dir):
+    """The recover point of step 8 is half written."""
+    return (run_dir / "recover" / ".step_8.partial").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly  # five runs
+@pytest.mark.timeout(900)
+def test_deterministic_run_killed_three_times_ends_as_the_unbroken_one_to_the_last_bit(run):
+    settings = ("total_steps=10", "recover.every=2", "checkpoint.every=5")
+    whole = run("whole", *settings)
+    for moment in (generating, training, writing):
+        run("cut", *settings, kill=moment)
+    cut = run("cut", *settings)
+
+    assert len(cut) == 10
+    assert _differences(cut, whole) == []
+    files = sorted(path.relative_to(run.directory / "whole") for path in _tensors(run.directory / "whole"))
+    assert {path.parts[:2] for path in files} >= {("recover", "step_10"), ("checkpoints", "step_10")}
+    assert files == sorted(path.relative_to(run.directory / "cut") for path in _tensors(run.directory / "cut"))
+    for file in files:
+        found, expected = (load_file(run.directory / name / file) for name in ("cut", "whole"))
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not found[name].equal(expected[name])] == [], file
+    assert any("exp_avg" in name for file in files for name in load_file(run.directory / "whole" / file))
+
+
+def _tensors(run_dir):
+    return [path for folder in ("recover", "checkpoints") for path in (run_dir / folder).rglob("*.safetensors")]

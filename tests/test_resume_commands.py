@@ -54,6 +54,14 @@ def _records(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
 
 
+def _optimizer(point: Path) -> dict[str, torch.Tensor]:
+    """The moments in a recover point of one rank."""
+    tensors = [load_file(path) for path in (point / "actor").rglob("*.safetensors")]
+    moments = {name: value for found in tensors for name, value in found.items() if "exp_avg" in name}
+    assert len(moments) > 10
+    return moments
+
+
 @pytest.mark.slow
 def test_sft_killed_and_started_again_ends_with_the_same_weights(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", layers=1, hidden=32)
@@ -88,6 +96,10 @@ def test_sft_goes_on_with_other_trainers_as_if_nothing_had_happened(tmp_path: Pa
     found, expected = (load_file(d / "checkpoints" / "step_12" / "model.safetensors") for d in (cut, whole))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    found, expected = (_optimizer(d / "recover" / "step_12") for d in (cut, whole))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * value.abs().max().item(), msg=name)
     losses = [[record["loss/train"] for record in _records(d)] for d in (cut, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

@@ -49,7 +49,10 @@ SETTINGS = {
 }
 
 
-REWARD = "def score(completion_ids, **data):\n    return sum(completion_ids) % 7 / 6\n"
+REWARD = """
+def score(prompt, completions, prompt_ids, completion_ids, **data):
+    return sum(completion_ids) % 7 / 6
+"""
 """A random model never answers right; this gives every batch something to learn."""
 
 

@@ -90,6 +90,7 @@ class Case:
         """One kill at a random moment of the third step from now on, or later; seconds to what came of it."""
         calm = run.last() + 3
         run.wait(lambda: run.last() >= calm, "three steps")
+        run.wait(lambda: all(worker["status"] == "running" for worker in run.workers()), "everybody to be seen well")
         begin = run.last()
         run.wait(lambda: run.last() > begin, "a step")
         time.sleep(rng.random() * place.longest_delay)

@@ -23,7 +23,7 @@ SHOWN = 20
 
 def account(run_dir: Path, prompts: Iterable[int], epochs: int) -> Counter[str]:
     """Compare what a run says of its prompts (`groups.jsonl`) with what it should have used, and with the batches that
-    it trained on (`batches/`, of `checkpoint.save_batches=true`).
+    it trained on, where it saved them (`checkpoint.save_batches=true`).
 
     Args:
         run_dir: of a run that came to the end of its data.
@@ -74,7 +74,7 @@ def _of_steps(run_dir: Path, told: list[dict[str, Any]]) -> Iterable[str]:
         if ending["ending"] == "trained":
             said[ending["step"]].append((ending["group_id"], ending["prompt_id"]))
     yield from (f"step {step} is said to have trained, and has no record" for step in sorted(said.keys() - {*steps}))
-    for step in steps:
+    for step in steps if (run_dir / "batches").is_dir() else ():
         files = [*(run_dir / "batches").glob(f"step_{step}-version_*.safetensors")]
         if len(files) != 1:
             yield f"step {step}: expected its batch, found {[file.name for file in files]}"

@@ -1,0 +1,165 @@
+"""Runs in which something dies at random moments: each comes to its end, and uses every prompt once."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import chaos
+import pytest
+from account import account
+from launchers import settings_of
+from ray_cluster import ray
+from slurm_cluster import slurm
+
+from rl_apps.parts import weights_directory
+from rl_contracts.testing.models import make_tiny_model
+
+KILLS = ("kill_server", "kill_trainer", "kill_launcher")
+PROCESSES = (
+    "kill_server",
+    "stop_server",
+    "kill_trainer",
+    "stop_trainer",
+    "kill_reward",
+    "stop_reward",
+    "kill_launcher",
+    "stop_launcher",
+)
+DISK_MIB = 256
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1, hidden=32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment() -> Iterator[None]:
+    """In which all processes find the reward of `chaos`, also those of clusters that start later."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTHONPATH", str(Path(chaos.__file__).parent))
+        yield
+
+
+@contextmanager
+def small_disk(directory: Path) -> Iterator[Path | None]:
+    """A file system of its own that can be filled; None where this process may not mount one."""
+    directory.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(directory)]
+    if subprocess.run(["mount", *options], capture_output=True).returncode:
+        print("a disk that is full is left out: this user may not mount a file system")
+        yield None
+        return
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def examine(part: chaos.Part, prompts: int, epochs: int, record: Callable[[str, object], None]) -> None:
+    """Tell what was done, and look whether the account holds."""
+    endings = account(part.run_dir, range(prompts), epochs)
+    figures = {
+        "faults": dict(part.done),
+        "starts": part.starts,
+        "steps": part._step(),
+        "seconds": round(part.seconds),
+        "endings": dict(endings),
+        "shared memory left": len(part.shared_memory_left()),
+    }
+    for name, value in figures.items():
+        record(name, value)
+    print(figures)
+    assert not weights_directory(part.run_dir).exists()
+    assert endings["rejected"] > 0
+    assert endings["failed"] > 0
+
+
+@pytest.mark.slow
+def test_local_run_through_three_kills_ends_and_uses_every_prompt_once(
+    model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """One of a server, a trainer and the launcher each, in turn."""
+    run_dir, prompts, epochs = tmp_path / "run", 120, 2
+    small = {"allocation": "embedded:d1+fsdp:d1", "recover.every": 1}
+    command = chaos.grpo(model, run_dir, prompts, epochs, **small)
+    part = chaos.Part(command, run_dir, tmp_path / "chaos.log", 3, 3, pause=(2, 5), once=True, kinds=KILLS)
+    part.run(seconds=240)
+    examine(part, prompts, epochs, record_property)
+    assert set(part.done) == {*KILLS}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(4))
+def test_local_run_through_kills_ends_and_uses_every_prompt_once(
+    seed: int, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        run_dir, prompts, epochs = (disk or tmp_path) / "run", 1000, 8
+        more = {"checkpoint.save_batches": str(seed % 2 == 0).lower()}  # for which there must be room
+        command = chaos.grpo(model, run_dir, prompts, epochs, **more)
+        part = chaos.Part(
+            command, run_dir, tmp_path / "chaos.log", seed, 20, (*PROCESSES, "truncate_point", "fill_disk"), disk=disk
+        )
+        part.run(seconds=840)
+        examine(part, prompts, epochs, record_property)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("seed", "route"), [(10, "broadcast"), (11, "disk")])
+def test_slurm_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
+    seed: int, route: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Four nodes, each with a temporary directory of its own, of which the run has two and a spare one."""
+    with slurm(lost_after=4, requeue_after=8, kill_wait=5) as cluster:
+
+        def lose(rng: random.Random) -> str:
+            name = rng.choice(cluster.names)
+            cluster.kill_node(name)
+            time.sleep(rng.uniform(5, 15))
+            cluster.revive(name)
+            return str(name)
+
+        run_dir, prompts, epochs = tmp_path / "run", 1000, 5
+        settings = settings_of("slurm", spare_nodes=1) | {"publish.route": route}
+        command = chaos.grpo(model, run_dir, prompts, epochs, **settings)
+        part = chaos.Part(
+            command, run_dir, tmp_path / "chaos.log", seed, 15, (*PROCESSES, "truncate_point", "lose_node"), lose=lose
+        )
+        part.run(seconds=1100)
+        examine(part, prompts, epochs, record_property)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("seed", "route"), [(20, "broadcast"), (21, "disk")])
+def test_ray_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
+    seed: int, route: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Three nodes, each with a temporary directory of its own, of which the run has two. Ray's head is not killed: with
+    it the cluster is gone."""
+    with ray(nodes=3) as cluster:
+        nodes = [1, 2]
+
+        def lose(rng: random.Random) -> str:
+            nodes.remove(lost := rng.choice(nodes))
+            cluster.kill_node(lost)
+            time.sleep(rng.uniform(5, 15))
+            nodes.append(cluster.add_node())
+            return f"node {lost}"
+
+        run_dir, prompts, epochs = tmp_path / "run", 1000, 5
+        settings = settings_of("ray") | {"publish.route": route}
+        command = chaos.grpo(model, run_dir, prompts, epochs, **settings)
+        part = chaos.Part(
+            command, run_dir, tmp_path / "chaos.log", seed, 15, (*PROCESSES, "truncate_point", "lose_node"), lose=lose
+        )
+        part.run(seconds=1100)
+        examine(part, prompts, epochs, record_property)

@@ -31,6 +31,7 @@ from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, ServerStartError, raised_at
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
+from rl_launchers.interrupts import Interrupted
 from rl_trainers.points import resumed_step
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ def main(reference: str, argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError | DataError | ModelError | ServerStartError) else 1
     except KeyboardInterrupt:
         return 130
+    except Interrupted as stop:  # `rl stop`
+        print("Stopped before anything was started.")
+        return 128 + stop.number
     except Exception as error:  # a user's file is to blame, and told; anything else goes on
         if not (place := raised_at(error)):
             raise

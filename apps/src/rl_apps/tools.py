@@ -198,6 +198,7 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
     if "launcher" not in found or found["state"] == "lost":
         raise ConfigError(f"{directory}: expected a run that goes on, found: {_state_in_words(found)}")
     names.delete(f"answers/scale/{role}")
+    count = str(int(count)) if count.isdecimal() else count
     names.add(f"control/scale/{role}", count, replace=True)
     deadline, shown = time.monotonic() + timeout, ""
     for _ in _while_alive(names):

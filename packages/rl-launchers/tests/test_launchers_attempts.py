@@ -276,3 +276,32 @@ def test_run_rank_that_ignores_sigterm_is_gone_before_the_next_start(scheduler: 
     assert Launcher(scheduler, config).run([], trainers, on_tick=note, resume=run.resume) == 0
     assert pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_run_users_fault_at_a_later_start_before_servers_are_ready_is_not_started_again(
+    scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    run = Steps(tmp_path, "3:kill", "2:2", "2:2")
+    slow = server("rollout", delay=3.0)
+    with pytest.raises(LaunchError, match="exit code 2"):
+        Launcher(scheduler).run([slow], run.trainers, resume=run.resume, together=True)
+    assert run.resumed == [2]
+
+
+def test_run_worker_that_cannot_be_ended_costs_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, stuck, delete = Steps(tmp_path, "3:kill"), list[str](), LocalScheduler.delete_workers
+
+    def delete_workers(self: LocalScheduler, role: str | None = None, grace: float = 5.0) -> None:
+        delete(self, role, grace)
+        if not stuck:
+            stuck.append("planted: a node does not answer")
+            raise LaunchError(stuck[0])
+
+    monkeypatch.setattr(LocalScheduler, "delete_workers", delete_workers)
+    with LocalScheduler(tmp_path / "logs") as scheduler:
+        assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
+    assert run.resumed == [2]
+    assert stuck[0] in caplog.text

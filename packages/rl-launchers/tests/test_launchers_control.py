@@ -218,3 +218,42 @@ def test_disk_full_for_a_while_the_run_goes_on_and_says_so(
     assert code == 0
     assert "No space left on device" in caplog.text
     assert json.loads((tmp_path / "names" / "status" / "=value").read_text())["state"] == "finished"
+
+
+PREPARES = """
+import sys, time
+from rl_contracts.names import FileNames
+from rl_launchers import RunControl
+from rl_launchers.interrupts import Interrupted
+try:
+    with RunControl(FileNames(sys.argv[1] + "/names"), 0.1) as control:
+        if sys.argv[2] != "preparing":
+            control.tell(state=sys.argv[2])
+        time.sleep(float(sys.argv[3]))
+except Interrupted as stop:
+    sys.exit(128 + stop.number)
+"""
+"""What comes before a launcher, or after it."""
+
+
+@pytest.mark.parametrize("how", ["gracefully", "now"])
+@pytest.mark.parametrize(("state", "code"), [("preparing", 143), ("stopping", 0)])
+def test_stop_before_and_after_the_launcher_leaves_a_status(tmp_path: Path, state: str, code: int, how: str) -> None:
+    names = FileNames(tmp_path / "names")
+    seconds = "60" if state == "preparing" else "1.5"
+    process = subprocess.Popen([sys.executable, "-c", PREPARES, str(tmp_path), state, seconds])
+    wait_until(lambda: (read_json(names, "status") or {}).get("beat", 0) > 1)
+    names.add("control/stop", how, replace=True)
+    assert process.wait(20) == code
+    assert read_json(names, "status")["state"] == "stopped"
+
+
+def test_names_that_nobody_of_ours_wrote_are_passed_over(tmp_path: Path) -> None:
+    names = FileNames(tmp_path / "names")
+    with RunControl(names, beat=0.05) as control:
+        for key in ("stop", "no key of ours"):
+            (tmp_path / "names" / "control" / key).mkdir(parents=True)
+            (tmp_path / "names" / "control" / key / "=value").write_bytes(b"\xff\xfe")
+        names.add("control/scale/rollout", "3")
+        wait_until(lambda: control.asked_to_scale() == {"rollout": "3"})
+        assert control._thread.is_alive()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
+from rl_contracts.errors import LaunchError
 from rl_contracts.names import FileNames
 from rl_contracts.scheduler import JobSpec, Worker
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig, Resume, RunControl
@@ -188,3 +189,22 @@ def test_scale_number_outlives_a_restart_of_the_trainers(scheduler: LocalSchedul
 
     assert code == 0
     assert lives == [["rollout-0"], ["rollout-0", "rollout-1"]]
+
+
+def test_scale_server_that_does_not_end_is_asked_again_and_the_run_goes_on(
+    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_launchers.elastic.RETRY_SECONDS", 0.2)
+    refused, resize = list[int](), LocalScheduler.resize_workers
+
+    def resize_workers(self: LocalScheduler, role: str, count: int, grace: float = 5.0) -> list[Worker]:
+        if not refused:
+            refused.append(count)
+            raise LaunchError("planted: it outlived SIGKILL")
+        return resize(self, role, count, grace)
+
+    monkeypatch.setattr(LocalScheduler, "resize_workers", resize_workers)
+    asker = Asker(tmp_path, "1")
+    assert asker.run(scheduler, [server("rollout", count=2)]) == 0
+    assert refused == [1]
+    assert [(answer["count"], answer["right"]) for answer in asker.answers] == [("1", True)]

@@ -1,5 +1,6 @@
 """The launcher's order of things, its supervision and its errors, with real processes."""
 
+import errno
 import os
 import signal
 import threading
@@ -12,8 +13,9 @@ import pytest
 
 from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
 from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
+from rl_contracts.names import MemoryNames
 from rl_contracts.scheduler import JobSpec, Resources, SchedulerConfig, Worker, WorkerStatus
-from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig
+from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig, RunControl
 
 CLIENT = """
 import sys, time, urllib.request
@@ -269,3 +271,79 @@ def test_resources_are_the_devices_that_would_be_handed_out_and_the_cores(monkey
 def test_config_value_out_of_range_raises_naming_the_field(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=rf"launcher\.{next(iter(fields))}"):
         LauncherConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_run_disk_is_full_or_the_terminal_gone_goes_on(
+    scheduler: LocalScheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gone(MemoryNames):
+        def children(self, prefix: str = "") -> dict[str, str]:
+            if prefix == "pulse" and caplog.records:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return super().children(prefix)
+
+    def show(workers: list[Worker]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunControl(Gone()) as control:
+        launcher = Launcher(scheduler, control=control)
+        assert launcher.run([], lambda _: [JobSpec("actor", python("pass"))], on_tick=show) == 0
+    assert caplog.text.count("Progress cannot be shown") == 1
+
+
+def test_restart_worker_no_room_in_its_log_starts_it_all_the_same(scheduler: LocalScheduler) -> None:
+    (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
+    worker.log.unlink()
+    worker.log.symlink_to("/dev/full")
+    assert scheduler.restart_worker(worker).restarts == 1
+
+
+def test_run_second_signal_while_the_names_are_tidied_is_no_error(scheduler: LocalScheduler) -> None:
+    class Slow(MemoryNames):
+        def children(self, prefix: str = "") -> dict[str, str]:
+            if sent and threading.current_thread() is threading.main_thread():
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().children(prefix)
+
+    sent = list[bool]()
+
+    def terminate(workers: list[Worker]) -> None:
+        if not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with RunControl(Slow()) as control:
+        launcher = Launcher(scheduler, control=control)
+        assert launcher.run([], lambda _: [JobSpec("actor", python(SLEEP))], on_tick=terminate) == 143
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_run_trainers_of_several_roles_all_hear_of_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    delete = LocalScheduler.delete_workers
+
+    def delete_workers(self: LocalScheduler, role: str | None = None, grace: float = 5.0) -> None:
+        delete(self, role, grace)
+        if role == "one":
+            raise LaunchError("planted: a node does not answer")
+
+    monkeypatch.setattr(LocalScheduler, "delete_workers", delete_workers)
+    trainer = (
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1] + '-saved').touch(), sys.exit(0)))\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "time.sleep(600)"
+    )
+    roles, sent = [tmp_path / "one", tmp_path / "two"], list[bool]()
+
+    def interrupt(workers: list[Worker]) -> None:
+        if not sent and all(file.exists() for file in roles):
+            sent.append(True)
+            os.kill(os.getpid(), number)
+
+    with LocalScheduler(tmp_path / "logs") as scheduler:
+        specs = [JobSpec(file.name, python(trainer, str(file))) for file in roles]
+        assert Launcher(scheduler).run([], lambda _: specs, on_tick=interrupt) == code
+    assert (tmp_path / "one-saved").exists()
+    assert (tmp_path / "two-saved").exists()

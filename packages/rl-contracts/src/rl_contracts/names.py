@@ -175,7 +175,8 @@ class FileNames(NameService):
         paths = [path.parent for path in directory.rglob(_VALUE_FILE) if path.parent != directory]
         values: dict[str, str] = {}
         for key in sorted(path.relative_to(self.root).as_posix() for path in paths):
-            with suppress(UnknownNameError):  # deleted meanwhile
+            # deleted meanwhile, or nothing of ours
+            with suppress(UnknownNameError, ConfigError, UnicodeDecodeError):
                 values[key] = self.get(key)
         return values
 

@@ -28,6 +28,10 @@ class TrainersLostError(LaunchError):
         self.raised = raised
 
 
+class UsersFaultError(LaunchError):
+    """A trainer ended with an error that would come again."""
+
+
 @dataclass(frozen=True)
 class Resume:
     """What a launcher must know of a run, to start it again by itself."""
@@ -49,7 +53,7 @@ class Attempts:
 
     def __init__(self, config: RestartConfig, resume: Resume | None) -> None:
         self._limit, self._window, self._resume = config.trainer_restarts, config.restart_window, resume
-        self._begin = self._furthest = resume.reached() if resume else (0, 0)
+        self._furthest = resume.reached() if resume else (0, 0)
         self._times: deque[float] = deque()
         self._idle = -1
         self.count = 0
@@ -72,6 +76,7 @@ class Attempts:
                 first and no trainer's.
         """
         lost = isinstance(error, TrainersLostError) or (self.count > 0 and not ready)
+        lost = lost and not isinstance(error, UsersFaultError)
         if self._resume is None or not self._limit or not lost:
             self._refuse(error, "")
         reached, now = self._resume.reached(), time.monotonic()

@@ -66,6 +66,7 @@ class RunControl(AbstractContextManager["RunControl"]):
         self._published: dict[str, str] = {}
         self._scales: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._over = threading.Event()
+        self._former: Any = None
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def __enter__(self) -> RunControl:
@@ -74,6 +75,8 @@ class RunControl(AbstractContextManager["RunControl"]):
             for key in self.names.children(prefix):
                 self.names.delete(key)
         self._write()
+        if threading.current_thread() is threading.main_thread():
+            self._former = signal.signal(signal.SIGTERM, self._receive)
         self._thread.start()
         return self
 
@@ -82,6 +85,8 @@ class RunControl(AbstractContextManager["RunControl"]):
     ) -> None:
         self._over.set()
         self._thread.join()
+        if self._former is not None:
+            signal.signal(signal.SIGTERM, self._former)
         asked = self._facts["state"] == "stopping" or isinstance(error, Interrupted | KeyboardInterrupt)
         failed = isinstance(error, Exception)
         self.tell(state="failed" if failed else "stopped" if asked else "finished")
@@ -128,6 +133,11 @@ class RunControl(AbstractContextManager["RunControl"]):
         with suppress(OSError):  # the log has it
             self.names.add(f"answers/scale/{role}", json.dumps(answer), replace=True)
 
+    def _receive(self, number: int, _: object) -> None:
+        """A request to stop before the launcher hears any, or when it is done."""
+        if self._facts["state"] == "preparing":
+            raise Interrupted(number)
+
     def _run(self) -> None:
         while not self._over.wait(self._beat):
             try:
@@ -153,6 +163,8 @@ class RunControl(AbstractContextManager["RunControl"]):
     def _read(self) -> None:
         self.pulses.read()
         for key, value in self.names.children("control").items():
+            if self.names.get(key) != value:
+                continue  # somebody asks for something else just now
             self.names.delete(key)
             if key == "control/stop":
                 self._stop(now=value == "now")
@@ -163,8 +175,7 @@ class RunControl(AbstractContextManager["RunControl"]):
         """What Ctrl-C or `kill` would do, or either of them twice."""
         logger.warning("rl stop: %s", "at once" if now else "after the step that is running")
         os.kill(os.getpid(), signal.SIGTERM)
-        if now:
-            self._over.wait(HURRY_SECONDS)
+        if now and not self._over.wait(HURRY_SECONDS):
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -10,6 +10,9 @@ from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
 from rl_launchers.control import RunControl
 
+RETRY_SECONDS = 10.0
+"""Seconds until a server that did not end is asked again."""
+
 
 @dataclass
 class _Role:
@@ -128,7 +131,12 @@ class Elastic:
             self._answer(role, f"{_names(workers[wanted:])} will end in {self._drain:g} s", done=False)
         elif wanted < now and time.monotonic() >= (role.drained or 0):
             ended = _names(workers[wanted:])
-            self._scheduler.resize_workers(role.spec.role, wanted, grace=self._stop)
+            try:
+                self._scheduler.resize_workers(role.spec.role, wanted, grace=self._stop)
+            except LaunchError as error:
+                role.drained = time.monotonic() + max(self._drain, RETRY_SECONDS)
+                self._answer(role, f"{ended} did not end, and will be asked again: {error}", done=False)
+                return
             role.settled = min(role.settled, wanted)
             self._answer(role, f"{wanted} servers; {ended} ended")
         elif wanted == now and all(worker.status is WorkerStatus.RUNNING for worker in workers):

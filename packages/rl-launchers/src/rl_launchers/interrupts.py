@@ -1,11 +1,12 @@
-"""SIGINT and SIGTERM turned into something that a loop can look at."""
+"""SIGINT, SIGTERM and SIGHUP turned into something that a loop can look at."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -33,11 +34,12 @@ class Hurried(Interrupted):
 
 
 class Interrupts:
-    """Catches SIGINT and SIGTERM while it is entered and puts the former handlers back afterwards.
+    """Catches SIGINT, SIGTERM and SIGHUP (unless that is ignored, as by nohup) while it is entered and puts the former
+    handlers back afterwards.
 
     The first signal only sets a flag: an exception out of nowhere could fall between the start of a process and its
     entry into the books. `check` raises it as `Interrupted` where the loop is ready for it. The second is raised at
-    once, as `Hurried`; further ones are ignored.
+    once, as `Hurried`, within `impatient`; further ones are ignored.
 
     Signals reach only the main thread; in any other this does nothing. A program that `uv run` started is asked to stop
     as well when that is gone, which hands on signals but cannot hand on its own SIGKILL.
@@ -51,6 +53,7 @@ class Interrupts:
         self._flag = threading.Event()
         self._former: dict[int, Any] = {}
         self._parent = uv_parent() if parent is None else parent
+        self._impatient = False
 
     @property
     def hurried(self) -> bool:
@@ -59,7 +62,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+            for number in (signal.SIGINT, signal.SIGTERM, *hangup):
                 self._former[number] = signal.signal(number, self._receive)
         return self
 
@@ -74,6 +78,15 @@ class Interrupts:
         if self._received:
             raise Interrupted(self._received[0])
 
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """Here a second signal is raised at once."""
+        former, self._impatient = self._impatient, True
+        try:
+            yield
+        finally:
+            self._impatient = former
+
     def wait(self, seconds: float) -> None:
         """Return after `seconds`, or at once when a signal comes."""
         self._flag.wait(seconds)
@@ -81,5 +94,5 @@ class Interrupts:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received.append(number)
         self._flag.set()
-        if len(self._received) == 2:
+        if len(self._received) == 2 and self._impatient:
             raise Hurried(self._received[0])

@@ -15,7 +15,7 @@ from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
 from rl_contracts.logging import get_logger
 from rl_contracts.names import MemoryNames
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
-from rl_launchers.attempts import Attempts, Resume, TrainersLostError, headline
+from rl_launchers.attempts import Attempts, Resume, TrainersLostError, UsersFaultError, headline
 from rl_launchers.control import RunControl
 from rl_launchers.elastic import Elastic
 from rl_launchers.health import RestartConfig, ServerCare
@@ -93,7 +93,7 @@ class Launcher:
         self.key = key or secrets.token_urlsafe(32)
         """The key of this run. Every worker has it in its environment as RL_RUN_KEY; never write it anywhere."""
         self._trainers: list[JobSpec] = []
-        self._ready = False
+        self._ready = self._blind = False
         self._on_tick: Callable[[list[Worker]], None] | None = None
 
     def run(
@@ -106,9 +106,9 @@ class Launcher:
     ) -> int:
         """Run to the end. Whatever happens, no process and no port is left behind.
 
-        The first SIGINT (Ctrl-C) or SIGTERM asks the trainers to end, with SIGTERM and `grace_seconds` in which they
-        may write a recover point while the servers still answer; then everything else is stopped. A second one kills
-        everything at once. The handlers that were there before are put back.
+        The first SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal is gone) asks the trainers to end, with SIGTERM and
+        `grace_seconds` in which they may write a recover point while the servers still answer; then everything else is
+        stopped. A second one kills everything at once. The handlers that were there before are put back.
 
         Args:
             servers: roles to start first, in this order; none for a run without servers.
@@ -121,7 +121,8 @@ class Launcher:
                 and not where one raised an error before the first step. None: the run ends then.
 
         Returns:
-            exit code for the program: 0 when all trainers are done, 130 after SIGINT, 143 after SIGTERM.
+            exit code for the program: 0 when all trainers are done, 130 after SIGINT, 143 after SIGTERM, 129 after
+            SIGHUP.
 
         Raises:
             ConfigError: a role contradicts itself, there is no trainer, or the run key is in a command.
@@ -144,8 +145,9 @@ class Launcher:
         with Interrupts(self._parent) as interrupts:
             self._scheduler.tick = interrupts.check
             try:
-                while not self._done(trainer_specs, interrupts, together, attempts):
-                    pass
+                with interrupts.impatient():
+                    while not self._done(trainer_specs, interrupts, together, attempts):
+                        pass
             except Interrupted as interruption:
                 code = 128 + interruption.number
                 self._control.tell(state="stopping", code=code)
@@ -164,7 +166,10 @@ class Launcher:
         except LaunchError as error:
             self._control.tell(state="restarting", error=headline(error))
             logs = [worker.log for worker in self._scheduler.poll()]
-            self._stop(interrupts, patient=False)
+            try:
+                self._stop(interrupts, patient=False)
+            except LaunchError as stuck:  # on a machine that is sick; another start may do without it
+                logger.warning("%s", stuck)
             what = attempts.again(error, self._ready)
         logger.warning("%s", what)
         for log in logs:
@@ -216,8 +221,7 @@ class Launcher:
         workers = self._scheduler.poll()
         self._control.show(workers)
         self._control.publish({f"{w.role}/{w.index}": w.address for w in self._elastic.staying(workers) if w.port})
-        if self._on_tick is not None:
-            self._on_tick(workers)
+        self._show(workers)
         trainers = [worker for worker in workers if worker.role in self._roles()]
         if trainers and all(worker.status is WorkerStatus.DONE for worker in trainers):
             return True
@@ -233,12 +237,23 @@ class Launcher:
             self._elastic.look(workers, {spec.beside for spec in self._trainers})
         return False
 
+    def _show(self, workers: list[Worker]) -> None:
+        try:
+            if self._on_tick is not None:
+                self._on_tick(workers)
+        except OSError as error:  # a full disk, or a terminal that is gone, ends no run
+            if not self._blind:
+                logger.warning("Progress cannot be shown: %s", error)
+            self._blind = True
+
     def _error(self, workers: list[Worker], lost: dict[str, str], failed: bool) -> LaunchError:
         told = self._post_mortem(workers, lost)
         ended = [w.exit_code for w in workers if w.role in self._roles() and w.status is WorkerStatus.FAILED]
         if failed and USERS_FAULT not in ended:
             return TrainersLostError(told, raised=not lost and all(code and 0 < code < 64 for code in ended))
-        return LaunchError(told) if failed or self._ready else ServerStartError(told)
+        if failed:
+            return UsersFaultError(told)
+        return LaunchError(told) if self._ready else ServerStartError(told)
 
     def _roles(self) -> list[str]:
         """The trainers'."""
@@ -270,20 +285,32 @@ class Launcher:
         return with_log(problem, first.log, self._scheduler.logs(first, self._config.log_lines))
 
     def _stop(self, interrupts: Interrupts, patient: bool) -> None:
-        """Stop everything: where `patient`, the trainers first and with time to write a recover point."""
+        """Stop everything: where `patient`, the trainers first and with time to write a recover point.
+
+        Raises:
+            LaunchError: something is left.
+        """
         try:
-            if patient and not interrupts.hurried:
-                logger.warning(
-                    "Stopping: trainers have launcher.grace_seconds=%g s to end their step and save a recover point. A "
-                    "second signal stops at once.",
-                    self._config.grace_seconds,
-                )
-                deadline = time.monotonic() + self._config.grace_seconds
-                for role in self._roles():
-                    self._scheduler.delete_workers(role, grace=max(0.0, deadline - time.monotonic()))
-            self._scheduler.delete_workers(grace=0.0 if interrupts.hurried else self._config.stop_seconds)
+            with interrupts.impatient():
+                if patient and not interrupts.hurried:
+                    self._stop_trainers()
+                self._scheduler.delete_workers(grace=0.0 if interrupts.hurried else self._config.stop_seconds)
         except Hurried:
             self._scheduler.delete_workers(grace=0.0)
-        self._control.show([])
-        self._control.publish({})
-        self._control.pulses.clear()
+        finally:
+            self._control.show([])
+            self._control.publish({})
+            self._control.pulses.clear()
+
+    def _stop_trainers(self) -> None:
+        logger.warning(
+            "Stopping: trainers have launcher.grace_seconds=%g s to end their step and save a recover point. A second "
+            "signal stops at once.",
+            self._config.grace_seconds,
+        )
+        deadline = time.monotonic() + self._config.grace_seconds
+        for role in self._roles():
+            try:
+                self._scheduler.delete_workers(role, grace=max(0.0, deadline - time.monotonic()))
+            except LaunchError as error:
+                logger.warning("%s", error)

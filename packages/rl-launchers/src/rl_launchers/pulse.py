@@ -74,8 +74,9 @@ class Pulses:
     def clear(self) -> None:
         """The ranks are gone, and others will follow."""
         self.forget()
-        for key in self._names.children("pulse"):
-            self._names.delete(key)
+        with suppress(OSError):  # numbers of the dead: they count as hung only until others write
+            for key in self._names.children("pulse"):
+                self._names.delete(key)
 
     def hung(self, worker: str) -> bool:
         """Whether a worker has not renewed its number for too long; not where it never had one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,13 +57,16 @@ def not_ready(name: str, timeout: float, asked: str, answer: str) -> str:
 
 
 def tail(log: Path, lines: int, offset: int = 0) -> str:
-    """The last lines of a log from byte `offset` on; empty where there are none."""
-    if lines < 1 or not log.exists():
+    """The last lines of a log from byte `offset` on; empty where there are none, or it cannot be read."""
+    if lines < 1:
         return ""
-    with log.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(offset, size - TAIL_BYTES))
-        text = file.read().decode(errors="replace")
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(offset, size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
     return "\n".join(text.splitlines()[-lines:])
 
 
@@ -79,8 +83,8 @@ def telling(log: Path, lines: int, offset: int = 0) -> str:
 
 
 def separate(log: Path, what: str) -> None:
-    """Append a line that tells one life of a worker from the next."""
-    with log.open("a") as file:
+    """Append a line that tells one life of a worker from the next; where the disk is full, do without."""
+    with suppress(OSError), log.open("a") as file:
         file.write(f"\n======== {time.strftime('%Y-%m-%d %H:%M:%S')} {what} ========\n")
 
 

@@ -32,9 +32,11 @@ from slurm_cluster import slurm
 
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 from rl_contracts.testing.models import make_tiny_model
+from rl_trainers.points import last_point
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 COMMAND = Path(sys.executable).parent / "gsm8k-grpo"
+RL = COMMAND.with_name("rl")
 CONTROL = ("stage_weights", "pause_generation", "commit_weights", "continue_generation", "shutdown", "abort_request")
 
 
@@ -133,7 +135,7 @@ def going(request, tmp_path_factory) -> Iterator[Going]:
             found.processes = _of_the_run(found)
             yield found
         finally:
-            subprocess.run([COMMAND.with_name("rl"), "stop", "--now", str(run_dir)], check=False, timeout=200)
+            subprocess.run([RL, "stop", "--now", str(run_dir)], check=False, timeout=200)
             command.terminate()
             command.wait(60)
 
@@ -257,8 +259,7 @@ class Bomb:
 
 
 def test_pickles_that_are_sent_to_every_port_are_not_executed(going, tmp_path):
-    """Bare, behind a length as `multiprocessing` sends them, and as the body of requests; the last test, as it may cost
-    the run a connection."""
+    """Bare, behind a length as `multiprocessing` sends them, and as the body of requests."""
     bomb = pickle.dumps(Bomb(tmp_path / "executed"))
     pickle.loads(bomb)
     assert (tmp_path / "executed").exists()
@@ -286,3 +287,24 @@ def test_pickles_that_are_sent_to_every_port_are_not_executed(going, tmp_path):
         assert time.monotonic() < deadline, "the run stands still"
         time.sleep(0.2)
     assert not (tmp_path / "executed").exists()
+
+
+def test_run_that_is_stopped_saves_its_step_and_leaves_no_process_and_no_port(going):
+    """The last thing that is done to each run."""
+    ports = going.ports()
+    assert all(_listens(*at) for at in ports)
+
+    done = subprocess.run([RL, "stop", str(going.run_dir)], capture_output=True, text=True, check=False, timeout=200)
+
+    assert done.returncode == 0, done.stderr
+    assert f"The same command goes on after step {going.steps()}" in done.stdout
+    assert last_point(going.run_dir / "recover") == going.steps()
+    _, left = psutil.wait_procs(going.processes, timeout=60)
+    assert left == []
+    assert [at for at in ports if _listens(*at)] == []
+    assert list((going.run_dir / "logs").glob(".agents-*")) == []
+
+
+def _listens(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) == 0

@@ -9,6 +9,8 @@ import time
 import pytest
 from slurm_cluster import slurm
 
+from rl_apps.directory import JOB, names_of
+from rl_apps.tools import status_of, stop
 from rl_contracts.errors import ConfigError
 from rl_contracts.scheduler import Submission
 from rl_launchers import SlurmSchedulerConfig
@@ -138,6 +140,28 @@ def test_submit_ctrl_c_detaches_and_the_same_command_follows_again(cluster, tmp_
     assert f"rl stop {tmp_path}" in said
     assert (again.returncode, "saved" in rest) == (143, True)
     assert len(_lives(lives)) == 1
+
+
+def test_rl_status_and_stop_of_a_job_that_waits_for_nodes(cluster, tmp_path):
+    names_of(tmp_path / "run").add(JOB, json.dumps("slurm"))  # as the command leaves it that hands a run in
+    other = cluster.run("sbatch", "--parsable", "-N4", "--exclusive", "-o/dev/null", "--wrap", "sleep 600")
+    following = _follow(_launcher(tmp_path / "lives"), tmp_path / "run")
+    _until(lambda: (tmp_path / "run" / "slurm" / "job.json").exists())
+    job = _job(tmp_path / "run")
+
+    _until(lambda: "Slurm's reason is" in status_of(tmp_path / "run").get("job", ""))
+    found = status_of(tmp_path / "run")
+    assert found["state"] == "pending"
+    assert f"pending (job {job}, Slurm's reason is " in found["job"]
+    assert stop(tmp_path / "run", now=False, timeout=60) == 0
+    said, _ = following.communicate(timeout=240)
+
+    assert following.returncode != 0
+    assert "CANCELLED" in said
+    assert cluster.run("squeue", "-h", "-o", "%A") == other
+    cluster.run("scancel", other)
+    _until(lambda: cluster.run("squeue", "-h") == "")
+    assert not _lives(tmp_path / "lives")
 
 
 def test_submit_warned_before_the_time_limit_job_is_requeued_and_goes_on(cluster, tmp_path):

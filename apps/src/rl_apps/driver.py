@@ -118,7 +118,8 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             print(_plan(run, devices, arithmetic, job))
             return 0
         if options.submits():
-            print(*starts_from_nothing(config), sep="\n", end="", flush=True)
+            for sentence in starts_from_nothing(config):
+                print(sentence, flush=True)
             names_of(run.directory).add(JOB, json.dumps(config.launcher.kind), replace=True)
             claim.close()  # the job claims it
             return options.submit(job)

@@ -151,6 +151,18 @@ def test_resources_without_slurm_are_those_that_the_settings_say(outside):
     assert (said.cores, said.gpus, len(said.nodes)) == (16, 8, 2)
 
 
+def test_planned_slurm_that_does_not_answer_is_no_obstacle_to_a_plan_and_one_to_a_run(outside, tmp_path, monkeypatch):
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'sinfo: fatal: no configuration source' >&2; exit 1\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = SlurmSchedulerConfig(nodes=2, cores_per_node=4)
+
+    assert [(node.cores, node.gpus) for node in config.planned().nodes] == [(4, 0)] * 2
+    assert "#SBATCH --nodes=2\n" in config.script(_submission(tmp_path))
+    with pytest.raises(LaunchError, match="no configuration source"):
+        config.resources()
+
+
 def test_resources_partition_has_too_few_or_is_not_there_is_refused_with_the_arithmetic(outside, monkeypatch):
     monkeypatch.setattr(commands.Commands, "output", lambda self, *command: SINFO)
     found = SlurmSchedulerConfig(nodes=1, partition="cpu", server_nodes=2, server_partition="gpu").resources()

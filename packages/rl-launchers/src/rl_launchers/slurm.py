@@ -20,7 +20,16 @@ from rl_contracts.scheduler import Node, Resources, Submission
 from rl_launchers import report, slurm_job
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.nodes import NodeProvider
-from rl_launchers.slurm_commands import Commands, SlurmMissingError, Step, fields, offered, partitions, shares
+from rl_launchers.slurm_commands import (
+    Commands,
+    SlurmError,
+    SlurmMissingError,
+    Step,
+    fields,
+    offered,
+    partitions,
+    shares,
+)
 
 logger = get_logger("launcher")
 
@@ -100,14 +109,18 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
 
         Raises:
             ConfigError: there is no such partition, or not so many nodes.
+            SlurmError: Slurm is there and does not answer.
         """
-        found = self.planned()
+        found = self._found(SlurmMissingError)
         return found if all(node.cores for node in found.nodes) else None
 
     def planned(self) -> Resources:
-        """As `resources`; without Slurm, as many nodes as the settings say, whose cores may not be known."""
+        """As `resources`; where no Slurm answers, as many nodes as the settings say, whose cores may not be known."""
+        return self._found(SlurmError)
+
+    def _found(self, unknown: type[SlurmError]) -> Resources:
         if self.submits():
-            found = [node for nodes in self._offered() for node in nodes]
+            found = [node for nodes in self._offered(unknown) for node in nodes]
         else:
             found = SlurmNodes(self).nodes()
             found = found[: len(found) - self.spare_nodes]
@@ -140,7 +153,8 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         """The batch script; see the contract."""
         if not self.submits():
             return ""
-        parts = [self._options(part, nodes) for part, nodes in zip(self._parts(), self._offered(), strict=True)]
+        kinds = self._offered(SlurmError)  # a plan needs none, and a run has asked before
+        parts = [self._options(part, nodes) for part, nodes in zip(self._parts(), kinds, strict=True)]
         settings = {name: getattr(self, name) for name in ("requeue", "max_requeues", "spare_nodes", "setup")}
         return slurm_job.render(submission, self.template, settings | {"parts": parts})
 
@@ -162,11 +176,12 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         partition, constraint = self.server_partition or self.partition, self.server_constraint or self.constraint
         return [main, _Part("server_", self.server_nodes, 0, partition, constraint)] if self.server_nodes else [main]
 
-    def _offered(self) -> list[list[Node]]:
-        """For each part machines such as it would get, spare ones left out; without cores where nobody knows."""
+    def _offered(self, unknown: type[SlurmError]) -> list[list[Node]]:
+        """For each part machines such as it would get, spare ones left out; without cores where nobody knows, which
+        `unknown` says."""
         try:
             text = Commands().output(*SINFO)
-        except SlurmMissingError:
+        except unknown:
             text = ""
         found: list[list[Node]] = []
         for part in self._parts():

@@ -106,7 +106,10 @@ def _of_the_run(going: Going) -> list[psutil.Process]:
     return [launcher, *{process.pid: process for process in (*agents, *below)}.values()]
 
 
-@pytest.fixture(scope="module", params=["local", "slurm", pytest.param("ray", marks=pytest.mark.nightly)])
+CLUSTERS = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("slurm", "ray")]
+
+
+@pytest.fixture(scope="module", params=["local", *CLUSTERS])
 def going(request, tmp_path_factory) -> Iterator[Going]:
     """Each kind of launcher, in the middle of a run."""
     kind = request.param

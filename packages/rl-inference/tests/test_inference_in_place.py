@@ -21,6 +21,7 @@ from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
 from rl_contracts.inference import Canary, CanaryAnswer, Capabilities
 from rl_contracts.testing import put_weights
 from rl_contracts.weights import write_committed
+from rl_contracts.weights.committed import RECORD
 from rl_inference import EmbeddedEngine
 
 PROMPT = [n * n % VOCAB for n in range(300)]
@@ -433,7 +434,70 @@ async def test_rejoin_server_that_has_no_checksums_yet_is_brought_up(trainer: Tr
 
         await until(lambda: len(engine.servers) == 2)
 
-        assert servers[1].log[-4:] == ["wake", "stage", "commit 0", "resume"]
+        assert servers[1].log == ["stage", "commit 0"], "it is no business of this client's to let it go on"
+
+
+async def test_catch_up_server_that_does_not_show_the_version_is_out_until_it_does(trainer: Trainer) -> None:
+    spec = ServeSpec(weights_dir=str(trainer.directory))
+    async with fleet(1, spec=spec, rejoin_timeout=30) as (head, (server,)):
+        await head.catch_up(1)
+        assert head.version == 1
+        assert not head.servers
+
+        server.table, server.version = table(2), 2  # meanwhile another version was committed
+        write_committed(trainer.directory, *put(trainer.directory, 2))
+
+        assert (await head.agenerate(asked(1))).versions == [2] * 60
+        assert head.version == 2
+
+
+async def test_rejoin_while_another_client_updates_resumes_nobody(trainer: Trainer) -> None:
+    async with fleet(1) as (publisher, (server,)):
+        head = TableEngine(client=ClientConfig(probe_interval=0.05))
+        head.initialize([server.address])
+        head._monitor.start()
+        await publisher.pause()
+        head._router.evict(head._router.servers[0], "was silent, says this test")
+
+        await until(lambda: bool(head.servers))
+
+        assert server.log == ["pause keep"]
+        await head.destroy()
+
+
+async def test_rejoin_record_that_cannot_be_read_for_a_moment_keeps_nobody_out(trainer: Trainer) -> None:
+    async with fleet(1, spec=ServeSpec(weights_dir=str(trainer.directory)), rejoin_timeout=30) as (head, _):
+        write_committed(trainer.directory, *put(trainer.directory, 0))
+        record = trainer.directory / RECORD
+        whole = record.read_bytes()
+        record.write_bytes(whole[:50])
+        head._monitor.start()
+        head._router.evict(head._router.servers[0], "was restarted, says this test")
+        await until(lambda: "cannot be read" in head._router.servers[0].last_error)
+
+        record.write_bytes(whole)
+
+        await until(lambda: bool(head.servers))
+
+
+async def test_commit_server_that_joins_while_all_are_held_is_held_too(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("rl_contracts.weights.committed", "rl_inference.updates"):
+        monkeypatch.setattr(f"{module}.STORED_ROUTES", ())
+    async with fleet(2, SummedEngine, rejoin_timeout=30) as (engine, servers):
+        await engine.stage_weights(put(trainer.directory, 1)[0])
+        await engine.commit_weights(1)
+        servers[1].version = 0
+        engine._router.evict(engine._router.servers[1], "was restarted, says this test")
+        await until(lambda: "from the next update on" in engine._router.servers[1].last_error)
+        await engine.pause()
+
+        await engine.stage_weights(put(trainer.directory, 2)[0])
+        await engine.commit_weights(2)
+
+        assert len(engine.servers) == 2
+        assert [server.paused for server in servers] == ["keep", "keep"]
 
 
 async def test_rejoin_server_with_checksums_is_shown_the_canary_too(trainer: Trainer) -> None:

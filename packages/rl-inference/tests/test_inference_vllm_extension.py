@@ -324,6 +324,23 @@ async def test_guard_salts_whatever_the_request_says(monkeypatch, body):
     assert json.loads(door.seen[0]) == {**json.loads(body), "cache_salt": "4"}
 
 
+async def test_guard_resumes_not_in_the_middle_of_a_load_whoever_asks():
+    door = _Door()
+    await door.ask("/rl/stage", {"meta": {"version": 1, "route": "disk", "parts": []}, "timeout": 5})
+    await door.ask("/rl/pause", {"mode": "keep", "lease": 60})
+    door.engine.loads.clear()
+    committing = asyncio.ensure_future(door.ask("/rl/commit", {"version": 1, "mode": "keep"}))
+    while ("rl_load",) not in door.engine.asked:  # noqa: ASYNC110 - a stand-in has no event
+        await asyncio.sleep(0)
+    resuming = asyncio.ensure_future(door.ask("/rl/resume", {}))
+    assert not (await door.ask("/rl/health"))[1]["version"]
+    assert ("resume",) not in door.engine.asked
+    door.engine.loads.set()
+
+    assert (await committing)[0] == (await resuming)[0] == 200
+    assert door.engine.asked[-3:] == [("version", "1"), ("reset", True), ("resume",)]
+
+
 async def test_guard_lets_nothing_through_that_it_cannot_salt():
     door = _Door()
 

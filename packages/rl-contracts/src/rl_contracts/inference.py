@@ -366,6 +366,11 @@ class InferenceEngine(ABC):
         Also refreshes `version`, for a client beside the one that published.
         """
 
+    async def catch_up(self, version: int) -> None:
+        """Hear that another client has committed a version on the servers: from now on `version` is at least that, and
+        no server that is behind it is used. Here `stats` finds out."""
+        await self.stats()
+
     @abstractmethod
     async def destroy(self) -> None:
         """Close connections. Requests that still wait fail with an `InferenceError`."""

@@ -417,6 +417,18 @@ class HttpEngine(InferenceEngine):
         grown = {name: float(self._router.sums[name]) for name in _GROWING}
         return {"servers": float(len(self._router.live)), "rejoins": float(self._router.rejoins), **now, **grown}
 
+    async def catch_up(self, version: int) -> None:
+        """Go on at a version that another client has committed. A server that does not show it when it is asked twice
+        is out until it does."""
+        for _ in range(2):
+            await self.stats()
+            behind = [server for server in self._router.live if server.version < version]
+            if not behind:
+                break
+        for server in behind:
+            self._router.evict(server, f"has not shown version {version}, which another client committed")
+        self._router.version = max(self._router.version, version)
+
     async def _ask_figures(self, servers: list[Server]) -> dict[Server, Stats]:
         """The figures of those that answer."""
         versions = [server.version for server in servers]

@@ -44,7 +44,7 @@ class WeightUpdates:
         loading = Beside if transport.protocol.capabilities.stages_beside else InPlace
         self._loading = loading(self._fleet, spec.model_path)
         self._lock = asyncio.Lock()
-        self._held = self._asleep = False
+        self._held = self._asleep = self._owns = False
         self._renewing: asyncio.Task[None] | None = None
         self._leases = asyncio.Lock()
         self._staged: CommittedWeights | None = None
@@ -63,6 +63,7 @@ class WeightUpdates:
         A rejoin that is under way gets a moment and is then broken off: a server that hangs must not hold up the
         others, but frequent updates must not keep a healthy one out for ever.
         """
+        self._owns = True
         if self._asleep:
             raise WeightUpdateError(f"version {meta.version}: the servers sleep; wake them before they are updated.")
         if self._rejoining is not None:
@@ -163,7 +164,7 @@ class WeightUpdates:
         if server.name:
             await self._vet(server, known)
         health = await self._transport.ask(server, self._transport.protocol.health())
-        if self._transport.protocol.capabilities.sleeps:  # it may have been lost asleep
+        if self._owns and self._transport.protocol.capabilities.sleeps:  # it may have been lost asleep
             await self._transport.ask(server, self._transport.protocol.wake())
         if health.version != version:
             await self._bring_up(server, known, f"version {health.version}")
@@ -174,8 +175,9 @@ class WeightUpdates:
         elif version != self._spec.version:
             raise InferenceError(f"{server.address}: no record says yet what version {version} must hold.")
         protocol = self._transport.protocol
-        exchange = protocol.pause("keep", self._fleet.lease) if self._held else protocol.resume()
-        await self._transport.ask(server, exchange)
+        if self._owns:  # who has not paused a server does not let it go on: its owner may be in the middle of an update
+            exchange = protocol.pause("keep", self._fleet.lease) if self._held else protocol.resume()
+            await self._transport.ask(server, exchange)
         self._router.readmit(server, version)
 
     async def _vet(self, server: Server, known: CommittedWeights | None) -> None:
@@ -199,7 +201,7 @@ class WeightUpdates:
     async def pause(self) -> None:
         """Pause everywhere until `resume`; updates in between do not resume either."""
         async with self._lock:
-            self._held = True
+            self._held = self._owns = True
             await self._renew("keep")
             await self._fleet.everywhere(lambda server: self._fleet.pause(server, "keep"), "pause")
 
@@ -214,7 +216,7 @@ class WeightUpdates:
         meanwhile."""
         async with self._lock:
             self._router.close()
-            self._asleep = True
+            self._asleep = self._owns = True
             try:
                 await self._renew("recompute")
                 await self._fleet.everywhere(lambda s: self._fleet.pause(s, "recompute"), "pause")
@@ -279,10 +281,17 @@ class WeightUpdates:
     def _known(self) -> CommittedWeights | None:
         """What the committed version holds: as staged by this client, or as recorded by the trainer of another one.
         Where no server is left to learn a later version from, the record tells that too; one from before this run
-        began does not count."""
+        began does not count.
+
+        Raises:
+            InferenceError: the record cannot be read, which says nothing of any server.
+        """
         found, router = self._committed, self._router
         if (found is None or found.version != router.version) and self._spec.weights_dir:
-            found = read_committed(self._spec.weights_dir)
+            try:
+                found = read_committed(self._spec.weights_dir)
+            except WeightUpdateError as error:
+                raise InferenceError(str(error)) from error
             if found is not None and not router.live and router.version > self._spec.version:
                 router.version = max(router.version, found.version)
         return found if found is not None and found.version == router.version else None
@@ -356,6 +365,8 @@ class WeightUpdates:
         joining, self._joining = self._joining, []
         for server in joining:
             try:
+                if self._held:
+                    await self._fleet.pause(server, "keep")
                 await self._loading.commit(server, version, "keep")
             except InferenceError as error:
                 server.last_error = f"could not commit version {version}: {error}"

@@ -168,7 +168,7 @@ class WeightPublisher:
                     times["time/paused"] = self._end_commit(meta, self.receipt, committing)
         with parallel.agreeing(doing):
             if parallel.is_dp_head and not parallel.is_main:
-                self.loop.run(self.inference.stats(), self.config.timeout)  # learns the committed version
+                self.loop.run(self.inference.catch_up(version), self.config.timeout)
         return times
 
     def destroy(self) -> None:

@@ -294,7 +294,7 @@ class Guard(ABC):
             await self._loaded(engine)
             self._version = version
             if not paused:
-                await self._resume(engine, {})
+                await self._generate_again(engine)
             return {}
 
     def _end(self) -> NoReturn:
@@ -305,7 +305,11 @@ class Guard(ABC):
         """What else is to be forgotten that was computed with the weights before."""
 
     async def _resume(self, engine: Any, _: dict[str, Any]) -> dict[str, Any]:
-        """Generate again; says how many seconds it stood still."""
+        """Generate again, but not in the middle of a load; says how many seconds it stood still."""
+        async with self._changing:
+            return await self._generate_again(engine)
+
+    async def _generate_again(self, engine: Any) -> dict[str, Any]:
         if self._spoiled:
             raise RefusedError("the weights were not loaded, and this server ends.")
         self._end_lease()
@@ -330,7 +334,7 @@ class Guard(ABC):
         async with self._changing:
             if self._lease is ended:
                 logger.warning("paused for %g s, and nobody asked for more: going on", lease)
-                await self._resume(engine, {})
+                await self._generate_again(engine)
 
 
 def told(version: int, states: list[dict[str, Any]]) -> dict[str, Any]:

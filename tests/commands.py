@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,13 @@ class Command:
         """The same command once more."""
         self._log = self.run_dir.with_suffix(f".out{len(list(self.run_dir.parent.glob('*.out*')))}")
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(self.line, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                self.line,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+            )
 
     @property
     def said(self) -> str:

@@ -1,8 +1,12 @@
 """Slurm without a Slurm: the batch script, what its commands print, and refusals with the arithmetic."""
 
+import functools
 import os
 import stat
 import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -245,3 +249,79 @@ def test_attach_no_job_or_one_that_ended_is_none(outside, tmp_path):
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "job.json").write_text('{"job": "5"}')
     assert slurm_job.attach(tmp_path, 0.2, ended) is None
+
+
+@pytest.mark.parametrize(("said", "code"), [("5 4", 4), ("4", 4), ("6 2", 7)])
+def test_follow_exit_code_of_another_job_is_not_this_ones(outside, tmp_path, said, code):
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "ended").write_text(said + "\n")
+    assert slurm_job.follow(Recorded(scontrol="JobId=5 JobState=FAILED ExitCode=7:0"), "5", tmp_path, 0.2, 0) == code
+
+
+def test_look_answer_without_a_state_is_an_error_that_is_waited_for():
+    assert commands.look(Recorded(scontrol="JobId=5 JobState=PENDING"), "5").exit_code == 0
+    with pytest.raises(commands.SlurmError, match="nothing of the state of job 5"):
+        commands.look(Recorded(scontrol="slurm_load_jobs: something else"), "5")
+
+
+def test_output_that_is_no_text_is_read(tmp_path):
+    assert commands.Commands().output("printf", r"a\377b") == "a\ufffdb"
+
+
+def test_submit_two_commands_at_once_are_one_job(outside, tmp_path):
+    class Slow(Recorded):
+        def output(self, *command, env=None):
+            if command[0] == "sbatch":
+                began.set()
+                assert second.wait(10)
+                time.sleep(0.3)  # the other one is at the lock by then, or at sbatch, which is the fault
+            return super().output(*command, env=env)
+
+    began, second = threading.Event(), threading.Event()
+    states = ["JobId=5 JobState=PENDING", "JobId=5 JobState=PENDING", "JobId=5 JobState=COMPLETED ExitCode=0:0"]
+    slurm = Slow(sbatch="5\n", scontrol=states)
+    hand_in = functools.partial(slurm_job.submit, _submission(tmp_path), "#!/bin/sh\n", 0.2, slurm)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(hand_in)
+        assert began.wait(10)
+        other = pool.submit(hand_in)
+        second.set()
+        assert (first.result(20), other.result(20)) == (0, 0)
+    assert [command[0] for command in slurm.asked].count("sbatch") == 1
+
+
+def test_submit_refused_leaves_no_key(outside, tmp_path, monkeypatch):
+    monkeypatch.setenv(RUN_KEY_VARIABLE, "secret-of-the-run")
+    refused = Recorded(sbatch=commands.SlurmError(["sbatch"], "invalid partition specified"))
+    with pytest.raises(ConfigError, match="sbatch refused"):
+        slurm_job.submit(_submission(tmp_path), "", 0.2, refused)
+    assert not (tmp_path / "slurm" / "key").exists()
+
+
+def test_script_directory_with_what_slurm_would_fill_in_is_taken_as_it_is(outside, tmp_path):
+    script = SlurmSchedulerConfig().script(_submission(tmp_path / "50%done%j"))
+    assert f"#SBATCH --output={tmp_path}/50%%done%%j/logs/launcher.log\n" in script.replace("'", "")
+    with pytest.raises(ConfigError, match="expected no backslash"):
+        SlurmSchedulerConfig().script(_submission(tmp_path / "back\\slash"))
+
+
+@pytest.mark.parametrize("warned", [True, False])
+def test_script_is_warned_during_setup_requeues_and_else_ends_without_its_key(outside, tmp_path, monkeypatch, warned):
+    monkeypatch.setenv(RUN_KEY_VARIABLE, "secret-of-the-run")
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "key").write_text("secret-of-the-run")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho "JobId=5 JobState=RUNNING Reason=None"\n')
+    scontrol.chmod(0o755)
+    config = SlurmSchedulerConfig(cores_per_node=1, setup=["kill -USR1 $$"] if warned else [])
+    script = config.script(_submission(tmp_path, "sleep", "600" if warned else "0"))
+    env = os.environ | {"SLURM_JOB_ID": "5", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["/bin/bash"], input=script, text=True, env=env, timeout=60)
+
+    asked = (tmp_path / "asked").read_text()
+    assert ("requeue 5" in asked) is warned
+    assert done.returncode == (143 if warned else 0)
+    assert (tmp_path / "slurm" / "ended").exists() is not warned
+    assert (tmp_path / "slurm" / "key").exists() is warned
+    if not warned:
+        assert (tmp_path / "slurm" / "ended").read_text() == "5 0\n"

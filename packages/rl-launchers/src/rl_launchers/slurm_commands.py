@@ -68,7 +68,9 @@ class Commands:
             SlurmError: it is not there, fails, or does not answer.
         """
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, env=env)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=ANSWER_SECONDS, env=env
+            )
         except FileNotFoundError:
             raise SlurmMissingError(command, f"there is no {command[0]} on PATH") from None
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -126,7 +128,9 @@ def look(commands: Commands, job: str) -> Job | None:
         if "Invalid job id" in error.said:
             return None
         raise
-    code, _, number = found["ExitCode"].partition(":")
+    if "JobState" not in found:
+        raise SlurmError(("scontrol",), f"it says nothing of the state of job {job}")
+    code, _, number = found.get("ExitCode", "0:0").partition(":")
     exit_code = 128 + int(number) if int(number) else int(code)
     return Job(found["JobState"], found.get("Reason", "None"), int(found.get("Restarts", 0)), exit_code)
 

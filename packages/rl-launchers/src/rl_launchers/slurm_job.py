@@ -1,11 +1,12 @@
 """A run as a job of Slurm: its batch script, handing it in, and following it to its end.
 
-In the run directory `slurm/` holds `job.sh`, the script; `job.json`, the number of the job; and `ended`, the exit code,
-which the script writes, so that it is known when Slurm has forgotten the job.
+In the run directory `slurm/` holds `job.sh`, the script; `job.json`, the number of the job; and `ended`, which the
+script writes: that number and the exit code, so that it is known when Slurm has forgotten the job.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -58,10 +59,14 @@ def render(submission: Submission, template: str, variables: Mapping[str, object
     import jinja2
 
     file, run_dir = Path(template or TEMPLATE), submission.run_dir
+    if "\\" in str(run_dir):
+        raise ConfigError(
+            f"run_dir={run_dir}: expected no backslash, in which Slurm sees more. Choose another run_dir."
+        )
     own = {
         "template": file.name,
         "name": run_dir.name,
-        "log": _log(run_dir),
+        "log": str(_log(run_dir)).replace("%", "%%"),  # Slurm fills in %j and others
         "directory": Path.cwd(),
         "ended": run_dir / "slurm" / "ended",
         "key_file": run_dir / "slurm" / "key" if os.environ.get(RUN_KEY_VARIABLE) else "",
@@ -82,6 +87,22 @@ def submit(submission: Submission, script: str, poll_seconds: float, commands: C
     directory = run_dir / "slurm"
     directory.mkdir(parents=True, exist_ok=True)
     _log(run_dir).parent.mkdir(exist_ok=True)
+    with (directory / "submit.lock").open("w") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            there = state(run_dir, commands)  # another command was faster
+            job = _number(run_dir) if there else _handed_in(directory, submission, script, commands)
+        except ConfigError:
+            (directory / "key").unlink(missing_ok=True)
+            raise
+    log = _log(run_dir)
+    _say(f"job {job} {'is there already' if there else 'was submitted'}; its script is {directory / 'job.sh'}")
+    return follow(commands, job, run_dir, poll_seconds, log.stat().st_size if log.exists() else 0)
+
+
+def _handed_in(directory: Path, submission: Submission, script: str, commands: Commands) -> str:
+    """The number of the job that `sbatch` made."""
     (directory / "job.sh").write_text(script, encoding="utf-8")
     (directory / "ended").unlink(missing_ok=True)
     env = dict(os.environ)
@@ -101,9 +122,7 @@ def submit(submission: Submission, script: str, poll_seconds: float, commands: C
         remedy = next(found, f"Change launcher.options; the script is {directory / 'job.sh'}.")
         raise ConfigError(f"launcher.kind=slurm: sbatch refused the job: {said.rstrip('.')}. {remedy}") from error
     (directory / "job.json").write_text(json.dumps({"job": job, "command": submission.command}), encoding="utf-8")
-    log = _log(run_dir)
-    _say(f"job {job} was submitted; its script is {directory / 'job.sh'}")
-    return follow(commands, job, run_dir, poll_seconds, log.stat().st_size if log.exists() else 0)
+    return job
 
 
 def attach(run_dir: Path, poll_seconds: float, commands: Commands | None = None) -> int | None:
@@ -138,6 +157,7 @@ def state(run_dir: Path, commands: Commands | None = None) -> str:
 def cancel(run_dir: Path, commands: Commands | None = None) -> None:
     """See `SchedulerConfig.cancel`."""
     (commands or Commands()).output("scancel", _number(run_dir))
+    (run_dir / "slurm" / "key").unlink(missing_ok=True)
 
 
 def follow(commands: Commands, job: str, run_dir: Path, poll_seconds: float, position: int) -> int:
@@ -189,7 +209,8 @@ def _end(job: str, found: Job | None, run_dir: Path, reader: _Reader) -> int:
     reader.show()
     code: int | None = None
     with suppress(FileNotFoundError, ValueError):
-        code = int((run_dir / "slurm" / "ended").read_text())
+        *whose, said = (run_dir / "slurm" / "ended").read_text().split()
+        code = int(said) if whose in ([], [job]) else None
     if found is None and code is None:
         raise LaunchError(
             f"Slurm has forgotten job {job}, and it did not say how it ended: it was cancelled or killed. The same "

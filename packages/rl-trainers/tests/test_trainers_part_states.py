@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.parallel import ParallelContext
+from rl_trainers.background import MANIFEST
 from rl_trainers.part_states import PartState, SavedStates, restore_parts
 
 
@@ -37,6 +39,7 @@ class Dealt(Part):
 def saved(point: Path, states: list[dict[str, Any]]) -> Path:
     for rank, state in enumerate(states):
         PartState.of("part", Part(state)).write(point, rank)
+    (point / MANIFEST).write_text(json.dumps({"ranks": len(states)}))
     return point
 
 
@@ -87,11 +90,12 @@ def test_states_of_a_dozen_ranks_come_in_order_of_rank(tmp_path: Path) -> None:
     assert [state["at"] for state in SavedStates(point, "part")] == list(range(12))
 
 
-def test_states_of_which_one_is_missing_are_refused_by_its_name(tmp_path: Path) -> None:
-    point = saved(tmp_path, [{"at": 5}, {"at": 7}])
-    (point / "part-0.json").unlink()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_states_of_which_one_is_missing_are_refused_by_its_name(rank: int, tmp_path: Path) -> None:
+    point = saved(tmp_path, [{"at": 5}, {"at": 5}])
+    (point / f"part-{rank}.json").unlink()
 
-    with pytest.raises(EngineError, match=r"part-0.*missing.*recover\.resume=false"):
+    with pytest.raises(EngineError, match=rf"part-{rank}.*missing.*recover\.resume=false"):
         restored(point, Dealt(), 0, 1)
 
 

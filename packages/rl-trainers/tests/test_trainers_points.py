@@ -105,6 +105,38 @@ def test_resume_damaged_point_does_not_stand_in_the_way_of_the_next(tmp_path: Pa
     assert resumed(tmp_path) == 6
 
 
+def test_resume_lines_that_a_loss_of_power_spoiled_are_cut_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    go(*points_in(tmp_path), 2)
+    spoiled = b'{"step": 1}\n\0\0\0\n[]\n{"step": 2}\n{"st'
+    (tmp_path / "metrics.jsonl").write_bytes(spoiled)
+
+    assert resumed(tmp_path) == 2
+
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert "metrics.jsonl: 2 lines cannot be read" in caplog.text
+
+
+def test_records_are_on_the_disk_before_a_point_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, sync = set[int](), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        assert not points_of(tmp_path) or records <= synced
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    files = [tmp_path / name for name in ("metrics.jsonl", "groups.jsonl")]
+    for file in files:
+        file.write_text('{"step": 1}\n')
+    records = {file.stat().st_ino for file in files}
+    monkeypatch.setattr("os.fsync", fsync)
+    go(*points_in(tmp_path), 1)
+
+    assert points_of(tmp_path) == [1]
+    assert records <= synced
+
+
 def test_resume_only_damaged_points_is_refused_and_nothing_is_cut_off(tmp_path: Path) -> None:
     go(*points_in(tmp_path), 3)
     (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)

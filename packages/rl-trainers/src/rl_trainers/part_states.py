@@ -4,13 +4,13 @@ file `<part>-<rank>.json`, with its tensors in the safetensors file beside it.""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rl_contracts.errors import ConfigError, EngineError
+from rl_trainers.background import MANIFEST
 
 if TYPE_CHECKING:
     import torch
@@ -97,11 +97,13 @@ class SavedStates(Sequence[dict[str, Any]]):
 
     def __init__(self, point: Path, name: str) -> None:
         self._point, self._name = point, name
-        matches = (re.fullmatch(rf"{re.escape(name)}-(\d+)\.json", path.name) for path in point.iterdir())
-        found = {int(match[1]) for match in matches if match}
-        self._ranks = max(found, default=0) + 1
-        for rank in set(range(self._ranks)) - found:
-            raise _unreadable(point / f"{name}-{rank}", "it is missing")
+        try:  # a host may list another one's files later than it finds them by name
+            self._ranks: int = json.loads((point / MANIFEST).read_text(encoding="utf-8"))["ranks"]
+        except (OSError, ValueError, KeyError) as error:
+            raise _unreadable(point / MANIFEST, error) from error
+        for rank in range(self._ranks):
+            if not (point / f"{name}-{rank}.json").exists():
+                raise _unreadable(point / f"{name}-{rank}", "it is missing")
 
     def __len__(self) -> int:
         """Ranks of the saved run."""

@@ -17,7 +17,7 @@ from typing import ClassVar
 from rl_contracts.config import bounded
 from rl_contracts.errors import ConfigError
 from rl_contracts.logging import get_logger
-from rl_trainers.background import fault_of, steps_in
+from rl_trainers.background import fault_of, steps_in, to_disk
 from rl_trainers.due import EveryConfig
 
 log = get_logger("trainers.recover")
@@ -108,11 +108,20 @@ def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
 
 
 def _keep_lines(file: Path, last: int) -> None:
-    """Cut off what a file of JSON lines has of steps after `last`, and half a line."""
+    """Cut off what a file of JSON lines has of steps after `last`, half a line, and what a loss of power left of
+    others."""
     if not file.exists():
         return
+    kept, damaged = list[bytes](), 0
     with file.open("rb") as found:
-        lines = (line for line in found if line.endswith(b"\n") and json.loads(line)["step"] <= last)
-        scratch = file.with_suffix(".partial")
-        scratch.write_bytes(b"".join(lines))
+        for line in (line for line in found if line.endswith(b"\n")):
+            try:
+                kept += [line] if json.loads(line)["step"] <= last else []
+            except (ValueError, TypeError, KeyError):
+                damaged += 1
+    if damaged:
+        log.warning("%s: %d lines cannot be read, and are cut off", file, damaged)
+    scratch = file.with_suffix(".partial")
+    scratch.write_bytes(b"".join(kept))
+    to_disk([scratch])
     os.replace(scratch, file)

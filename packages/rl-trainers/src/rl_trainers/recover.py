@@ -19,10 +19,10 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import record
-from rl_trainers.background import NewDirectory, remove, steps_in
+from rl_trainers.background import NewDirectory, remove, steps_in, to_disk
 from rl_trainers.due import Due
 from rl_trainers.part_states import PartState, Stateful, restore_parts
-from rl_trainers.points import RecoverConfig, drop_lost_steps, points_of, resumed_step
+from rl_trainers.points import GROUPS, RecoverConfig, drop_lost_steps, points_of, resumed_step
 
 if TYPE_CHECKING:
     from rl_contracts.engine import Snapshot, TrainEngine
@@ -164,7 +164,13 @@ class RecoverPoints:
             if self.parallel.is_main:
                 writers.append(partial(_files, directory / name))
         states = [PartState.of(name, part) for name, part in self.parts.items()]
-        return writers + [partial(state.write, directory, self.parallel.rank) for state in states]
+        writers += [partial(state.write, directory, self.parallel.rank) for state in states]
+        return [*writers, self._keep_records] if self.parallel.is_main else writers
+
+    def _keep_records(self) -> list[Path]:
+        """See that no point outlives the records of the steps before it."""
+        to_disk(file for name in ("metrics.jsonl", GROUPS) if (file := self.run_dir / name).exists())
+        return []
 
     def _finish(self) -> None:
         """Wait until nothing is being written.

@@ -36,6 +36,6 @@ def new_directory(path: str, parallel: ParallelContext) -> Iterator[Path]:
     except Exception:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    if parallel.is_main:
-        os.replace(scratch, final)  # also takes the place of an empty directory
-    parallel.barrier()
+    with parallel.agreeing(f"renaming {scratch}"):
+        if parallel.is_main:
+            os.replace(scratch, final)  # also takes the place of an empty directory

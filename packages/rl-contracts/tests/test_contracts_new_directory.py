@@ -1,0 +1,27 @@
+"""A directory that ranks write appears whole or not at all, and all of them hear of it."""
+
+import pytest
+
+from rl_contracts.parallel import ParallelContext
+from rl_contracts.training.new_directory import new_directory
+
+
+class Heard(ParallelContext):
+    """What the other ranks hear."""
+
+    def agree(self, error, doing):
+        self.heard = error
+        super().agree(error, doing)
+
+
+def test_new_directory_that_cannot_be_renamed_is_told_to_all_ranks(tmp_path, monkeypatch):
+    def refused(source, target):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("os.replace", refused)
+    parallel = Heard()
+
+    with pytest.raises(OSError, match="Read-only"), new_directory(str(tmp_path / "new"), parallel):
+        pass
+
+    assert isinstance(parallel.heard, OSError)

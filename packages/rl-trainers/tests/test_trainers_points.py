@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from policy_toys import on_ranks
 from recover_process import Counting
+from safetensors.torch import save_file
 
 from rl_contracts.errors import ConfigError, DataError, EngineError
 from rl_contracts.metrics import collect
@@ -294,6 +296,23 @@ def test_stop_that_cannot_be_saved_ends_the_run_all_the_same(tmp_path: Path, cap
 
 def assert_waited(event: threading.Event) -> None:
     assert event.wait(60)
+
+
+def test_file_that_is_shorter_than_its_header_says_makes_no_point(tmp_path: Path) -> None:
+    def write(directory: Path, cut: int) -> list[Path]:
+        file = directory / "model.safetensors"
+        save_file({"a": torch.arange(7), "b": torch.zeros(2, 3)}, file, {"made": "by a test"})
+        os.truncate(file, file.stat().st_size - cut)
+        return [file]
+
+    found = []
+    for cut in (0, 1):
+        path = tmp_path / f"step_{cut}"
+        point = NewDirectory(path, ParallelContext(), lambda directory, cut=cut: [partial(write, directory, cut)], 30.0)
+        assert point.wait()
+        found.append((path.exists(), "bytes, found" in point.error))
+
+    assert found == [(True, False), (False, True)]
 
 
 class Wordless(Counting):

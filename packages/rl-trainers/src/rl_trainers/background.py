@@ -121,6 +121,7 @@ class NewDirectory:
                 raise EngineError("given up")
             files = [file for write in writers for file in write() if not file.name.startswith(MARK)]
             to_disk(files)
+            check_lengths(files)
             known = {str(file.relative_to(self._scratch)): _seen(file) for file in files}
             _write_json(self._mark(self._parallel.rank), known)
         except Exception as error:  # noqa: BLE001 - told by `news` to all ranks, whose training threads decide
@@ -228,6 +229,24 @@ def to_disk(paths: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def check_lengths(files: Iterable[Path]) -> None:
+    """Compare safetensors files with what their headers say: over a network, a writer may not hear of a full disk.
+
+    Raises:
+        EngineError: one is shorter, or longer.
+    """
+    for file in files:
+        if file.suffix != ".safetensors":
+            continue
+        with file.open("rb") as found:
+            length = int.from_bytes(found.read(8), "little")
+            header = json.loads(found.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected, size = 8 + length + max(ends, default=0), file.stat().st_size
+        if size != expected:
+            raise EngineError(f"{file}: expected {expected} bytes, found {size}")
 
 
 def _seen(file: Path) -> list[int | None]:

@@ -179,7 +179,7 @@ def test_stop_that_takes_too_long_says_what_the_run_does(run: Path, capsys: pyte
 
 
 def test_scale_waits_until_the_servers_are_ready(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["scale", str(run), "rollout=3"]) == 0
+    assert cli.main(["scale", str(run), "rollout=03"]) == 0
     assert "rollout: 3 servers, all of them ready" in capsys.readouterr().out
     workers = {worker["name"]: worker["status"] for worker in tools.status_of(run)["workers"]}
     assert workers.keys() == {"rollout-0", "rollout-1", "rollout-2", "actor-0"}

@@ -26,7 +26,7 @@ class MegatronEngineConfig(TrainEngineConfig):
     """Parts of the model on each pipeline rank, with which the stages wait less for each other. More than 1 is refused
     so far."""
     distributed_optimizer: bool = True
-    """Split optimizer state over data and context ranks, where there are several."""
+    """Split the state of `adamw` over data and context ranks. Saved states go with one value of this."""
     recompute: bool = False
     """Keep only each layer's input and compute the rest again in backward."""
     serve_dtype: str = choice("", ("", *DTYPES))

@@ -97,7 +97,8 @@ class MegatronEngine(TrainEngine):
         self._read(spec.model_path, new_head=True)
         self._chunks = self._parts
         if spec.optimizer is not None:
-            distributed = config.distributed_optimizer and self.strategy.data * self.strategy.context > 1
+            # of one rank too, so that its states are those of other layouts
+            distributed = config.distributed_optimizer and spec.optimizer.name == "adamw"
             with without_cuda(self._device):
                 self._chunks = wrap(self._parts, distributed)
                 self._stepper = Stepper(self._chunks, spec.optimizer, getattr(torch, spec.dtype), distributed)

@@ -1,0 +1,40 @@
+"""On each rank: train, save a state and train on; or load one, save it again, and train on.
+
+Arguments: a model, the layout as JSON, the state to load (empty: none), the state to save, where figures go.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.conformance.train_engine import OPTIMIZER, STEPS, policy_loss, trained_tokens
+from rl_contracts.data import FinetuneSpec, SaveLoadMeta
+from rl_contracts.sharding import shard_batch
+from rl_contracts.testing import make_batch
+from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
+
+
+def main(model: str, layout: dict, load: str, save: str, out: Path) -> None:
+    engine = MegatronEngine(MegatronEngineConfig(), ParallelStrategy(**layout))
+    engine.initialize(FinetuneSpec(model, STEPS, optimizer=OPTIMIZER, device="cpu"))
+
+    def step(seed: int) -> dict[str, float]:
+        return engine.train_batch(shard_batch(make_batch(8, seed=seed), engine.parallel), policy_loss, trained_tokens)
+
+    if load:
+        engine.load(SaveLoadMeta(load, "state"))
+    else:
+        step(0), step(1)
+    engine.save(SaveLoadMeta(save, "state"))
+    found = [step(2), step(3)]
+    if engine.parallel.is_main:
+        out.write_text(json.dumps(found))
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    import multiprocessing
+
+    multiprocessing.process.current_process()._config["daemon"] = False  # checkpoints are written by children
+    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]))

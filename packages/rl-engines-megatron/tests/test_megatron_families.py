@@ -1,0 +1,77 @@
+"""Each family in each layout says what transformers says, and its weights come out again to the bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from rl_contracts.testing.processes import run_ranks
+
+RANKS = Path(__file__).parent / "megatron_family_ranks.py"
+SIZES = {
+    "vocab_size": 97,  # odd: it is filled up for two ranks
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MODELS = {
+    "llama": ("LlamaConfig", {}),
+    "llama-3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear-rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2-untied": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 24}),
+    "qwen3-tied": ("Qwen3Config", {"head_dim": 24, "tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("families")
+    for name, (config, settings) in MODELS.items():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SIZES, **settings))
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.1)  # they start at zero, which any place would hold
+        model.save_pretrained(directory / name)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        pytest.param({}, {}, id="d1"),
+        pytest.param({"tensor": 2}, {}, id="t2"),
+        pytest.param({"tensor": 2}, {"sequence_parallel": True}, id="t2-sequence-parallel"),
+        pytest.param({"pipeline": 2}, {}, id="p2"),
+        pytest.param({"context": 2}, {}, id="c2"),
+        pytest.param({"tensor": 2, "pipeline": 2}, {}, id="t2p2", marks=pytest.mark.nightly),
+        pytest.param({"tensor": 4}, {}, id="t4", marks=pytest.mark.nightly),  # more ranks than key-value heads
+    ],
+)
+def test_family_says_what_transformers_says_and_its_weights_come_out_to_the_bit(models, layout, settings):
+    world = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)
+
+    outputs = run_ranks(RANKS, [str(models), json.dumps(layout), json.dumps(settings)], world)
+
+    for output in outputs:
+        assert [name for name in MODELS if f"{name} as in transformers" in output] == list(MODELS)

@@ -1,0 +1,59 @@
+"""A state that one layout saved, another one continues: with the same weights and moments, and equal losses."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import load_plain_tensors
+
+from rl_contracts.testing import make_tiny_model
+from rl_contracts.testing.processes import run_ranks
+
+RANKS = Path(__file__).parent / "megatron_resume_ranks.py"
+VOCABULARY = 259
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), hidden=128, layers=2))
+
+
+def read(path):
+    """All tensors of a state, whole."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return {name: value for name, value in load_plain_tensors(path).items() if isinstance(value, torch.Tensor)}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"tensor": 2}, {"pipeline": 2}),
+        ({"data": 2}, {}),
+        pytest.param({}, {"data": 2}, marks=pytest.mark.nightly),
+        pytest.param({"pipeline": 2}, {"context": 2}, marks=pytest.mark.nightly),
+    ],
+)
+def test_state_of_another_layout_has_the_same_moments_and_continues_with_equal_losses(model, tmp_path, first, then):
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    figures = [tmp_path / "one.json", tmp_path / "other.json"]
+
+    for layout, load, save, out in ((first, "", one, figures[0]), (then, one, other, figures[1])):
+        run_ranks(RANKS, [model, json.dumps(layout), load, save, str(out)], math.prod(layout.values()))
+
+    before, after = read(one), read(other)
+    moments = [name for name in before if "exp_avg" in name]
+    assert len(moments) > 10
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        rows = slice(VOCABULARY if "word_embeddings" in name else None)  # two ranks fill it up, one need not
+        assert torch.equal(tensor[rows], after[name][rows]), name
+    expected, found = (json.loads(file.read_text()) for file in figures)
+    for a, b in zip(expected, found, strict=True):
+        assert a == pytest.approx(b, rel=2e-4, abs=2e-5)

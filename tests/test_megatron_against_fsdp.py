@@ -1,0 +1,75 @@
+"""GRPO steps on replayed batches: the Megatron engine finds what the FSDP engine finds, in float32."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_contracts.config import OptimizerConfig
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.testing import make_batch, make_tiny_model
+from rl_contracts.testing.processes import run_ranks
+from rl_contracts.trajectory import save_batch
+from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+from rl_trainers import PolicyActor, replay_batch
+from rl_trainers.algorithm import AlgorithmConfig
+
+RANKS = Path(__file__).parent / "megatron_replay_ranks.py"
+STEPS = 20
+RATE = 1024.0
+"""Of the first step, of plain SGD: what a weight moves by it is its gradient, and rounding of the weight is little."""
+
+
+def started(engine, model, optimizer):
+    engine.initialize(FinetuneSpec(model, STEPS, optimizer=optimizer, device="cpu"))
+    return engine
+
+
+def first_step(engine, model, batches):
+    """The gradients of a GRPO step, by name; those of this rank."""
+    optimizer = OptimizerConfig(name="sgd", lr=RATE, weight_decay=0.0, max_grad_norm=0.0)
+    started(engine, model, optimizer)
+    before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    replay_batch(PolicyActor(engine, AlgorithmConfig()), batches / "0.safetensors", 0)
+    moved = {name: (before[name] - tensor) / RATE for name, tensor in engine.full_parameters()}
+    engine.destroy()
+    return moved
+
+
+def take_steps(engine, model, batches):
+    """Loss and gradient norm of each GRPO step, and the ranks."""
+    actor = PolicyActor(started(engine, model, OptimizerConfig(lr=1e-3, eps=1e-4)), AlgorithmConfig())
+    found = [replay_batch(actor, batches / f"{step}.safetensors", step) for step in range(STEPS)]
+    engine.destroy()
+    return [[figures["loss"], figures["grad_norm"]] for figures in found], engine.parallel
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A model, batches, and what the FSDP engine finds."""
+    directory = tmp_path_factory.mktemp("replayed")
+    model = str(make_tiny_model(directory / "model", hidden=128, layers=2))
+    for step in range(STEPS):
+        save_batch(make_batch(16, seed=step).exclude("advantages"), directory / f"{step}.safetensors")
+    moved = first_step(FSDPEngine(FSDPEngineConfig()), model, directory)
+    figures, _ = take_steps(FSDPEngine(FSDPEngineConfig()), model, directory)
+    return model, directory, moved, figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}, {"context": 2}], ids=str)
+def test_grpo_on_replayed_batches_gives_the_gradients_and_losses_of_fsdp(given, tmp_path, layout, record_property):
+    model, batches, expected, figures = given
+
+    run_ranks(RANKS, [model, str(batches), json.dumps(layout), str(tmp_path)], max(layout.values(), default=1))
+
+    moved = {k: v for file in sorted(tmp_path.glob("moved-*.safetensors")) for k, v in load_file(file).items()}
+    assert moved.keys() == expected.keys()
+    worst = max(float((moved[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
+    record_property("largest difference of a gradient over its largest entry", worst)
+    assert worst < 1e-5
+    found = torch.tensor(json.loads((tmp_path / "figures.json").read_text()))
+    torch.testing.assert_close(found[:, 0], torch.tensor(figures)[:, 0], atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(found[:, 1], torch.tensor(figures)[:, 1], atol=0, rtol=1e-3)

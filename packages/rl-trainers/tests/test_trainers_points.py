@@ -107,6 +107,20 @@ def test_resume_damaged_point_does_not_stand_in_the_way_of_the_next(tmp_path: Pa
     assert resumed(tmp_path) == 6
 
 
+def test_resume_removes_later_checkpoints_and_not_what_else_lies_there(tmp_path: Path) -> None:
+    go(*points_in(tmp_path), 2)
+    for name in ("step_2", "step_3", "step_3.mine", "step_3-eval"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+
+    assert resumed(tmp_path) == 2
+
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step_2",
+        "step_3-eval",
+        "step_3.mine",
+    ]
+
+
 def test_resume_lines_that_a_loss_of_power_spoiled_are_cut_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -100,7 +100,9 @@ def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
         point.rename(aside)  # which is kept until the next point: somebody may want to see what became of it
     for file in (run_dir / "metrics.jsonl", run_dir / GROUPS):
         _keep_lines(file, last)
-    for folder in ("rollouts", "batches", "checkpoints"):
+    for lost in (n for n in steps_in(run_dir / "checkpoints") if n > last):
+        shutil.rmtree(run_dir / "checkpoints" / f"step_{lost}")
+    for folder in ("rollouts", "batches"):
         for path in (run_dir / folder).glob("*step_*"):
             match = _STEP.search(path.name)
             if match and int(match[1]) > last:

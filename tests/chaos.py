@@ -26,6 +26,7 @@ from rl_trainers.points import points_of
 
 EXPLAINED = (
     "was killed by SIG",
+    "FAILED, exit code 137",  # says Slurm of a job whose launcher was killed
     "gave no sign of life for",
     "gave no good answer for",
     "No space left on device",
@@ -42,7 +43,9 @@ PATIENCE = 240.0
 
 
 def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
-    """Of a third of the prompts all answers are as good, so that dynamic sampling rejects them; a tenth fail."""
+    """Of a third of the prompts all answers are as good, so that dynamic sampling rejects them; a tenth fail. Its time
+    is most of a step's, so that a run goes on for minutes on any machine."""
+    time.sleep(0.05)
     kind = zlib.crc32(prompt.encode()) % 30
     if kind < 3:
         raise RewardError("planted")
@@ -71,7 +74,7 @@ class Part:
     seed: int
     faults: int
     kinds: tuple[str, ...]
-    pause: tuple[float, float] = (10.0, 40.0)
+    pause: tuple[float, float] = (10.0, 25.0)
     once: bool = False
     disk: Path | None = None
     lose: Callable[[random.Random], str] | None = None

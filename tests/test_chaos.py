@@ -30,6 +30,8 @@ PROCESSES = (
     "kill_launcher",
     "stop_launcher",
 )
+ALLOCATIONS = {"broadcast": "embedded:d2+fsdp:d2", "disk": "embedded:d1+fsdp:d1"}
+"""By the route of weights on a cluster: an only server can be replaced where they lie on a disk."""
 DISK_MIB = 256
 
 
@@ -101,8 +103,11 @@ def test_local_run_through_kills_ends_and_uses_every_prompt_once(
     seed: int, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        run_dir, prompts, epochs = (disk or tmp_path) / "run", 1000, 8
-        more = {"checkpoint.save_batches": str(seed % 2 == 0).lower()}  # for which there must be room
+        run_dir, prompts, epochs = (disk or tmp_path) / "run", 500, 5
+        more = {
+            "allocation": "embedded:d2+fsdp:d2" if seed < 2 else "embedded:d1+fsdp:d1",
+            "checkpoint.save_batches": str(seed % 2 == 0).lower(),  # for which there must be room
+        }
         command = chaos.grpo(model, run_dir, prompts, epochs, **more)
         part = chaos.Part(
             command, run_dir, tmp_path / "chaos.log", seed, 20, (*PROCESSES, "truncate_point", "fill_disk"), disk=disk
@@ -127,8 +132,8 @@ def test_slurm_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
             cluster.revive(name)
             return str(name)
 
-        run_dir, prompts, epochs = tmp_path / "run", 1000, 5
-        settings = settings_of("slurm", spare_nodes=1) | {"publish.route": route}
+        run_dir, prompts, epochs = tmp_path / "run", 500, 4
+        settings = settings_of("slurm", spare_nodes=1) | {"publish.route": route, "allocation": ALLOCATIONS[route]}
         command = chaos.grpo(model, run_dir, prompts, epochs, **settings)
         part = chaos.Part(
             command, run_dir, tmp_path / "chaos.log", seed, 15, (*PROCESSES, "truncate_point", "lose_node"), lose=lose
@@ -155,8 +160,8 @@ def test_ray_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
             nodes.append(cluster.add_node())
             return f"node {lost}"
 
-        run_dir, prompts, epochs = tmp_path / "run", 1000, 5
-        settings = settings_of("ray") | {"publish.route": route}
+        run_dir, prompts, epochs = tmp_path / "run", 500, 4
+        settings = settings_of("ray") | {"publish.route": route, "allocation": ALLOCATIONS[route]}
         command = chaos.grpo(model, run_dir, prompts, epochs, **settings)
         part = chaos.Part(
             command, run_dir, tmp_path / "chaos.log", seed, 15, (*PROCESSES, "truncate_point", "lose_node"), lose=lose

@@ -36,8 +36,8 @@ logger = get_logger("launcher")
 JOB = "SLURM_JOB_ID"
 """Slurm's variable with the number of the job, in all that runs in one."""
 AGENT = Path(__file__).with_name("templates") / "slurm_agent.sh"
-END_SECONDS = 10.0
-"""Time for `srun` to end its step."""
+END_SECONDS = 2.0
+"""Time for `srun` to end its step. It never does where the node is lost, and an agent that is left ends by itself."""
 SINFO = ("sinfo", "-h", "-N", "-o", "%P|%N|%c|%G|%T|%f")
 
 

@@ -325,7 +325,7 @@ def grpo(model: Path, run_dir: Path, prompts: int, epochs: int, **more: object) 
         "rollout.client.progress_timeout": 12,
         "rollout.client.rejoin_timeout": 60,
         "checkpoint.save_batches": "true",
-        "recover.every": 5,
+        "recover.every": 2,
         "recover.keep": 3,
         "launcher.health_timeout": 10,
         "launcher.health_interval": 1,

@@ -1,5 +1,6 @@
 """One command at a time in a run directory, and what the next one makes of the run that is there."""
 
+import errno
 import json
 import os
 import subprocess
@@ -211,3 +212,14 @@ def test_directory_of_a_run_without_points_is_refused_also_with_recover_every(tm
 
     with pytest.raises(ConfigError, match="already holds a run"):
         past_of(_run(tmp_path, "total_steps=8", "recover.every=2"))
+
+
+def test_command_that_finds_the_disk_full_says_so_in_a_sentence(monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "config.partial")
+
+    monkeypatch.setattr("rl_apps.driver._main", full)
+    assert main("rl_apps.gsm8k_grpo:APP", []) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("gsm8k-grpo: OSError: [Errno 28] No space left on device: 'config.partial'")
+    assert "Traceback" not in said

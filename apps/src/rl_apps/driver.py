@@ -29,6 +29,7 @@ from rl_apps.servers import check_attached, check_program, command_of
 from rl_apps.template import load_tokenizer
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, ServerStartError, raised_at
+from rl_contracts.lines import FOR_A_WHILE
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
 from rl_launchers.interrupts import Interrupted
@@ -66,11 +67,12 @@ def main(reference: str, argv: list[str] | None = None) -> int:
     except Interrupted as stop:  # `rl stop`
         print("Stopped before anything was started.")
         return 128 + stop.number
-    except Exception as error:  # a user's file is to blame, and told; anything else goes on
-        if not (place := raised_at(error)):
+    except Exception as error:  # a user's file or a full disk is to blame, and told; anything else goes on
+        full, place = isinstance(error, OSError) and error.errno in FOR_A_WHILE, raised_at(error)
+        if not (full or place):
             raise
         print(f"{name}: {type(error).__name__}: {error}{place}", file=sys.stderr)
-        return 2
+        return 1 if full else 2
 
 
 def _main(reference: str, app: App, argv: list[str], parent: int) -> int:

@@ -97,13 +97,13 @@ def test_local_run_through_three_kills_ends_and_uses_every_prompt_once(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", range(4))
 def test_local_run_through_kills_ends_and_uses_every_prompt_once(
     seed: int, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        run_dir, prompts, epochs = (disk or tmp_path) / "run", 500, 5
+        run_dir, prompts, epochs = (disk or tmp_path) / "run", 500, 4
         more = {
             "allocation": "embedded:d2+fsdp:d2" if seed < 2 else "embedded:d1+fsdp:d1",
             "checkpoint.save_batches": str(seed % 2 == 0).lower(),  # for which there must be room
@@ -112,12 +112,12 @@ def test_local_run_through_kills_ends_and_uses_every_prompt_once(
         part = chaos.Part(
             command, run_dir, tmp_path / "chaos.log", seed, 20, (*PROCESSES, "truncate_point", "fill_disk"), disk=disk
         )
-        part.run(seconds=840)
+        part.run(seconds=1400)
         examine(part, prompts, epochs, record_property)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("seed", "route"), [(10, "broadcast"), (11, "disk")])
 def test_slurm_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
     seed: int, route: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -132,18 +132,18 @@ def test_slurm_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
             cluster.revive(name)
             return str(name)
 
-        run_dir, prompts, epochs = tmp_path / "run", 500, 4
+        run_dir, prompts, epochs = tmp_path / "run", 500, 2
         settings = settings_of("slurm", spare_nodes=1) | {"publish.route": route, "allocation": ALLOCATIONS[route]}
         command = chaos.grpo(model, run_dir, prompts, epochs, **settings)
         part = chaos.Part(
             command, run_dir, tmp_path / "chaos.log", seed, 15, (*PROCESSES, "truncate_point", "lose_node"), lose=lose
         )
-        part.run(seconds=1100)
+        part.run(seconds=1400)
         examine(part, prompts, epochs, record_property)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("seed", "route"), [(20, "broadcast"), (21, "disk")])
 def test_ray_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
     seed: int, route: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -160,11 +160,11 @@ def test_ray_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
             nodes.append(cluster.add_node())
             return f"node {lost}"
 
-        run_dir, prompts, epochs = tmp_path / "run", 500, 4
+        run_dir, prompts, epochs = tmp_path / "run", 500, 2
         settings = settings_of("ray") | {"publish.route": route, "allocation": ALLOCATIONS[route]}
         command = chaos.grpo(model, run_dir, prompts, epochs, **settings)
         part = chaos.Part(
             command, run_dir, tmp_path / "chaos.log", seed, 15, (*PROCESSES, "truncate_point", "lose_node"), lose=lose
         )
-        part.run(seconds=1100)
+        part.run(seconds=1400)
         examine(part, prompts, epochs, record_property)

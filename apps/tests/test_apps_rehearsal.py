@@ -18,11 +18,12 @@ BIN = Path(sys.executable).parent
 
 MINE = """
 import dataclasses
+import aiohttp
 import numpy as np
 from rl_apps import gsm8k_grpo
 from rl_contracts.data import ModelRequest
 from rl_contracts.trajectory import from_response
-from rl_contracts.workflow import RolloutWorkflow
+from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
 
 def close(prompt, completions, prompt_ids, completion_ids, answer, **data):
     print("scored", completions)
@@ -64,6 +65,22 @@ class Unmade(Flow):
     def __init__(self, tokenizer):
         pass
 
+class Agent(AgentWorkflow):
+    def __init__(self, reward):
+        self.reward = reward
+
+    async def run(self, data, *, base_url, api_key, http_client):
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            async with http.post(f"{base_url}/chat/completions", json={"messages": data["messages"]}) as response:
+                made = await response.json()
+        answer = made["choices"][0]["message"]["content"]
+        return await self.reward("", answer, [], [], answer=data["answer"])
+
+class Clumsy(Agent):
+    async def run(self, data, **given):
+        return await super().run(data, **given) / 0  # no number
+
 def measure(run):
     raise NotImplementedError("it measures")
 
@@ -98,6 +115,8 @@ def _rehearse(model, directory, *overrides):
 def test_rehearsal_of_what_works_says_nothing_and_leaves_what_the_reward_printed(model, tmp_path):
     _rehearse(model, tmp_path, "rollout.reward=my_parts:close")
     _rehearse(model, tmp_path, "rollout.workflow=my_parts:Flow")
+    _rehearse(model, tmp_path, "rollout.workflow=my_parts:Agent")
+    _rehearse(model, tmp_path, "rollout.workflow=multi-turn")
     _rehearse(model, tmp_path, "rollout.reward=my_parts:close", "data.max_length=2")  # less than any prompt
 
     assert (tmp_path / "logs" / "reward-0.log").read_text().startswith("scored ")
@@ -110,6 +129,7 @@ def test_rehearsal_of_what_works_says_nothing_and_leaves_what_the_reward_printed
         ("rollout.reward=my_parts:returns_none", "expected a number as reward, found NoneType", "def returns_none"),
         ("rollout.reward=my_parts:of_another_library", "unexpected keyword argument 'answer'", "def of_another"),
         ("rollout.workflow=my_parts:Careless", "KeyError: 'missing'", "no such key"),
+        ("rollout.workflow=my_parts:Clumsy", "Clumsy.run raised ZeroDivisionError", "no number"),
         ("rollout.workflow=my_parts:Single", "returned one Trajectory: expected a list", "class Single"),
         ("rollout.workflow=my_parts:Uneven", "arrays differ in length: .*'loss_mask': ", "class Uneven"),
         ("rollout.workflow=my_parts:Unmade", r"__init__\(\) takes 2 positional arguments but 5 were given", ""),

@@ -456,6 +456,24 @@ ELSEWHERE = [
         "packages/rl-inference/tests/test_inference_compiled.py::test_compiled_changed_weights_are_used",
         (GRPO, SFT),
     ),
+    *(
+        Elsewhere(
+            f"rollout.endpoint.{keys}",
+            "an agent",
+            "packages/rl-inference/tests/test_inference_endpoint.py::"
+            "test_calls_beyond_each_limit_are_refused_and_the_others_stay",
+            (GRPO, SFT),
+            value=value,
+        )
+        for keys, value in (
+            ("session_seconds", "2"),
+            ("max_*", "2048"),
+            ("tool_calls", "hermes"),
+            ("port", "1"),
+            ("host", "me"),
+            ("url", "you"),
+        )
+    ),
     Elsewhere(
         "*.optimizer.max_skipped_steps",
         "a loss that is not finite",

@@ -21,6 +21,7 @@ from rl_contracts.config import (
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.inference import ServerConfig
+from rl_inference.endpoint.config import EndpointConfig
 from rl_launchers import LauncherConfig
 from rl_trainers.algorithm import AlgorithmConfig
 from rl_trainers.checkpoints import CheckpointConfig
@@ -54,7 +55,9 @@ class ServingSettings(RuntimeConfig):
     """The servers, and what one episode is."""
 
     workflow: str = "rlvr"
-    """Installed workflow, or a dotted path `package.module:Class`."""
+    """Installed workflow or agent (`AgentWorkflow`), or a dotted path `package.module:Class`."""
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    """What agents talk to, where the workflow is one."""
     reward: str = "gsm8k"
     """Installed reward function, or a dotted path."""
     reward_workers: int = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ from rl_contracts.logging import get_logger
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
+from rl_contracts.workflow import AgentWorkflow
 from rl_launchers.health import probe
 
 if TYPE_CHECKING:
@@ -177,9 +179,25 @@ class Parts(ExitStack):
         """What happens in an episode."""
         settings = self.config.rollout
         made = registry.load("rl.workflows", settings.workflow)
+        if isinstance(made, type) and issubclass(made, AgentWorkflow):
+            return self._agent(made(reward))  # type: ignore[call-arg]  # its own constructor
         workflow: RolloutWorkflow = made(self.tokenizer, self.config.generation, reward, self.max_length)
         workflow.max_length = self.max_length
         return workflow
+
+    def _agent(self, agent: AgentWorkflow) -> RolloutWorkflow:
+        """An agent's episodes, and the endpoint that it talks to."""
+        from rl_inference.endpoint.server import HttpRolloutEndpoint
+
+        loop, endpoint = self.loop, HttpRolloutEndpoint(self.tokenizer, self.config.rollout.endpoint)
+        self.callback(lambda: loop.run(endpoint.destroy(), CLOSE_SECONDS))
+        http = None
+        if importlib.util.find_spec("openai") is not None:  # one client for all: its making costs tens of milliseconds
+            from openai import DefaultAsyncHttpxClient
+
+            http = DefaultAsyncHttpxClient()
+            self.callback(lambda: loop.run(http.aclose(), CLOSE_SECONDS))
+        return rl_workflows.AgentEpisodes(agent, endpoint, self.config.generation, self.max_length, http_client=http)
 
     def writer(self, engine: TrainEngine) -> rl_trainers.RolloutWriter:
         """What keeps answers in the run directory."""

@@ -43,7 +43,11 @@ def rehearse(run: Run[Any], form: str) -> None:
     if error is not None:
         made = registry.load("rl.workflows", settings.workflow)
         # a reward's own error says it already
-        place = "" if isinstance(error, RewardError) else raised_at(error) or defined_at(made.arun_episode)
+        place = (
+            ""
+            if isinstance(error, RewardError)
+            else raised_at(error) or defined_at(getattr(made, "arun_episode", made))
+        )
         raise ConfigError(
             f"rollout.workflow={settings.workflow} with rollout.reward={settings.reward} failed on a row of the data, "
             f"tried with a made-up answer: {type(error).__name__}: {str(error).splitlines()[0]}{place}. Set "

@@ -40,7 +40,8 @@ class RolloutWorkflow(ABC):
 
 class AgentWorkflow(ABC):
     """An agent that speaks the OpenAI or Anthropic API, and so any program: what it samples in an episode becomes the
-    episode's trajectories (`rl_contracts.endpoint`). It knows nothing of tokens, versions or training."""
+    episode's trajectories (`rl_contracts.endpoint`). It knows nothing of tokens, versions or training. A command makes
+    one for all episodes, with the run's reward function as its only argument."""
 
     @abstractmethod
     async def run(

@@ -60,8 +60,9 @@ def test_template_that_is_no_file_is_refused(base_model, capsys):
 )
 def test_file_that_cannot_be_read_is_named_with_what_to_do(base_model, tmp_path, capsys, broken, content, remedy):
     shutil.copytree(base_model, tmp_path / "model")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").touch()
+    if broken == "run/config.yaml":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics.jsonl").touch()
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     (tmp_path / broken).write_bytes(content)
     mine = (f"model.path={tmp_path / 'model'}", f"model.chat_template={tmp_path / 'mine.jinja'}")

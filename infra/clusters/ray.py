@@ -42,6 +42,7 @@ LIGHT = {
     "SPT_NOENV": "1",  # processes that rename themselves keep the environment by which they are found
     "RAY_memory_monitor_refresh_ms": "0",  # a small machine's other programs are no reason to kill a worker
     "RAY_prestart_worker_first_driver": "0",  # no idle interpreters
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else a head below `uv run` packs up its directory for the jobs, which fail
     "RAY_health_check_period_ms": "1000",  # 5 refusals make a node dead; Ray's own period is 3 s
 }
 OBJECT_STORE = 80 * 1024 * 1024

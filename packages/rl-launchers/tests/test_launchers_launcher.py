@@ -329,6 +329,7 @@ def test_run_trainers_of_several_roles_all_hear_of_a_signal(
             raise LaunchError("planted: a node does not answer")
 
     monkeypatch.setattr(LocalScheduler, "delete_workers", delete_workers)
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored
     trainer = (
         "import pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1] + '-saved').touch(), sys.exit(0)))\n"
@@ -344,6 +345,9 @@ def test_run_trainers_of_several_roles_all_hear_of_a_signal(
 
     with LocalScheduler(tmp_path / "logs") as scheduler:
         specs = [JobSpec(file.name, python(trainer, str(file))) for file in roles]
-        assert Launcher(scheduler).run([], lambda _: specs, on_tick=interrupt) == code
+        try:
+            assert Launcher(scheduler).run([], lambda _: specs, on_tick=interrupt) == code
+        finally:
+            signal.signal(signal.SIGHUP, former)
     assert (tmp_path / "one-saved").exists()
     assert (tmp_path / "two-saved").exists()

@@ -134,7 +134,7 @@ def test_visible_gpus_come_from_the_variable_else_from_the_device_files(tmp_path
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
 
 
-def test_interrupts_first_signal_waits_for_check_second_raises_at_once_third_is_ignored() -> None:
+def test_interrupts_first_signal_waits_for_check_second_raises_where_impatient_third_is_ignored() -> None:
     former = signal.getsignal(signal.SIGTERM)
     with Interrupts() as interrupts:
         interrupts.check()
@@ -143,7 +143,7 @@ def test_interrupts_first_signal_waits_for_check_second_raises_at_once_third_is_
             interrupts.check()
         assert caught.value.number == signal.SIGTERM
         assert not interrupts.hurried
-        with pytest.raises(Hurried) as hurried:
+        with interrupts.impatient(), pytest.raises(Hurried) as hurried:
             signal.raise_signal(signal.SIGINT)
         assert hurried.value.number == signal.SIGTERM  # the first request decides the exit code
         signal.raise_signal(signal.SIGINT)

@@ -58,6 +58,7 @@ class TheirScheduler(Scheduler):
         ports = [_free_port(spec.port + i if spec.port else 0) for i in range(spec.count)]
         torchrun = {"WORLD_SIZE": str(spec.count), "MASTER_ADDR": HOST, "MASTER_PORT": str(_free_port())}
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._clear(spec)
         self._roles[spec.role] = [
             self._start(spec, index, port, torchrun if spec.spmd else {}) for index, port in enumerate(ports)
         ]
@@ -109,7 +110,14 @@ class TheirScheduler(Scheduler):
             each.process.wait()
             _refresh(each)
         for name in names:
-            del self._roles[name]
+            spec = self._roles.pop(name)[0].spec
+            self._clear(spec)
+
+    def _clear(self, spec: JobSpec) -> None:
+        """Remove the scratch directories that no other role uses."""
+        used = {directory for started in self._roles.values() for directory in started[0].spec.scratch}
+        for directory in {*spec.scratch} - used:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _start(self, spec: JobSpec, index: int, port: int, torchrun: dict[str, str]) -> _Started:
         def own(text: str) -> str:

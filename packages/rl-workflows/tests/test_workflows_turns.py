@@ -132,6 +132,18 @@ async def test_tools_are_called_and_the_model_is_told_what_they_return():
     assert '"description": "Adds two numbers."' in asked[0]
 
 
+async def test_tools_are_found_by_name():
+    calls = {"calls": [{"name": "calculator", "arguments": {"expression": "(2 + 3) * 4 / 2"}}]}
+    engine, tokenizer, asked = scripted("llama3", calls, {"content": "it is 5"})
+
+    await ToolWorkflow(tokenizer, GENERATION, right, tools=["calculator"]).arun_episode(engine, dict(ROW))
+
+    assert '"name": "calculator"' in asked[0]
+    assert '"10"<|eot_id|>' in asked[1]
+    with pytest.raises(ConfigError, match=r"rl.tools: nothing is called 'calculater'; did you mean 'calculator'"):
+        ToolWorkflow(tokenizer, GENERATION, right, tools=["calculater"])
+
+
 async def test_tools_model_that_never_answers_ends_after_its_turns():
     calls = {"calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}]}
     engine, tokenizer, asked = scripted("mistral", *[calls] * 3)

@@ -27,6 +27,7 @@ KNOWN_PACKAGES: dict[str, str] = {
     "rl.optimizers": "rl-engines-fsdp",
     "rl.inference_engines": "rl-inference",
     "rl.workflows": "rl-workflows",
+    "rl.tools": "rl-workflows",
     "rl.rewards": "rl-rewards",
     "rl.datasets": "rl-datasets",
     "rl.schedulers": "rl-launchers",

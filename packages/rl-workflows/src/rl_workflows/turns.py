@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts import registry
 from rl_contracts.answers import AnswerReader
 from rl_contracts.config import require
 from rl_contracts.conversation import Conversation, Turn
@@ -115,7 +116,8 @@ class ToolWorkflow(MultiTurnWorkflow):
     returns, or that it failed and why, is what the model is told. The reward is that of the last answer.
 
     Args:
-        tools: plain functions, each run in a thread (which one that hangs keeps), or async ones.
+        tools: plain functions, each run in a thread (which one that hangs keeps), or async ones; or their names under
+            `rl.tools` (`calculator`), or dotted paths.
         tool_seconds: within which a call must end; else the model is told that it did not.
         turns: answers at most.
         others: as `MultiTurnWorkflow` has them.
@@ -128,7 +130,7 @@ class ToolWorkflow(MultiTurnWorkflow):
     def __init__(
         self,
         *given: Any,
-        tools: Sequence[Callable[..., Any]] = (),
+        tools: Sequence[Callable[..., Any] | str] = (),
         tool_seconds: float = 10.0,
         turns: int = 8,
         **more: Any,
@@ -136,9 +138,10 @@ class ToolWorkflow(MultiTurnWorkflow):
         from transformers.utils import chat_template_utils, get_json_schema
 
         super().__init__(*given, turns=turns, **more)
-        self._tools = {tool.__name__: tool for tool in tools}
+        found = [registry.load("rl.tools", tool) if isinstance(tool, str) else tool for tool in tools]
+        self._tools = {tool.__name__: tool for tool in found}
         try:
-            self._schemas = [get_json_schema(tool) for tool in tools]
+            self._schemas = [get_json_schema(tool) for tool in found]
         except (chat_template_utils.DocstringParsingException, chat_template_utils.TypeHintParsingException) as error:
             raise ConfigError(f"workflow.tools: {error}") from error
         require(len(self._schemas) > 0, "workflow.tools", "at least one function", list(tools))

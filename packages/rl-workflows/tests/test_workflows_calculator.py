@@ -1,0 +1,78 @@
+"""The calculator: what it gives, and that nothing but bounded arithmetic is done."""
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rl_workflows.calculator import LARGEST, LONGEST, calculator
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2 + 3", "5"),
+        (" (3 + 4) * 2.5", "17.5"),
+        ("6 / 2", "3"),
+        ("1 / 3", "0.333333333333"),
+        ("0.1 + 0.2", "0.3"),
+        ("1,234,567 - 1,000", "1233567"),
+        ("3 \u00d7 4 \u00f7 2 \u2212 1", "5"),
+        ("[2^10] * 2", "2048"),
+        ("-7 // 2", "-4"),
+        ("7 % 4", "3"),
+        ("2 ** -1", "0.5"),
+        ("2 ** 200", str(2**200)),
+        ("10**100 / 10**99", "10"),
+    ],
+)
+def test_calculator_expression_gives_its_value(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("__import__('os').system('true')", "expected numbers"),
+        ("(1).__class__", "expected numbers"),
+        ("[1 for _ in range(9)]", "expected numbers"),
+        ("'a' * 9", "expected numbers"),
+        ("True + 1", "expected numbers"),
+        ("1j * 1j", "expected numbers"),
+        ("(-8) ** 0.5", "no real number"),
+        ("1 << 900", "expected numbers"),
+        ("1e400", "larger than"),
+        ("9**999", "larger than"),
+        ("9**9**9", "exponent"),
+        ("2 ** 1001", "exponent"),
+        ("1 +", "no arithmetic expression"),
+        ("", "no arithmetic expression"),
+        ("1\0", "no arithmetic expression"),
+        ("(" * LONGEST, "no arithmetic expression"),
+        ("1" * (LONGEST + 1), "characters"),
+    ],
+)
+def test_calculator_what_is_no_bounded_arithmetic_is_refused(expression, message):
+    with pytest.raises(ValueError, match=message):
+        calculator(expression)
+
+
+def test_calculator_division_by_zero_is_told():
+    with pytest.raises(ZeroDivisionError):
+        calculator("1 / 0")
+
+
+@given(st.text(alphabet="0123456789.+-*/%()^, ", max_size=LONGEST))
+@example("9**9" * 40)
+@example("-" * (LONGEST - 1) + "1")
+def test_calculator_any_text_ends_at_once_with_a_bounded_value_or_an_error(expression):
+    begin = time.process_time()
+    try:
+        value = calculator(expression)
+    except (ValueError, ArithmeticError):
+        value = "0"
+
+    assert abs(Fraction(value)) <= LARGEST
+    assert time.process_time() - begin < 1

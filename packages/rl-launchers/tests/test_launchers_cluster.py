@@ -136,14 +136,14 @@ def test_machine_is_lost_and_none_stands_in_it_is_tried_again_and_else_the_sched
     tmp_path: Path, well: bool
 ) -> None:
     class Failing(MachinesOfTests):
-        lost, told = False, ""
+        lost, told, named = False, "", ()
 
         def start(self, node, command, env, log):  # type: ignore[no-untyped-def]
             broken = self.lost and node.name == "node1"
             super().start(node, ["false"] if broken else command, env, log)
 
-        def lacking(self, why: str) -> None:
-            self.told = why
+        def lacking(self, lost, why):  # type: ignore[no-untyped-def]
+            self.named, self.told = lost, why
 
     machines = Failing()
     with ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines) as scheduler:
@@ -159,6 +159,7 @@ def test_machine_is_lost_and_none_stands_in_it_is_tried_again_and_else_the_sched
 
         assert {worker.node for worker in again} == ({"node0", "node1"} if well else {"node0"})
         assert ("node1" in machines.told) is not well
+        assert list(machines.named) == ([] if well else ["node1"])
 
 
 def _keep_open(scheduler: ClusterScheduler) -> ClusterScheduler:

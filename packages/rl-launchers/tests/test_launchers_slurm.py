@@ -16,6 +16,7 @@ from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Node, Submission
 from rl_launchers import SlurmSchedulerConfig, slurm_job
 from rl_launchers import slurm_commands as commands
 from rl_launchers.placement import Ledger
+from rl_launchers.slurm import SlurmNodes
 
 SINFO = """\
 cpu*|c1|64|(null)|idle|avx,big
@@ -325,3 +326,40 @@ def test_script_is_warned_during_setup_requeues_and_else_ends_without_its_key(ou
     assert (tmp_path / "slurm" / "key").exists() is warned
     if not warned:
         assert (tmp_path / "slurm" / "ended").read_text() == "5 0\n"
+
+
+JOB = "JobId=5 BatchFlag=1 Requeue=1 Nodes=a,b CPU_IDs=0-1 Mem=0 GRES= "
+
+
+@pytest.mark.parametrize("may_shrink", [True, False])
+def test_lacking_job_is_requeued_without_its_lost_node_and_asks_for_as_many_again(outside, monkeypatch, may_shrink):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    refused = commands.SlurmError(["scontrol"], "Job/step already completing or completed")
+    slurm = Recorded(
+        scontrol_show_job=JOB,
+        scontrol_show_hostnames="a\nb\n",
+        scontrol_show_node="".join(f"NodeName={name} State=ALLOCATED NodeAddr=127.0.0.1\n" for name in "ab"),
+        scontrol_update="" if may_shrink else refused,
+    )
+
+    provider = SlurmNodes(SlurmSchedulerConfig(), slurm)
+    assert [node.name for node in provider.nodes()] == ["a", "b"]  # the controller does not know it yet
+
+    with pytest.raises(LaunchError, match="b was lost"):
+        provider.lacking(["b"], "b was lost")
+
+    shrink, requeue = slurm.asked[-2:]
+    assert shrink == ("scontrol", "update", "JobId=5", "NodeList=a")
+    again = " && scontrol update JobId=5 NumNodes=2-2" if may_shrink else ""
+    assert requeue == ("bash", "-c", f"trap '' TERM; scontrol requeue 5{again}")
+
+
+def test_lacking_job_that_was_started_again_often_enough_is_left_alone(outside, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    slurm = Recorded(scontrol_show_job=JOB)
+    provider = SlurmNodes(SlurmSchedulerConfig(max_requeues=1), slurm)
+    provider.nodes()
+    provider.lacking(["b"], "b was lost")
+    assert not any("requeue" in word for command in slurm.asked for word in command)

@@ -272,7 +272,9 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         for name in lost:
             del self._machines[name]
         if not self._find_new():
-            self._provider.lacking(f"{', '.join(sorted(lost))} were lost, do not come back, and no others stand in")
+            self._provider.lacking(
+                lost, f"{', '.join(sorted(lost))} were lost, do not come back, and no others stand in"
+            )
 
     def _add(self, role: _Role, indices: Sequence[int], lives: int = 0) -> None:
         """Start workers of a role where there is room, and return when they have been started."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from rl_contracts.scheduler import Node
@@ -50,8 +50,12 @@ class NodeProvider(ABC):
     def close(self) -> None:
         """End whatever was started and is still there. May be called twice."""
 
-    def lacking(self, why: str) -> None:  # noqa: B027 - most can do nothing
+    def lacking(self, lost: Collection[str], why: str) -> None:  # noqa: B027 - most can do nothing
         """There are fewer machines than there were. Where the scheduler can start the whole job again it is asked to.
+
+        Args:
+            lost: names of machines that are of no use any more, whether or not `nodes` still tells of them.
+            why: the same as a sentence, without its full stop.
 
         Raises:
             LaunchError: it does; this process will be told to end.

@@ -34,6 +34,7 @@ from rl_launchers.slurm_commands import (
 logger = get_logger("launcher")
 
 JOB = "SLURM_JOB_ID"
+COUNT = "SLURM_JOB_NUM_NODES"
 """Slurm's variable with the number of the job, in all that runs in one."""
 AGENT = Path(__file__).with_name("templates") / "slurm_agent.sh"
 END_SECONDS = 2.0
@@ -304,13 +305,27 @@ class SlurmNodes(NodeProvider):
                 step.kill()
         self._steps.clear()
 
-    def lacking(self, why: str) -> None:
+    def lacking(self, lost: Collection[str], why: str) -> None:
         """Requeue the job, where it is one that may be: Slurm does so by itself only when it has seen the loss, long
         after the run would have given up."""
         if self._rescues and int(os.environ.get("SLURM_RESTART_COUNT", "0")) < self._config.max_requeues:
             logger.warning("%s. The job is started again.", why)
-            self._commands.output("scontrol", "requeue", os.environ[JOB])
+            self._requeue(os.environ[JOB], [node.name for node in self.nodes() if node.name not in lost])
             raise LaunchError(why)
+
+    def _requeue(self, job: str, well: Sequence[str]) -> None:
+        """Give the lost nodes back first. A job waits for the end of what was on each of its nodes, so until the
+        controller has seen the loss; and Slurm (22.05) never starts one with `--exclusive` again that was requeued
+        while a node of it does not answer (`BadConstraints`)."""
+        command, count = f"scontrol requeue {job}", os.environ.get(COUNT)
+        try:
+            if count:
+                self._commands.output("scontrol", "update", f"JobId={job}", f"NodeList={','.join(well)}")
+                command += f" && scontrol update JobId={job} NumNodes={count}-{count}"
+        except SlurmError as error:  # a heterogeneous job, or a cluster on which none may shrink
+            logger.warning("The job cannot give up its lost nodes: %s", error)
+        # what is requeued hears SIGTERM at once
+        self._commands.output("bash", "-c", f"trap '' TERM; {command}")
 
     def address(self) -> str:
         """That of the node on which the launcher runs, as Slurm knows it."""

@@ -1,5 +1,5 @@
-setenv SLURM_NODELIST "node0"
-setenv SLURM_JOB_NODELIST "node0"
+setenv SLURM_NODELIST "node2"
+setenv SLURM_JOB_NODELIST "node2"
 setenv SLURM_NNODES 1
 setenv SLURM_JOB_NUM_NODES 1
 setenv SLURM_JOB_CPUS_PER_NODE "2"

@@ -1,5 +1,5 @@
-export SLURM_NODELIST="node0"
-export SLURM_JOB_NODELIST="node0"
+export SLURM_NODELIST="node2"
+export SLURM_JOB_NODELIST="node2"
 export SLURM_NNODES=1
 export SLURM_JOB_NUM_NODES=1
 export SLURM_JOB_CPUS_PER_NODE="2"

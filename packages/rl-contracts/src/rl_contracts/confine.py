@@ -1,0 +1,264 @@
+"""What a sandbox's process does to itself before it runs the code that it was given.
+
+Started as a script, which imports nothing of ours: `confine.py SETTINGS`, a JSON object as `main` reads it. The code is
+`program.py` in the working directory. A byte goes to the descriptor `told` when the process is confined; where it
+cannot be, nothing of the code was looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import struct
+import sys
+import traceback
+import types
+from typing import Any
+
+LANDLOCK_VERSION = 3
+"""The first that guards against truncation (Linux 6.2)."""
+
+# Numbers are those of Linux on x86-64 (include/uapi/linux and arch/x86/entry/syscalls/syscall_64.tbl).
+_SECCOMP, _CAPSET = 317, 126
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = (
+    1 << n for n in (0, 1, 2, 3, 5, 8, 14)
+)
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_X86_64 = 0xC000003E
+_NEWEST = 440
+"""System calls from here on, of the kernel's and of the x32 interface, are told not to exist."""
+_CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
+_PRLIMIT = 302
+
+DENIED = {
+    "network": {"socket": 41},
+    "processes": {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322},
+    "other processes": {
+        "ptrace": 101,
+        "process_vm_readv": 310,
+        "process_vm_writev": 311,
+        "kcmp": 312,
+        "pidfd_open": 434,
+        "pidfd_send_signal": 424,
+        "pidfd_getfd": 438,
+        "tkill": 200,
+        "rt_sigqueueinfo": 129,
+        "rt_tgsigqueueinfo": 297,
+        "setpriority": 141,
+        "ioprio_set": 251,
+        "sched_setparam": 142,
+        "sched_setscheduler": 144,
+        "sched_setaffinity": 203,
+        "sched_setattr": 314,
+        "migrate_pages": 256,
+        "move_pages": 279,
+    },
+    "modes, owners and times of files, which Landlock leaves alone": {
+        "chmod": 90,
+        "fchmod": 91,
+        "fchmodat": 268,
+        "chown": 92,
+        "fchown": 93,
+        "lchown": 94,
+        "fchownat": 260,
+        "utime": 132,
+        "utimes": 235,
+        "futimesat": 261,
+        "utimensat": 280,
+        "setxattr": 188,
+        "lsetxattr": 189,
+        "fsetxattr": 190,
+        "removexattr": 197,
+        "lremovexattr": 198,
+        "fremovexattr": 199,
+    },
+    "memory that no limit of a process counts": {
+        "shmget": 29,
+        "shmat": 30,
+        "shmctl": 31,
+        "semget": 64,
+        "semop": 65,
+        "semctl": 66,
+        "semtimedop": 220,
+        "msgget": 68,
+        "msgsnd": 69,
+        "msgrcv": 70,
+        "msgctl": 71,
+        "mq_open": 240,
+        "mq_unlink": 241,
+        "memfd_create": 319,
+    },
+    "limits": {"setrlimit": 160},
+    "the kernel": {
+        "mount": 165,
+        "umount2": 166,
+        "pivot_root": 155,
+        "chroot": 161,
+        "unshare": 272,
+        "setns": 308,
+        "open_tree": 428,
+        "move_mount": 429,
+        "fsopen": 430,
+        "fsconfig": 431,
+        "fsmount": 432,
+        "fspick": 433,
+        "add_key": 248,
+        "request_key": 249,
+        "keyctl": 250,
+        "io_uring_setup": 425,
+        "io_uring_enter": 426,
+        "io_uring_register": 427,
+        "perf_event_open": 298,
+        "bpf": 321,
+        "userfaultfd": 323,
+        "fanotify_init": 300,
+        "open_by_handle_at": 304,
+        "sync": 162,
+        "syncfs": 306,
+    },
+}
+"""System calls that are refused, by what they would reach."""
+_ONLY_ITSELF = {"kill": 62, "tgkill": 234}
+_DENIED_FIRST = {157: (0, (_PR_SET_PDEATHSIG, 4)), 72: (1, (8, 10, 15, 1024))}
+"""By system call, an argument and values of it that are refused: of prctl, to outlive the owner or to hide
+from it (PR_SET_DUMPABLE); of fcntl, to have signals
+sent to others (F_SETOWN, F_SETSIG, F_SETOWN_EX), and to hold up who opens a file (F_SETLEASE)."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _call(number: int, *arguments: Any) -> int:
+    """A system call; its result, or the error's number below 0."""
+    given = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    found = int(_libc.syscall(ctypes.c_long(number), *given))
+    return found if found >= 0 else -ctypes.get_errno()
+
+
+def _must(what: str, found: int) -> int:
+    if found < 0:
+        raise OSError(-found, f"{what}: {os.strerror(-found)}")
+    return found
+
+
+def lacking() -> list[str]:
+    """What a sandbox needs of this kernel and does not find: nothing where code can be confined."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return [f"Linux on x86-64 (this is {sys.platform} on {platform.machine()})"]
+    found, version = [], _call(_LANDLOCK_CREATE, None, 0, 1)
+    if version < LANDLOCK_VERSION:
+        has = f"version {version}" if version > 0 else os.strerror(-version)
+        found.append(f"Landlock of version {LANDLOCK_VERSION} or later, which Linux 6.2 has (found: {has})")
+    if (seccomp := _call(_SECCOMP, 2, 0, ctypes.byref(ctypes.c_uint32(_REFUSE)))) < 0:
+        found.append(f"seccomp filters (found: {os.strerror(-seccomp)})")
+    return found
+
+
+def limit(settings: dict[str, Any]) -> None:
+    """Bound processor time, address space, files and their size; no core file."""
+    seconds = settings["cpu_seconds"]
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    for kind, most in (
+        (resource.RLIMIT_AS, settings["memory"]),
+        (resource.RLIMIT_FSIZE, settings["file"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+
+
+def give_up_privileges() -> None:
+    """Root too has no capability from here on, and nothing that is executed gets any."""
+    _must("capset", _call(_CAPSET, struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *[0] * 6)))
+    _must("PR_SET_NO_NEW_PRIVS", -ctypes.get_errno() if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) else 0)
+
+
+def fence(rights: dict[str, int]) -> None:
+    """Landlock: nothing of the file system but what lies below these paths, each with its rights; no TCP, no abstract
+    sockets, and no signals to others where this kernel has rules for that."""
+    version = _must("Landlock", _call(_LANDLOCK_CREATE, None, 0, 1))
+    handled = (1 << (16 if version >= 5 else 15)) - 1
+    attributes = struct.pack("3Q", handled, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    rules = _must("landlock_create_ruleset", _call(_LANDLOCK_CREATE, attributes, len(attributes), 0))
+    for path, right in rights.items():
+        try:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        if not os.path.isdir(path):
+            right &= _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE
+        _must(f"landlock_add_rule {path}", _call(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", right, place), 0))
+        os.close(place)
+    _must("landlock_restrict_self", _call(_LANDLOCK_RESTRICT, rules, 0))
+    os.close(rules)
+
+
+def filter_calls() -> None:
+    """seccomp: no sockets, no processes, and the rest of `DENIED`, for all threads to come."""
+    program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    missing, refused, allowed = _REFUSE | errno.ENOSYS, _REFUSE | errno.EPERM, _ALLOW
+    program += [(_AT_LEAST, 0, 1, _NEWEST), (_RETURN, 0, 0, missing)]
+    program += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, missing)]  # its flags cannot be seen; libc tries clone then
+    for calls in DENIED.values():
+        for number in calls.values():
+            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refused)]
+    threads = [(_LOAD, 0, 0, 16), (_HAS_BITS, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, allowed)]
+    asks = [(_LOAD, 0, 0, 32), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 36), (_EQUAL, 0, 1, 0)]
+    asks += [(_RETURN, 0, 0, allowed), (_RETURN, 0, 0, refused)]
+    itself = [(_LOAD, 0, 0, 16), (_EQUAL, 1, 0, os.getpid()), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, allowed)]
+    cases = {_CLONE: threads, _PRLIMIT: asks} | dict.fromkeys(_ONLY_ITSELF.values(), itself)
+    for number, (argument, values) in _DENIED_FIRST.items():
+        cases[number] = [(_LOAD, 0, 0, 16 + 8 * argument)]
+        for value in values:
+            cases[number] += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, refused)]
+        cases[number].append((_RETURN, 0, 0, allowed))
+    for number, case in cases.items():
+        program += [(_EQUAL, 0, len(case), number), *case]
+    program.append((_RETURN, 0, 0, allowed))
+    install(program)
+
+
+def install(program: list[tuple[int, int, int, int]]) -> None:
+    """Make a filter of system calls that of this process."""
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    described = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
+    _must("seccomp", _call(_SECCOMP, 1, 0, described))
+
+
+def main() -> None:
+    """Confine this process, say so, and run the code."""
+    settings = json.loads(sys.argv[1])
+    _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+    if os.getppid() != settings["owner"]:
+        os._exit(1)
+    read = _READ_FILE | _READ_DIR
+    own = read | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
+    rights = dict.fromkeys(settings["readable"], read) | {"/dev/null": read | _WRITE_FILE, os.getcwd(): own}
+    limit(settings)
+    give_up_privileges()
+    fence(rights)
+    filter_calls()
+    os.write(settings["told"], b"1")
+    os.close(settings["told"])
+    sys.argv, sys.path = ["program.py"], [*sys.path, *settings["packages"]]
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        with open("program.py", encoding="utf-8") as file:
+            exec(compile(file.read(), "program.py", "exec"), module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it is, its trace is what the code's author is shown
+        traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

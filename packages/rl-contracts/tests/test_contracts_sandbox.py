@@ -1,0 +1,362 @@
+"""The sandbox: what code can do in it, and each thing that it cannot, tried."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rl_contracts import confine
+from rl_contracts.errors import ConfigError
+from rl_contracts.sandbox import Sandbox, SandboxLimits
+
+TRIES = """
+import json
+def outcomes(**tries):
+    found = {}
+    for name, attempt in tries.items():
+        try:
+            attempt()
+            found[name] = "done"
+        except OSError as error:
+            found[name] = type(error).__name__
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    return Sandbox()
+
+
+def outcomes(sandbox, code):
+    """What became of each attempt of `outcomes(name=attempt)` in the code."""
+    run = sandbox.run(TRIES + textwrap.dedent(code))
+    assert run.code == 0, run
+    return json.loads(run.output)
+
+
+def test_sandbox_code_reads_stdin_imports_writes_and_ends(sandbox):
+    run = sandbox.run(
+        "import dataclasses, decimal, pathlib, sys, tempfile, random, datetime\n"
+        "@dataclasses.dataclass\nclass Point:\n    x: 'int'\n"
+        "pathlib.Path('a.txt').write_text('kept')\n"
+        "tempfile.TemporaryFile().write(b'1')\n"
+        "print(sum(map(int, input().split())), Point(3), pathlib.Path('a.txt').read_text(), __name__)\n"
+        "print('beside', file=sys.stderr)\nsys.exit(3)",
+        stdin="2 3\n",
+    )
+
+    assert (run.output, run.errors, run.code, run.stopped) == ("5 Point(x=3) kept __main__\n", "beside\n", 3, "")
+
+
+def test_sandbox_error_of_the_code_is_its_trace_alone(sandbox):
+    run = sandbox.run("def f():\n    return 1 / 0\nf()")
+
+    assert run.code == 1
+    assert run.errors.startswith('Traceback (most recent call last):\n  File "program.py", line 3, in <module>')
+    assert run.errors.endswith("ZeroDivisionError: division by zero\n")
+    assert "SyntaxError" in sandbox.run("def").errors
+    assert sandbox.run("print('\udc80')").code == 0
+
+
+def test_sandbox_network_is_refused(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = outcomes(
+            sandbox,
+            f"""
+            import asyncio, socket
+            outcomes(
+                tcp=lambda: socket.create_connection(("127.0.0.1", {server.getsockname()[1]}), timeout=5),
+                udp=lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
+                raw=lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW),
+                unix=lambda: socket.socket(socket.AF_UNIX),
+                server=lambda: socket.create_server(("127.0.0.1", 0)),
+            )
+            """,
+        )
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+    assert set(found.values()) == {"PermissionError"}
+
+
+def test_sandbox_files_outside_its_directory_are_refused(sandbox, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    secret.chmod(0o640)
+    found = outcomes(
+        sandbox,
+        f"""
+        import os
+        secret, there = {str(secret)!r}, {str(tmp_path)!r}
+        outcomes(
+            read=lambda: open(secret),
+            read_password_file=lambda: open("/etc/shadow"),
+            read_by_way_round=lambda: open("/usr/lib/../.." + secret),
+            read_own_environment=lambda: open("/proc/self/environ"),
+            read_owners_environment=lambda: open(f"/proc/{{os.getppid()}}/environ"),
+            read_owners_memory=lambda: open(f"/proc/{{os.getppid()}}/mem", "rb"),
+            list=lambda: os.listdir(there),
+            list_root=lambda: os.listdir("/"),
+            write=lambda: open(secret, "a"),
+            truncate=lambda: os.truncate(secret, 0),
+            create=lambda: open(there + "/new", "w"),
+            create_in_tmp=lambda: open("/tmp/new", "w"),
+            create_in_memory=lambda: open("/dev/shm/new", "w"),
+            write_library=lambda: open(os.__file__, "a"),
+            delete=lambda: os.remove(secret),
+            rename=lambda: os.rename(secret, there + "/other"),
+            take=lambda: os.rename(secret, "mine"),
+            link=lambda: os.link(secret, "mine"),
+            symlink=lambda: os.symlink(secret, "mine"),
+            directory=lambda: os.mkdir("deeper"),
+            mode=lambda: os.chmod(secret, 0o777),
+            owner=lambda: os.chown(secret, 0, 0),
+            times=lambda: os.utime(secret, (0, 0)),
+            root=lambda: os.chroot("."),
+            device=lambda: open("/dev/tty", "rb"),
+        )
+        """,
+    )
+
+    assert found.pop("link") == "OSError"  # "invalid cross-device link" is how Landlock refuses it
+    assert {name: how for name, how in found.items() if how != "PermissionError"} == {}
+    assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("secret", 0o640)
+    assert os.listdir(tmp_path) == ["secret"]
+
+
+def test_sandbox_has_nothing_of_its_owners_environment_and_leaves_nothing(sandbox, monkeypatch):
+    monkeypatch.setenv("A_KEY", "secret")
+    run = sandbox.run("import os\nprint(os.getcwd(), 'A_KEY' in os.environ)")
+
+    directory, has = run.output.split()
+    assert has == "False"
+    assert not Path(directory).exists()
+
+
+def test_sandbox_more_memory_than_allowed_is_refused(sandbox):
+    run = sandbox.run("kept = []\nwhile True:\n    kept.append(bytearray(10 << 20))")
+
+    assert run.code == 1
+    assert run.errors.endswith("MemoryError\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "stopped"),
+    [
+        ("import time\nprint('before')\ntime.sleep(60)", "it did not end within 1.5 s"),
+        ("print('before')\nwhile True: pass", "it used more than 1 s of the processor"),
+        (
+            "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nprint('before')\nwhile 1: print(end='')",
+            "it used more than 1 s of the processor",
+        ),
+    ],
+)
+def test_sandbox_more_time_than_allowed_ends_it(code, stopped):
+    begin = time.monotonic()
+    run = Sandbox(SandboxLimits(seconds=1.5 if "sleep" in code else 30, cpu_seconds=1)).run(code, stdin="\n")
+
+    assert run.code < 0
+    assert (run.stopped, run.output) == (stopped, "before\n")
+    assert time.monotonic() - begin < 25
+
+
+def test_sandbox_fork_bomb_is_contained(sandbox):
+    found = outcomes(
+        sandbox,
+        """
+        import multiprocessing, os, subprocess
+        def bomb():
+            while True:
+                os.fork()
+        outcomes(
+            bomb=bomb,
+            spawn=lambda: os.posix_spawn("/bin/true", ["true"], {}),
+            subprocess=lambda: subprocess.run(["true"]),
+            multiprocessing=lambda: multiprocessing.get_context("fork").Process(target=print).start(),
+            exec=lambda: os.execv("/bin/true", ["true"]),
+        )
+        """,
+    )
+
+    assert set(found.values()) == {"PermissionError"}
+
+
+def test_sandbox_threads_work_and_a_bomb_of_them_is_contained():
+    code = """
+        import threading
+        threading.Thread(target=print, args=("works",)).start()
+        while True:
+            threading.Thread(target=threading.Event().wait).start()
+    """
+    run = Sandbox(SandboxLimits(seconds=20)).run(textwrap.dedent(code))
+
+    assert run.output.startswith("works\n")
+    assert run.code != 0 or run.stopped
+
+
+def test_sandbox_output_flood_is_bounded():
+    run = Sandbox(SandboxLimits(file=1 << 20, output=1000)).run("while True:\n    print('x' * 999)")
+
+    assert run.code == 1
+    assert "File too large" in run.errors
+    assert run.output.startswith("xxx")
+    assert run.output.endswith("[1,047,576 bytes more]")
+
+
+@pytest.mark.parametrize("delete", ["", "os.remove(str(n))"])
+def test_sandbox_flood_of_files_ends_it(delete):
+    code = "import os, time\nkept = []\nfor n in range(40):\n    kept.append(open(str(n), 'wb'))\n"
+    code += f"    kept[-1].write(bytes(1 << 20))\n    kept[-1].flush()\n    {delete}\ntime.sleep(60)"
+    run = Sandbox(SandboxLimits(files=20 << 20, file=2 << 20, seconds=30)).run(code)
+
+    assert run.stopped == "its files had more than 20,971,520 bytes"
+
+
+def test_sandbox_other_processes_get_no_signals_and_it_gets_its_own(sandbox):
+    found = outcomes(
+        sandbox,
+        """
+        import fcntl, os, resource, signal
+        read, write = os.pipe()
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        outcomes(
+            kill=lambda: os.kill(os.getppid(), signal.SIGTERM),
+            all=lambda: os.kill(-1, signal.SIGTERM),
+            by_file=lambda: fcntl.fcntl(read, fcntl.F_SETOWN, os.getppid()),
+            priority=lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 19),
+            limits=lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1)),
+            itself=lambda: os.kill(os.getpid(), signal.SIGUSR1),
+            own_limits=lambda: resource.getrlimit(resource.RLIMIT_AS),
+        )
+        """,
+    )
+
+    assert (found.pop("itself"), found.pop("own_limits")) == ("done", "done")
+    assert set(found.values()) == {"PermissionError"}
+    assert (
+        "ValueError"
+        in sandbox.run("import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))").errors
+    )
+
+
+def test_sandbox_each_denied_system_call_is_refused(sandbox):
+    numbers = [number for calls in confine.DENIED.values() for number in calls.values()]
+    run = sandbox.run(
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        f"for number in {numbers} + [435, 440, 444, 467, 0x40000000 + 41]:\n"
+        "    assert libc.syscall(number, -1, -1, -1, -1, -1, -1) == -1, number\n"
+        "    print(ctypes.get_errno())\n"
+        "print(libc.prctl(1, 0), ctypes.get_errno())"
+    )
+
+    *found, owner = run.output.splitlines()
+    assert found == ["1"] * len(numbers) + ["38"] * 5
+    assert owner == "-1 1"
+
+
+def test_sandbox_ends_with_its_owner():
+    owner = subprocess.Popen(
+        [sys.executable, "-c", "from rl_contracts.sandbox import Sandbox\nSandbox().run('while True: pass')"]
+    )
+    children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children")
+    deadline = time.monotonic() + 60
+    while not (child := _busy(children)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    owner.kill()
+    owner.wait()
+
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert child
+
+
+def _busy(children):
+    """The child that has run for some time, since the sandbox's first one only tries it."""
+    for pid in children.read_text().split():
+        try:
+            ticks = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if ticks > 50:
+            return pid
+    return None
+
+
+def test_sandbox_runs_at_the_same_time_do_not_meet(sandbox):
+    code = "import os\nopen('mine', 'x').write(input())\nprint(os.listdir('.') and open('mine').read())"
+    with ThreadPoolExecutor(4) as pool:
+        runs = list(pool.map(lambda n: sandbox.run(code, f"{n}\n"), range(8)))
+
+    assert [run.output for run in runs] == [f"{n}\n" for n in range(8)]
+
+
+def test_sandbox_packages_can_be_imported_where_they_are_given(tmp_path):
+    (tmp_path / "helper.py").write_text("VALUE = 7")
+
+    assert Sandbox(packages=[tmp_path]).run("import helper\nprint(helper.VALUE)").output == "7\n"
+    assert "ModuleNotFoundError" in Sandbox().run("import numpy").errors
+
+
+PRETENDING = """
+from rl_contracts import confine, sandbox
+MISSING = [(confine._LOAD, 0, 0, 0)]
+for number in {numbers}:
+    MISSING += [(confine._EQUAL, 0, 1, number), (confine._RETURN, 0, 0, confine._REFUSE | 38)]
+confine._libc.prctl(38, 1, 0, 0, 0)
+confine.install([*MISSING, (confine._RETURN, 0, 0, confine._ALLOW)])
+{more}
+try:
+    made = sandbox.Sandbox()
+    print("made", made.run("open('/etc/hosts')"))
+except sandbox.ConfigError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "more", "message"),
+    [
+        (
+            [317, 444],
+            "",
+            "Landlock of version 3 or later, which Linux 6.2 has (found: Function not implemented) and seccomp",
+        ),
+        ([317], "", "expected seccomp filters (found: Function not implemented)"),
+        ([444], "", "expected Landlock"),
+        # and where it is found out only in the sandbox's process
+        ([444], "confine.lacking = lambda: []", "ran nothing in it"),
+        ([446], "", "landlock_restrict_self"),
+        ([317], "confine.lacking = lambda: []", "seccomp: Function not implemented"),
+        ([126], "", "capset"),
+    ],
+)
+def test_sandbox_kernel_that_cannot_confine_is_refused_at_start(numbers, more, message):
+    code = PRETENDING.format(numbers=numbers, more=more)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    assert ran.stdout.startswith("refused:"), ran
+    assert message in ran.stdout
+
+
+def test_sandbox_other_systems_are_refused(monkeypatch):
+    monkeypatch.setattr(confine.sys, "platform", "darwin")
+
+    with pytest.raises(ConfigError, match="Linux on x86-64"):
+        Sandbox()
+
+
+def test_sandbox_limits_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match=r"sandbox.memory: expected more than 0"):
+        SandboxLimits(memory=0)
+    with pytest.raises(ConfigError, match="empty program"):
+        Sandbox(SandboxLimits(seconds=0.001))

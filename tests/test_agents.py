@@ -13,10 +13,15 @@ from rl_contracts.clock import SystemClock
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import AgentError, InferenceError
+from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_contracts.trajectory import stack
 from rl_contracts.workflow import AgentWorkflow
+from rl_inference.endpoint.config import EndpointConfig
 from rl_inference.endpoint.server import HttpRolloutEndpoint
+from rl_trainers.algorithm import AdvantageConfig, AlgorithmConfig
+from rl_trainers.credit import assign_credit
 from rl_workflows import AgentEpisodes, Ticket
 from rl_workflows.episode import Episodes
 from rl_workflows.groups import run_group
@@ -37,6 +42,26 @@ class TwoTurns(AgentWorkflow):
             for _ in range(2):
                 made = await client.chat.completions.create(model="policy", messages=messages)
                 messages += [made.choices[0].message, {"role": "user", "content": "sure?"}]
+        return self.result
+
+
+class Reports(AgentWorkflow):
+    """Says at the endpoint what its two answers and its episode earned, and returns what `result` is."""
+
+    def __init__(self, outcome: float | None = None, result: Any = None) -> None:
+        self.outcome, self.result = outcome, result
+
+    async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> Any:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages: list[Any] = list(data["messages"])
+            for earned in (0.25, 0.5):
+                made = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [made.choices[0].message, {"role": "user", "content": "sure?"}]
+                said = {"call_id": made.id, "reward": earned}
+                await client.post("/rewards", body=said, cast_to=object)
+            if self.outcome is not None:
+                said = {"reward": self.outcome, "figures": {"tools": 3}}
+                await client.post("/rewards", body=said, cast_to=object)
         return self.result
 
 
@@ -110,6 +135,38 @@ async def test_agent_group_has_rows_with_its_ids_seeds_of_their_own_and_figures(
     assert group.figures.results() == {"agent/tools": 3.0, "agent/rows": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("credit", "discount", "expected"),
+    [
+        ("episode", 1.0, [2.75, 2.75]),
+        ("episode", 0.5, [1.5, 1.5]),
+        ("turn", 1.0, [2.75, 2.5]),
+        ("turn", 0.5, [1.5, 2.5]),
+    ],
+)
+async def test_agent_rewards_of_calls_are_its_episodes_or_its_turns(
+    credit: str, discount: float, expected: list[float]
+) -> None:
+    endpoint = HttpRolloutEndpoint(TOKENIZER, EndpointConfig(credit=credit, discount=discount))
+    group = await group_of(Reports(2.0), endpoint, answering())
+    await endpoint.destroy()
+
+    assert group.error is None
+    assert group.figures.results() == {"agent/tools": 3.0, "agent/turn_rewards": 0.75, "agent/rows": 1.0}
+    batch, config = stack(group.trajectories), AlgorithmConfig(advantage=AdvantageConfig(kind="return"))
+    assign_credit(batch, config, ParallelContext())
+    learn = batch["loss_mask"]
+    turn = (learn & ~learn.roll(1, 1)).cumsum(1)
+    for i, value in enumerate(expected):
+        assert batch["advantages"][learn & (turn == i + 1)].unique().tolist() == [value]
+
+
+async def test_agent_with_rewards_of_calls_alone_needs_no_outcome(endpoint: HttpRolloutEndpoint) -> None:
+    group = await group_of(Reports(), endpoint, answering())
+
+    assert [row.reward for row in group.trajectories] == [0.75] * 4
+
+
 async def test_agent_rows_per_call(endpoint: HttpRolloutEndpoint) -> None:
     group = await group_of(TwoTurns(), endpoint, answering(), per="call")
 
@@ -126,7 +183,8 @@ async def test_agent_rows_per_call(endpoint: HttpRolloutEndpoint) -> None:
         (TwoTurns("good"), "expected a finite number"),
         (TwoTurns(float("nan")), "expected a finite number"),
         (TwoTurns({"tools": 3}), "expected `reward` among them"),
-        (TwoTurns(None), "expected a finite number"),
+        (TwoTurns(None), "reported no reward"),
+        (Reports(1.0, 0.5), "returned the reward 0.5 and reported 1.0"),
     ],
 )
 async def test_agent_that_fails_is_counted_under_its_boundary(

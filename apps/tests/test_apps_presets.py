@@ -104,6 +104,20 @@ def test_overlong_penalty_follows_the_length_limit():
         ("algorithm.kl.coef=0.1", "algorithm.kl.coef with algorithm.kl.place=none"),
         ("algorithm.kl.plaec=loss", "Did you mean 'algorithm.kl.place'"),
         ("critic.clip=-1", "critic.clip"),
+        (
+            "rollout.endpoint.credit=turn",
+            "rollout.endpoint.credit with algorithm.advantage.kind=outcome: expected `episode`: that estimator has one",
+        ),
+        *(
+            (f"rollout.endpoint.credit=turn rollout.endpoint.discount=0.9 algorithm.advantage.kind={more}", message)
+            for message in ["rollout.endpoint.discount with rollout.endpoint.credit=turn: expected 1, unless"]
+            for more in (
+                "gae",
+                "return algorithm.advantage.gamma=0.9",
+                "return algorithm.reward.scale=2",
+            )
+        ),
+        ("rollout.endpoint.discount=0", r"rollout.endpoint.discount: expected in \(0, 1\]|endpoint.discount"),
         ("algorithm=distillation", "ref.path with algorithm.reward.scale=0: expected a teacher"),
     ],
 )

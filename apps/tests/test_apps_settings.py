@@ -415,6 +415,8 @@ class Elsewhere:
     apps: tuple[Any, ...] = (GRPO, SFT, DPO, REWARD_MODEL)
     value: str = ""
     """Another valid one, where the field does not say which."""
+    also: tuple[str, ...] = ()
+    """What must be set besides."""
 
 
 TWO = "two parts read it in copies, which do not tell whose they are"
@@ -472,6 +474,21 @@ ELSEWHERE = [
             ("port", "1"),
             ("host", "me"),
             ("url", "you"),
+        )
+    ),
+    *(
+        Elsewhere(
+            f"rollout.endpoint.{name}",
+            "an agent",
+            "tests/test_agents.py::test_agent_rewards_of_calls_are_its_episodes_or_its_turns",
+            apps,
+            value=value,
+            also=also,
+        )
+        for name, value, apps, also in (
+            ("credit", "turn", (GRPO,), ("algorithm.advantage.kind=return",)),
+            ("credit", "turn", (SFT,), ()),
+            ("discount", "0.5", (GRPO, SFT), ()),
         )
     ),
     Elsewhere(
@@ -583,7 +600,7 @@ def test_every_leaf_has_another_value_in_some_command(app):
     leaves = leaves_of(usual(app))
     made = [app.config(command.overrides) for command in commands("/data").values() if command.app is app]
     for key, entry in elsewhere(app).items():
-        made.append(usual(app, f"{key}={entry.value or text(other_values(leaves[key])[0])}"))
+        made.append(usual(app, f"{key}={entry.value or text(other_values(leaves[key])[0])}", *entry.also))
     changes = {key for config in made for key in changed(app, config)}
 
     assert sorted(leaves.keys() - changes) == []

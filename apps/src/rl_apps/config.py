@@ -23,7 +23,7 @@ from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.inference import ServerConfig
 from rl_inference.endpoint.config import EndpointConfig
 from rl_launchers import LauncherConfig
-from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers.algorithm import AlgorithmConfig, RewardConfig
 from rl_trainers.checkpoints import CheckpointConfig
 from rl_trainers.evaluation import EvaluationConfig, HeldOutConfig
 from rl_trainers.gap.gate import GapConfig
@@ -287,11 +287,31 @@ class GRPOConfig(ServedConfig):
             f"at most rollout.generation.max_new_tokens ({generation.max_new_tokens}), which no answer exceeds",
             algorithm.reward.overlong_max,
         )
+        self._check_credit()
         require(
             algorithm.reward.scale != 0 or bool(self.ref.path),
             "ref.path with algorithm.reward.scale=0",
             "a teacher: without the reward only the KL to the reference is left, and that is the policy itself",
             self.ref.path,
+        )
+
+    def _check_credit(self) -> None:
+        """Refuse rewards of turns that nothing is learned from, or that would be discounted twice."""
+        credit, discount = self.rollout.endpoint.credit, self.rollout.endpoint.discount
+        advantage, shaping = self.algorithm.advantage, self.algorithm.reward
+        require(
+            credit == "episode" or advantage.reads_tokens,
+            f"rollout.endpoint.credit with algorithm.advantage.kind={advantage.kind}",
+            "`episode`: that estimator has one number per episode (or take algorithm.advantage.kind=return or gae)",
+            credit,
+        )
+        whole = advantage.kind != "gae" and advantage.gamma == 1 and shaping == RewardConfig()
+        require(
+            credit == "episode" or discount == 1 or whole,
+            "rollout.endpoint.discount with rollout.endpoint.credit=turn",
+            "1, unless algorithm.advantage.gamma is 1, algorithm.reward leaves rewards as they are, and "
+            "algorithm.advantage.kind is not gae, whose values know no discount but gamma (with unit=turn: per turn)",
+            discount,
         )
 
     @property

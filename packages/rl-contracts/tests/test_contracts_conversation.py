@@ -374,6 +374,64 @@ def test_rows_turns_rewards_lie_on_their_last_tokens_and_once() -> None:
     assert not other.token_rewards.any()
 
 
+def rewarded_tree() -> tuple[Sampler, list[Turn]]:
+    """Two answers one after the other, and another try of the second that goes on to a third; each earned something."""
+    sampler = Sampler("gemma3", random.Random(1))
+    start = [{"role": "user", "content": "what is it?"}]
+    _, first = sampler.call(start, content="no")
+    again = [*start, first.message, {"role": "user", "content": "no"}]
+    _, second = sampler.call(again, content="it is 12")
+    _, third = sampler.call(again, content="345")
+    _, fourth = sampler.call([*again, third.message, {"role": "user", "content": "what?"}], content="the answer")
+    turns = [first, second, third, fourth]
+    for turn, earned in zip(turns, (0.5, 0.25, -1.0, 2.0), strict=True):
+        turn.reward = earned
+    return sampler, turns
+
+
+def test_rows_episodes_reward_is_the_discounted_sum_over_turns_of_what_all_earned_and_the_outcome() -> None:
+    sampler, _ = rewarded_tree()
+
+    for per in ("branch", "call"):
+        rows = sampler.conversation.rows(8.0, per, "episode", 0.5)
+        assert [row.reward for row in rows] == [0.5 + (0.25 - 1.0) / 2 + 2.0 / 4 + 8.0 / 4] * len(rows)
+        assert all(row.token_rewards is None for row in rows)
+    assert sampler.conversation.rows(8.0, credit="episode")[0].reward == 8.0 + 1.75
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+def test_rows_rewards_of_tokens_add_up_to_the_returns_of_turns(discount: float) -> None:
+    sampler, (first, second, third, fourth) = rewarded_tree()
+    returns = {second: 0.25 + 8.0, fourth: 2.0 + 8.0}
+    returns[first] = 0.5 + discount * returns[second]
+    returns[third] = -1.0 + discount * returns[fourth]
+
+    branches = sampler.conversation.rows(8.0, "branch", "turn", discount)
+    calls = sampler.conversation.rows(8.0, "call", "turn", discount)
+
+    found = []
+    for row in (*branches, *calls):
+        assert row.reward == 8.0
+        assert row.token_rewards is not None
+        assert not row.token_rewards[~row.loss_mask].any()
+        begins = np.flatnonzero(row.loss_mask & ~np.roll(row.loss_mask, 1))
+        found.append([8.0 + float(row.token_rewards[begin:].sum()) for begin in begins])
+    expected = [[returns[first], returns[second]], [returns[third], returns[fourth]]]
+    assert found == [*expected, *([returns[turn]] for turn in (first, second, third, fourth))]
+
+
+def test_rows_outcome_alone_is_discounted_over_turns() -> None:
+    sampler, turns = rewarded_tree()
+    for turn in turns:
+        turn.reward = 0.0
+
+    one, _ = sampler.conversation.rows(8.0, discount=0.5)
+
+    assert one.token_rewards is not None
+    assert one.token_rewards[one.token_rewards != 0].tolist() == [-4.0]
+    assert sampler.conversation.rows(8.0)[0].token_rewards is None
+
+
 def test_rows_of_several_temperatures_are_refused_but_one_by_one() -> None:
     sampler = Sampler("gemma3", random.Random(1))
     start = [{"role": "user", "content": "what is it?"}]

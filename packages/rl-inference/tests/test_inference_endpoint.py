@@ -13,6 +13,7 @@ import pytest
 from agent_model import ScriptedEngine, served
 
 from rl_contracts.config import GenerationConfig
+from rl_contracts.endpoint import Reported
 from rl_contracts.errors import AgentError, ConfigError, InferenceError
 from rl_contracts.testing import make_tiny_tokenizer
 from rl_inference.endpoint.config import EndpointConfig
@@ -110,7 +111,7 @@ async def test_every_route_answers_its_request() -> None:
         assert len(engine.responses) == 5
 
 
-@pytest.mark.parametrize("path", [*ROUTES, "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("path", [*ROUTES, "/v1/messages/count_tokens", "/v1/rewards"])
 async def test_key_that_is_missing_wrong_or_of_a_closed_session_is_refused(path: str) -> None:
     engine = ScriptedEngine("llama3", says_it)
     async with served(engine) as session, aiohttp.ClientSession() as http:
@@ -139,6 +140,59 @@ async def test_sessions_see_nothing_of_each_other() -> None:
     assert [len(session.trajectories(0.0)) for session in (one, other)] == [1, 2]
     await endpoint.destroy()
     await endpoint.destroy()
+
+
+async def test_rewards_of_answers_and_of_the_episode_are_kept_and_the_last_said_counts() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine, EndpointConfig(credit="turn")) as session, aiohttp.ClientSession() as http:
+        agent = Agent(session, http)
+        assert session.reported.turns is None
+        ids = [json.loads((await agent.ask(n=2))[1])["id"]]
+        for path in ("/v1/completions", "/v1/responses", "/v1/messages"):
+            text = (await agent.post(path, {**BODIES[path], "stream": False}))[1]
+            ids.append(json.loads(text)["id"])
+        for said in (
+            {"call_id": ids[0], "index": 1, "reward": 9},
+            {"call_id": ids[0], "index": 1, "reward": 0.25},
+            {"call_id": ids[1], "reward": 0.5},
+            {"call_id": ids[3], "reward": -1, "figures": {"tries": 2}},
+            {"reward": 7},
+            {"reward": 3, "figures": {"tries": 3}},
+            {"figures": {"depth": 1}},
+        ):
+            status, text = await agent.post("/v1/rewards", said)
+            assert status == 200, text
+        await session.close()
+        assert session.reported == Reported(3.0, -0.25, {"tries": 3.0, "depth": 1.0})
+        rows = session.trajectories(3.0)
+        assert [row.reward for row in rows] == [3.0] * 5
+        earned = [float(row.token_rewards.sum()) for row in rows if row.token_rewards is not None]
+        assert earned == [0, 0.25, 0.5, 0, -1]
+
+
+async def test_rewards_that_are_none_or_of_nothing_are_refused() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+        agent = Agent(session, http)
+        call = json.loads((await agent.ask())[1])["id"]
+        for said, status, message in (
+            ({}, 400, "expected a `reward`"),
+            ({"call_id": call}, 400, "expected a `reward`"),
+            ({"reward": "good"}, 400, "reward: expected"),
+            ({"reward": 1e9}, 400, "reward: expected"),
+            (b'{"reward": NaN}', 400, "not JSON"),
+            ({"reward": 1, "call_id": "chatcmpl-1"}, 404, "no reply of this session"),
+            ({"reward": 1, "call_id": call, "index": 1}, 400, "one below 1"),
+            ({"reward": 1, "calls": 1}, 400, "unknown parameter"),
+            ({"figures": {"a b": 1}}, 400, "figures"),
+            ({"figures": {str(i): i for i in range(65)}}, 400, "at most 64 names"),
+        ):
+            found, text = await agent.post("/v1/rewards", said)
+            assert (found, message in sentence(text)) == (status, True), text
+        assert session.reported == Reported()
+        assert (await agent.post("/v1/rewards", {"reward": 1}, key="rl-other"))[0] == 401
+        await session.close()
+        assert (await agent.post("/v1/rewards", {"reward": 1}))[0] == 401
 
 
 async def test_body_that_is_too_large_malformed_or_compressed_is_refused() -> None:

@@ -20,6 +20,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rl_contracts.data import ModelResponse
-    from rl_contracts.endpoint import RowsPer
+    from rl_contracts.endpoint import Credit, RowsPer
     from rl_contracts.rendering import ChatRenderer, Message
     from rl_contracts.trajectory import Trajectory
 
@@ -219,14 +220,21 @@ class Conversation:
         said = [message.get("reasoning_content") or "", message.get("content") or "", *calls]
         return (len(text), _digest(text)) if all(part.strip() in answer for part in said) else None
 
-    def rows(self, reward: float = 0.0, per: RowsPer = "branch") -> list[Trajectory]:
+    def rows(
+        self, reward: float = 0.0, per: RowsPer = "branch", credit: Credit = "turn", discount: float = 1.0
+    ) -> list[Trajectory]:
         """All that was sampled.
 
         Args:
-            reward: outcome of the episode, which every row gets. What turns earned themselves is on their last tokens,
-                in `token_rewards`, where any did.
+            reward: outcome of the episode.
             per: `branch`: a row of each answer that nothing goes on from, with all before it; what several rows share
                 is trained in the first. `call`: a row of each answer, which alone is trained.
+            credit: what becomes of what turns earned themselves. `episode`: every row's reward is their sum and the
+                outcome, each times `discount` for every turn before it on its branch (the outcome: on the longest one).
+                `turn`: every row's reward is the outcome, and `token_rewards`, on the last tokens of turns, are such
+                that from each turn on they add up, together with the outcome, to the turn's return: what it earned, and
+                `discount` times the return of the turn that follows it in its row, or the outcome where none does.
+            discount: in (0, 1].
 
         Returns:
             rows in which every sampled token is trained once, and has its log-prob and version wherever it stands.
@@ -234,7 +242,11 @@ class Conversation:
         Raises:
             DataError: what a row trains was sampled at several temperatures.
         """
-        rewarded = any(turn.reward for turn in self.turns)
+        returns: dict[Turn, float] = {}
+        if credit == "episode":
+            reward = self._episode(reward, discount)
+        elif discount < 1 or any(turn.reward for turn in self.turns):
+            returns = self._returns(reward, discount)
         rows, trained = [], set[Turn]()
         for turn in self.turns:
             if per == "branch" and turn.children:
@@ -242,8 +254,25 @@ class Conversation:
             path = turn.path()
             fresh = {turn} if per == "call" else set(path) - trained
             trained |= fresh
-            rows.append(_row(path, fresh, reward, rewarded))
+            rows.append(_row(path, fresh, reward, returns))
         return rows
+
+    def _episode(self, reward: float, discount: float) -> float:
+        depths = [len(turn.path()) - 1 for turn in self.turns]
+        earned = sum(discount**depth * turn.reward for depth, turn in zip(depths, self.turns, strict=True))
+        return earned + discount ** max(depths, default=0) * reward
+
+    def _returns(self, reward: float, discount: float) -> dict[Turn, float]:
+        """Of each turn, along the branch in which it is trained."""
+        following: dict[Turn, Turn] = {}
+        for turn in self.turns:
+            for one, after in pairwise(turn.path() if not turn.children else ()):
+                following.setdefault(one, after)
+        returns: dict[Turn, float] = {}
+        for turn in reversed(self.turns):
+            after = following.get(turn)
+            returns[turn] = turn.reward + (reward if after is None else discount * returns[after])
+        return returns
 
 
 def tokens_to(turn: Turn) -> list[int]:
@@ -255,7 +284,7 @@ def tokens_to(turn: Turn) -> list[int]:
     return ids
 
 
-def _row(path: list[Turn], trained: set[Turn], reward: float, rewarded: bool) -> Trajectory:
+def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[Turn, float]) -> Trajectory:
     """The row of some answers, each of which goes on from the one before."""
     import numpy as np
 
@@ -274,10 +303,11 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, rewarded: bool) ->
     ends = np.cumsum([len(turn.prompt) + len(turn.output) for turn in path])
     mask = np.zeros(ends[-1], dtype=bool)
     rewards = np.zeros(ends[-1], dtype=np.float32)
-    for turn, end in zip(path, ends.tolist(), strict=True):
+    for turn, after, end in zip(path, [*path[1:], None], ends.tolist(), strict=True):
         if turn in trained:
             mask[end - len(turn.output) : end] = True
-            rewards[end - 1] = turn.reward
+            if returns:
+                rewards[end - 1] = returns[turn] - (reward if after is None else returns[after])
     return Trajectory(
         input_ids=np.concatenate([part for turn in path for part in (turn.prompt, turn.output)]),
         loss_mask=mask,
@@ -286,7 +316,7 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, rewarded: bool) ->
         reward=float(reward),
         temperature=path[-1].temperature,
         truncated=path[-1].truncated,
-        token_rewards=rewards if rewarded else None,
+        token_rewards=rewards if returns else None,
         info={"turns": len(path)},
     )
 

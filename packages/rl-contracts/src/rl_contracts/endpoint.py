@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -14,6 +16,21 @@ if TYPE_CHECKING:
 type RowsPer = Literal["branch", "call"]
 """What a row of a conversation is: a `branch`, from its first prompt to an answer that nothing follows, with each
 sampled token trained in one of them; or a `call`, its prompt and its answer."""
+
+type Credit = Literal["episode", "turn"]
+"""What rewards of single turns become: a part of the `episode`'s one reward, or returns of the `turn`s."""
+
+
+@dataclass(slots=True)
+class Reported:
+    """What an agent said of its episode while it ran, besides what it returns."""
+
+    reward: float | None = None
+    """Outcome of the episode."""
+    turns: float | None = None
+    """Sum of what single answers earned; None where it was said of none."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """By name; they reach the metrics."""
 
 
 class RolloutSession(ABC):
@@ -34,12 +51,18 @@ class RolloutSession(ABC):
     def failure(self) -> RLError | None:
         """The first error of an engine in one of its calls. An agent that saw it fail cannot be blamed for its end."""
 
+    @property
+    def reported(self) -> Reported:
+        """What its agent said of it; by default an endpoint is told nothing."""
+        return Reported()
+
     @abstractmethod
     def trajectories(self, reward: float, per: RowsPer = "branch") -> list[Trajectory]:
         """What was sampled in all calls that were answered, in the order of their answers. Of a closed session alone.
 
         Args:
-            reward: outcome of the episode, which all rows get.
+            reward: outcome of the episode, which all rows get. What single answers earned comes to it as the endpoint
+                is set up.
             per: what a row is.
 
         Returns:

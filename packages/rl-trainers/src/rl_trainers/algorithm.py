@@ -87,6 +87,11 @@ class AdvantageConfig(PartConfig):
         """Whether answers to one prompt are compared, so that one alone has no advantage."""
         return self.kind == "outcome" and "group" in (self.mean, self.std)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether rewards of tokens, so of single turns, count: `outcome` has one number per episode."""
+        return self.kind != "outcome"
+
 
 @dataclass
 class LossConfig(PartConfig):

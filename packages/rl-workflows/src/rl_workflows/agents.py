@@ -13,7 +13,7 @@ from rl_workflows.episode import stage
 
 if TYPE_CHECKING:
     from rl_contracts.config import GenerationConfig
-    from rl_contracts.endpoint import RolloutEndpoint, RowsPer
+    from rl_contracts.endpoint import Reported, RolloutEndpoint, RowsPer
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.trajectory import Trajectory
 
@@ -57,7 +57,7 @@ class AgentEpisodes(RolloutWorkflow):
             raise
         finally:
             await session.close()
-        rows = session.trajectories(self._reward(found), self._per)
+        rows = session.trajectories(self._reward(found, session.reported), self._per)
         if not rows:
             raise AgentError(f"{self._name} ended without a call that was answered; there is nothing to learn from.")
         record("agent/rows", len(rows))
@@ -78,14 +78,24 @@ class AgentEpisodes(RolloutWorkflow):
                 raise AgentError(f"{self._name} did not end within {self._deadline:g} s.") from error
             raise AgentError(f"{self._name} raised {type(error).__name__}: {error}") from error
 
-    def _reward(self, found: Any) -> float:
-        """The reward of what an agent returned; its other figures are recorded."""
-        figures = found if isinstance(found, dict) else {"reward": found}
-        for name, value in figures.items():
+    def _reward(self, found: Any, reported: Reported) -> float:
+        """The reward of what an agent returned, or reported while it ran; other figures are recorded."""
+        figures = dict(found) if isinstance(found, dict) else {} if found is None else {"reward": found}
+        outcomes = [value for value in (figures.pop("reward", None), reported.reward) if value is not None]
+        for name, value in [*figures.items(), *(("reward", outcome) for outcome in outcomes)]:
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise AgentError(f"{self._name} returned {name}={value!r}; expected a finite number.")
-            if name != "reward":
-                record(f"agent/{name}", value)
-        if "reward" not in figures:
-            raise AgentError(f"{self._name} returned the figures {sorted(figures)}; expected `reward` among them.")
-        return float(figures["reward"])
+        if len(outcomes) > 1:
+            raise AgentError(
+                f"{self._name} returned the reward {outcomes[0]} and reported {outcomes[1]}; expected one of the two."
+            )
+        if not outcomes and reported.turns is None:
+            raise AgentError(
+                f"{self._name} returned the figures {sorted(figures)}, and reported no reward; expected `reward` among "
+                "them, or one at /v1/rewards."
+            )
+        for name, value in {**reported.figures, **figures}.items():
+            record(f"agent/{name}", value)
+        if reported.turns is not None:
+            record("agent/turn_rewards", reported.turns)
+        return float(outcomes[0]) if outcomes else 0.0

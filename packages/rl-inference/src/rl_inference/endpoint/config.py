@@ -23,6 +23,12 @@ class EndpointConfig(Settings):
     tool_calls: str = choice("auto", ("auto", *FORMATS))
     """How the model writes tool calls: `hermes`, `mistral`, `llama3`, `transformers` (as the tokenizer's
     `response_template` says), or `none`; `auto`: by the tokenizer. With `none` requests with tools are refused."""
+    credit: str = choice("episode", ("episode", "turn"))
+    """What rewards of single calls (`POST /v1/rewards`) become. `episode`: their sum and the outcome are the one reward
+    of the episode, which any estimator can use. `turn`: a call's answer has what it and those after it earned; for
+    estimators that read rewards of tokens (`algorithm.advantage.kind=return` or `gae`)."""
+    discount: float = bounded(1.0, "in (0, 1]", lambda discount: 0 < discount <= 1)
+    """Of what is earned, per turn before it (`credit=episode`) or between the two (`credit=turn`)."""
     session_seconds: float = bounded(3600.0, "seconds above 0", lambda seconds: seconds > 0)
     """After which a session is closed whatever its agent does."""
     max_sessions: int = bounded(4096, "at least 1", lambda sessions: sessions >= 1)

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Struct
 
 from rl_contracts.aio import LoopThread
 from rl_contracts.answers import AnswerReader
@@ -25,7 +26,7 @@ from rl_inference.endpoint.chat import ChatCompletion, Completion
 from rl_inference.endpoint.config import EndpointConfig
 from rl_inference.endpoint.responses import Responses
 from rl_inference.endpoint.session import CallError, Model, Session
-from rl_inference.endpoint.wire import Asked
+from rl_inference.endpoint.wire import Asked, Rewards
 from rl_inference.server.connections import Connections
 from rl_inference.server.requests import decode
 
@@ -35,6 +36,8 @@ BODY_SECONDS = 30.0
 """Within which a request's body must have come."""
 QUIET_SECONDS = 5.0
 """After which a stream whose answer is not there yet shows that it lives."""
+MAX_FIGURES = 64
+"""Names of an episode."""
 ROUTES: dict[str, type[Asked]] = {
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": Completion,
@@ -77,6 +80,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         app = web.Application(middlewares=[self._guard], client_max_size=self.config.max_body_bytes)
         app.add_routes([web.post(path, self._call) for path in ROUTES])
         app.add_routes([web.post(path, self._count) for path in COUNTS])
+        app.add_routes([web.post("/v1/rewards", self._reward)])
         app.add_routes([web.get("/v1/models", self._models), web.get("/health", self._health)])
         self._connections = Connections(app)
         self._thread = LoopThread("rollout-endpoint")
@@ -183,7 +187,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             raise CallError("no open session has this key.", 401, "invalid_api_key")
         return self._sessions[key][0]
 
-    async def _read[T: Asked](self, request: web.Request, kind: type[T]) -> T:
+    async def _read[T: Struct](self, request: web.Request, kind: type[T]) -> T:
         if "Content-Encoding" in request.headers:
             raise CallError("expected a body without Content-Encoding.", 415)
         try:
@@ -216,7 +220,9 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 
     async def _reply(self, session: Session, asked: Asked) -> dict[str, Any]:
         prompt, answers = await session.answer(asked.call())
-        return asked.answered(prompt, answers, self._model.tokenizer.decode)
+        reply = asked.answered(prompt, answers, self._model.tokenizer.decode)
+        session.calls[reply["id"]] = [answer.turn for answer in answers]
+        return reply
 
     async def _stream(
         self, request: web.Request, asked: Asked, task: asyncio.Task[dict[str, Any]]
@@ -246,6 +252,26 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         session = self._session(request)
         asked = await self._read(request, Messages)
         return web.json_response({"input_tokens": len(session.prompt(asked.call()).ids)})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        """What an agent says of an answer, or of its episode."""
+        session = self._session(request)
+        said = await self._read(request, Rewards)
+        if session.closed:  # while its body came
+            raise CallError("the session was closed before its reward was there.", 401, "invalid_api_key")
+        if said.reward is None and not said.figures:
+            raise CallError("expected a `reward`, or `figures`.")
+        figures = session.figures | said.figures
+        if len(figures) > MAX_FIGURES:
+            raise CallError(
+                f"figures: expected at most {MAX_FIGURES} names of an episode, and these make {len(figures)}."
+            )
+        if said.call_id is None:
+            session.outcome = session.outcome if said.reward is None else said.reward
+        elif said.reward is not None:
+            session.earn(said.call_id, said.index, said.reward)
+        session.figures = figures
+        return web.json_response({"object": "reward", "call_id": said.call_id, "reward": said.reward})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.conversation import Conversation, Prompt, Turn
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
-from rl_contracts.endpoint import RolloutSession, RowsPer
+from rl_contracts.endpoint import Reported, RolloutSession, RowsPer
 from rl_contracts.errors import AgentError, DataError, RLError
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class Answer:
     """Its tokens."""
     stop: str | None
     """The string that ended it, if one did."""
+    turn: Turn
+    """What its conversation has of it."""
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -98,6 +100,13 @@ class Session(RolloutSession):
     """Closed because it took too long."""
     refused: int = 0
     """Calls that were."""
+    outcome: float | None = None
+    """Reward of the episode, where the agent said one."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """What else it said, by name."""
+    calls: dict[str, list[Turn]] = field(default_factory=dict)
+    """Answers by the id of the reply that had them."""
+    _earned: dict[Turn, float] = field(default_factory=dict)
     _failure: RLError | None = None
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _asked: int = 0
@@ -120,10 +129,27 @@ class Session(RolloutSession):
     def failure(self) -> RLError | None:
         return self._failure
 
+    @property
+    def reported(self) -> Reported:
+        return Reported(self.outcome, sum(self._earned.values()) if self._earned else None, self.figures)
+
+    def earn(self, call_id: str, index: int, reward: float) -> None:
+        """An answer's own reward, instead of one that it had.
+
+        Raises:
+            CallError: there is no such answer.
+        """
+        turns = self.calls.get(call_id)
+        if turns is None:
+            raise CallError(f"call_id: no reply of this session has the id {call_id!r:.80}.", 404)
+        if index >= len(turns):
+            raise CallError(f"index: expected one below {len(turns)}, the number of that call's answers.")
+        turns[index].reward = self._earned[turns[index]] = reward
+
     def trajectories(self, reward: float, per: RowsPer = "branch") -> list[Trajectory]:
         if not self.closed:
             raise AgentError("the session is still open; close it before its trajectories are made.")
-        rows = self.conversation.rows(reward, per)
+        rows = self.conversation.rows(reward, per, self.model.config.credit, self.model.config.discount)  # type: ignore[arg-type]
         decode = self.model.tokenizer.decode
         for row in rows:
             first = int(row.loss_mask.argmax()) if per == "call" else int((row.versions >= 0).argmax())
@@ -190,8 +216,9 @@ class Session(RolloutSession):
         answers = []
         for response in responses:
             message, stop = self._read(call, prompt, response)
-            self._remember(self.conversation.add(prompt, response, message, self.generation.temperature))
-            answers.append(Answer(message, response, stop))
+            turn = self.conversation.add(prompt, response, message, self.generation.temperature)
+            self._tokens += len(turn.prompt) + len(turn.output)
+            answers.append(Answer(message, response, stop, turn))
         return prompt, answers
 
     def _admit(self, call: Call, prompt: Prompt) -> None:
@@ -243,9 +270,6 @@ class Session(RolloutSession):
             return {"role": "assistant", "content": reader.text(ids, stops)}, stop
         opening = prompt.text[-len(self.model.renderer.opening) :] if self.model.renderer.opening else ""
         return reader.message(prompt.ids, opening, ids, call.tools, stops), stop
-
-    def _remember(self, turn: Turn) -> None:
-        self._tokens += len(turn.prompt) + len(turn.output)
 
 
 def _first(errors: BaseExceptionGroup) -> RLError:

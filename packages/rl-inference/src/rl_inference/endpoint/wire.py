@@ -15,8 +15,24 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Many = Annotated[int, Meta(ge=1, le=128)]
 Stops = Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=16)]
+FigureName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./-]{1,64}$")]
 Names = dict[str, Any]
 """An object whose entries are looked at one by one."""
+
+
+Reward = Annotated[float, Meta(ge=-1e6, le=1e6)]
+
+
+class Rewards(Struct, forbid_unknown_fields=True):
+    """`POST /v1/rewards`: what one answer earned, where `call_id` names its reply; else the outcome of the episode."""
+
+    reward: Reward | None = None
+    call_id: str | None = None
+    """The `id` of a reply."""
+    index: Annotated[int, Meta(ge=0)] = 0
+    """Which of its answers."""
+    figures: dict[FigureName, Reward] = {}
+    """Recorded as `agent/NAME`."""
 
 
 class Asked(Struct, forbid_unknown_fields=True):

@@ -231,10 +231,64 @@ async def test_responses_with_tools_reasoning_and_their_results(stream: bool) ->
         assert "hm" in row.info["completion"]
 
 
+async def test_responses_go_on_from_a_stored_one_and_have_log_probs() -> None:
+    says: Any = {"calls": [CALL, OTHER], "reasoning": "hm"}
+    engine = ScriptedEngine("qwen3", lambda prompt: says if "result" not in prompt else {"content": "it is 12"})
+    tools: Any = [{"type": "function", "strict": False, **ADD["function"]}]  # type: ignore[dict-item]
+    options: Any = {"model": "m", "tools": tools, "instructions": "be brief"}
+    options["include"] = ["message.output_text.logprobs"]
+    async with asking(engine) as (session, agent):
+        first = await agent.responses.create(input="what is it?", **options)
+        results: Any = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "result 7"}
+            for item in first.output
+            if item.type == "function_call"
+        ]
+        last = await agent.responses.create(input=results, previous_response_id=first.id, store=False, **options)
+        for missing in (last.id, "resp_1"):
+            with pytest.raises(openai.BadRequestError, match="was stored in this session") as refused:
+                await agent.responses.create(input="and?", previous_response_id=missing, **options)
+            assert refused.value.code == "previous_response_not_found"
+        await session.close()
+
+        assert len(results) == 2
+        assert last.output_text == "it is 12"
+        assert last.previous_response_id == first.id
+        part = last.output[-1].content[0]  # type: ignore[union-attr, index]
+        assert [entry.logprob for entry in part.logprobs] == engine.responses[-1].logprobs  # type: ignore[union-attr]
+        (row,) = session.trajectories(0.0)
+        assert row.info["turns"] == 2
+        assert row.info["prompt"].count("be brief") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"text": {"format": {"type": "json_object"}}}, "answers are free text"),
+        ({"include": ["file_search_call.results"]}, "found 'file_search_call.results'; expected message.output_text"),
+        ({"tools": [{"type": "web_search"}]}, "expected functions"),
+        ({"tool_choice": "required"}, "forces no model to call"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"truncation": "auto"}, "expected disabled"),
+        ({"background": True}, "unknown parameter 'background'"),
+    ],
+)
+async def test_responses_what_the_endpoint_has_not_is_refused_in_a_sentence(asked: Any, message: str) -> None:
+    engine = ScriptedEngine("llama3", lambda prompt: {"content": "it"})
+    async with asking(engine) as (_, agent):
+        with pytest.raises(openai.BadRequestError, match=message):
+            await agent.responses.create(**{"model": "m", "input": "what is it?", **asked})
+        assert not engine.responses
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"response_format": {"type": "json_object"}}, "answers are free text"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "answers are free text"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "forces no model"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: expected them with stream=true"),
+        ({"stream": True, "stream_options": {"every": 3}}, "unknown parameter 'every'"),
         ({"tools": [ADD], "tool_choice": "required"}, "forces no model to call"),
         ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),

@@ -34,11 +34,10 @@ class Messages(wire.Asked):
         wire.refuse(once, "tool_choice.disable_parallel_tool_use", "a model cannot be kept from them here.")
         wire.refuse(self.messages[-1].get("role") != "user", "messages", "expected the last to be the user's.")
         messages = [made for i, message in enumerate(self.messages) for made in _messages(message, f"messages[{i}]")]
-        if system := wire.text_of(self.system, "system"):
-            messages.insert(0, {"role": "system", "content": system})
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
             messages=messages,
+            system=wire.text_of(self.system, "system"),
             tools=wire.choose(tools, self.tool_choice) or None,
             max_tokens=self.max_tokens,
             stop=self.stop_sequences or (),

@@ -26,7 +26,11 @@ class _OpenAI(wire.Asked):
     seed: int | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    stream_options: wire.Names | None = None
+    stream_options: wire.StreamOptions | None = None
+
+    def check_stream(self) -> None:
+        """Raises: CallError: options of a stream, and none is asked for."""
+        wire.refuse(self.stream_options and not self.stream, "stream_options", "expected them with stream=true alone.")
 
     @property
     def stops(self) -> list[str]:
@@ -48,7 +52,7 @@ class _OpenAI(wire.Asked):
     def _chunks(self, reply: wire.Names, kind: str, parts: list[wire.Names]) -> list[tuple[str, Any]]:
         """The reply in parts of its choices."""
         base = {name: reply[name] for name in ("id", "created", "model")} | {"object": kind}
-        told = (self.stream_options or {}).get("include_usage") is True
+        told = self.stream_options is not None and self.stream_options.include_usage
         events: list[tuple[str, Any]] = [
             ("", {**base, "choices": [part], **({"usage": None} if told else {})}) for part in parts
         ]
@@ -75,11 +79,12 @@ class ChatCompletion(_OpenAI):
     safety_identifier: str | None = None
 
     def call(self) -> Call:
+        self.check_stream()
         wire.refuse(not self.messages, "messages", "expected at least one.")
         wire.refuse(self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here.")
         wire.refuse(self.top_logprobs, "top_logprobs", "those of sampled tokens alone are known; expected 0.")
         form = (self.response_format or {}).get("type", "text")
-        wire.refuse(form != "text", "response_format", f"found {form!r}, and answers are free text here.")
+        wire.refuse(form != "text", "response_format", f"found {form!r:.80}; {wire.FREE}")
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
             messages=[_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
@@ -105,7 +110,7 @@ class ChatCompletion(_OpenAI):
                     for call in answer.calls
                 ]
             finish = "tool_calls" if answer.calls else "length" if answer.cut else "stop"
-            logprobs = {"content": _logprobs(answer, text_of), "refusal": None} if self.logprobs else None
+            logprobs = {"content": wire.logprobs(answer, text_of), "refusal": None} if self.logprobs else None
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
         return self._reply("chat.completion", "chatcmpl", prompt, answers, choices)
 
@@ -137,6 +142,7 @@ class Completion(_OpenAI):
     echo: Literal[False] | None = None
 
     def call(self) -> Call:
+        self.check_stream()
         prompt = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
@@ -150,7 +156,7 @@ class Completion(_OpenAI):
         for index, answer in enumerate(answers):
             told: wire.Names | None = None
             if self.logprobs is not None:
-                entries = _logprobs(answer, text_of)
+                entries = wire.logprobs(answer, text_of)
                 told = {
                     "tokens": [entry["token"] for entry in entries],
                     "token_logprobs": [entry["logprob"] for entry in entries],
@@ -194,13 +200,3 @@ def _message(message: wire.Names, where: str) -> wire.Names:
     ]
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     return wire.assistant(text, wire.text_of(reasoning, where), calls, where)
-
-
-def _logprobs(answer: Answer, text_of: Callable[[list[int]], str]) -> list[wire.Names]:
-    """One entry per sampled token, the one that ended the answer included."""
-    response = answer.response
-    texts = [text_of([token]) for token in response.output_ids]
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(texts, response.logprobs, strict=True)
-    ]

@@ -11,10 +11,14 @@ from rl_contracts.conversation import Prompt
 from rl_inference.endpoint import wire
 from rl_inference.endpoint.session import Answer, Call, CallError
 
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+"""What may be included. Of encrypted reasoning there is none: all of it is in the open."""
+
 
 class Responses(wire.Asked):
-    """`POST /v1/responses`. Nothing is stored: a request has the whole conversation in its `input`."""
+    """`POST /v1/responses`. Responses are stored with their session, unless `store` is false."""
 
+    previous_response_id: str | None = None
     input: str | list[wire.Names] = ""
     instructions: str | None = None
     max_output_tokens: wire.Count | None = None
@@ -34,14 +38,20 @@ class Responses(wire.Asked):
         wire.refuse(self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here.")
         form = (self.text or {}).get("format") or {"type": "text"}
         kind = form.get("type") if isinstance(form, dict) else form
-        wire.refuse(kind != "text", "text.format", f"found {kind!r:.80}, and answers are free text here.")
+        wire.refuse(kind != "text", "text.format", f"found {kind!r:.80}; {wire.FREE}")
+        others = set(self.include or ()) - {LOGPROBS, ENCRYPTED}
+        wire.refuse(others, "include", f"found {min(others, default='')!r:.80}; expected {LOGPROBS} or {ENCRYPTED}.")
         wire.refuse(self.truncation not in (None, "disabled"), "truncation", "expected disabled.")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        messages = _messages(items)
-        if self.instructions:
-            messages.insert(0, {"role": "system", "content": self.instructions})
         tools = [_tool(tool) for tool in self.tools or ()]
-        return Call(messages, tools=wire.choose(tools, self.tool_choice) or None, max_tokens=self.max_output_tokens)
+        return Call(
+            _messages(items),
+            self.instructions or "",
+            self.previous_response_id or "",
+            keep=self.store is not False,
+            tools=wire.choose(tools, self.tool_choice) or None,
+            max_tokens=self.max_output_tokens,
+        )
 
     def answered(self, prompt: Prompt, answers: Sequence[Answer], text_of: Any) -> wire.Names:
         answer = answers[0]
@@ -52,6 +62,8 @@ class Responses(wire.Asked):
             output.append({"type": "reasoning", "id": f"rs_{token_hex(12)}", "summary": [], "content": content})
         if answer.message["content"] or not answer.calls:
             part = {"type": "output_text", "text": answer.message["content"], "annotations": [], "logprobs": []}
+            if LOGPROBS in (self.include or ()):
+                part["logprobs"] = wire.logprobs(answer, text_of)
             said = {"type": "message", "id": f"msg_{token_hex(12)}", "role": "assistant", "content": [part]}
             output.append({**said, "status": status})
         for call in answer.calls:
@@ -68,6 +80,7 @@ class Responses(wire.Asked):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if answer.cut else None,
             "instructions": self.instructions,
+            "previous_response_id": self.previous_response_id,
             "metadata": self.metadata or {},
             "output": output,
             "parallel_tool_calls": True,
@@ -114,10 +127,11 @@ def _part_events(item: wire.Names, at: wire.Names) -> list[wire.Names]:
     part, at = item["content"][0], {**at, "content_index": 0}
     name = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
     more: wire.Names = {"logprobs": []} if item["type"] == "message" else {}
+    told = {key: part[key] for key in more}
     return [
         {"type": "response.content_part.added", **at, "part": {**part, "text": ""}},
         *({"type": f"{name}.delta", **at, "delta": piece, **more} for piece in wire.pieces(part["text"])),
-        {"type": f"{name}.done", **at, "text": part["text"], **more},
+        {"type": f"{name}.done", **at, "text": part["text"], **told},
         {"type": "response.content_part.done", **at, "part": part},
     ]
 

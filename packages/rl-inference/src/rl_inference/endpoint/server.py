@@ -219,9 +219,10 @@ class HttpRolloutEndpoint(RolloutEndpoint):
                 task.cancel()
 
     async def _reply(self, session: Session, asked: Asked) -> dict[str, Any]:
-        prompt, answers = await session.answer(asked.call())
+        call = session.whole(asked.call())
+        prompt, answers = await session.answer(call)
         reply = asked.answered(prompt, answers, self._model.tokenizer.decode)
-        session.calls[reply["id"]] = [answer.turn for answer in answers]
+        session.answered(reply["id"], call, answers)
         return reply
 
     async def _stream(

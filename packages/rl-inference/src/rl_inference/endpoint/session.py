@@ -35,6 +35,12 @@ class Call:
 
     messages: Sequence[Message] = ()
     """The conversation; empty for a completion."""
+    system: str = ""
+    """What is put before it."""
+    after: str = ""
+    """Id of the kept reply whose conversation it goes on from; empty: none."""
+    keep: bool = False
+    """Keep the conversation, so that another call may go on from it."""
     completion: str | Sequence[int] = ""
     """Prompt of a completion."""
     tools: Sequence[dict[str, Any]] | None = None
@@ -106,6 +112,8 @@ class Session(RolloutSession):
     """What else it said, by name."""
     calls: dict[str, list[Turn]] = field(default_factory=dict)
     """Answers by the id of the reply that had them."""
+    kept: dict[str, list[Message]] = field(default_factory=dict)
+    """Conversations by the id of the reply with which they end."""
     _earned: dict[Turn, float] = field(default_factory=dict)
     _failure: RLError | None = None
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -149,7 +157,8 @@ class Session(RolloutSession):
     def trajectories(self, reward: float, per: RowsPer = "branch") -> list[Trajectory]:
         if not self.closed:
             raise AgentError("the session is still open; close it before its trajectories are made.")
-        rows = self.conversation.rows(reward, per, self.model.config.credit, self.model.config.discount)  # type: ignore[arg-type]
+        config = self.model.config
+        rows = self.conversation.rows(reward, per, config.credit, config.discount)  # type: ignore[arg-type]
         decode = self.model.tokenizer.decode
         for row in rows:
             first = int(row.loss_mask.argmax()) if per == "call" else int((row.versions >= 0).argmax())
@@ -164,6 +173,25 @@ class Session(RolloutSession):
         self.closed = True
         for task in self._running:
             task.cancel()
+
+    def whole(self, call: Call) -> Call:
+        """The call with all messages of its conversation.
+
+        Raises:
+            CallError: what it goes on from is not kept.
+        """
+        if call.after and call.after not in self.kept:
+            raise CallError(
+                f"previous_response_id: no response with the id {call.after!r:.80} was stored in this session.",
+                code="previous_response_not_found",
+            )
+        return replace(call, messages=[*self.kept.get(call.after, ()), *call.messages])
+
+    def answered(self, reply_id: str, call: Call, answers: Sequence[Answer]) -> None:
+        """A reply gets an id, by which later calls may speak of it."""
+        self.calls[reply_id] = [answer.turn for answer in answers]
+        if call.keep:
+            self.kept[reply_id] = [*call.messages, answers[0].message]
 
     def prompt(self, call: Call) -> Prompt:
         """The tokens of a call.
@@ -180,7 +208,11 @@ class Session(RolloutSession):
         try:
             if call.tools and not self.model.renderer.shows_tools(call.tools):
                 raise CallError("tools: the model's chat template does not show them.")
-            prompt = talk.prompt(call.messages, call.tools) if call.messages else talk.completion(call.completion)
+            if call.messages:
+                before = [{"role": "system", "content": call.system}] if call.system else []
+                prompt = talk.prompt([*before, *call.messages], call.tools)
+            else:
+                prompt = talk.completion(call.completion)
         except (DataError, RecursionError, UnicodeError) as error:
             raise CallError(f"the prompt cannot be made: {error}") from error
         longest = self.max_length

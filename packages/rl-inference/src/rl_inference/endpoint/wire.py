@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 from rl_contracts.conversation import Prompt
 from rl_inference.endpoint.session import Answer, Call, CallError
 
+FREE = "answers are free text here: one that is kept to a format is not drawn from the policy that is trained."
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Many = Annotated[int, Meta(ge=1, le=128)]
@@ -33,6 +34,13 @@ class Rewards(Struct, forbid_unknown_fields=True):
     """Which of its answers."""
     figures: dict[FigureName, Reward] = {}
     """Recorded as `agent/NAME`."""
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """Of OpenAI's streams. Nothing here is padded, whatever is said of it."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
 
 
 class Asked(Struct, forbid_unknown_fields=True):
@@ -182,6 +190,16 @@ def choose(tools: list[Names] | None, choice: Any, name: str = "tool_choice") ->
 def written(arguments: Mapping[str, Any]) -> str:
     """Arguments of a tool call as agents get them."""
     return json.dumps(arguments, ensure_ascii=False)
+
+
+def logprobs(answer: Answer, text_of: Callable[[list[int]], str]) -> list[Names]:
+    """One entry per sampled token, the one that ended the answer included."""
+    response = answer.response
+    texts = [text_of([token]) for token in response.output_ids]
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(texts, response.logprobs, strict=True)
+    ]
 
 
 def usage(prompt: Prompt, answers: Sequence[Answer]) -> tuple[int, int]:

@@ -266,8 +266,8 @@ class Conversation:
         """Of each turn, along the branch in which it is trained."""
         following: dict[Turn, Turn] = {}
         for turn in self.turns:
-            for one, after in pairwise(turn.path() if not turn.children else ()):
-                following.setdefault(one, after)
+            for one, its_next in pairwise(turn.path() if not turn.children else ()):
+                following.setdefault(one, its_next)
         returns: dict[Turn, float] = {}
         for turn in reversed(self.turns):
             after = following.get(turn)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.testing import make_batch, make_tiny_model
@@ -49,8 +50,17 @@ def take_steps(engine, model, batches):
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     """A model, batches, and what the FSDP engine finds."""
-    directory = tmp_path_factory.mktemp("replayed")
-    model = str(make_tiny_model(directory / "model", hidden=128, layers=2))
+    return found_by_fsdp(tmp_path_factory.mktemp("replayed"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def given_experts(tmp_path_factory):
+    """The same of a mixture of experts, whose routers choose clearly."""
+    return found_by_fsdp(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+
+
+def found_by_fsdp(directory, architecture):
+    model = str(make_tiny_model(directory / "model", architecture, hidden=128, layers=2))
     for step in range(STEPS):
         save_batch(make_batch(16, seed=step).exclude("advantages"), directory / f"{step}.safetensors")
     moved = first_step(FSDPEngine(FSDPEngineConfig()), model, directory)
@@ -61,9 +71,28 @@ def given(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}, {"context": 2}], ids=str)
 def test_grpo_on_replayed_batches_gives_the_gradients_and_losses_of_fsdp(given, tmp_path, layout, record_property):
+    compare(given, tmp_path, layout, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, marks=pytest.mark.nightly),
+        {"data": 2, "expert": 2},
+        pytest.param({"data": 4, "expert": 2}, marks=pytest.mark.nightly),
+        pytest.param({"data": 2, "context": 2, "expert": 2, "expert_tensor": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_grpo_of_experts_gives_the_gradients_and_losses_of_fsdp(given_experts, tmp_path, layout, record_property):
+    compare(given_experts, tmp_path, layout, record_property)
+
+
+def compare(given, tmp_path, layout, record_property):
     model, batches, expected, figures = given
 
-    run_ranks(RANKS, [model, str(batches), json.dumps(layout), str(tmp_path)], max(layout.values(), default=1))
+    run_ranks(RANKS, [model, str(batches), json.dumps(layout), str(tmp_path)], ParallelStrategy(**layout).world_size)
 
     moved = {k: v for file in sorted(tmp_path.glob("moved-*.safetensors")) for k, v in load_file(file).items()}
     assert moved.keys() == expected.keys()

@@ -35,6 +35,17 @@ def test_prepare_embedded_short_warm_up_lowers_the_loss_and_loads(tmp_path: Path
     assert generation.pad_token_id == tokenizer.pad_token_id
 
 
+def test_prepare_embedded_with_experts_learns_its_lessons_and_loads(tmp_path: Path) -> None:
+    seen: list[float] = []
+    recipe = EmbeddedRecipe(shape=TINY.with_experts(4), warm_up=SHORT.warm_up)
+
+    path = prepare_embedded(3, recipe, progress=lambda *step: seen.append(step[2]), cache_dir=tmp_path)
+
+    assert seen[-1] < 0.6 * seen[0]
+    config = AutoModelForCausalLM.from_pretrained(path).config
+    assert (config.model_type, config.num_experts, config.moe_intermediate_size) == ("qwen3_moe", 4, 16)
+
+
 def test_prepare_embedded_same_seed_is_made_once(tmp_path: Path) -> None:
     first = prepare_embedded(0, RANDOM, cache_dir=tmp_path)
     weights = (first / "model.safetensors").stat().st_mtime_ns

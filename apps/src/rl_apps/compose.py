@@ -22,7 +22,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from rl_apps.model import EMBEDDED, PRETRAINED
+from rl_apps.model import EMBEDDED, MADE, PRETRAINED
 from rl_apps.synonyms import SYNONYMS
 from rl_contracts import registry
 from rl_contracts.allocation import Allocation
@@ -181,7 +181,7 @@ def _take_recipe(layers: list[DictConfig], base: Any) -> None:
     if not known:
         return
     said: Any = OmegaConf.merge({"recipe": base.recipe, "model": {"path": base.model.path}}, *layers)
-    name = said.recipe or (EMBEDDED if said.model.path == EMBEDDED else PRETRAINED)
+    name = said.recipe or (EMBEDDED if said.model.path in MADE else PRETRAINED)
     if name not in known:
         raise ConfigError(f"recipe={name}: unknown recipe; there are {', '.join(known)}.")
     for layer in layers:

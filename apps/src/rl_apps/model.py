@@ -14,6 +14,9 @@ from rl_contracts.model_directory import check_model_directory
 EMBEDDED = "embedded"
 """The path of a model that is made on the spot, and the recipe that goes with it."""
 
+MADE = {EMBEDDED: 0, "embedded-moe": 4}
+"""Paths of all models that are made on the spot, and the experts in each of their layers."""
+
 PRETRAINED = "pretrained"
 """The recipe of any other."""
 
@@ -27,7 +30,8 @@ class ModelConfig:
     """The policy before the first step."""
 
     path: str = EMBEDDED
-    """Hugging Face directory or hub id, or `embedded`: a tiny model made on the spot and cached."""
+    """Hugging Face directory or hub id, or `embedded`: a tiny model made on the spot and cached; `embedded-moe`: one
+    with four experts in each layer, of which two take each token."""
     chat_template: str = ""
     """File with a Jinja chat template, or `plain` (`User: ...`, `Assistant: ...`), for models that have none; empty:
     the model's own."""
@@ -44,7 +48,7 @@ def find_models(paths: Mapping[str, str], fetch: bool = True) -> dict[str, str]:
     """The directories of models, downloaded from the hub where they are neither here nor in its cache.
 
     Args:
-        paths: setting to what it says; `embedded` is left out, for it is made and not found.
+        paths: setting to what it says; one that is made on the spot (`embedded`) is left out.
         fetch: whether to download; without, a hub id that is not in the cache is left out.
 
     Raises:
@@ -53,7 +57,7 @@ def find_models(paths: Mapping[str, str], fetch: bool = True) -> dict[str, str]:
     """
     found = {}
     for setting, path in paths.items():
-        if path == EMBEDDED:
+        if path in MADE:
             continue
         directory = Path(path).expanduser()
         if not directory.exists() and _HUB_ID.fullmatch(path):
@@ -86,7 +90,7 @@ def _snapshot(hub_id: str, setting: str, fetch: bool) -> Path | None:
 def make_model(
     model: ModelConfig, data: DataConfig, seed: int, form: str, warm_up: bool, say: Callable[[str], None]
 ) -> Path:
-    """The directory of the model, made on the spot and cached if it is `embedded`.
+    """The directory of the model, made on the spot and cached if its path is one of `MADE`.
 
     The generated problems come with a model of their own, warmed up or not; for other data it is a tiny random one
     whose tokenizer is trained on the training texts.
@@ -95,19 +99,28 @@ def make_model(
         form: in which the data is read for its texts, see `load_rows`.
         say: told what is going on.
     """
-    if model.path != EMBEDDED:
+    if model.path not in MADE:
         return Path(model.directory())
-    from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded, prepare_from_scratch
+    from rl_apps.embedded.prepare import (
+        EmbeddedRecipe,
+        ModelShape,
+        ScratchRecipe,
+        prepare_embedded,
+        prepare_from_scratch,
+    )
 
+    experts = MADE[model.path]
     if data.name in (GENERATED, GENERATED_PAIRS):
-        recipe = EmbeddedRecipe() if warm_up else EmbeddedRecipe(warm_up=None)
+        shape = ModelShape().with_experts(experts)
+        recipe = EmbeddedRecipe(shape=shape) if warm_up else EmbeddedRecipe(shape=shape, warm_up=None)
 
         def progress(step: int, steps: int, loss: float) -> None:
             if step % 100 == 0 or step == steps:
                 say(f"warm-up {step}/{steps}, loss {loss:.3f}")
 
         return prepare_embedded(seed, recipe, progress, say=say)
+    scratch = ScratchRecipe(shape=ScratchRecipe().shape.with_experts(experts))
     rows = load_rows(data, "train", "pairs" if form == "pairs" else "rl", seed)
     if form == "pairs":
-        return prepare_from_scratch((m["content"] for row in rows for m in row["chosen"]), seed, say=say)
-    return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), seed, say=say)
+        return prepare_from_scratch((m["content"] for row in rows for m in row["chosen"]), seed, scratch, say=say)
+    return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), seed, scratch, say=say)

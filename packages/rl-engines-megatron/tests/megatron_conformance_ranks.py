@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_toys import make_moe_model
 from tensordict import TensorDict
 
 from rl_contracts.allocation import ParallelStrategy
@@ -77,9 +76,8 @@ class TestOnRanks(TrainEngineConformance):
     @pytest.fixture(scope="class")
     def model_path(self, tmp_path_factory: pytest.TempPathFactory) -> str:
         directory = tmp_path_factory.mktemp("model")
-        if "expert" in os.environ["LAYOUT"]:
-            return str(make_moe_model(directory))
-        return str(make_tiny_model(directory, hidden=128, layers=4))
+        kind = "qwen3_moe" if "expert" in os.environ["LAYOUT"] else "qwen3"
+        return str(make_tiny_model(directory, kind, hidden=128, layers=4))
 
     @pytest.fixture
     def tmp_path(self, request: pytest.FixtureRequest) -> Path:

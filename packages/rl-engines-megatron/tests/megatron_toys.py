@@ -1,12 +1,11 @@
 """Tiny model configs and their Hugging Face weights, without transformers."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from rl_contracts.testing.models import make_tiny_tokenizer
+MIXTURES = ("qwen3_moe", "mixtral")
 
 
 def toy_config(family: str = "qwen3", **changes: object) -> SimpleNamespace:
@@ -27,12 +26,14 @@ def toy_config(family: str = "qwen3", **changes: object) -> SimpleNamespace:
         "attention_dropout": 0.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
+    if family in MIXTURES:
+        fields |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     return SimpleNamespace(**(fields | changes))
 
 
 def toy_shapes(config: SimpleNamespace) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's parameters, as transformers' modules declare them."""
-    hidden, ffn, d = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, d = config.hidden_size, config.head_dim
     q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
@@ -43,19 +44,32 @@ def toy_shapes(config: SimpleNamespace) -> dict[str, tuple[int, ...]]:
             "self_attn.k_proj.weight": (kv, hidden),
             "self_attn.v_proj.weight": (kv, hidden),
             "self_attn.o_proj.weight": (hidden, q),
-            "mlp.gate_proj.weight": (ffn, hidden),
-            "mlp.up_proj.weight": (ffn, hidden),
-            "mlp.down_proj.weight": (hidden, ffn),
+            **_feed_forward(config, layer),
         }
         if config.model_type == "qwen2":
             one |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
-        if config.model_type == "qwen3":
+        if config.model_type.startswith("qwen3"):
             one |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in one.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def _feed_forward(config: SimpleNamespace, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    experts = {f"experts.{n}." for n in range(4)}
+    if config.model_type == "mixtral":
+        one = {"w1": (ffn, hidden), "w3": (ffn, hidden), "w2": (hidden, ffn)}
+        of = {f"block_sparse_moe.{e}{name}.weight": shape for e in sorted(experts) for name, shape in one.items()}
+        return {"block_sparse_moe.gate.weight": (4, hidden)} | of
+    if config.model_type == "qwen3_moe" and layer not in getattr(config, "mlp_only_layers", ()):
+        ffn, router = config.moe_intermediate_size, {"mlp.gate.weight": (4, hidden)}
+    else:
+        experts, router = {""}, {}
+    one = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+    return router | {f"mlp.{e}{name}.weight": shape for e in sorted(experts) for name, shape in one.items()}
 
 
 def toy_state(config: SimpleNamespace, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -66,28 +80,3 @@ def toy_state(config: SimpleNamespace, dtype: torch.dtype = torch.float32) -> di
         state[name] = torch.arange(first, first + count).reshape(shape).to(dtype)
         first += count
     return state
-
-
-def make_moe_model(directory: Path, experts: int = 4) -> Path:
-    """Write a tiny Qwen3-MoE model of 2 layers with a tokenizer; its routers choose clearly."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=259,
-        hidden_size=64,
-        moe_intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=experts,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=2048,
-        initializer_range=0.15,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(directory)
-    make_tiny_tokenizer().save_pretrained(directory)
-    return directory

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.testing.processes import run_ranks
 
 RANKS = Path(__file__).parent / "megatron_family_ranks.py"
@@ -40,12 +41,26 @@ MODELS = {
     "qwen3": ("Qwen3Config", {"head_dim": 24}),
     "qwen3-tied": ("Qwen3Config", {"head_dim": 24, "tie_word_embeddings": True}),
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24}
+MIXTURES = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"norm_topk_prob": True}),
+    "qwen3-moe-mixed": ("Qwen3MoeConfig", EXPERTS | {"mlp_only_layers": [1], "tie_word_embeddings": True}),
+}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("families")
-    for name, (config, settings) in MODELS.items():
+    return make_models(tmp_path_factory.mktemp("families"), MODELS)
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("mixtures"), MIXTURES)
+
+
+def make_models(directory, models):
+    for name, (config, settings) in models.items():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SIZES, **settings))
         for key, parameter in model.named_parameters():
@@ -75,3 +90,30 @@ def test_family_says_what_transformers_says_and_its_weights_come_out_to_the_bit(
 
     for output in outputs:
         assert [name for name in MODELS if f"{name} as in transformers" in output] == list(MODELS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        pytest.param({}, {}, id="d1"),
+        pytest.param({"data": 2, "expert": 2}, {}, id="d2e2"),
+        pytest.param({"tensor": 2}, {"sequence_parallel": True}, id="t2", marks=pytest.mark.nightly),
+        pytest.param({"tensor": 2, "expert": 2}, {"sequence_parallel": True}, id="t2e2", marks=pytest.mark.nightly),
+        pytest.param({"pipeline": 2}, {}, id="p2", marks=pytest.mark.nightly),
+        pytest.param({"context": 2, "expert": 2}, {}, id="c2e2", marks=pytest.mark.nightly),
+        pytest.param(
+            {"data": 2, "tensor": 2, "expert": 2, "expert_tensor": 2},
+            {"sequence_parallel": True},
+            id="d2t2-of-experts-t2e2",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_mixture_says_what_transformers_says_and_its_weights_come_out_to_the_bit(mixtures, layout, settings):
+    world = ParallelStrategy(**layout).world_size
+
+    outputs = run_ranks(RANKS, [str(mixtures), json.dumps(layout), json.dumps(settings)], world)
+
+    for output in outputs:
+        assert [name for name in MIXTURES if f"{name} as in transformers" in output] == list(MIXTURES)

@@ -26,7 +26,6 @@ def test_engine_is_found_by_its_entry_point():
     [
         ({"sequence_parallel": True}, ParallelStrategy(data=2), {}, "sequence_parallel"),
         ({"interleaved": 2}, ParallelStrategy(pipeline=2), {}, "interleaved"),
-        ({}, ParallelStrategy(data=2, expert=2), {}, "expert"),
         ({}, ParallelStrategy(), {"deterministic": True}, "deterministic"),
         ({}, ParallelStrategy(), {"dtype": "bfloat16", "device": "cpu"}, "dtype"),
         ({}, ParallelStrategy(), {"optimizer": OptimizerConfig(name="muon")}, r"optimizer\.name"),

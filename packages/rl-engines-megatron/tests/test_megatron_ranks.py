@@ -30,6 +30,7 @@ def run_suite(shared, monkeypatch, layout, settings=None, seconds=240):
         pytest.param({"pipeline": 2}, {}, id="p2"),
         pytest.param({"data": 2}, {}, id="d2"),
         pytest.param({"context": 2}, {}, id="c2"),
+        pytest.param({"data": 2, "expert": 2}, {}, id="d2e2"),
     ],
 )
 def test_conformance_on_two_ranks(tmp_path, monkeypatch, layout, settings):
@@ -43,6 +44,9 @@ def test_conformance_on_two_ranks(tmp_path, monkeypatch, layout, settings):
         pytest.param({"tensor": 2, "pipeline": 2}, {"sequence_parallel": True}, id="t2p2"),
         pytest.param({"context": 2, "tensor": 2}, {"sequence_parallel": True}, id="t2c2"),
         pytest.param({"data": 2, "pipeline": 2}, {}, id="d2p2"),
+        pytest.param({"data": 4, "expert": 2}, {}, id="d4e2"),
+        pytest.param({"data": 2, "tensor": 2, "expert": 2}, {"sequence_parallel": True}, id="d2t2e2"),
+        pytest.param({"tensor": 2, "pipeline": 2, "expert": 2}, {"sequence_parallel": True}, id="t2p2e2"),
     ],
 )
 def test_conformance_on_four_ranks(tmp_path, monkeypatch, layout, settings):

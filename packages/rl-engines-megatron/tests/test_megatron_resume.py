@@ -1,7 +1,6 @@
 """A state that one layout saved, another one continues: with the same weights and moments, and equal losses."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import load_plain_tensors
 
+from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.testing import make_tiny_model
 from rl_contracts.testing.processes import run_ranks
 
@@ -19,6 +19,11 @@ VOCABULARY = 259
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(make_tiny_model(tmp_path_factory.mktemp("model"), hidden=128, layers=2))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe", layers=2))
 
 
 def read(path):
@@ -43,11 +48,27 @@ def read(path):
     ],
 )
 def test_state_of_another_layout_has_the_same_moments_and_continues_with_equal_losses(model, tmp_path, first, then):
+    resume(model, tmp_path, first, then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"data": 2, "expert": 2}, {}),
+        pytest.param({"data": 2}, {"data": 2, "expert": 2}, marks=pytest.mark.nightly),
+    ],
+)
+def test_state_of_spread_experts_continues_where_they_lie_otherwise(mixture, tmp_path, first, then):
+    resume(mixture, tmp_path, first, then)
+
+
+def resume(model, tmp_path, first, then):
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     figures = [tmp_path / "one.json", tmp_path / "other.json"]
 
     for layout, load, save, out in ((first, "", one, figures[0]), (then, one, other, figures[1])):
-        run_ranks(RANKS, [model, json.dumps(layout), load, save, str(out)], math.prod(layout.values()))
+        run_ranks(RANKS, [model, json.dumps(layout), load, save, str(out)], ParallelStrategy(**layout).world_size)
 
     before, after = read(one), read(other)
     moments = [name for name in before if "exp_avg" in name]

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,12 @@ from rl_contracts.logging import get_logger
 from rl_datasets.word_problems import WordProblems
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a tiny Qwen3 model."""
+    """Sizes of a tiny Qwen3 or, with experts, Qwen3-MoE model."""
 
     hidden_size: int = 64
     """Width of the residual stream."""
@@ -36,9 +36,17 @@ class ModelShape:
     head_dim: int = 32
     """Width of a head. vLLM has no kernels for less on a CPU."""
     intermediate_size: int = 256
-    """Width of the feed-forward layers."""
+    """Width of the feed-forward layers; of each expert, where there are any."""
+    experts: int = 0
+    """Experts in each layer, two of which take a token; 0: none, but feed-forward layers."""
     max_length: int = 256
     """Longest row of prompt and answer, in tokens."""
+
+    def with_experts(self, experts: int) -> ModelShape:
+        """The same with so many experts, of which two together have the width of a feed-forward layer; 0: as it is."""
+        if experts == 0:
+            return self
+        return replace(self, experts=experts, intermediate_size=self.intermediate_size // 2)
 
 
 @dataclass(frozen=True)
@@ -194,12 +202,14 @@ def cached(cache_dir: Path, key: str, make: Callable[[Path], None]) -> Path:
     return final
 
 
-def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
     """A float32 model with fresh weights for the tokenizer's vocabulary; torch's global generator is left alone."""
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3MoeConfig
 
-    config = Qwen3Config(
+    experts = {"num_experts": shape.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    mixture = experts | {"moe_intermediate_size": shape.intermediate_size} if shape.experts else {}
+    config: Any = (Qwen3MoeConfig if mixture else Qwen3Config)(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -212,10 +222,11 @@ def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: in
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        **mixture,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Qwen3ForCausalLM = Qwen3ForCausalLM(config).float()  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True,
         temperature=1.0,
@@ -225,7 +236,7 @@ def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: in
     return model
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write weights, configs, tokenizer and chat template in Hugging Face format."""
     from transformers.utils import logging
 

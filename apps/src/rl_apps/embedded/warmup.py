@@ -19,7 +19,7 @@ from rl_datasets.word_problems import ADDING, OPERATION_OF, TAKING, Problem
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 TAUGHT_PER_SIDE = 2
 TAUGHT_VERBS: frozenset[str] = frozenset(ADDING[:TAUGHT_PER_SIDE] + TAKING[:TAUGHT_PER_SIDE])
@@ -55,7 +55,7 @@ class WarmUp:
 
 
 def warm_up(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     problems: Sequence[Problem],
     config: WarmUp,

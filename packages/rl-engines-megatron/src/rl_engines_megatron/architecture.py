@@ -1,4 +1,4 @@
-"""What a Hugging Face config says of a dense Llama, Qwen2 or Qwen3 model, read once and checked."""
+"""What a Hugging Face config says of a Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral model, read once and checked."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from rl_contracts.errors import ModelError
+from rl_engines_megatron.mixture import MIXTURES, Mixture
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", *MIXTURES)
 """Values of `model_type` that are supported."""
 
 
@@ -24,7 +25,7 @@ class Architecture:
     hidden: int
     """Width of the residual stream."""
     intermediate: int
-    """Width of the gated MLP, of the gate and of the up projection each."""
+    """Width of the gated MLP, of the gate and of the up projection each; not that of experts."""
     heads: int
     """Query heads."""
     groups: int
@@ -38,7 +39,7 @@ class Architecture:
     qkv_bias: bool
     """Whether the q, k and v projections have a bias (Qwen2)."""
     qk_norm: bool
-    """Whether each query and key head is normalised (Qwen3)."""
+    """Whether each query and key head is normalised (Qwen3, Qwen3-MoE)."""
     norm_eps: float
     """Epsilon of every RMSNorm."""
     max_positions: int
@@ -47,14 +48,16 @@ class Architecture:
     """Dropout probability of the attention weights."""
     rope: Mapping[str, Any]
     """`rope_parameters` as transformers standardises them, `rope_type` and `rope_theta` among them."""
+    mixture: Mixture | None
+    """Of the layers that have experts in place of an MLP; None of a dense model."""
 
     @classmethod
     def from_hugging_face(cls, config: Any) -> Architecture:
         """Read a transformers config (any object with its attributes will do).
 
         Raises:
-            ModelError: another family, a missing attribute, or a variant of a family that megatron-core's dense
-                GPT model would compute differently.
+            ModelError: another family, a missing attribute, or a variant of a family that megatron-core's GPT
+                model would compute differently.
         """
         family = _read(config, "model_type")
         if family not in FAMILIES:
@@ -80,11 +83,12 @@ class Architecture:
             vocab=_size(config, "vocab_size"),
             tied=bool(_read(config, "tie_word_embeddings")),
             qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             norm_eps=float(_read(config, "rms_norm_eps")),
             max_positions=_size(config, "max_position_embeddings"),
             attention_dropout=float(getattr(config, "attention_dropout", None) or 0.0),
             rope=_rope(config),
+            mixture=Mixture.from_hugging_face(config),
         )
 
 
@@ -111,6 +115,10 @@ def _refuse_variants(config: Any) -> None:
         # Qwen2's bias of q, k and v is part of its family; these would put one on the output projections too
         if getattr(config, name, False):
             raise ModelError(f"megatron: {name}=True is not supported; use a model without it or another engine.")
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            "megatron: quantization_config (fp8 and others) is not supported; use weights of 16 or 32 bits."
+        )
     activation = _read(config, "hidden_act")
     if activation != "silu":
         raise ModelError(f"megatron: hidden_act: expected 'silu', found {activation!r}.")

@@ -15,23 +15,20 @@ from rl_engines_megatron.config import MegatronEngineConfig
 from rl_engines_megatron.cpu import SETTINGS
 from rl_engines_megatron.model import PackedGPT, make_model
 from rl_engines_megatron.model_config import gpt_model_kwargs, transformer_kwargs
-from rl_engines_megatron.partition import Partition
+from rl_engines_megatron.partition import Partition, partition_of
 
 MAX_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Default of `MegatronEngineConfig.max_logits`: a core's cache, and 256 MiB."""
 
 
-def partition_of(
-    hf_config: Any, strategy: ParallelStrategy, config: MegatronEngineConfig, spec: FinetuneSpec
-) -> Partition:
+def cut(hf_config: Any, strategy: ParallelStrategy, config: MegatronEngineConfig, spec: FinetuneSpec) -> Partition:
     """How the model is cut.
 
     Raises:
         ModelError, ConfigError: see `Architecture.from_hugging_face` and `Partition`.
     """
     architecture = Architecture.from_hugging_face(hf_config)
-    stages = strategy.pipeline * config.interleaved
-    return Partition(architecture, strategy.tensor, stages, head=spec.head)
+    return partition_of(architecture, strategy, strategy.pipeline * config.interleaved, head=spec.head)
 
 
 def build(
@@ -49,9 +46,8 @@ def build(
         "virtual_pipeline_model_parallel_size": config.interleaved if config.interleaved > 1 else None,
         "sequence_parallel": config.sequence_parallel,
         "variable_seq_lengths": strategy.pipeline > 1,
-        "moe_token_dispatcher_type": "alltoall",  # the other does not take micro-batches of several lengths
         "perform_initialization": False,
-        # gradients and the balance of experts are summed over ranks and micro-batches, and divided by the engine
+        # gradients are summed over ranks and micro-batches, and divided by the engine
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": _finish_gradients,
         "attention_softmax_in_fp32": True,

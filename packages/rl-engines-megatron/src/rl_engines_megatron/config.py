@@ -10,6 +10,7 @@ from rl_contracts.config import bounded, choice
 from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
+from rl_engines_megatron.mixture import check_experts
 
 OPTIMIZERS = ("adamw", "sgd")
 """Names of optimizers that megatron-core has."""
@@ -49,9 +50,7 @@ class MegatronEngineConfig(TrainEngineConfig):
         where = f"allocation megatron:{strategy}"
         if importlib.util.find_spec("megatron") is None:
             raise ConfigError(f"{where}: expected megatron-core, found none. Install rl-engines-megatron[megatron].")
-        for name, size in UNSUPPORTED.items():
-            if (getattr(strategy, name) or 1) > 1:
-                raise ConfigError(f"{where}: {name} parallelism is not supported yet; set {size} to 1.")
+        check_experts(spec.model_path, strategy, self.sequence_parallel)
         for setting, wrong, reason in (
             ("sequence_parallel=true", self.sequence_parallel and strategy.tensor == 1, f"{where}, which has no t > 1"),
             (f"interleaved={self.interleaved}", self.interleaved > 1, "training yet; leave it at 1"),
@@ -65,7 +64,3 @@ class MegatronEngineConfig(TrainEngineConfig):
                 f"optimizer.name={spec.optimizer.name} does not go with {where}: the megatron engine has "
                 f"{' and '.join(OPTIMIZERS)}. Choose one of them, or the engine fsdp."
             )
-
-
-UNSUPPORTED = {"expert": "e", "expert_tensor": "t of ffn"}
-"""Dimensions that this engine does not split over yet."""

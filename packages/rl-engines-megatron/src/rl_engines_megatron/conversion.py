@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_contracts.errors import ConfigError, ModelError
 from rl_engines_megatron.architecture import Architecture
-from rl_engines_megatron.naming import EMBEDDING, HEAD, Parameter, stage_parameters
+from rl_engines_megatron.naming import EMBEDDING, HEAD, Parameter, model_sources, stage_parameters
 from rl_engines_megatron.partition import Partition
 from rl_engines_megatron.sharding import Replicated, Shape, same_bits, shard_shape
 
@@ -26,6 +26,10 @@ def to_megatron(
     pp_rank: int = 0,
     pp_size: int = 1,
     vocab_multiple: int = 1,
+    ep_rank: int = 0,
+    ep_size: int = 1,
+    etp_rank: int = 0,
+    etp_size: int = 1,
 ) -> dict[str, Tensor]:
     """The state dict of one rank's `GPTModel`, of the whole Hugging Face state dict.
 
@@ -39,6 +43,10 @@ def to_megatron(
         pp_rank: pipeline stage.
         pp_size: pipeline stages.
         vocab_multiple: as in `Partition`; the rows added to the vocabulary are zero.
+        ep_rank: expert-parallel rank.
+        ep_size: ranks over which the experts of a layer are spread.
+        etp_rank: expert-tensor-parallel rank.
+        etp_size: ranks over which each matrix of an expert is split.
 
     Returns:
         parameters by megatron-core's names, in the dtype they came in, contiguous, in memory of their own.
@@ -47,19 +55,19 @@ def to_megatron(
         ModelError: an unknown, missing or misshaped parameter, tied embeddings that differ, or an unsupported model.
         ConfigError: sizes that do not divide, or a rank that does not exist.
     """
-    partition = Partition(Architecture.from_hugging_face(hf_config), tp_size, pp_size, vocab_multiple)
-    partition.check_rank(tp_rank, pp_rank)
-    stages = [list(stage_parameters(partition, stage)) for stage in range(pp_size)]
-    expected = {source for stage in stages for parameter in stage for source in parameter.sources}
-    tied = partition.architecture.tied
-    check_names(state.keys(), expected, {HEAD} if tied else set())
+    architecture = Architecture.from_hugging_face(hf_config)
+    partition = Partition(architecture, tp_size, pp_size, vocab_multiple, ep_size=ep_size, etp_size=etp_size)
+    partition.check_rank(tp_rank, pp_rank, ep_rank, etp_rank)
+    tied = architecture.tied
+    check_names(state.keys(), model_sources(partition), {HEAD} if tied else set())
     result: dict[str, Tensor] = {}
-    for parameter in stages[pp_rank]:
+    for parameter in stage_parameters(partition, pp_rank, ep_rank):
         tensors = [state[source] for source in parameter.sources]
         check_sources(parameter.sources, tensors, parameter.layout.shapes())
         if tied and parameter.sources == (EMBEDDING,) and HEAD in state:
             _check_equal(EMBEDDING, tensors[0], HEAD, state[HEAD], "the config ties them (tie_word_embeddings)")
-        result[parameter.name] = parameter.layout.shard(tensors, tp_rank, tp_size)
+        rank, size = (etp_rank, etp_size) if parameter.of_expert else (tp_rank, tp_size)
+        result[parameter.name] = parameter.layout.shard(tensors, rank, size)
     return result
 
 
@@ -70,17 +78,22 @@ def from_megatron(
     tp_size: int = 1,
     pp_size: int = 1,
     vocab_multiple: int = 1,
+    ep_size: int = 1,
+    etp_size: int = 1,
 ) -> dict[str, Tensor]:
     """The Hugging Face state dict, of the state dicts of all ranks of one replica.
 
     Args:
         shards: `GPTModel.state_dict()` of each rank; the tensor-parallel ranks of the first stage, then those of the
-            second (rank = pp_rank * tp_size + tp_rank, megatron-core's own order). Entries that end in
-            `_extra_state` are no weights and are left out.
+            second (rank = pp_rank * tp_size + tp_rank, megatron-core's own order; with experts there are
+            `Partition.stage_size` in each stage, in the order said there). Entries that end in `_extra_state` are no
+            weights and are left out.
         hf_config: the model's transformers config.
         tp_size: tensor-parallel ranks.
         pp_size: pipeline stages.
         vocab_multiple: as it was for `to_megatron`; the rows added to the vocabulary are dropped.
+        ep_size: ranks over which the experts of a layer are spread.
+        etp_size: ranks over which each matrix of an expert is split.
 
     Returns:
         parameters by Hugging Face names, without `lm_head.weight` where embeddings are tied, contiguous, in memory of
@@ -91,42 +104,55 @@ def from_megatron(
             differ between ranks.
         ConfigError: a wrong number of shards, or sizes that do not divide.
     """
-    partition = Partition(Architecture.from_hugging_face(hf_config), tp_size, pp_size, vocab_multiple)
-    if len(shards) != tp_size * pp_size:
+    architecture = Architecture.from_hugging_face(hf_config)
+    partition = Partition(architecture, tp_size, pp_size, vocab_multiple, ep_size=ep_size, etp_size=etp_size)
+    size = partition.stage_size
+    if len(shards) != size * pp_size:
         raise ConfigError(
-            f"megatron: expected {tp_size * pp_size} shards (tensor {tp_size} * pipeline {pp_size}), "
-            f"found {len(shards)}."
+            f"megatron: expected {size * pp_size} shards (a stage's {size} * pipeline {pp_size}), found {len(shards)}."
         )
     result: dict[str, Tensor] = {}
     for stage in range(pp_size):
-        ranks = shards[stage * tp_size : (stage + 1) * tp_size]
-        parameters = list(stage_parameters(partition, stage))
-        for tp_rank, shard in enumerate(ranks):
+        ranks = shards[stage * size : (stage + 1) * size]
+        names = {parameter.name for parameter in stage_parameters(partition, stage)}  # the same of all expert ranks
+        for rank, shard in enumerate(ranks):
             weights = {name for name in shard if not name.endswith("_extra_state")}
-            check_names(weights, {p.name for p in parameters}, set(), _place(tp_rank, stage))
-        for parameter in parameters:
-            tensors = _merge(parameter, ranks, stage)
-            for source, tensor in zip(parameter.sources, tensors, strict=True):
-                if source in result:
-                    of_first = "embedding.word_embeddings.weight"
-                    _check_equal(of_first, result[source], parameter.name, tensor, "embeddings are tied")
-                result[source] = tensor
+            check_names(weights, names, set(), _place(partition, rank, stage))
+        for ep_rank in range(ep_size):
+            for parameter in stage_parameters(partition, stage, ep_rank):
+                if ep_rank and not parameter.of_expert:
+                    continue
+                tensors = _merge(partition, parameter, ranks, stage, ep_rank)
+                for source, tensor in zip(parameter.sources, tensors, strict=True):
+                    if source in result:
+                        of_first = "embedding.word_embeddings.weight"
+                        _check_equal(of_first, result[source], parameter.name, tensor, "embeddings are tied")
+                    result[source] = tensor
     return result
 
 
-def _merge(parameter: Parameter, ranks: Sequence[Mapping[str, Any]], stage: int) -> tuple[Tensor, ...]:
-    """The Hugging Face tensors of one parameter, of a stage's tensor-parallel ranks."""
-    places = [f"{parameter.name}{_place(tp_rank, stage)}" for tp_rank in range(len(ranks))]
-    tensors = [rank[parameter.name] for rank in ranks]
-    check_sources(places, tensors, [shard_shape(parameter.layout, len(ranks))] * len(ranks))
+def _merge(
+    partition: Partition, parameter: Parameter, ranks: Sequence[Mapping[str, Any]], stage: int, ep_rank: int
+) -> tuple[Tensor, ...]:
+    """The Hugging Face tensors of one parameter, of a stage's ranks."""
+    holders = partition.holders(ep_rank if parameter.of_expert else None)
+    shards, shape = [], shard_shape(parameter.layout, len(holders))
     if isinstance(parameter.layout, Replicated):
-        for place, tensor in zip(places[1:], tensors[1:], strict=True):
-            _check_equal(places[0], tensors[0], place, tensor, "every tensor-parallel rank holds the same")
-    return parameter.layout.unshard(tensors)
+        holders = [[rank for held in holders for rank in held]]
+    held = sorted(rank for ranks in holders for rank in ranks)
+    places = [f"{parameter.name}{_place(partition, rank, stage)}" for rank in range(len(ranks))]
+    check_sources([places[r] for r in held], [ranks[r][parameter.name] for r in held], [shape] * len(held))
+    for first, *others in holders:
+        shards.append(ranks[first][parameter.name])
+        for other in others:
+            why = "these ranks hold the same of it"
+            _check_equal(places[first], shards[-1], places[other], ranks[other][parameter.name], why)
+    return parameter.layout.unshard(shards)
 
 
-def _place(tp_rank: int, stage: int) -> str:
-    return f" (tensor rank {tp_rank}, pipeline stage {stage})"
+def _place(partition: Partition, rank: int, stage: int) -> str:
+    kind = "tensor rank" if partition.stage_size == partition.tp_size else "rank"
+    return f" ({kind} {rank}, pipeline stage {stage})"
 
 
 def check_names(found: Set[str], expected: Set[str], optional: Set[str], where: str = "") -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -57,7 +58,7 @@ class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *_, **__: self
 
 
 class _OnCPU(TorchFunctionMode):
@@ -69,6 +70,8 @@ class _OnCPU(TorchFunctionMode):
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")
+        if func is dist.all_to_all_single:  # sizes that megatron-core would have moved from the GPU as arrays
+            kwargs = {k: v.tolist() if k.endswith("split_sizes") and v is not None else v for k, v in kwargs.items()}
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": CPU}
         return func(*args, **kwargs)

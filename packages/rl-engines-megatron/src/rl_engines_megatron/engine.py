@@ -22,7 +22,7 @@ from rl_contracts.training import micro_batches
 from rl_contracts.training.hugging_face import read_config
 from rl_contracts.training.new_directory import new_directory
 from rl_contracts.training.process_group import join, pick_device, read_environment
-from rl_contracts.training.step_sums import StepSums
+from rl_contracts.training.step_sums import AUXILIARY, StepSums
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_megatron.config import MegatronEngineConfig
 from rl_engines_megatron.cpu import without_cuda
@@ -82,9 +82,9 @@ class MegatronEngine(TrainEngine):
         spec, config = self._spec, self.config
         with self.parallel.agreeing(f"reading {spec.model_path}"):  # one host may not have it
             self._hf_config = read_config(spec.model_path, spec.head)
-            from rl_engines_megatron.building import partition_of
+            from rl_engines_megatron.building import cut
 
-            partition = partition_of(self._hf_config, self.strategy, config, spec)
+            partition = cut(self._hf_config, self.strategy, config, spec)
         from rl_engines_megatron.building import build
         from rl_engines_megatron.optimizer import Stepper, wrap
         from rl_engines_megatron.ranks import make_groups
@@ -125,9 +125,14 @@ class MegatronEngine(TrainEngine):
         stepper, settings = self._stepper, self._spec.optimizer
         if stepper is None or settings is None:
             raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
+        from rl_engines_megatron.experts import figures
+
         began = time.perf_counter()
         bins, denominator, tokens = self._begin(batch, loss_weight_fn)
         sums = StepSums(self._speaks)
+        routings = [part.routing for part in self._parts if part.routing is not None]
+        for routing in routings:
+            routing.begin_step(tokens, self._device)
 
         def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
             loss, stats = loss_fn(outputs, packed)
@@ -138,8 +143,11 @@ class MegatronEngine(TrainEngine):
             stepper.zero_grad()
             self._run(batch, bins, said, train=True)
             norm = stepper.norm()
-        result = sums.reduce(self.parallel)
+        spread = figures(routings, tokens, sums)
+        result = sums.reduce(self.parallel) | spread
         result["loss"] /= denominator
+        if AUXILIARY in result:
+            result[AUXILIARY] /= tokens
         rate = settings.rate(self._steps, self._spec.total_steps)
         applied = math.isfinite(norm) and math.isfinite(result["loss"])
         if applied:
@@ -293,13 +301,14 @@ class MegatronEngine(TrainEngine):
     # ---- weights out and in
 
     def param_specs(self) -> tuple[ParamSpec, ...]:
-        """See `TrainEngine.param_specs`. Tensor rank 0 of each stage of the first replica yields its stage's."""
-        from rl_engines_megatron.weights import own_parameters, speaks
+        """See `TrainEngine.param_specs`. Tensor rank 0 of each stage of the first replica yields its stage's, and each
+        expert rank its experts."""
+        from rl_engines_megatron.weights import own_parameters
 
         dtype = self.config.serve_dtype or self._spec.dtype
         return tuple(
             ParamSpec(name, shape, dtype)
-            for _, parameter in (own_parameters(self._parts) if speaks() else ())
+            for _, parameter in own_parameters(self._parts)
             for name, shape in zip(parameter.sources, parameter.layout.shapes(), strict=True)
         )
 

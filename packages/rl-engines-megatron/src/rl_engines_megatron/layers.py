@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from rl_engines_megatron.attention import PackedAttention
+from rl_engines_megatron.experts import expert_spec
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -27,8 +29,19 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
-    """What `layers` decoder layers are made of."""
+def block_spec(config: TransformerConfig, layers: Iterable[int]) -> TransformerBlockSubmodules:
+    """What decoder layers are made of.
+
+    Args:
+        layers: their numbers in the model, from 0.
+    """
+    kinds = {mixed: _layer_spec(config, mixed) for mixed in (False, True)}
+    specs = [kinds[bool(config.num_moe_experts and config.moe_layer_freq[layer])] for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, mixed: bool) -> ModuleSpec:
+    """Of one layer, with experts or an MLP."""
     backend = LocalSpecProvider()
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -38,7 +51,7 @@ def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmod
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    layer = ModuleSpec(
+    return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
@@ -47,8 +60,7 @@ def block_spec(config: TransformerConfig, layers: int) -> TransformerBlockSubmod
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=get_mlp_module_spec_for_backend(backend, num_experts=config.num_moe_experts),
+            mlp=expert_spec() if mixed else get_mlp_module_spec_for_backend(backend),
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

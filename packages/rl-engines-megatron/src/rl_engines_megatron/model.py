@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from rl_contracts.training.logprobs import HeadOptions, LogitTransform, VocabularyPart, token_logprobs
+from rl_engines_megatron.experts import Routing
 from rl_engines_megatron.layers import block_spec
 from rl_engines_megatron.partition import Partition
 from rl_engines_megatron.rows import Rows
@@ -31,10 +32,12 @@ class PackedGPT(GPTModel):
     def __init__(
         self, config: TransformerConfig, partition: Partition, stage: int, options: HeadOptions, **kwargs: Any
     ) -> None:
-        spec = block_spec(config, len(partition.stage_layers(stage)))
+        spec = block_spec(config, partition.stage_layers(stage))
         super().__init__(config, spec, **kwargs)
         self.partition, self.stage = partition, stage
         self.head, self.options, self.vocabulary = partition.head, options, partition.architecture.vocab
+        mixture = partition.architecture.mixture
+        self.routing = None if mixture is None else Routing(self, mixture, partition.architecture.layers)
         if self.post_process and self.head != "lm":
             del self.output_layer
             self.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=torch.float32)
@@ -45,6 +48,8 @@ class PackedGPT(GPTModel):
         Args:
             model: this part as it is called, with what wraps it.
         """
+        if self.routing is not None:
+            self.routing.begin(rows)
         return model(
             input_ids=rows.ids[None],
             position_ids=None,

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.errors import ModelError
 from rl_engines_megatron.architecture import Architecture
-from rl_engines_megatron.partition import Partition
+from rl_engines_megatron.mixture import Mixture, expert_tensor
+from rl_engines_megatron.partition import Partition, partition_of
 
 ROPE_TYPES = ("default", "linear", "llama3")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -26,7 +27,7 @@ def transformer_kwargs(
     What they do not settle stays for the caller: initialisation, recomputation, fusions, sequence parallelism.
 
     Args:
-        hf_config: a transformers config of the Llama, Qwen2 or Qwen3 family.
+        hf_config: a transformers config of a family in `architecture.FAMILIES`.
         strategy: how the model is split.
         dtype: of the parameters, and of what pipeline stages send each other.
 
@@ -35,7 +36,8 @@ def transformer_kwargs(
         ConfigError: a strategy that does not fit the model, with the numbers.
     """
     architecture = _partition(hf_config, strategy).architecture
-    return {
+    mixture = {} if architecture.mixture is None else _mixture_kwargs(architecture, architecture.mixture, strategy)
+    return mixture | {
         "num_layers": architecture.layers,
         "hidden_size": architecture.hidden,
         "ffn_hidden_size": architecture.intermediate,
@@ -67,7 +69,7 @@ def gpt_model_kwargs(
     """Keyword arguments of `megatron.core.models.gpt.GPTModel` besides its config and its layer spec.
 
     Args:
-        hf_config: a transformers config of the Llama, Qwen2 or Qwen3 family.
+        hf_config: a transformers config of a family in `architecture.FAMILIES`.
         strategy: how the model is split.
         pp_rank: the pipeline stage.
         vocab_multiple: as in `Partition`. The logits of added rows are not part of the model: leave them out of
@@ -93,12 +95,21 @@ def gpt_model_kwargs(
 
 def _partition(hf_config: Any, strategy: ParallelStrategy, vocab_multiple: int = 1) -> Partition:
     architecture = Architecture.from_hugging_face(hf_config)
-    if strategy.expert != 1 or strategy.expert_tensor not in (None, 1):
-        raise ConfigError(
-            f"megatron: {architecture.family} models have no experts, found expert {strategy.expert} and "
-            f"expert_tensor {strategy.expert_tensor}; leave both out."
-        )
-    return Partition(architecture, strategy.tensor, strategy.pipeline, vocab_multiple)
+    return partition_of(architecture, strategy, strategy.pipeline, vocab_multiple)
+
+
+def _mixture_kwargs(architecture: Architecture, mixture: Mixture, strategy: ParallelStrategy) -> dict[str, Any]:
+    return {
+        "num_moe_experts": mixture.experts,
+        "moe_ffn_hidden_size": mixture.width,
+        "moe_router_topk": mixture.chosen,
+        "moe_router_pre_softmax": not mixture.normalised,  # else the softmax is over the chosen ones alone
+        "moe_layer_freq": [int(layer in mixture.layers) for layer in range(architecture.layers)],
+        "moe_router_load_balancing_type": "none",  # megatron-core's own auxiliary losses depend on micro-batches
+        "moe_token_dispatcher_type": "alltoall",  # the other does not take micro-batches of several lengths
+        "expert_model_parallel_size": strategy.expert,
+        "expert_tensor_parallel_size": expert_tensor(strategy),
+    }
 
 
 def _rope_kwargs(rope: Mapping[str, Any]) -> dict[str, Any]:

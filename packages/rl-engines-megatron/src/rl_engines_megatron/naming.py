@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rl_engines_megatron.architecture import Architecture
+from rl_engines_megatron.mixture import Mixture
 from rl_engines_megatron.partition import Partition
 from rl_engines_megatron.sharding import FusedQKV, Layout, Replicated, Split
 
@@ -21,11 +22,21 @@ class Parameter:
     sources: tuple[str, ...]
     """In Hugging Face, in the order that `layout` takes them."""
     layout: Layout
-    """How it is made of them and split over tensor-parallel ranks."""
+    """How it is made of them and split over tensor-parallel ranks, or those of experts."""
+    of_expert: bool = False
+    """Whether it is an expert's: then expert ranks hold different ones under one name."""
 
 
-def stage_parameters(partition: Partition, pp_rank: int) -> Iterator[Parameter]:
-    """Every parameter of a pipeline stage.
+def model_sources(partition: Partition) -> set[str]:
+    """The Hugging Face names of all parameters of the model."""
+    ranks = [(stage, ep) for stage in range(partition.pp_size) for ep in range(partition.ep_size)]
+    return {
+        source for rank in ranks for parameter in stage_parameters(partition, *rank) for source in parameter.sources
+    }
+
+
+def stage_parameters(partition: Partition, pp_rank: int, ep_rank: int = 0) -> Iterator[Parameter]:
+    """Every parameter of a pipeline stage that an expert rank holds.
 
     The last stage of a model with tied embeddings holds a copy of the embedding as its output layer, unless it is
     the first stage too.
@@ -35,7 +46,12 @@ def stage_parameters(partition: Partition, pp_rank: int) -> Iterator[Parameter]:
     if partition.is_first(pp_rank):
         yield Parameter("embedding.word_embeddings.weight", (EMBEDDING,), vocabulary)
     for local, layer in enumerate(partition.stage_layers(pp_rank)):
-        yield from _layer_parameters(architecture, f"decoder.layers.{local}", f"model.layers.{layer}")
+        to, of = f"decoder.layers.{local}", f"model.layers.{layer}"
+        yield from _layer_parameters(architecture, to, of)
+        if architecture.mixture is not None and layer in architecture.mixture.layers:
+            yield from _mixture_parameters(partition, architecture.mixture, to, of, ep_rank)
+        else:
+            yield from _mlp_parameters(architecture, to, of)
     if partition.is_last(pp_rank):
         yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated((architecture.hidden,)))
         if partition.head != "lm":
@@ -47,8 +63,7 @@ def stage_parameters(partition: Partition, pp_rank: int) -> Iterator[Parameter]:
 
 def _layer_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Parameter]:
     hidden, heads, groups = architecture.hidden, architecture.heads, architecture.groups
-    head_dim, intermediate = architecture.head_dim, architecture.intermediate
-    attention, mlp = f"{of}.self_attn", f"{of}.mlp"
+    head_dim, attention = architecture.head_dim, f"{of}.self_attn"
 
     yield Parameter(f"{to}.input_layernorm.weight", (f"{of}.input_layernorm.weight",), Replicated((hidden,)))
     for kind, trailing in (("weight", (hidden,)), ("bias", ())):
@@ -63,7 +78,25 @@ def _layer_parameters(architecture: Architecture, to: str, of: str) -> Iterator[
     output = Split((hidden, heads * head_dim), dim=1)
     yield Parameter(f"{to}.self_attention.linear_proj.weight", (f"{attention}.o_proj.weight",), output)
     yield Parameter(f"{to}.pre_mlp_layernorm.weight", (f"{of}.post_attention_layernorm.weight",), Replicated((hidden,)))
+
+
+def _mlp_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Parameter]:
+    hidden, intermediate, mlp = architecture.hidden, architecture.intermediate, f"{of}.mlp"
     gate_up = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
     yield Parameter(f"{to}.mlp.linear_fc1.weight", gate_up, Split((intermediate, hidden), count=2))
     down = Split((hidden, intermediate), dim=1)
     yield Parameter(f"{to}.mlp.linear_fc2.weight", (f"{mlp}.down_proj.weight",), down)
+
+
+def _mixture_parameters(partition: Partition, mixture: Mixture, to: str, of: str, ep_rank: int) -> Iterator[Parameter]:
+    """A router, which all ranks hold, and the experts of one expert rank."""
+    hidden, names, block = partition.architecture.hidden, mixture.names, f"{of}.{mixture.names.block}"
+    yield Parameter(f"{to}.mlp.router.weight", (f"{block}.gate.weight",), Replicated((mixture.experts, hidden)))
+    for local in range(partition.local_experts):
+        expert = f"{block}.experts.{ep_rank * partition.local_experts + local}"
+        here = f"{to}.mlp.experts.local_experts.{local}"
+        gate_up = (f"{expert}.{names.gate}.weight", f"{expert}.{names.up}.weight")
+        split = Split((mixture.width, hidden), count=2)
+        yield Parameter(f"{here}.linear_fc1.weight", gate_up, split, of_expert=True)
+        down = Split((hidden, mixture.width), dim=1)
+        yield Parameter(f"{here}.linear_fc2.weight", (f"{expert}.{names.down}.weight",), down, of_expert=True)

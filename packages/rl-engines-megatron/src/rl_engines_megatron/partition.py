@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.data import HEADS
 from rl_contracts.errors import ConfigError
 from rl_engines_megatron.architecture import Architecture
+from rl_engines_megatron.mixture import expert_tensor
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,27 @@ class Partition(Settings):
     """Each tensor-parallel rank holds a multiple of this many rows of the vocabulary."""
     head: str = choice("lm", HEADS)
     """What stands behind the decoder: the vocabulary, or a scalar."""
+    ep_size: int = bounded(1, "at least 1", lambda size: size >= 1)
+    """Ranks over which the experts of a layer are spread."""
+    etp_size: int = bounded(1, "at least 1", lambda size: size >= 1)
+    """Ranks over which each matrix of an expert is split."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         architecture, tp = self.architecture, self.tp_size
         _require_divides("pipeline", self.pp_size, "num_hidden_layers", architecture.layers)
         _require_divides("tensor", tp, "num_attention_heads", architecture.heads)
-        _require_divides("tensor", tp, "intermediate_size", architecture.intermediate)
+        mixture = architecture.mixture
+        if mixture is None or len(mixture.layers) < architecture.layers:
+            _require_divides("tensor", tp, "intermediate_size", architecture.intermediate)
+        if mixture is not None:
+            _require_divides("expert", self.ep_size, mixture.names.count, mixture.experts)
+            _require_divides("expert tensor", self.etp_size, mixture.names.width, mixture.width)
+        elif self.ep_size * self.etp_size > 1:
+            raise ConfigError(
+                f"megatron: {architecture.family} models have no experts, found expert {self.ep_size} and "
+                f"expert_tensor {self.etp_size}; leave both out."
+            )
         groups = architecture.groups
         if groups % tp and tp % groups:
             raise ConfigError(
@@ -46,10 +63,11 @@ class Partition(Settings):
         rows = (architecture.heads + 2 * groups) * architecture.head_dim
         _require_divides("tensor", tp, "rows of the fused qkv projection", rows)
 
-    def check_rank(self, tp_rank: int, pp_rank: int) -> None:
-        """Raise a `ConfigError` unless both ranks exist."""
-        require(0 <= tp_rank < self.tp_size, "tp_rank", f"between 0 and {self.tp_size - 1}", tp_rank)
-        require(0 <= pp_rank < self.pp_size, "pp_rank", f"between 0 and {self.pp_size - 1}", pp_rank)
+    def check_rank(self, tp_rank: int, pp_rank: int, ep_rank: int = 0, etp_rank: int = 0) -> None:
+        """Raise a `ConfigError` unless all ranks exist."""
+        for name, rank in (("tp", tp_rank), ("pp", pp_rank), ("ep", ep_rank), ("etp", etp_rank)):
+            size = getattr(self, f"{name}_size")
+            require(0 <= rank < size, f"{name}_rank", f"between 0 and {size - 1}", rank)
 
     def is_first(self, pp_rank: int) -> bool:
         """Whether the stage holds the embedding (megatron-core: pre_process)."""
@@ -65,10 +83,47 @@ class Partition(Settings):
         return range(pp_rank * length, (pp_rank + 1) * length)
 
     @property
+    def local_experts(self) -> int:
+        """Experts of a layer that a rank holds."""
+        return 0 if self.architecture.mixture is None else self.architecture.mixture.experts // self.ep_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks that hold a stage together: rank r of them is tensor rank `r % tp_size`, expert tensor rank
+        `r % etp_size` and expert rank `r // etp_size % ep_size`."""
+        return math.lcm(self.tp_size, self.ep_size * self.etp_size)
+
+    def holders(self, ep_rank: int | None) -> list[list[int]]:
+        """Of each shard of a parameter, the ranks of a stage that hold it.
+
+        Args:
+            ep_rank: the expert rank that has the parameter; None of one that is none of an expert's.
+        """
+        ranks, size = range(self.stage_size), self.tp_size
+        if ep_rank is not None:
+            size = self.etp_size
+            ranks = [rank for rank in ranks if rank // size % self.ep_size == ep_rank]
+        return [[rank for rank in ranks if rank % size == shard] for shard in range(size)]
+
+    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding after padding: the next multiple of `tp_size * vocab_multiple`."""
         step = self.tp_size * self.vocab_multiple
         return -(-self.architecture.vocab // step) * step
+
+
+def partition_of(
+    architecture: Architecture, strategy: ParallelStrategy, stages: int, vocab_multiple: int = 1, head: str = "lm"
+) -> Partition:
+    """How a strategy cuts a model into `stages`.
+
+    Raises:
+        ConfigError: see `Partition`.
+    """
+    dense = architecture.mixture is None
+    etp = strategy.expert_tensor or 1 if dense else expert_tensor(strategy)
+    sizes = {"ep_size": strategy.expert, "etp_size": etp}
+    return Partition(architecture, strategy.tensor, stages, vocab_multiple, head, **sizes)
 
 
 def _require_divides(dimension: str, size: int, name: str, value: int) -> None:

@@ -11,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.errors import ConfigError
 from rl_engines_megatron.cpu import without_cuda
+from rl_engines_megatron.mixture import expert_tensor
 
 ORDER = "tp-cp-ep-pp-dp"
 """Ranks of a replica lie side by side, tensor ranks fastest: the order of `rl_contracts.parallel`."""
@@ -48,8 +49,7 @@ def make_groups(
             virtual_pipeline_model_parallel_size=interleaved if interleaved > 1 else None,
             context_parallel_size=strategy.context,
             expert_model_parallel_size=strategy.expert,
-            # without experts as many as a stage of a replica has: megatron-core wants it for this order of ranks
-            expert_tensor_parallel_size=strategy.expert_tensor or strategy.tensor * strategy.context,
+            expert_tensor_parallel_size=expert_tensor(strategy),
             distributed_timeout_minutes=math.ceil(timeout / 60),
             order=ORDER,
             create_gloo_process_groups=False,

@@ -34,6 +34,10 @@ class Rows:
     """int64 [N] where each token of the micro-batch lies in what is gathered from the context ranks."""
     first: Tensor
     """bool [N] whether it is the first of its sequence."""
+    owner: Tensor
+    """int64 [n] the sequence of each token; of padding, the number of sequences."""
+    sizes: Tensor
+    """int64 [S] tokens of each sequence, without padding, over all context ranks."""
 
     def outputs(self, values: Tensor, of_previous: bool) -> Tensor:
         """What each token's state says, [n], as an entry per token of the micro-batch, [N], on all context ranks.
@@ -72,8 +76,11 @@ def make_rows(packed: PackedBatch, divisor: int, device: torch.device) -> Rows:
         "thd", cu, cu, max_seqlen_q=longest, max_seqlen_kv=longest, lengths=tuple(lengths), places=where
     )
     places = place if where is None else where[place]
-    row = Rows(ids, ids.roll(-1), heat, segments, places, packed.position_ids == 0)
-    return row if mine is None else Rows(row.ids[mine], row.targets[mine], heat[mine], segments, places, row.first)
+    sizes, first = packed.cu_seqlens.diff().long(), packed.position_ids == 0
+    owner = torch.full_like(ids, len(sizes)).index_copy(0, place, packed.row_of_token)
+    of_token = (ids, ids.roll(-1), heat, owner)
+    ids, targets, heat, owner = of_token if mine is None else (values[mine] for values in of_token)
+    return Rows(ids, targets, heat, segments, places, first, owner, sizes)
 
 
 def _shares(edges: Tensor, ranks: int) -> tuple[Tensor | None, Tensor | None]:

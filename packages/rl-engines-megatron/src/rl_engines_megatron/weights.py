@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from rl_contracts.errors import ModelError
 from rl_engines_megatron.conversion import check_names, check_sources
 from rl_engines_megatron.model import PackedGPT
-from rl_engines_megatron.naming import HEAD, SCORE, Parameter, stage_parameters
+from rl_engines_megatron.naming import HEAD, SCORE, Parameter, model_sources, stage_parameters
 from rl_engines_megatron.partition import Partition
 
 
@@ -63,57 +64,81 @@ def load_weights(parts: Sequence[PackedGPT], source: Mapping[str, Tensor], new_h
     """
     partition = parts[0].partition
     check_source_names(source, partition, new_head)
-    rank = parallel_state.get_tensor_model_parallel_rank()
     for part in parts:
         held = dict(part.named_parameters())
-        for parameter in stage_parameters(partition, part.stage):
+        for parameter in _local_parameters(part):
             if parameter.sources == (SCORE,) and SCORE not in source:
                 held[parameter.name].zero_()
                 continue
             tensors = [source[name] for name in parameter.sources]
             check_sources(parameter.sources, tensors, parameter.layout.shapes())
-            held[parameter.name].copy_(parameter.layout.shard(tensors, rank, partition.tp_size))
+            group = _Shards.of(parameter)
+            held[parameter.name].copy_(parameter.layout.shard(tensors, group.rank, group.size))
 
 
 def check_source_names(source: Mapping[str, Tensor], partition: Partition, new_head: bool) -> None:
     """See that a directory holds the parameters of a model, and no others but a head that is not wanted."""
-    stages = (stage_parameters(partition, stage) for stage in range(partition.pp_size))
-    expected = {name for stage in stages for parameter in stage for name in parameter.sources}
+    expected = model_sources(partition)
     optional = {HEAD} if partition.head != "lm" or partition.architecture.tied else set()
     if new_head and SCORE not in source:
         expected.discard(SCORE)
     check_names(set(source), expected, optional)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """The ranks over which a matrix is split."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    replica: int
+    """Which of the copies of the matrix these ranks hold together."""
+
+    @classmethod
+    def of(cls, parameter: Parameter) -> _Shards:
+        """Those of a parameter of this rank."""
+        if parameter.of_expert:
+            group = parallel_state.get_expert_tensor_parallel_group()
+            return cls(group, group.rank(), group.size(), parallel_state.get_expert_data_parallel_rank())
+        group = parallel_state.get_tensor_model_parallel_group()
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return cls(group, group.rank(), group.size(), replica)
+
+
 def own_parameters(parts: Sequence[PackedGPT]) -> Iterator[tuple[PackedGPT, Parameter]]:
-    """The parameters that this rank's stages bring to the whole model: all but copies of tied embeddings."""
+    """The parameters that this rank yields, first of the ranks that hold a copy: all of its stages, but copies of tied
+    embeddings."""
+    for part, parameter in _gathered_parameters(parts):
+        if _Shards.of(parameter).rank == 0:
+            yield part, parameter
+
+
+def _gathered_parameters(parts: Sequence[PackedGPT]) -> Iterator[tuple[PackedGPT, Parameter]]:
+    """Those of whose first copy this rank has a part."""
     for part in parts:
-        for parameter in stage_parameters(part.partition, part.stage):
+        for parameter in _local_parameters(part):
             copied = parameter.name == "output_layer.weight" and part.partition.architecture.tied
-            if not copied:
+            if not copied and _Shards.of(parameter).replica == 0:
                 yield part, parameter
 
 
+def _local_parameters(part: PackedGPT) -> Iterator[Parameter]:
+    return stage_parameters(part.partition, part.stage, parallel_state.get_expert_model_parallel_rank())
+
+
 def full_parameters(parts: Sequence[PackedGPT]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of this rank's stages, whole, by their Hugging Face names, on tensor rank 0 of the first replica;
-    the others only take part in gathering them (collective over tensor ranks)."""
-    if not _first_replica():
-        return
-    group, ranks = parallel_state.get_tensor_model_parallel_group(), parts[0].partition.tp_size
-    for part, parameter in own_parameters(parts):
+    """The weights of this rank's stages, whole, by their Hugging Face names, on the first of the ranks over which each
+    is split, in the first replica; the others only take part in gathering them (collective over these ranks).
+
+    An expert is yielded where it lies: it never comes to other expert ranks.
+    """
+    for part, parameter in _gathered_parameters(parts):
+        shards_of = _Shards.of(parameter)
         tensor = dict(part.named_parameters())[parameter.name].detach()
         shards = [tensor]
-        if ranks > 1:
-            shards = [torch.empty_like(tensor) for _ in range(ranks)] if speaks() else []
-            dist.gather(tensor, shards or None, group=group, group_dst=0)
-        if speaks():
+        if shards_of.size > 1:
+            shards = [torch.empty_like(tensor) for _ in range(shards_of.size)] if shards_of.rank == 0 else []
+            dist.gather(tensor, shards or None, group=shards_of.group, group_dst=0)
+        if shards_of.rank == 0:
             yield from zip(parameter.sources, parameter.layout.unshard(shards), strict=True)
-
-
-def speaks() -> bool:
-    """Whether this rank yields the parameters of its stages."""
-    return _first_replica() and parallel_state.get_tensor_model_parallel_rank() == 0
-
-
-def _first_replica() -> bool:
-    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0

@@ -7,7 +7,10 @@ from typing import Any
 
 from rl_contracts.config import require_choice
 
-ARCHITECTURES = ("qwen3", "llama")
+CONFIGS = {"qwen3": "Qwen3Config", "llama": "LlamaConfig", "qwen3_moe": "Qwen3MoeConfig"}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+MARGIN = 4.0
+"""Factor of a router's weights, so that rounding changes no choice of experts."""
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 CHAT_TEMPLATE = (
@@ -47,28 +50,32 @@ def make_tiny_model(
     layers: int = 2,
     hidden: int = 64,
     tied: bool = True,
+    **settings: Any,
 ) -> Path:
     """Write a Hugging Face model directory with random float32 weights and `make_tiny_tokenizer`'s files.
 
     Args:
         directory: where; made if missing.
-        architecture: `qwen3` or `llama`.
+        architecture: `qwen3`, `llama` or `qwen3_moe` (four experts in each layer, two for each token).
         seed: of the weights. They are larger than usual, so that different contexts give clearly different
             distributions.
         layers: hidden layers.
         hidden: width, a multiple of 32; heads are 32 wide and pairs of them share keys and values.
         tied: whether the output head is the embedding.
+        settings: further ones of the configuration.
 
     Returns:
         the directory.
     """
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+    import transformers
 
-    require_choice("architecture", architecture, ARCHITECTURES)
+    require_choice("architecture", architecture, tuple(CONFIGS))
     tokenizer = make_tiny_tokenizer()
     heads = max(hidden // 32, 1)
-    config = (Qwen3Config if architecture == "qwen3" else LlamaConfig)(
+    if architecture == "qwen3_moe":
+        settings = MIXTURE | {"moe_intermediate_size": hidden} | settings
+    config = getattr(transformers, CONFIGS[architecture])(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -82,10 +89,14 @@ def make_tiny_model(
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
+        **settings,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data *= MARGIN
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return Path(directory)

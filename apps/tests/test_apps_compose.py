@@ -102,6 +102,16 @@ def test_allocation_names_the_part_whose_settings_there_are(theirs):
     assert not any(key.endswith(("offload", "slots")) for key in keys)
 
 
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_allocation_of_experts_is_read_with_its_brackets(quote):
+    text = "embedded:d1+megatron:(attn:d2|ffn:e2)"
+
+    config = APP.config([f"allocation={quote}{text}{quote}", "model.path=embedded-moe"])
+
+    assert (config.allocation, config.recipe) == (text, "embedded")
+    assert layout_of(text, "required").actor.strategy.expert == 2
+
+
 @pytest.mark.parametrize(
     ("override", "nearest"),
     [

@@ -163,6 +163,9 @@ def _override(text: str) -> DictConfig:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    key, _, value = text.partition("=")
+    if key == "allocation" and value[:1] not in ("'", '"') and "(" in value:
+        text = f"{key}='{value}'"  # brackets, as the layout of experts has them, mean something else to Hydra
     try:
         (parsed,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:

@@ -13,7 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -30,6 +29,7 @@ def without_cuda(device: torch.device) -> Iterator[None]:
         yield
         return
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     with ExitStack() as stack:
         answers: dict[str, Any] = {
@@ -47,9 +47,15 @@ def without_cuda(device: torch.device) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, answer))
         stack.enter_context(patch.object(random, "_get_cuda_rng_state", lambda **_: torch.get_rng_state()))
         stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda state, **_: torch.set_rng_state(state)))
+        stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_OnCPU())
         yield
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Counts of tokens as all-to-all takes them; megatron-core makes arrays of what comes from a GPU only."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 class _Stream:
@@ -70,8 +76,6 @@ class _OnCPU(TorchFunctionMode):
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")
-        if func is dist.all_to_all_single:  # sizes that megatron-core would have moved from the GPU as arrays
-            kwargs = {k: v.tolist() if k.endswith("split_sizes") and v is not None else v for k, v in kwargs.items()}
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": CPU}
         return func(*args, **kwargs)

@@ -99,7 +99,7 @@ class Partition(Settings):
         Args:
             ep_rank: the expert rank that has the parameter; None of one that is none of an expert's.
         """
-        ranks, size = range(self.stage_size), self.tp_size
+        ranks, size = list(range(self.stage_size)), self.tp_size
         if ep_rank is not None:
             size = self.etp_size
             ranks = [rank for rank in ranks if rank // size % self.ep_size == ep_rank]

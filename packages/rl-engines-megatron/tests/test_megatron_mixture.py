@@ -142,6 +142,8 @@ def step_of(path, tokens, loss_fn=policy_loss):
     before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
     found = engine.train_batch(make_batch(6, seed=3), loss_fn, trained_tokens)
     moved = {name: (before[name] - tensor) / 64.0 for name, tensor in engine.full_parameters()}
+    found |= engine.stats()
+    assert "experts/entropy" not in engine.stats()  # of the steps since
     engine.destroy()
     return moved, found
 

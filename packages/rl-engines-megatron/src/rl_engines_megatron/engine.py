@@ -86,6 +86,7 @@ class MegatronEngine(TrainEngine):
 
             partition = cut(self._hf_config, self.strategy, config, spec)
         from rl_engines_megatron.building import build
+        from rl_engines_megatron.experts import Spread
         from rl_engines_megatron.optimizer import Stepper, wrap
         from rl_engines_megatron.ranks import make_groups
 
@@ -94,6 +95,7 @@ class MegatronEngine(TrainEngine):
         make_groups(self.strategy, config.interleaved, spec.seed, self._device, timeout, self._exit)
         with without_cuda(self._device):
             self._parts = build(self._hf_config, partition, self.strategy, config, spec, self._device)
+        self._spread = Spread([part.routing for part in self._parts if part.routing is not None])
         self._read(spec.model_path, new_head=True)
         self._chunks = self._parts
         if spec.optimizer is not None:
@@ -125,14 +127,10 @@ class MegatronEngine(TrainEngine):
         stepper, settings = self._stepper, self._spec.optimizer
         if stepper is None or settings is None:
             raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
-        from rl_engines_megatron.experts import figures
-
         began = time.perf_counter()
         bins, denominator, tokens = self._begin(batch, loss_weight_fn)
         sums = StepSums(self._speaks)
-        routings = [part.routing for part in self._parts if part.routing is not None]
-        for routing in routings:
-            routing.begin_step(tokens, self._device)
+        self._spread.begin(tokens, self._device)
 
         def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
             loss, stats = loss_fn(outputs, packed)
@@ -143,8 +141,8 @@ class MegatronEngine(TrainEngine):
             stepper.zero_grad()
             self._run(batch, bins, said, train=True)
             norm = stepper.norm()
-        spread = figures(routings, tokens, sums)
-        result = sums.reduce(self.parallel) | spread
+        self._spread.end(tokens, sums)
+        result = sums.reduce(self.parallel)
         result["loss"] /= denominator
         if AUXILIARY in result:
             result[AUXILIARY] /= tokens
@@ -245,8 +243,9 @@ class MegatronEngine(TrainEngine):
         )
 
     def stats(self) -> dict[str, float | None]:
-        """`time/train_batch`, and `memory/peak_gib` of this rank on a GPU, since the last call."""
-        result: dict[str, float | None] = {"time/train_batch": self._seconds}
+        """`time/train_batch`, `memory/peak_gib` of this rank on a GPU, and what routers chose (`Spread.read`),
+        since the last call."""
+        result: dict[str, float | None] = {"time/train_batch": self._seconds, **self._spread.read()}
         self._seconds = 0.0
         if self._device.type == "cuda":
             result["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30

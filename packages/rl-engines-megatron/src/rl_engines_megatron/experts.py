@@ -133,31 +133,49 @@ class _Balanced(torch.autograd.Function):
         return grad, ctx.pull(), None
 
 
-def figures(routings: list[Routing], tokens: int, sums: StepSums) -> dict[str, float]:
-    """How the tokens of a step spread over experts (collective over all ranks): `experts/share/max` and
-    `experts/share/min`, the largest and smallest share of a layer's choices that fell on one expert; `experts/entropy`,
-    the mean over layers of the shares' entropy as a fraction of that of even ones; `experts/dropped`, the fraction of
-    choices that no expert was asked for.
+class Spread:
+    """How the tokens of steps spread over experts, on all ranks, since it was last read.
 
     Args:
-        routings: of this rank's parts; none of a dense model.
-        tokens: of the step, over all ranks.
-        sums: is given the auxiliary loss, where there is one.
+        routings: of this rank's parts of a model; none of a dense one.
     """
-    if not routings:
-        return {}
-    mixture, load = routings[0].mixture, torch.stack([routing.load for routing in routings]).sum(0)
-    if mixture.balance:
-        sums.put(AUXILIARY, torch.stack([routing.auxiliary for routing in routings]).sum())
-    dist.all_reduce(load)
-    shares = load.cpu()[sorted(mixture.layers)]
-    wanted = tokens * mixture.chosen * len(shares)
-    dropped = 1.0 - float(shares.sum()) / wanted
-    shares = shares / shares.sum(-1, keepdim=True)
-    entropy = torch.special.entr(shares).sum(-1).mean() / math.log(mixture.experts)
-    return {
-        "experts/share/max": float(shares.max()),
-        "experts/share/min": float(shares.min()),
-        "experts/entropy": float(entropy),
-        "experts/dropped": dropped,
-    }
+
+    def __init__(self, routings: list[Routing]) -> None:
+        self.routings = routings
+        self._load, self._wanted = torch.zeros(()), 0
+
+    def begin(self, tokens: int, device: torch.device) -> None:
+        """Begin a step of so many tokens, over all ranks."""
+        for routing in self.routings:
+            routing.begin_step(tokens, device)
+
+    def end(self, tokens: int, sums: StepSums) -> None:
+        """End it (collective over all ranks).
+
+        Args:
+            sums: is given the auxiliary loss, where there is one.
+        """
+        if not self.routings:
+            return
+        mixture, load = self.routings[0].mixture, torch.stack([routing.load for routing in self.routings]).sum(0)
+        if mixture.balance:
+            sums.put(AUXILIARY, torch.stack([routing.auxiliary for routing in self.routings]).sum())
+        dist.all_reduce(load)
+        self._load = self._load + load.cpu()[sorted(mixture.layers)]
+        self._wanted += tokens * mixture.chosen * len(mixture.layers)
+
+    def read(self) -> dict[str, float]:
+        """`experts/share/max` and `experts/share/min`, the largest and smallest share of a layer's choices that fell on
+        one expert; `experts/entropy`, the mean over layers of the shares' entropy as a fraction of that of even ones;
+        `experts/dropped`, the fraction of choices that went to no expert. Nothing without steps."""
+        if not self._wanted:
+            return {}
+        dropped, shares = 1.0 - float(self._load.sum()) / self._wanted, self._load / self._load.sum(-1, keepdim=True)
+        entropy = torch.special.entr(shares).sum(-1).mean() / math.log(shares.shape[-1])
+        self._load, self._wanted = torch.zeros(()), 0
+        return {
+            "experts/share/max": float(shares.max()),
+            "experts/share/min": float(shares.min()),
+            "experts/entropy": float(entropy),
+            "experts/dropped": dropped,
+        }

@@ -209,7 +209,8 @@ def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: in
 
     experts = {"num_experts": shape.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
     mixture = experts | {"moe_intermediate_size": shape.intermediate_size} if shape.experts else {}
-    config: Any = (Qwen3MoeConfig if mixture else Qwen3Config)(
+    kind: Any = Qwen3MoeConfig if mixture else Qwen3Config
+    config = kind(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

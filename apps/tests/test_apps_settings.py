@@ -397,6 +397,7 @@ KEPT = (
     "deterministic",
     "model.directories",
     "rollout.dynamic_sampling",
+    "rollout.endpoint.discount",
     "rollout.max_rejected_in_row",
     "launcher.options.pin_cores",
 )

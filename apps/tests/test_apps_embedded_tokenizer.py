@@ -1,12 +1,19 @@
+import random
+import re
+from itertools import zip_longest
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_apps.embedded.lessons import LESSONS, TOOL, lesson_answer, words_of
 from rl_apps.embedded.tokenizer import trained_tokenizer, word_problem_tokenizer
-from rl_apps.embedded.warmup import _batch, chances_of_adding, lesson_answer
+from rl_apps.embedded.warmup import _batch, chances_of_adding
+from rl_contracts.answers import AnswerReader
 from rl_contracts.errors import DataError
 from rl_contracts.rendering import ChatRenderer
-from rl_datasets.word_problems import MAX_LEVEL, WordProblems, draw_problem
+from rl_datasets.word_problems import ADDING, MAX_LEVEL, TAKING, WordProblems, draw_problem
 
 TOKENIZER = word_problem_tokenizer(256)
 BYTES = trained_tokenizer(["How many clips did Natalia sell altogether in April and May?"] * 4, 512, 256)
@@ -83,7 +90,8 @@ def test_chat_template_unknown_role_is_refused() -> None:
 
 def test_warm_up_batch_has_the_chat_templates_ids_and_the_answers_as_targets() -> None:
     rows = WordProblems(form="sft", seed=0, size=6, levels=[1, 2])
-    lessons = [(problem, problem.worked_answer()) for problem in rows.problems]
+    chances = dict.fromkeys(ADDING, 1.0) | dict.fromkeys(TAKING, 0.0)
+    lessons = [LESSONS["answers"](problem, chances, random.Random(0)) for problem in rows.problems]
 
     input_ids, targets = _batch(lessons, TOKENIZER)
 
@@ -92,3 +100,41 @@ def test_warm_up_batch_has_the_chat_templates_ids_and_the_answers_as_targets() -
         padding = len(ids) - len(expected)
         assert ids == expected + [TOKENIZER.pad_token_id] * padding
         assert wanted == [i if learned else -100 for i, learned in zip(expected, mask, strict=True)] + [-100] * padding
+
+
+SCHEMA = {"type": "function", "function": {"name": TOOL, "parameters": {}}}
+
+
+@pytest.mark.parametrize("kind", LESSONS)
+def test_lesson_is_what_the_chat_template_makes_of_the_conversation_that_an_agent_has(kind: str) -> None:
+    tokenizer, rng, turns = word_problem_tokenizer(256, words_of(kind)), random.Random(1), set()
+    renderer, tools = ChatRenderer(tokenizer), [SCHEMA] if kind == "tools" else None
+    reader = AnswerReader(tokenizer, stop_ids=renderer.stop_ids)
+    for problem in WordProblems(seed=0, size=40).problems:
+        lesson = LESSONS[kind](problem, chances_of_adding(0), rng)
+        messages: list[Any] = [{"role": "user", "content": problem.question}]
+        for answer, following in zip_longest(lesson[1::2], lesson[2::2]):
+            ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+            assert tokenizer.unk_token_id not in ids
+            messages.append(reader.message([0], "", ids, tools))
+            for call in messages[-1].get("tool_calls", ()):
+                value = eval(call["function"]["arguments"]["expression"])
+                assert following == f"<|tool|>{value}<|assistant|>"
+            if following:
+                role, content = re.fullmatch(r"<\|(\w+)\|>(.*)<\|assistant\|>", following).groups()
+                assert tokenizer.unk_token_id not in tokenizer(following)["input_ids"]
+                messages.append({"role": role, "content": content})
+        turns.add(len(messages) // 2)
+        assert renderer.text(messages, tools, add_generation_prompt=False) == "".join(lesson)
+
+    assert turns == ({1} if kind == "answers" else {1, 2})
+
+
+def test_chat_template_shows_names_of_tools_and_reads_their_calls() -> None:
+    renderer = ChatRenderer(TOKENIZER)
+
+    assert renderer.shows_tools([SCHEMA])
+    assert renderer.text([{"role": "user", "content": "?"}], [SCHEMA, SCHEMA]) == (
+        "<|system|>calculator, calculator<|user|>?<|assistant|>"
+    )
+    assert AnswerReader(TOKENIZER).form == "hermes"

@@ -66,6 +66,9 @@ class App:
     """In which its data is read, see `rl_apps.data.load_rows`; a model that is made on the spot is made for it."""
     warm_up: bool = True
     """Whether the embedded model of the generated data is warmed up before the first step."""
+    lessons: str = "answers"
+    """What that warm-up shows: worked `answers`, conversations of several `turns`, or calls of `tools`; see
+    `rl_apps.embedded.lessons`."""
     columns: dict[str, tuple[str, str]] = field(default_factory=lambda: GRPO_COLUMNS)
     """What a step's line shows: label to (name in metrics.jsonl, format)."""
     closing: Callable[[Any, Path], list[str]] = closing.after_any

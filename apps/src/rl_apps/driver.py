@@ -145,7 +145,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         RunControl(names_of(run_dir)) as control,
         RunProgress(metrics, config.total_steps, app.columns) as progress,
     ):
-        make = partial(make_model, config.model, config.data, config.seed, app.form, say=progress.say)
+        make = partial(make_model, config.model, config.data, config.seed, app.form, app.lessons, say=progress.say)
         config.model.directories[config.model.path] = str(make(warm_up=False))
         if addresses := attached(config, run.layout):
             progress.say(f"looking at the servers at {', '.join(addresses)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rl_apps.data import GENERATED, GENERATED_PAIRS, DataConfig, load_rows
@@ -88,7 +88,7 @@ def _snapshot(hub_id: str, setting: str, fetch: bool) -> Path | None:
 
 
 def make_model(
-    model: ModelConfig, data: DataConfig, seed: int, form: str, warm_up: bool, say: Callable[[str], None]
+    model: ModelConfig, data: DataConfig, seed: int, form: str, lessons: str, warm_up: bool, say: Callable[[str], None]
 ) -> Path:
     """The directory of the model, made on the spot and cached if its path is one of `MADE`.
 
@@ -97,6 +97,8 @@ def make_model(
 
     Args:
         form: in which the data is read for its texts, see `load_rows`.
+        lessons: what the warm-up shows, see `rl_apps.embedded.lessons`.
+        warm_up: whether there is one.
         say: told what is going on.
     """
     if model.path not in MADE:
@@ -112,7 +114,8 @@ def make_model(
     experts = MADE[model.path]
     if data.name in (GENERATED, GENERATED_PAIRS):
         shape = ModelShape().with_experts(experts)
-        recipe = EmbeddedRecipe(shape=shape) if warm_up else EmbeddedRecipe(shape=shape, warm_up=None)
+        recipe = EmbeddedRecipe(lessons=lessons, shape=shape)
+        recipe = recipe if warm_up else replace(recipe, warm_up=None)
 
         def progress(step: int, steps: int, loss: float) -> None:
             if step % 100 == 0 or step == steps:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rl_datasets.word_problems
+from rl_apps.embedded.lessons import LESSONS, words_of
 from rl_apps.embedded.tokenizer import trained_tokenizer, word_problem_tokenizer
 from rl_apps.embedded.warmup import Progress, WarmUp, warm_up
 from rl_contracts.errors import ModelError
@@ -55,6 +56,8 @@ class EmbeddedRecipe:
 
     levels: tuple[int, ...] = (2,)
     """Levels of the problems in its lessons."""
+    lessons: str = "answers"
+    """What it is taught, one of `rl_apps.embedded.lessons.LESSONS`; its tokenizer has their words."""
     shape: ModelShape = ModelShape()
     """Sizes of the model."""
     warm_up: WarmUp | None = field(default_factory=WarmUp)
@@ -100,15 +103,16 @@ def prepare_embedded(
         ModelError: the cache cannot be written.
     """
     chosen = recipe or EmbeddedRecipe()
-    ingredients = {"model": "word-problems", "seed": seed, "recipe": asdict(chosen)}
+    words = words_of(chosen.lessons)
+    ingredients = {"model": "word-problems", "seed": seed, "recipe": asdict(chosen), "words": words}
 
     def make(directory: Path) -> None:
         say("making the embedded model" + (" and warming it up" if chosen.warm_up else ""))
-        tokenizer = word_problem_tokenizer(chosen.shape.max_length)
+        tokenizer = word_problem_tokenizer(chosen.shape.max_length, words)
         model = random_model(chosen.shape, tokenizer, seed)
         if chosen.warm_up is not None:
-            lessons = WordProblems(seed=seed, levels=chosen.levels, size=chosen.warm_up.problems)
-            warm_up(model, tokenizer, lessons.problems, chosen.warm_up, seed, progress)
+            known = WordProblems(seed=seed, levels=chosen.levels, size=chosen.warm_up.problems).problems
+            warm_up(model, tokenizer, known, LESSONS[chosen.lessons], chosen.warm_up, seed, progress)
         save(model, tokenizer, directory)
 
     return cached(cache_dir or default_cache_dir(), key_of(ingredients, _sources()), make)

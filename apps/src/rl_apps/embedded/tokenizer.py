@@ -1,6 +1,9 @@
 """Tokenizers of the embedded models, with one chat template.
 
 <|user|>question<|assistant|>answer<|end|>
+<|system|>calculator<|user|>question<|assistant|><tool_call>...</tool_call><|end|><|tool|>10<|assistant|>answer<|end|>
+
+Of tools the template shows the names; calls are written as Hermes models do.
 """
 
 from __future__ import annotations
@@ -20,11 +23,16 @@ ROLES = ("system", "user", "assistant", "tool")
 SPECIAL_TOKENS = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
 
 CHAT_TEMPLATE = (
+    "{%- if tools -%}{{ '<|system|>' + (tools | map(attribute='function.name') | join(', ')) }}{%- endif -%}"
     "{%- for message in messages -%}"
     "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}"
     "{{ raise_exception('unknown role: ' + message['role']) }}"
     "{%- endif -%}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{{ '<|' + message['role'] + '|>' + (message['content'] or '') }}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    """{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}"""
+    "{{ '}</tool_call>' }}"
+    "{%- endfor -%}"
     "{%- if message['role'] == 'assistant' -%}{{ '<|end|>' }}{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
@@ -32,20 +40,27 @@ CHAT_TEMPLATE = (
 
 # A blank goes with the word after it, or, in front of a number, with the word before it: so a number is one token, the
 # same in questions and in answers, and the pieces joined are the text. Line breaks go with the mark that they announce.
-_PIECES = r"\n#### |\n<<|<<|>>|\d+| ?[A-Za-z]+(?: (?=\d))?|[\s\S]"
+_PIECES = (
+    r"\n?#### |\n<<|<<|>>|</?tool_call>|\{\"name\": \"|\", \"arguments\": \{\"expression\": \"|\"\}\}"
+    r"|\d+| ?[A-Za-z]+(?: (?=\d))?|[\s\S]"
+)
 
 _SINGLE_TOKEN_NUMBERS = 100
 
 
-def word_problem_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+def word_problem_tokenizer(max_length: int, more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per word and per number up to 99, for the generated word problems and their answers.
 
     Other words become the unknown token; every generated text comes back unchanged from its ids.
+
+    Args:
+        max_length: of a row, in tokens.
+        more: further texts whose words it has.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     split = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
-    pieces = {piece for text in _texts_with_every_word() for piece, _ in split.pre_tokenize_str(text)}
+    pieces = {piece for text in (*_texts_with_every_word(), *more) for piece, _ in split.pre_tokenize_str(text)}
     numbers = [str(n) for n in range(_SINGLE_TOKEN_NUMBERS)]
     words = [*SPECIAL_TOKENS, UNKNOWN, *numbers, *sorted(pieces - set(numbers))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))

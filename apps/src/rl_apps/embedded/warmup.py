@@ -1,4 +1,5 @@
 """The supervised warm-up: a plain training loop on lessons, which teach some verbs and leave the others for the reward.
+What a lesson looks like is in `rl_apps.embedded.lessons`.
 
 Every warm-up answer has the right form and the right arithmetic. Of the verbs on each side (adding, taking away) two
 are *taught*: their operation is always right. For each of the others the warm-up only has an opinion, drawn by the seed
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rl_apps.embedded.lessons import Lesson, MakeLesson
 from rl_datasets.word_problems import ADDING, OPERATION_OF, TAKING, Problem
 
 if TYPE_CHECKING:
@@ -58,13 +60,17 @@ def warm_up(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     problems: Sequence[Problem],
+    lesson: MakeLesson,
     config: WarmUp,
     seed: int,
     progress: Progress | None = None,
 ) -> None:
-    """Train `model` in place on worked answers to `problems`, whose untaught verbs follow opinions (see above).
+    """Train `model` in place on lessons about `problems`, whose untaught verbs follow opinions (see above).
 
-    The loss is the mean cross entropy over the answers' tokens, the end token among them.
+    The loss is the mean cross entropy over the answers' tokens, the end tokens among them.
+
+    Args:
+        lesson: what a lesson is, see `rl_apps.embedded.lessons.LESSONS`.
     """
     import torch
     from torch.nn import functional as F
@@ -77,7 +83,7 @@ def warm_up(
     # tensors this small gain little from a second thread, and lose much where cores are shared
     torch.set_num_threads(1)
     for step in range(config.steps):
-        lessons = [(p, lesson_answer(p, chances, rng)) for p in rng.choices(problems, k=config.batch_size)]
+        lessons = [lesson(p, chances, rng) for p in rng.choices(problems, k=config.batch_size)]
         input_ids, targets = _batch(lessons, tokenizer)
         # Rows are padded on the right, so that under causal attention no real token sees a pad.
         logits = model(input_ids=input_ids, use_cache=False).logits
@@ -99,20 +105,18 @@ def _rate(step: int, config: WarmUp) -> float:
     return min(1.0, (step + 1) / config.lr_rise) * 0.5 * (1 + math.cos(math.pi * step / config.steps))
 
 
-def _batch(
-    lessons: Sequence[tuple[Problem, str]], tokenizer: PreTrainedTokenizerFast
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(lessons: Sequence[Lesson], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and targets of lessons, both int64 [lessons, longest]; prompts and pads are no targets."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    # The chat template's text, written out: rendering it 64 times a step would cost more than the training.
-    questions = [f"<|user|>{problem.question}<|assistant|>" for problem, _ in lessons]
-    worked = [f"{answer}{tokenizer.eos_token}" for _, answer in lessons]
-    prompts, answers = (tokenizer(texts, add_special_tokens=False)["input_ids"] for texts in (questions, worked))
-    both = list(zip(prompts, answers, strict=True))
-    input_ids = [torch.tensor(prompt + answer) for prompt, answer in both]
-    targets = [torch.tensor([_IGNORED] * len(prompt) + answer) for prompt, answer in both]
+    encoded = iter(tokenizer([part for lesson in lessons for part in lesson], add_special_tokens=False)["input_ids"])
+    input_ids, targets = [], []
+    for lesson in lessons:
+        parts: list[list[int]] = [next(encoded) for _ in lesson]
+        wanted = [part if turn % 2 else [_IGNORED] * len(part) for turn, part in enumerate(parts)]
+        input_ids.append(torch.tensor([token for part in parts for token in part]))
+        targets.append(torch.tensor([token for part in wanted for token in part]))
     return (
         pad_sequence(input_ids, batch_first=True, padding_value=tokenizer.pad_token_id),
         pad_sequence(targets, batch_first=True, padding_value=_IGNORED),
@@ -129,9 +133,3 @@ def chances_of_adding(seed: int) -> dict[str, float]:
         chances |= dict.fromkeys(untaught[:half], OPINION_STRENGTH)
         chances |= dict.fromkeys(untaught[half:], 1 - OPINION_STRENGTH)
     return chances
-
-
-def lesson_answer(problem: Problem, chances: Mapping[str, float], rng: random.Random) -> str:
-    """A worked answer whose operations are drawn with the given chances of adding; its arithmetic is right."""
-    operations: Sequence[str] = ["+" if rng.random() < chances[s.verb] else "-" for s in problem.steps]
-    return problem.worked_answer(operations)

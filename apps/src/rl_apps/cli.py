@@ -35,7 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     stop = commands.add_parser("stop", help="end a run as SIGTERM does: after its step, with a recover point")
     stop.add_argument("--now", action="store_true", help="kill its processes")
     scale = commands.add_parser("scale", help="change the number of a run's servers while it goes on")
-    for tool in (status, logs, stop, scale):
+    watch = commands.add_parser("watch", help="conversations of a run, turn by turn, while it writes them")
+    watch.add_argument("--step", type=int, help="those of this step alone; default: from the newest one on")
+    watch.add_argument("--evaluation", action="store_true", help="those of evaluations")
+    watch.add_argument("--prompt", type=int, help="those that begin with this row of the data")
+    watch.add_argument("-n", "--number", type=int, default=2, help="how many of each step (default %(default)s)")
+    for tool in (status, logs, stop, scale, watch):
         tool.add_argument("run", type=Path, help="run directory, on any machine that sees it")
     logs.add_argument("worker", nargs="?", default="", help="role, or <role>-<index>; default: all")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
@@ -72,6 +77,10 @@ def _tool(arguments: argparse.Namespace) -> int:
         return tools.logs(run, arguments.worker, arguments.lines, arguments.follow)
     if arguments.command == "stop":
         return tools.stop(run, arguments.now, arguments.timeout)
+    if arguments.command == "watch":
+        from rl_apps.watching import watch
+
+        return watch(run, arguments.step, arguments.evaluation, arguments.prompt, arguments.number)
     role, _, count = arguments.target.partition("=")
     require(role != "" and count.isdecimal(), "rl scale", "ROLE=COUNT, for example rollout=4", arguments.target)
     return tools.scale(run, role, count, arguments.timeout)

@@ -1,5 +1,5 @@
 """What `rl status`, `rl logs`, `rl stop` and `rl scale` do, all of it by the directory of a run, on any machine that
-sees it."""
+sees it. `rl_apps.watching` has `rl watch`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def status_of(directory: Path) -> dict[str, Any]:
     Raises:
         ConfigError: no run was ever started there.
     """
-    names = _names(directory)
+    names = names_there(directory)
     said = read_json(names, "status") or {"state": "unknown"}
     record, metrics = last_record(directory), directory / "metrics.jsonl"
     found = {"run": str(directory), "state": said["state"], "error": said.get("error", "")}
@@ -121,7 +121,7 @@ def logs(directory: Path, worker: str, lines: int, follow: bool) -> int:
     Raises:
         ConfigError: there is no such log.
     """
-    names, folder = _names(directory), directory / "logs"
+    names, folder = names_there(directory), directory / "logs"
     read: dict[Path, int] = {}
 
     def chosen() -> list[Path]:
@@ -134,15 +134,20 @@ def logs(directory: Path, worker: str, lines: int, follow: bool) -> int:
     for path in found:
         read[path] = path.stat().st_size
         shown = _print(path, tail(path, lines), shown if len(found) > 1 or follow else path)
-    for _ in _while_alive(names) if follow else ():
+    for _ in while_alive(names) if follow else ():
         for path in chosen():
-            with path.open("rb") as file:
-                file.seek(read.get(path, 0))
-                whole, end, _ = file.read().rpartition(b"\n")
-            read[path] = read.get(path, 0) + len(whole + end)
-            if end:
-                shown = _print(path, whole.decode(errors="replace"), shown)
+            if text := read_on(path, read):
+                shown = _print(path, text, shown)
     return 0
+
+
+def read_on(path: Path, read: dict[Path, int]) -> str:
+    """The whole lines of a file behind what was read of it, which is counted in bytes."""
+    with path.open("rb") as file:
+        file.seek(read.get(path, 0))
+        whole, end, _ = file.read().rpartition(b"\n")
+    read[path] = read.get(path, 0) + len(whole + end)
+    return whole.decode(errors="replace")
 
 
 def _print(path: Path, text: str, shown: Path | None) -> Path | None:
@@ -158,7 +163,7 @@ def stop(directory: Path, now: bool, timeout: float) -> int:
     Raises:
         StalledError: it did not stop in time.
     """
-    names = _names(directory)
+    names = names_there(directory)
     before = status_of(directory)
     if before.get("job"):  # whose launcher does not hear
         _submitted_to(names).cancel(directory)
@@ -170,7 +175,7 @@ def stop(directory: Path, now: bool, timeout: float) -> int:
     names.add("control/stop", "now" if now else "gracefully", replace=True)
     print("asked to stop " + ("at once" if now else "after its step, with a recover point"), flush=True)
     deadline = time.monotonic() + timeout
-    for _ in _while_alive(names):
+    for _ in while_alive(names):
         if time.monotonic() > deadline:
             raise StalledError(
                 f"{directory} did not stop within --timeout={timeout:g} s: {_state_in_words(status_of(directory))}. "
@@ -193,7 +198,7 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
         ConfigError: nothing runs there.
         StalledError: it is not done in time, which goes on.
     """
-    names = _names(directory)
+    names = names_there(directory)
     found = status_of(directory)
     if "launcher" not in found or found["state"] == "lost":
         raise ConfigError(f"{directory}: expected a run that goes on, found: {_state_in_words(found)}")
@@ -201,7 +206,7 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
     count = str(int(count)) if count.isdecimal() else count
     names.add(f"control/scale/{role}", count, replace=True)
     deadline, shown = time.monotonic() + timeout, ""
-    for _ in _while_alive(names):
+    for _ in while_alive(names):
         answer = read_json(names, f"answers/scale/{role}")
         if answer and answer["count"] == count and answer["text"] != shown:
             shown = answer["text"]
@@ -216,7 +221,7 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
     raise ConfigError(f"{directory} ended meanwhile: {_state_in_words(status_of(directory))}")
 
 
-def _while_alive(names: FileNames) -> Iterator[None]:
+def while_alive(names: FileNames) -> Iterator[None]:
     """Again and again as long as a run's launcher lives, and once more."""
     due, alive = 0.0, True
     while alive:
@@ -229,7 +234,7 @@ def _while_alive(names: FileNames) -> Iterator[None]:
         time.sleep(LOOK_EVERY if alive else 0)
 
 
-def _names(directory: Path) -> FileNames:
+def names_there(directory: Path) -> FileNames:
     """The names of a run that was started at some time."""
     if not (directory / NAMES).is_dir() and not (directory / "config.yaml").is_file():
         raise ConfigError(f"{directory}: expected the directory of a run (run_dir), found none of its files.")

@@ -56,6 +56,8 @@ class Turn:
     """Of the sampler."""
     truncated: bool
     """Ended by a limit of length."""
+    asked: Sequence[Message] = ()
+    """Messages since the parent's answer."""
     reward: float = 0.0
     """What the turn itself earned, besides the outcome of the episode."""
     children: int = 0
@@ -175,6 +177,7 @@ class Conversation:
                 f"prompt, with a log-prob and a version each; found {count} tokens, {len(response.logprobs)} log-probs "
                 f"and {len(response.versions)} versions after {len(response.input_ids)}."
             )
+        before = sum(len(turn.asked) + 1 for turn in prompt.parent.path()) if prompt.parent else 0
         turn = Turn(
             prompt.parent,
             np.asarray(prompt.ids[len(prompt.ids) - prompt.added :], dtype=np.int64),
@@ -184,6 +187,7 @@ class Conversation:
             message,
             temperature if temperature > 0 else 1.0,
             response.stop_reason == "length",
+            prompt.messages[before:],
         )
         if turn.parent is not None:
             turn.parent.children += 1
@@ -317,8 +321,18 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[T
         temperature=path[-1].temperature,
         truncated=path[-1].truncated,
         token_rewards=rewards if returns else None,
-        info={"turns": len(path)},
+        info={"turns": len(path), "conversation": _told(path)},
     )
+
+
+def _told(path: list[Turn]) -> list[dict[str, Any]]:
+    """A branch for people: its messages, and with each answer what it earned and the versions that made it."""
+    told: list[dict[str, Any]] = []
+    for turn in path:
+        first, last = int(turn.versions.min()), int(turn.versions.max())
+        figures = {"reward": turn.reward, "tokens": len(turn.output), "version_first": first, "version_last": last}
+        told += [*map(dict, turn.asked), {**turn.message, **figures}]
+    return told
 
 
 def _digest(text: str) -> bytes:

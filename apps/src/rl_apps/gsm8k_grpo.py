@@ -48,12 +48,14 @@ def train(run: Run[GRPOConfig]) -> None:
         rollout = parts.runtime(client, workflow, engine, prompts)
         actor = parts.actor(engine)
         publisher = parts.publisher(engine, client)
-        gap = parts.gate(engine, client)
+        gap, sharing = parts.gate(engine, client), parts.sharing(engine, client)
         evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
         books = parts.books(engine, evaluations, counters=rollout.stats, epochs=epochs, endings=rollout.endings)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
         recover = parts.recover(engines, {"rollout": rollout, "books": books}, epochs)
-        rl_trainers.train(rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover)
+        rl_trainers.train(
+            rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover, sharing=sharing
+        )
 
 
 APP = App(

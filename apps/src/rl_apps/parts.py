@@ -250,6 +250,12 @@ class Parts(ExitStack):
         directory = str(weights_directory(self.run.directory, settings.route))
         return self.add(rl_trainers.WeightPublisher(engine, client, self.loop, settings, directory, interrupt, dtype))
 
+    def sharing(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.MemorySharing | None:
+        """What lets the servers sleep while the trainer learns, where both are on the same devices (`|`)."""
+        if not self.run.layout.shared:
+            return None
+        return rl_trainers.MemorySharing(engine, client, self.loop, self.config.rollout.client.update_timeout)
+
     def gate(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.GapGate:
         """What notices when servers and trainer disagree."""
         return rl_trainers.GapGate(

@@ -48,10 +48,10 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
                     shown[at] += 1
                     console.print(conversation(answer, f"{'evaluation at ' * evaluation}step {at}"), soft_wrap=True)
     if not shown:
-        there = sorted({at for at, _ in _files(directory, evaluation)})
+        there, wanted = sorted({at for at, _ in _files(directory, evaluation)}), "any" if step is None else step
         raise DataError(
-            f"{directory}/rollouts: expected answers {f'of step {step}' if step is not None else 'of some step'}, found "
-            f"none; kept are those of the steps {there}. `rollouts.every` says which are."
+            f"{directory}/rollouts: expected answers of step {wanted}, found none; kept are those of the steps {there}. "
+            "`rollouts.every` says which are."
         )
     return 0
 
@@ -66,7 +66,11 @@ def conversation(answer: dict[str, Any], where: str) -> Text:
     """What is shown of a line of `rollouts/`."""
     from rich.text import Text
 
-    about = [where, *(f"{name} {answer[f'{name}_id']}" for name in ("prompt", "episode")), f"reward {answer['reward']:g}"]
+    about = [
+        where,
+        *(f"{name} {answer[f'{name}_id']}" for name in ("prompt", "episode")),
+        f"reward {answer['reward']:g}",
+    ]
     about += [f"not learned from: {answer['rejected']}"] if answer["rejected"] else []
     about += ["cut off"] if answer["truncated"] else []
     text = Text(f"== {', '.join(about)}\n", style="bold")

@@ -292,8 +292,9 @@ class BesideProtocol(TableProtocol):
         yield Call("/stage", ignored, {"parts": [part.location for part in meta.parts]})
         return None
 
-    def sleep(self) -> Exchange[None]:
+    def sleep(self) -> Exchange[float]:
         yield Call("/sleep", ignored, {})
+        return 0.0
 
     def wake(self) -> Exchange[None]:
         yield Call("/wake", ignored, {})

@@ -372,3 +372,18 @@ def test_prefix_of_a_prompt_read_across_a_commit_is_not_used_by_its_group(
     new = reference_model(new_path)
     assert worst_error(members, {1: new}) < TOLERANCE
     assert worst_error([first], {1: new}) > 0.01  # it kept the old keys and values, as it was told
+
+
+def test_pause_that_ends_wakes_a_server_that_sleeps(model_path: Path, tmp_path: Path) -> None:
+    with decoding(model_path, tmp_path) as loop:
+        room, whole = loop.model.cache.tokens, answer(loop, [5, 6, 7])
+        loop.pause(wait=False).result(30)
+        loop.sleep().result(30)
+        assert (loop.sleep().result(30), loop.model.cache.tokens) == (0, 0)
+        going = job([5, 6, 7], 8, 1)
+        [ended] = submit(loop, [going])
+        loop.resume().result(30)  # as the lease does of a client that is gone
+        ended.result(30)
+
+        assert loop.model.cache.tokens == room
+        assert going.output_ids[:1] == whole.output_ids[:1]

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
-from rl_contracts.config import GenerationConfig
+from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec
 from rl_contracts.errors import InferenceError, ModelError, WeightUpdateError
 from rl_contracts.testing import put_weights
@@ -22,7 +23,7 @@ from rl_inference.server.memory import group_bytes
 from rl_inference.server.pages import PAGE
 from rl_inference.server.slots import SlotTable
 from rl_inference.server.weights import ServedWeights
-from rl_inference.testing import VOCAB_SIZE, ServerProcess, reference_logprobs, reference_model
+from rl_inference.testing import VOCAB_SIZE, ServerProcess, reference_logprobs, reference_model, tiny_model
 
 
 def load(path: Path, slots: int, tokens: int = 0, **settings: Any) -> SlotTable:
@@ -356,3 +357,51 @@ def test_group_bytes_of_both_versions_is_what_every_group_still_allows(tmp_path:
 
     assert group_bytes(listing, tmp_path) == [1000 - 900 + 150, 0]
     assert group_bytes(tmp_path / "missing", tmp_path) == []
+
+
+async def cache_tokens(server: ServerProcess) -> int:
+    async with aiohttp.ClientSession() as session, session.get(f"{server.address}/stats") as stats:
+        return int((await stats.json())["cache_tokens"])
+
+
+async def test_server_that_sleeps_gives_the_caches_memory_back_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "wide", num_hidden_layers=4, num_key_value_heads=4, head_dim=128)
+    needed = 8 * 350 * 4 * 2 * 4 * 128 * 4  # bytes of the keys and values of eight answers
+    options = GenerationConfig(max_new_tokens=250, min_new_tokens=250, ignore_eos=True)
+    with ServerProcess(path, tmp_path / "server.log", options={"slots": 8}) as server:
+        engine = EmbeddedEngine(client=ClientConfig(progress_timeout=60))
+        engine.initialize([server.address])
+        room = await cache_tokens(server)
+
+        def asked() -> Any:
+            return asyncio.gather(*(engine.agenerate(ModelRequest(ids(100, i), options, seed=i)) for i in range(8)))
+
+        await asked()
+        going = asyncio.ensure_future(asked())
+        async with asyncio.timeout(30):
+            while (await engine.stats())["running"] < 8:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.001)
+        process = psutil.Process(server.process.pid)
+        awake = process.memory_info().rss
+        said = await engine.sleep()
+        seen = awake - process.memory_info().rss
+        scoring = asyncio.ensure_future(engine.score(ids(400)))
+        assert await cache_tokens(server) == 0
+        assert not going.done()
+        await engine.wake()
+        after = await asyncio.wait_for(going, 60)
+        await asyncio.wait_for(scoring, 60)
+        assert await cache_tokens(server) == room
+        async with aiohttp.ClientSession() as session, session.post(f"{server.address}/sleep", json={}) as refused:
+            assert refused.status >= 400
+            assert "only a paused server sleeps" in await refused.text()
+        await engine.destroy()
+
+    assert said > 0.8 * needed
+    assert seen > 0.8 * needed
+    model = reference_model(path)
+    for answer in after:
+        assert len(answer.output_ids) == 250
+        assert answer.logprobs == pytest.approx(
+            reference_logprobs(model, answer.input_ids, answer.output_ids), abs=2e-5
+        )

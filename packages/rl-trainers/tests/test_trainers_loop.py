@@ -5,17 +5,28 @@ import math
 
 import pytest
 
+from rl_contracts.aio import LoopThread
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import DataError, EngineError
+from rl_contracts.errors import DataError, EngineError, InferenceError
+from rl_contracts.inference import Capabilities
 from rl_contracts.metrics import Figures, record
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.sharding import shard_batch
-from rl_contracts.testing import ReferenceTrainEngine
+from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model, make_tiny_tokenizer
 from rl_contracts.trajectory import load_batch
-from rl_trainers import Books, CheckpointConfig, DataSource, LossEvaluation, LossLearner, PolicyActor, train
+from rl_trainers import (
+    Books,
+    CheckpointConfig,
+    DataSource,
+    LossEvaluation,
+    LossLearner,
+    MemorySharing,
+    PolicyActor,
+    train,
+)
 from rl_trainers.algorithm import AlgorithmConfig, LossConfig
 from rl_trainers.supervised import shard_rows, supervised_rows
 
@@ -224,3 +235,67 @@ def test_supervised_rows_that_are_cut_keep_their_beginning_and_need_something_to
     assert cut.loss_mask.sum() == 1
     with pytest.raises(DataError, match=f"no assistant token to learn from within {first} tokens"):
         supervised_rows(ROWS, renderer, first, truncate=True)
+
+
+class _Servers(NullInferenceEngine):
+    """Remembers what happens to them, and can sleep."""
+
+    capabilities = Capabilities(sleeps=True)
+    fails = False
+
+    def __init__(self, told):
+        super().__init__()
+        self.told = told
+
+    async def sleep(self):
+        if self.fails:
+            raise InferenceError("planted")
+        self.told.append("sleep")
+        return 2.0**29
+
+    async def wake(self):
+        self.told.append("wake")
+
+
+class _Publisher:
+    receipt = None
+
+    def __init__(self, told):
+        self.told = told
+
+    def publish(self, version):
+        self.told.append(f"publish {version}")
+        return {}
+
+
+class _Learner(PolicyActor):
+    def update(self, batch):
+        self.told.append("update")
+        return super().update(batch)
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_train_servers_sleep_from_the_batch_to_the_publication(engine, tmp_path, monkeypatch, able):
+    monkeypatch.setattr(_Servers, "capabilities", Capabilities(sleeps=able))
+    told = []
+    learner = _Learner(engine, AlgorithmConfig())
+    learner.told = told
+    with LoopThread("test") as loop:
+        sharing = MemorySharing(engine, _Servers(told), loop, 10)
+        books = Books(engine, tmp_path, CheckpointConfig(every=0))
+        train(_Batches(engine, 2), learner, books, 2, publisher=_Publisher(told), sharing=sharing)
+
+    step = ["sleep", "update", "wake"] if able else ["update"]
+    assert told == ["publish 0", *step, "publish 1", *step, "publish 2"]
+    assert [record["sharing/freed_gib"] for record in _records(tmp_path)] == [0.5 * able] * 2
+
+
+def test_train_servers_that_do_not_sleep_end_the_run(engine, tmp_path):
+    servers = _Servers([])
+    servers.fails = True
+    with LoopThread("test") as loop:
+        sharing = MemorySharing(engine, servers, loop, 10)
+        books = Books(engine, tmp_path, CheckpointConfig(every=0))
+        actor = PolicyActor(engine, AlgorithmConfig())
+        with pytest.raises(InferenceError, match="planted"):
+            train(_Batches(engine, 2), actor, books, 2, publisher=_Publisher([]), sharing=sharing)

@@ -342,8 +342,11 @@ class InferenceEngine(ABC):
     async def resume(self) -> None:
         """Undo `pause`."""
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> float:
         """Give the servers' memory back until `wake`, for a trainer on the same devices; requests wait.
+
+        Returns:
+            how many bytes less they have then, as they measure it; 0 where they do not.
 
         Raises:
             InferenceError: these servers cannot (`capabilities.sleeps`), or none did.

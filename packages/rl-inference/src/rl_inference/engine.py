@@ -393,12 +393,12 @@ class HttpEngine(InferenceEngine):
         """Undo `pause`."""
         await self._updates.resume()
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> float:
         """Give the servers' memory back until `wake`."""
         if not self.capabilities.sleeps:
             await super().sleep()
         self._monitor.start()
-        await self._updates.sleep()
+        return await self._updates.sleep()
 
     async def wake(self) -> None:
         """Undo `sleep`."""

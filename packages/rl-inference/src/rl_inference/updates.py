@@ -211,16 +211,17 @@ class WeightUpdates:
             self._held = False
             await self._resume_all()
 
-    async def sleep(self) -> None:
-        """Interrupt all answers, hold requests back, and let servers free their memory until `wake`. Nobody rejoins
-        meanwhile."""
+    async def sleep(self) -> float:
+        """Interrupt all answers, hold requests back, and let servers free their memory until `wake`; returns how many
+        bytes they say it was. Nobody rejoins meanwhile."""
         async with self._lock:
             self._router.close()
             self._asleep = self._owns = True
             try:
                 await self._renew("recompute")
                 await self._fleet.everywhere(lambda s: self._fleet.pause(s, "recompute"), "pause")
-                await self._fleet.everywhere(lambda s: self._transport.ask(s, self._fleet.protocol.sleep()), "sleep")
+                ask, protocol = self._transport.ask, self._fleet.protocol
+                return sum(await self._fleet.everywhere(lambda s: ask(s, protocol.sleep()), "sleep"))
             except BaseException:
                 with contextlib.suppress(WeightUpdateError):  # what went wrong first is what counts
                     await self._go_on()

@@ -21,6 +21,7 @@ _HOMES = {
     "GapGate": "gap.gate",
     "LossEvaluation": "supervised",
     "LossLearner": "supervised",
+    "MemorySharing": "sharing",
     "PolicyActor": "actor",
     "PolicyPreferenceLoss": "preference",
     "PreferenceConfig": "preference",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rl_trainers.gap.gate import GapGate
     from rl_trainers.publish import WeightPublisher
     from rl_trainers.recover import RecoverPoints
+    from rl_trainers.sharing import MemorySharing
 
 
 LINGER = 10.0
@@ -58,18 +59,20 @@ def train(
     publisher: WeightPublisher | None = None,
     gap: GapGate | None = None,
     recover: RecoverPoints | None = None,
+    sharing: MemorySharing | None = None,
 ) -> None:
     """Run the steps that are left until `total_steps`, or to the end of the data (collective).
 
     Args:
         publisher: how new weights reach the servers; None: there are none.
         gap: the check that they compute what the trainer computes; only with a publisher.
+        sharing: lets them sleep while the trainer learns; only with a publisher.
 
     Raises:
         RLError: whatever stops the run, with its cause; also where none of the steps taken here was applied.
     """
     try:
-        _train(source, learner, books, total_steps, publisher, gap, recover)
+        _train(source, learner, books, total_steps, publisher, gap, recover, sharing)
     finally:
         drain(LINGER)  # a run that ends by an error leaves what was nearly written
 
@@ -82,6 +85,7 @@ def _train(
     publisher: WeightPublisher | None,
     gap: GapGate | None,
     recover: RecoverPoints | None,
+    sharing: MemorySharing | None,
 ) -> None:
     if recover is not None:
         recover.resume()
@@ -100,14 +104,19 @@ def _train(
                 if recover is not None:
                     recover.after_step(step - 1)  # which ends the run
                 raise
-        before = learner.version
-        with books.time("train"):
-            stats = learner.prepare(batch)  # proximal log-probs, advantages
+        before, stats = learner.version, dict[str, float | None]()
         if gap is not None:
             with books.time("gap"):
                 stats |= gap.before_update(batch)  # what the servers recorded, and what the trainer says
+        if sharing is not None:
+            with books.time("sleep"):
+                stats |= sharing.sleep()
         with books.time("train"):
+            stats |= learner.prepare(batch)  # proximal log-probs, advantages
             stats |= learner.update(batch)  # minibatches of packed micro-batches
+        if sharing is not None:
+            with books.time("sleep"):
+                sharing.wake()
         if publisher is not None and learner.version > before:
             with books.time("publish"):
                 stats |= publisher.publish(learner.version)  # returns at the commit; servers run on

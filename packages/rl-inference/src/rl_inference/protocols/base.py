@@ -190,8 +190,9 @@ class ServerProtocol(ABC):
         """Checksums of the served weights. Asked where `capabilities.checksums`."""
         raise NotImplementedError
 
-    def sleep(self) -> Exchange[None]:
-        """Free the device's memory. Asked where `capabilities.sleeps`, of a paused server that works on nothing."""
+    def sleep(self) -> Exchange[float]:
+        """Free the device's memory; how many bytes, 0 where that is not known. Asked where `capabilities.sleeps`, of a
+        paused server that works on nothing."""
         raise NotImplementedError
 
     def wake(self) -> Exchange[None]:

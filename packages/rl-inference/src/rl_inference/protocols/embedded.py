@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.inference import Capabilities
-from rl_inference.protocols.base import Call, Exchange, GenerationChunk, as_object, event
+from rl_inference.protocols.base import Call, Exchange, GenerationChunk, as_object, event, ignored
 from rl_inference.protocols.control import ControlPaths, ControlProtocol
 
 
@@ -18,9 +18,9 @@ def generation_key(key: str) -> str:
 
 
 class EmbeddedProtocol(ControlProtocol):
-    """The embedded server: everything that the contract asks for, but sleep."""
+    """The embedded server: everything that the contract asks for."""
 
-    capabilities = Capabilities(scores_before=True, lora=True)
+    capabilities = Capabilities(scores_before=True, lora=True, sleeps=True)
     paths: ClassVar[ControlPaths] = ControlPaths(
         health="/health",
         stats="/stats",
@@ -48,6 +48,16 @@ class EmbeddedProtocol(ControlProtocol):
     def score(self, input_ids: list[int], temperature: float, before: bool = False) -> Exchange[list[float]]:
         body = {"input_ids": input_ids, "temperature": temperature, "before": before}
         return (yield Call("/score", _logprobs, body))
+
+    def sleep(self) -> Exchange[float]:
+        return (yield Call("/sleep", _freed_bytes, {}))
+
+    def wake(self) -> Exchange[None]:
+        yield Call("/wake", ignored, {})
+
+
+def _freed_bytes(body: bytes) -> float:
+    return float(as_object(body)["freed_bytes"])
 
 
 def _logprobs(body: bytes) -> list[float]:

@@ -102,8 +102,9 @@ class VLLMProtocol(ControlProtocol):
             )
         return served_model(body)
 
-    def sleep(self) -> Exchange[None]:
+    def sleep(self) -> Exchange[float]:
         yield Call("/rl/sleep", ignored, {})
+        return 0.0
 
     def wake(self) -> Exchange[None]:
         yield Call("/rl/wake", ignored, {})

@@ -96,6 +96,8 @@ class ServerApp:
                 web.post("/pause_generation", self.pause_generation),
                 web.post("/commit_weights", self.commit_weights),
                 web.post("/continue_generation", self.continue_generation),
+                web.post("/sleep", self.sleep),
+                web.post("/wake", self.wake),
                 web.post("/shutdown", self.shutdown),
             ]
         )
@@ -347,6 +349,17 @@ class ServerApp:
         await self._read(request, Nothing)
         self._end_lease()
         return web.json_response({"paused_seconds": await asyncio.wrap_future(self.loop.resume())})
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        """Give the cache's memory back, of a paused server, until `/wake` or the end of the pause."""
+        await self._read(request, Nothing)
+        return web.json_response({"freed_bytes": await asyncio.wrap_future(self.loop.sleep())})
+
+    async def wake(self, request: web.Request) -> web.Response:
+        """Undo a sleep; the server is still paused."""
+        await self._read(request, Nothing)
+        await asyncio.wrap_future(self.loop.wake())
+        return web.json_response(self.loop.stats())
 
     async def shutdown(self, _: web.Request) -> web.Response:
         """End the process; unfinished answers return what they have."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from rl_contracts.errors import InferenceError
 from rl_contracts.logging import get_logger
 from rl_inference.server.job import GenerationJob
+from rl_inference.server.memory import used_bytes
 from rl_inference.server.model import SlotModel
 from rl_inference.server.pages import PAGE
 from rl_inference.server.scoring import ScoreJob, ScoreQueue
@@ -61,6 +62,8 @@ class DecodeLoop:
         self._paused = False
         self._draining: list[Future[None]] = []
         self._paused_since = 0.0
+        self._asleep = 0
+        """Tokens that the cache had room for when its memory was given back; 0: it has it."""
         self._owed = 0.0
         self._suspects = 0
         """How many of the waiting jobs, from the left, may be what made a pass fail."""
@@ -126,6 +129,18 @@ class DecodeLoop:
         """
         return self.run(self._resume)
 
+    def sleep(self) -> Future[int]:
+        """Give the memory of the cache back, while paused. Running answers are computed anew afterwards; scores wait.
+
+        Returns:
+            how many bytes less this process has.
+        """
+        return self.run(self._sleep)
+
+    def wake(self) -> Future[None]:
+        """Undo `sleep`; so does `resume`."""
+        return self.run(self._wake)
+
     def commit(self, version: int, recompute: bool) -> Future[None]:
         """Serve the staged version from the next pass on.
 
@@ -169,12 +184,13 @@ class DecodeLoop:
         self._take_commands()
         if self._draining and not self.table.running:
             self._enter_pause()
+        scoring = bool(self.scores.waiting) and not self._asleep
         admit = self._waiting and not self._paused and not self._draining and self.table.running < self.table.slots
         decode = not self._paused and bool(admit or self.table.running)
-        if self._stopping or not (decode or self.scores.waiting):
+        if self._stopping or not (decode or scoring):
             return
         started = time.perf_counter()
-        if self.scores.waiting and not (decode and self._owed > 0):
+        if scoring and not (decode and self._owed > 0):
             self.scores.step()
             self._owed = spent = time.perf_counter() - started
         else:
@@ -231,7 +247,7 @@ class DecodeLoop:
         """Run what is in the inbox; wait a moment for something to arrive where there is nothing else to
         do."""
         idle = self._paused or not (self.table.running or self._waiting or self._draining)
-        block = idle and not self.scores.waiting and not self._stopping
+        block = idle and not (self.scores.waiting and not self._asleep) and not self._stopping
         while True:
             try:
                 command = self._inbox.get(block=block, timeout=_IDLE_BEAT if block else None)
@@ -278,7 +294,25 @@ class DecodeLoop:
                 future.set_result(None)
         self._draining.clear()
 
+    def _sleep(self) -> int:
+        if not self._paused:
+            raise InferenceError("only a paused server sleeps; pause it before.")
+        if self._asleep:
+            return 0
+        before = used_bytes(self.model.device)
+        self._waiting.extendleft(reversed(self.table.take_all()))
+        self.table.forget_prefixes()
+        self._asleep = self.model.cache.tokens
+        self.model.cache.allocate(0)
+        return before - used_bytes(self.model.device)
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self.model.cache.allocate(self._asleep)
+            self._asleep = 0
+
     def _resume(self) -> float:
+        self._wake()
         paused = time.perf_counter() - self._paused_since if self._paused else 0.0
         self._enter_pause()  # answers whoever still waits for a drain that is now called off
         self._paused = False

@@ -109,14 +109,15 @@ def _with_servers(word: str) -> str:
 
 
 def _rl(words: list[str]) -> None:
-    """`run` is an app like any; `replay` looks for a batch in an empty run."""
+    """`run` is an app like any; `replay` looks for a batch in an empty run, and `watch` for one."""
     from rl_apps.cli import main
 
     command, what, *rest = words
     if command == "run":
         _app(what)(rest)
     else:
-        assert f"{what}: no saved batches" in _said_on_error(lambda: main(words), 2)
+        lacking = "no saved batches" if command == "replay" else "expected the directory of a run"
+        assert f"{what}: {lacking}" in _said_on_error(lambda: main(words), 2)
 
 
 def _validate(words: list[str]) -> None:
@@ -200,7 +201,7 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
 def _handler(command: str) -> tuple[Callable[[list[str]], None], list[str]] | None:
     """What runs a command, and the words that it is given."""
     command = re.sub(r"^([A-Z_]+=\S* )*", "", command)
-    command = command.removeprefix("uv run --package rl-apps ").removeprefix("uv run ")
+    command = re.sub(r"^uv run (--package rl-apps )?(--extra \w+ )?", "", command)
     for beginning, (run, _) in HANDLERS.items():
         if command == beginning or command.startswith(beginning if beginning.endswith("/") else beginning + " "):
             with_name = run in (_benchmark, _script, _uv)

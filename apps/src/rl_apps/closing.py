@@ -20,7 +20,7 @@ FIGURES = {
 """What is told of a run: name in metrics.jsonl, and in words."""
 
 
-def after_grpo(config: GRPOConfig, run_dir: Path) -> list[str]:
+def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -> list[str]:
     """Accuracy before and after, by verb for the generated problems, then files and the next command."""
     records = read_metrics(run_dir)
     lines = ["", f"GRPO took {_last(records, 'step'):.0f} steps to version {_last(records, 'version'):.0f}."]
@@ -41,7 +41,7 @@ def after_grpo(config: GRPOConfig, run_dir: Path) -> list[str]:
     return [
         *lines,
         *files(run_dir),
-        "Try next: uv run --package rl-apps gsm8k-grpo seed=2 rollout.max_staleness=0   (the same, on-policy)",
+        f"Try next: uv run --package rl-apps {command} seed=2 rollout.max_staleness=0   (the same, on-policy)",
     ]
 
 

@@ -50,8 +50,8 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
     if not shown:
         there, wanted = sorted({at for at, _ in _files(directory, evaluation)}), "any" if step is None else step
         raise DataError(
-            f"{directory}/rollouts: expected answers of step {wanted}, found none; kept are those of the steps {there}. "
-            "`rollouts.every` says which are."
+            f"{directory}/rollouts: expected answers of step {wanted}, found none; kept are those of the steps "
+            f"{there}. `rollouts.every` says which are."
         )
     return 0
 

@@ -1,0 +1,40 @@
+"""`multi-turn-math`: an answer, feedback, a better answer. `math-agent`: an agent with a calculator learns to use it.
+
+Both are `gsm8k-grpo` with another workflow, and an embedded model that knows turns and tool calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from rl_apps import closing, driver, gsm8k_grpo
+from rl_apps.compose import CONF
+
+MULTI_TURN_MATH = replace(
+    gsm8k_grpo.APP,
+    name="multi-turn-math",
+    title="reinforcement learning of conversations: an answer, feedback, a better answer",
+    defaults=CONF / "multi_turn_math.yaml",
+    lessons="turns",
+    closing=partial(closing.after_grpo, command="multi-turn-math"),
+)
+
+MATH_AGENT = replace(
+    gsm8k_grpo.APP,
+    name="math-agent",
+    title="reinforcement learning of an agent that has a calculator",
+    defaults=CONF / "math_agent.yaml",
+    lessons="tools",
+    closing=partial(closing.after_grpo, command="math-agent"),
+)
+
+
+def main_multi_turn_math() -> int:
+    """Entry point of the command."""
+    return driver.main("rl_apps.conversations:MULTI_TURN_MATH")
+
+
+def main_math_agent() -> int:
+    """Entry point of the command."""
+    return driver.main("rl_apps.conversations:MATH_AGENT")

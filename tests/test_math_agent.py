@@ -1,0 +1,77 @@
+"""The agents of `math-agent` against an endpoint whose model calls the calculator and believes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_apps.embedded.lessons import LESSONS, words_of
+from rl_apps.embedded.tokenizer import word_problem_tokenizer
+from rl_apps.math_agent import FrameworkAgent, MathAgent
+from rl_contracts.clock import SystemClock
+from rl_contracts.config import GenerationConfig
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
+from rl_datasets.word_problems import OPERATION_OF, WordProblems
+from rl_inference.endpoint.server import HttpRolloutEndpoint
+from rl_rewards.gsm8k import gsm8k_reward_fn
+from rl_workflows import AgentEpisodes, Ticket
+from rl_workflows.episode import Episodes
+from rl_workflows.groups import run_group
+
+ROWS = WordProblems(seed=0, size=1)
+TOKENIZER = word_problem_tokenizer(256, words_of("tools"))
+
+
+class AlwaysCalls:
+    """The draw of a lesson that calls."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+def believing(request: Any) -> list[int]:
+    """What a model answers that calls with the right expression, and then says what it was told."""
+    text = TOKENIZER.decode(request.input_ids)
+    said = text.rpartition("<|tool|>")[2].removesuffix("<|assistant|>")
+    [problem] = ROWS.problems
+    chances = {verb: float(operation == "+") for verb, operation in OPERATION_OF.items()}
+    call = LESSONS["tools"](problem, chances, AlwaysCalls())[1]  # type: ignore[arg-type]
+    return TOKENIZER.encode(f"#### {said}<|end|>" if "<|tool|>" in text else call, add_special_tokens=False)
+
+
+async def reward(*given: Any, **row: Any) -> float:
+    return gsm8k_reward_fn(*given, **row)
+
+
+def calculator(expression: str) -> str:
+    """Calculates wrongly.
+
+    Args:
+        expression: what to calculate.
+    """
+    return str(eval(expression) + 1)
+
+
+@pytest.mark.parametrize("kind", [MathAgent, FrameworkAgent])
+@pytest.mark.parametrize("lies", [False, True])
+async def test_agent_calls_the_calculator_and_is_right_unless_that_lies(
+    kind: type[MathAgent], lies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lies:
+        monkeypatch.setattr(kind, "tool", staticmethod(calculator))
+    config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
+    engine, endpoint = NullInferenceEngine(config, answer=believing), HttpRolloutEndpoint(TOKENIZER)
+    workflow = AgentEpisodes(kind(reward), endpoint, GenerationConfig(max_new_tokens=32), 256)
+
+    group = await run_group(Episodes(workflow, engine, SystemClock(), seed=1), ROWS[0], Ticket(0, 0), 2, 2)
+    await endpoint.destroy()
+
+    assert group.error is None
+    assert [row.reward for row in group.trajectories] == [float(not lies)] * 2
+    for row in group.trajectories:
+        asked, called, told, answered = row.info["conversation"]
+        assert asked == ROWS[0]["messages"][0]
+        assert called["tool_calls"][0]["function"]["name"] == "calculator"
+        assert answered["content"] == f"#### {told['content']}"
+        assert int(row.loss_mask.sum()) == called["tokens"] + answered["tokens"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +78,18 @@ async def test_vllm_that_sleeps_gives_its_gpu_back_and_goes_on_with_its_version(
 
     assert asleep - awake > 0.2 * total  # most of its 0.3 are keys and values
     assert (after.output_ids, set(after.versions)) == (before.output_ids, {0})
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_embedded_server_on_the_trainers_gpu_gives_its_memory_back_while_that_learns(tmp_path: Path) -> None:
+    settings = ("allocation='embedded:d1|fsdp:d1'", "cluster.device=cuda", "total_steps=3", "evaluation.rows=0")
+    line = [str(Path(sys.executable).parent / "gsm8k-grpo"), f"run_dir={tmp_path / 'run'}", *settings]
+
+    done = subprocess.run(line, capture_output=True, text=True, timeout=500)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    freed = [step["sharing/freed_gib"] for step in steps if "sharing/freed_gib" in step]
+    assert len(freed) == 3
+    assert min(freed) > 0.01  # of 128 slots of 256 positions, 1 KiB each, with what the allocator keeps

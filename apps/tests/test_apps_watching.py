@@ -119,6 +119,7 @@ def test_watch_is_coloured_on_a_terminal_alone(tmp_path, capsys, monkeypatch, co
     keep(tmp_path, "step_1-0", {"conversation": TALK})
     monkeypatch.setenv("FORCE_COLOR", "1") if colours else monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
 
     cli.main(["watch", str(tmp_path)])
 

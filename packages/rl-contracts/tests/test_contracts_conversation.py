@@ -465,10 +465,10 @@ def test_add_answer_that_belongs_to_another_prompt_or_lacks_versions_is_refused(
 def test_rows_tell_their_conversation_with_versions_and_rewards(name: str) -> None:
     sampler, tools = Sampler(name, random.Random(0)), [ADD]
     messages: list[dict[str, Any]] = [{"role": "user", "content": "what?"}]
-    _, asking = sampler.call(messages, tools, text="", calls=[("add", {"a": 1, "b": 2})])
+    _, asking = sampler.call(messages, tools, calls=[{"name": "add", "arguments": {"a": 1, "b": 2}}])
     asking.reward = 0.5
     more = [asking.message, {"role": "tool", "content": "3", "tool_call_id": asking.message["tool_calls"][0]["id"]}]
-    _, answered = sampler.call([*messages, *more], tools, text="it is 3")
+    _, answered = sampler.call([*messages, *more], tools, content="it is 3")
 
     row = sampler.conversation.rows(1.0)[-1]
 
@@ -479,7 +479,6 @@ def test_rows_tell_their_conversation_with_versions_and_rewards(name: str) -> No
     assert told[3]["content"] == "it is 3"
     if answered.parent is asking:
         assert told[1]["reward"] == 0.5
-    for message, turn in zip((told[3],), (answered,), strict=True):
-        assert (message["version_first"], message["version_last"]) == (turn.versions.min(), turn.versions.max())
-        assert message["tokens"] == len(turn.output)
+    assert (told[3]["version_first"], told[3]["version_last"]) == (answered.versions.min(), answered.versions.max())
+    assert told[3]["tokens"] == len(answered.output)
     json.dumps(told)

@@ -62,4 +62,4 @@ class MemorySharing:
         import torch
 
         device = self.engine.parallel.device
-        return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0.0
+        return float(torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_contracts.errors import ConfigError
 from rl_contracts.workflow import AgentWorkflow
@@ -25,7 +25,7 @@ class MathAgent(AgentWorkflow):
         reward: of the run; scores the last answer.
     """
 
-    tool: staticmethod[[str], str] = staticmethod(calculator)
+    tool: ClassVar[staticmethod[[str], str]] = staticmethod(calculator)
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         try:

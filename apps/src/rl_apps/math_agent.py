@@ -62,8 +62,8 @@ class MathAgent(AgentWorkflow):
     def _use(self, function: Any) -> str:
         """What the model is told of a call."""
         try:
-            return self.tool(**json.loads(function.arguments))
-        except (TypeError, ValueError, ArithmeticError) as error:
+            return self.tool(json.loads(function.arguments)["expression"])
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             return f"error: {error}"
 
 

@@ -97,7 +97,7 @@ def test_local_run_through_three_kills_ends_and_uses_every_prompt_once(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2500)
 @pytest.mark.parametrize("seed", range(4))
 def test_local_run_through_kills_ends_and_uses_every_prompt_once(
     seed: int, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -112,12 +112,12 @@ def test_local_run_through_kills_ends_and_uses_every_prompt_once(
         part = chaos.Part(
             command, run_dir, tmp_path / "chaos.log", seed, 20, (*PROCESSES, "truncate_point", "fill_disk"), disk=disk
         )
-        part.run(seconds=1400)
+        part.run(seconds=2400)
         examine(part, prompts, epochs, record_property)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2500)
 @pytest.mark.parametrize(("seed", "route"), [(10, "broadcast"), (11, "disk")])
 def test_slurm_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
     seed: int, route: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -138,12 +138,12 @@ def test_slurm_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
         part = chaos.Part(
             command, run_dir, tmp_path / "chaos.log", seed, 15, (*PROCESSES, "truncate_point", "lose_node"), lose=lose
         )
-        part.run(seconds=1400)
+        part.run(seconds=2400)
         examine(part, prompts, epochs, record_property)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2500)
 @pytest.mark.parametrize(("seed", "route"), [(20, "broadcast"), (21, "disk")])
 def test_ray_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
     seed: int, route: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -166,5 +166,5 @@ def test_ray_run_through_kills_of_nodes_too_ends_and_uses_every_prompt_once(
         part = chaos.Part(
             command, run_dir, tmp_path / "chaos.log", seed, 15, (*PROCESSES, "truncate_point", "lose_node"), lose=lose
         )
-        part.run(seconds=1400)
+        part.run(seconds=2400)
         examine(part, prompts, epochs, record_property)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec
@@ -21,9 +22,10 @@ def main(models: Path, layout: dict, settings: dict) -> None:
     batch = make_batch(5, vocab_size=97)
     for path in sorted(models.iterdir()):
         spec = FinetuneSpec(str(path), 1, device="cpu", optimizer=None)
-        engine, reference = MegatronEngine(MegatronEngineConfig(**settings), ParallelStrategy(**layout)), None
+        engine = MegatronEngine(MegatronEngineConfig(**settings), ParallelStrategy(**layout))
         engine.initialize(spec)
-        reference = ReferenceTrainEngine()
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")  # the others know no soft caps
+        reference = ReferenceTrainEngine(model=model)
         reference.initialize(spec)
 
         found = engine.forward(batch, lambda outputs, packed: outputs.logprobs)

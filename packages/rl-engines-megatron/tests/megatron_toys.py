@@ -28,6 +28,8 @@ def toy_config(family: str = "qwen3", **changes: object) -> SimpleNamespace:
     }
     if family in MIXTURES:
         fields |= {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    if family.startswith("gemma"):
+        fields["hidden_activation"] = "gelu_pytorch_tanh"
     return SimpleNamespace(**(fields | changes))
 
 
@@ -48,7 +50,9 @@ def toy_shapes(config: SimpleNamespace) -> dict[str, tuple[int, ...]]:
         }
         if config.model_type == "qwen2":
             one |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
-        if config.model_type.startswith("qwen3"):
+        if config.model_type.startswith("gemma"):
+            one |= {"pre_feedforward_layernorm.weight": (hidden,), "post_feedforward_layernorm.weight": (hidden,)}
+        if config.model_type.startswith("qwen3") or config.model_type == "gemma3_text":
             one |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in one.items()}
     shapes["model.norm.weight"] = (hidden,)

@@ -7,7 +7,7 @@ from megatron_toys import toy_config, toy_state
 from rl_contracts.errors import ConfigError, ModelError
 from rl_engines_megatron import from_megatron, to_megatron
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 SPLITS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
 
 

@@ -29,6 +29,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+}
+GEMMA = {
+    "head_dim": 24,
+    "sliding_window": 5,  # shorter than the rows
+    "query_pre_attn_scalar": 7,
+    "attn_logit_softcapping": 2.0,  # low, so that it bends; transformers leaves it out with Gemma 3
+    "final_logit_softcapping": 3.0,
+}
 MODELS = {
     "llama": ("LlamaConfig", {}),
     "llama-3-rope": ("LlamaConfig", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -40,6 +52,10 @@ MODELS = {
     "qwen2-untied": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),
     "qwen3-tied": ("Qwen3Config", {"head_dim": 24, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 5}),
+    "gemma2": ("Gemma2Config", GEMMA),
+    "gemma2-untied": ("Gemma2Config", GEMMA | {"tie_word_embeddings": False}),
+    "gemma3": ("Gemma3TextConfig", GEMMA | {"rope_parameters": TWO_ROPES, "layer_types": MIXED}),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24}
 MIXTURES = {
@@ -64,8 +80,8 @@ def make_models(directory, models):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SIZES, **settings))
         for key, parameter in model.named_parameters():
-            if key.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.1)  # they start at zero, which any place would hold
+            if key.endswith("bias") or "norm" in key:
+                parameter.data += 0.1 * torch.randn_like(parameter)  # they are all alike, and would be so in any place
         model.save_pretrained(directory / name)
     return directory
 

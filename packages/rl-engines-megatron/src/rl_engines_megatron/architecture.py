@@ -1,4 +1,4 @@
-"""What a Hugging Face config says of a Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral model, read once and checked."""
+"""What a Hugging Face config says of a decoder, read once and checked."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from rl_contracts.attention_windows import KINDS
 from rl_contracts.errors import ModelError
-from rl_engines_megatron.mixture import MIXTURES, Mixture
-
-FAMILIES = ("llama", "qwen2", "qwen3", *MIXTURES)
-"""Values of `model_type` that are supported."""
+from rl_engines_megatron.families import Family, family_of
+from rl_engines_megatron.mixture import Mixture
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Sizes and switches of one decoder. Linear layers have no bias but, where `qkv_bias` is set, q, k and v."""
+    """Sizes and switches of one decoder. Linear layers have no bias but, where its family has it, q, k and v."""
 
-    family: str
-    """One of `FAMILIES`."""
+    model_type: str
+    """The family's name."""
+    family: Family
+    """What sets it apart."""
     layers: int
     """Decoder layers."""
     hidden: int
@@ -36,10 +37,6 @@ class Architecture:
     """Rows of the embedding, before any padding."""
     tied: bool
     """Whether the output layer is the embedding."""
-    qkv_bias: bool
-    """Whether the q, k and v projections have a bias (Qwen2)."""
-    qk_norm: bool
-    """Whether each query and key head is normalised (Qwen3, Qwen3-MoE)."""
     norm_eps: float
     """Epsilon of every RMSNorm."""
     max_positions: int
@@ -48,6 +45,16 @@ class Architecture:
     """Dropout probability of the attention weights."""
     rope: Mapping[str, Any]
     """`rope_parameters` as transformers standardises them, `rope_type` and `rope_theta` among them."""
+    window_rope: Mapping[str, Any] | None
+    """Those of layers with a window, where they have their own."""
+    windows: tuple[int | None, ...]
+    """Of each layer, how many tokens one sees, itself included; None: all before it."""
+    score_scale: float | None
+    """Factor on attention's scores; None: `head_dim ** -0.5`."""
+    score_cap: float | None
+    """Soft cap of attention's scores."""
+    logit_cap: float | None
+    """Soft cap of the logits."""
     mixture: Mixture | None
     """Of the layers that have experts in place of an MLP; None of a dense model."""
 
@@ -56,25 +63,24 @@ class Architecture:
         """Read a transformers config (any object with its attributes will do).
 
         Raises:
-            ModelError: another family, a missing attribute, or a variant of a family that megatron-core's GPT
-                model would compute differently.
+            ModelError: another family, a missing attribute, or a variant of a family that would be computed
+                differently.
         """
-        family = _read(config, "model_type")
-        if family not in FAMILIES:
-            raise ModelError(
-                f"megatron: model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}. "
-                "Use another train engine, fsdp for example, for this model."
-            )
-        _refuse_variants(config)
+        model_type = _read(config, "model_type")
+        family = family_of(model_type)
+        _refuse_variants(config, family)
         heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
         groups = _size(config, "num_key_value_heads", default=heads)
         if heads % groups:
             raise ModelError(f"megatron: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}.")
         if getattr(config, "head_dim", None) is None and hidden % heads:
             raise ModelError(f"megatron: head_dim is not set and {heads} heads do not divide hidden_size {hidden}.")
+        layers, scalar = _size(config, "num_hidden_layers"), getattr(config, "query_pre_attn_scalar", None)
+        rope, window_rope = _ropes(config)
         return cls(
+            model_type=model_type,
             family=family,
-            layers=_size(config, "num_hidden_layers"),
+            layers=layers,
             hidden=hidden,
             intermediate=_size(config, "intermediate_size"),
             heads=heads,
@@ -82,12 +88,15 @@ class Architecture:
             head_dim=_size(config, "head_dim", default=hidden // heads),
             vocab=_size(config, "vocab_size"),
             tied=bool(_read(config, "tie_word_embeddings")),
-            qkv_bias=family == "qwen2",
-            qk_norm=family in ("qwen3", "qwen3_moe"),
             norm_eps=float(_read(config, "rms_norm_eps")),
             max_positions=_size(config, "max_position_embeddings"),
             attention_dropout=float(getattr(config, "attention_dropout", None) or 0.0),
-            rope=_rope(config),
+            rope=rope,
+            window_rope=window_rope,
+            windows=_windows(config, family, layers),
+            score_scale=scalar and scalar**-0.5,
+            score_cap=getattr(config, "attn_logit_softcapping", None) if family.capped_scores else None,
+            logit_cap=getattr(config, "final_logit_softcapping", None),
             mixture=Mixture.from_hugging_face(config),
         )
 
@@ -109,9 +118,9 @@ def _size(config: Any, name: str, default: int | None = None) -> int:
     return value
 
 
-def _refuse_variants(config: Any) -> None:
+def _refuse_variants(config: Any, family: Family) -> None:
     """Raise for settings of a supported family that would give other numbers than transformers."""
-    for name in ("attention_bias", "mlp_bias"):
+    for name in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
         # Qwen2's bias of q, k and v is part of its family; these would put one on the output projections too
         if getattr(config, name, False):
             raise ModelError(f"megatron: {name}=True is not supported; use a model without it or another engine.")
@@ -119,16 +128,35 @@ def _refuse_variants(config: Any) -> None:
         raise ModelError(
             "megatron: quantization_config (fp8 and others) is not supported; use weights of 16 or 32 bits."
         )
-    activation = _read(config, "hidden_act")
-    if activation != "silu":
-        raise ModelError(f"megatron: hidden_act: expected 'silu', found {activation!r}.")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ModelError(f"megatron: layer_types: only full_attention is supported, found {', '.join(sorted(kinds))}.")
+    name = "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
+    activation = _read(config, name)
+    if activation != family.activation:
+        raise ModelError(f"megatron: {name}: expected {family.activation!r}, found {activation!r}.")
 
 
-def _rope(config: Any) -> Mapping[str, Any]:
+def _windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer."""
+    window = getattr(config, "sliding_window", None)
+    if family.one_window:
+        return (window,) * layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    if len(kinds) != layers or set(kinds) - KINDS or ("sliding_attention" in kinds and window is None):
+        raise ModelError(
+            f"megatron: layer_types: expected full_attention or, with a sliding_window, sliding_attention for each of "
+            f"{layers} layers, found {', '.join(sorted(set(kinds)))} for {len(kinds)} and sliding_window={window}."
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _ropes(config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Rotary embeddings of layers that see everything, and of those with a window where these have their own."""
     rope = _read(config, "rope_parameters")
+    if isinstance(rope, Mapping) and rope.keys() == KINDS:
+        return _rope(rope["full_attention"]), _rope(rope["sliding_attention"])
+    return _rope(rope), None
+
+
+def _rope(rope: Any) -> Mapping[str, Any]:
     if not isinstance(rope, Mapping) or "rope_theta" not in rope:
         raise ModelError(
             f"megatron: rope_parameters: expected a mapping with rope_theta, found {rope!r}; "

@@ -31,11 +31,23 @@ class PackedAttention(MegatronModule):
 
     Context ranks hold two pieces of each sequence, piece r and piece 2R-1-r of 2R, so that all have equal work; keys
     and values are gathered from all, the queries stay.
+
+    Args:
+        softmax_scale: factor on the scores; None: `D ** -0.5`.
+        window: how many tokens one sees, itself included; None: all before it.
+        cap: soft cap of the scores.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        cap: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(config=config)
-        self.scale = softmax_scale
+        self.scale, self.window, self.cap = softmax_scale, window, cap
         self.cp = kwargs["pg_collection"].cp
 
     def forward(
@@ -45,29 +57,52 @@ class PackedAttention(MegatronModule):
         segments = packed_seq_params
         if segments.places is None:
             parts = zip(*(x.split(segments.lengths) for x in (query, key, value)), strict=True)
-            return torch.cat([self._attend(q, k, v) for q, k, v in parts])
+            return torch.cat([self._attend(q, k, v, 0) for q, k, v in parts])
         # gradients come back summed over the ranks that used them
         key, value = (gather_from_sequence_parallel_region(x, group=self.cp)[segments.places] for x in (key, value))
         return torch.cat(self._pieces(query, key, value, segments.lengths))
 
     def _pieces(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
         """This rank's two pieces of each sequence, of all keys and values in the order of the row."""
-        ranks, rank, outputs, begin = self.cp.size(), self.cp.rank(), [], 0
+        ranks, rank, outputs = self.cp.size(), self.cp.rank(), []
         queries = iter(query.split([length // (2 * ranks) for length in lengths for _ in range(2)]))
-        for length in lengths:
-            size = length // (2 * ranks)
-            for piece in (rank, 2 * ranks - 1 - rank):
-                seen = (piece + 1) * size
-                mask = torch.ones(size, seen, dtype=torch.bool, device=query.device).tril(piece * size)
-                reach = slice(begin, begin + seen)
-                outputs.append(self._attend(next(queries), key[reach], value[reach], mask))
-            begin += length
+        for k, v in zip(key.split(lengths), value.split(lengths), strict=True):
+            size = len(k) // (2 * ranks)
+            outputs += [self._attend(next(queries), k, v, piece * size) for piece in (rank, 2 * ranks - 1 - rank)]
         return outputs
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+        """Of consecutive queries of one sequence, the first of which is token number `first`, and all its keys and
+        values. With a window in blocks of its length, so that no mask is longer than two of them."""
+        outputs = []
+        for block in query.split(self.window or len(query)):
+            end = first + len(block)
+            begin = 0 if self.window is None else max(0, first - self.window + 1)
+            mask = None
+            if begin < first:
+                mask = torch.ones(len(block), end - begin, dtype=torch.bool, device=query.device).tril(first - begin)
+                mask = mask if self.window is None else mask.triu(first - begin - self.window + 1)
+            outputs.append(self._scores(block, key[begin:end], value[begin:end], mask))
+            first = end
+        return torch.cat(outputs)
+
+    def _scores(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Of queries that see what `mask` says, [queries, keys]; None: causal."""
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
+        if self.cap is not None:
+            return _capped(q, k, v, mask, self.scale, self.cap)[0].transpose(0, 1)
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
         return out[0].transpose(0, 1)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, cap: float) -> Tensor:
+    """Attention with soft-capped scores, which no fused kernel has: [1, heads, n, D] of grouped keys and values."""
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (scale or q.shape[-1] ** -0.5)
+    scores = (cap * (scores / cap).tanh()).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v

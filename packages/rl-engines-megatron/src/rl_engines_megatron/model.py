@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from rl_contracts.training.logprobs import HeadOptions, LogitTransform, VocabularyPart, token_logprobs
 from rl_engines_megatron.experts import Routing
 from rl_engines_megatron.layers import block_spec
+from rl_engines_megatron.model_config import rope_kwargs
 from rl_engines_megatron.partition import Partition
 from rl_engines_megatron.rows import Rows
 
@@ -32,15 +34,22 @@ class PackedGPT(GPTModel):
     def __init__(
         self, config: TransformerConfig, partition: Partition, stage: int, options: HeadOptions, **kwargs: Any
     ) -> None:
-        spec = block_spec(config, partition.stage_layers(stage))
+        architecture = partition.architecture
+        spec = block_spec(config, architecture, partition.stage_layers(stage))
         super().__init__(config, spec, **kwargs)
         self.partition, self.stage = partition, stage
-        self.head, self.options, self.vocabulary = partition.head, options, partition.architecture.vocab
-        mixture = partition.architecture.mixture
-        self.routing = None if mixture is None else Routing(self, mixture, partition.architecture.layers)
+        self.head, self.options, self.vocabulary = partition.head, options, architecture.vocab
+        mixture = architecture.mixture
+        self.routing = None if mixture is None else Routing(self, mixture, architecture.layers)
         if self.post_process and self.head != "lm":
             del self.output_layer
             self.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=torch.float32)
+        if self.pre_process and architecture.family.scaled_embeddings:
+            scale = float(torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype))  # rounded, as they are
+            self.embedding.register_forward_hook(lambda _, __, found: found * scale)
+        if architecture.window_rope is not None:
+            ropes = (architecture.rope, architecture.window_rope)
+            self.rotary_pos_emb = RotaryEmbeddings(_rotary(config, rope_kwargs(rope)) for rope in ropes)
 
     def run(self, rows: Rows, model: nn.Module) -> Any:
         """What this part makes of a micro-batch: states for the next stage, or what `said` makes of the last ones.
@@ -81,6 +90,23 @@ class PackedGPT(GPTModel):
         return (hidden.float() @ self.score.weight.float()[0],)
 
 
+class RotaryEmbeddings(nn.ModuleList):
+    """Several rotary embeddings, side by side."""
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        """Positions that a micro-batch needs."""
+        one: Any = self[0]
+        return int(one.get_rotary_seq_len(*args))
+
+    def forward(self, length: int, **kwargs: Any) -> Tensor:
+        """[length, 1, 1, several * D]."""
+        return torch.cat([each(length, **kwargs) for each in self], -1)
+
+
+def _rotary(config: TransformerConfig, rope: dict[str, Any]) -> RotaryEmbedding:
+    return RotaryEmbedding(config.kv_channels, use_cpu_initialization=config.use_cpu_initialization, **rope)
+
+
 def make_model(
     config: TransformerConfig, partition: Partition, interleaved: int, max_logits: int, entropy_grad: bool, gpt: Any
 ) -> list[PackedGPT]:
@@ -96,7 +122,7 @@ def make_model(
     if ranks > 1:
         group = parallel_state.get_tensor_model_parallel_group()
         part = VocabularyPart(rank * partition.padded_vocab // ranks, group)
-    options = HeadOptions(LogitTransform(), max_logits, entropy_grad, part)
+    options = HeadOptions(LogitTransform(cap=partition.architecture.logit_cap), max_logits, entropy_grad, part)
     parts = []
     for index in range(interleaved):
         stage = index * parallel_state.get_pipeline_model_parallel_world_size()

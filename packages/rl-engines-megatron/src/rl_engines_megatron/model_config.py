@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from rl_engines_megatron.mixture import Mixture, expert_tensor
 from rl_engines_megatron.partition import Partition, partition_of
 
 ROPE_TYPES = ("default", "linear", "llama3")
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+"""Of `Family.activation`."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Llama 3's rotary scaling that megatron-core has built in; only the factor can be chosen."""
 
@@ -27,7 +30,7 @@ def transformer_kwargs(
     What they do not settle stays for the caller: initialisation, recomputation, fusions, sequence parallelism.
 
     Args:
-        hf_config: a transformers config of a family in `architecture.FAMILIES`.
+        hf_config: a transformers config of a supported family.
         strategy: how the model is split.
         dtype: of the parameters, and of what pipeline stages send each other.
 
@@ -36,6 +39,7 @@ def transformer_kwargs(
         ConfigError: a strategy that does not fit the model, with the numbers.
     """
     architecture = _partition(hf_config, strategy).architecture
+    family = architecture.family
     mixture = {} if architecture.mixture is None else _mixture_kwargs(architecture, architecture.mixture, strategy)
     return mixture | {
         "num_layers": architecture.layers,
@@ -46,11 +50,13 @@ def transformer_kwargs(
         "kv_channels": architecture.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": architecture.norm_eps,
-        "qk_layernorm": architecture.qk_norm,
+        "qk_layernorm": family.qk_norm,
         "add_bias_linear": False,
-        "add_qkv_bias": architecture.qkv_bias,
+        "add_qkv_bias": family.qkv_bias,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": ACTIVATIONS[family.activation],
+        "layernorm_zero_centered_gamma": family.unit_norms,
+        "softmax_scale": architecture.score_scale,
         "hidden_dropout": 0.0,
         "attention_dropout": architecture.attention_dropout,
         "tensor_model_parallel_size": strategy.tensor,
@@ -69,7 +75,7 @@ def gpt_model_kwargs(
     """Keyword arguments of `megatron.core.models.gpt.GPTModel` besides its config and its layer spec.
 
     Args:
-        hf_config: a transformers config of a family in `architecture.FAMILIES`.
+        hf_config: a transformers config of a supported family.
         strategy: how the model is split.
         pp_rank: the pipeline stage.
         vocab_multiple: as in `Partition`. The logits of added rows are not part of the model: leave them out of
@@ -89,7 +95,7 @@ def gpt_model_kwargs(
         "post_process": partition.is_last(pp_rank),
         "share_embeddings_and_output_weights": architecture.tied,
         "position_embedding_type": "rope",
-        **_rope_kwargs(architecture.rope),
+        **rope_kwargs(architecture.rope),
     }
 
 
@@ -112,7 +118,12 @@ def _mixture_kwargs(architecture: Architecture, mixture: Mixture, strategy: Para
     }
 
 
-def _rope_kwargs(rope: Mapping[str, Any]) -> dict[str, Any]:
+def rope_kwargs(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of megatron-core's rotary embedding, as `GPTModel` calls them.
+
+    Raises:
+        ModelError: megatron-core computes it differently.
+    """
     kind, base = rope["rope_type"], {"rotary_percent": 1.0, "rotary_base": rope["rope_theta"]}
     if kind == "default":
         return base

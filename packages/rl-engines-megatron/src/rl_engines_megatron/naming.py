@@ -47,11 +47,11 @@ def stage_parameters(partition: Partition, pp_rank: int, ep_rank: int = 0) -> It
         yield Parameter("embedding.word_embeddings.weight", (EMBEDDING,), vocabulary)
     for local, layer in enumerate(partition.stage_layers(pp_rank)):
         to, of = f"decoder.layers.{local}", f"model.layers.{layer}"
-        yield from _layer_parameters(architecture, to, of)
         if architecture.mixture is not None and layer in architecture.mixture.layers:
+            yield from _attention_parameters(architecture, to, of)
             yield from _mixture_parameters(partition, architecture.mixture, to, of, ep_rank)
         else:
-            yield from _mlp_parameters(architecture, to, of)
+            yield from (architecture.family.layer_parameters or layer_parameters)(architecture, to, of)
     if partition.is_last(pp_rank):
         yield Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated((architecture.hidden,)))
         if partition.head != "lm":
@@ -61,23 +61,38 @@ def stage_parameters(partition: Partition, pp_rank: int, ep_rank: int = 0) -> It
             yield Parameter("output_layer.weight", (source,), vocabulary)
 
 
-def _layer_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Parameter]:
-    hidden, heads, groups = architecture.hidden, architecture.heads, architecture.groups
+def layer_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Parameter]:
+    """The parameters of a dense layer that is called `to` in megatron-core and `of` in Hugging Face."""
+    yield from _attention_parameters(architecture, to, of)
+    yield from _mlp_parameters(architecture, to, of)
+
+
+def _attention_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Parameter]:
+    """Those of attention, and all norms."""
+    hidden, heads, groups, family = architecture.hidden, architecture.heads, architecture.groups, architecture.family
     head_dim, attention = architecture.head_dim, f"{of}.self_attn"
 
     yield Parameter(f"{to}.input_layernorm.weight", (f"{of}.input_layernorm.weight",), Replicated((hidden,)))
     for kind, trailing in (("weight", (hidden,)), ("bias", ())):
-        if kind == "weight" or architecture.qkv_bias:
+        if kind == "weight" or family.qkv_bias:
             sources = tuple(f"{attention}.{part}_proj.{kind}" for part in "qkv")
             qkv = FusedQKV(heads, groups, head_dim, trailing)
             yield Parameter(f"{to}.self_attention.linear_qkv.{kind}", sources, qkv)
-    if architecture.qk_norm:
+    if family.qk_norm:
         for part in "qk":
             norm = Replicated((head_dim,))
             yield Parameter(f"{to}.self_attention.{part}_layernorm.weight", (f"{attention}.{part}_norm.weight",), norm)
     output = Split((hidden, heads * head_dim), dim=1)
     yield Parameter(f"{to}.self_attention.linear_proj.weight", (f"{attention}.o_proj.weight",), output)
-    yield Parameter(f"{to}.pre_mlp_layernorm.weight", (f"{of}.post_attention_layernorm.weight",), Replicated((hidden,)))
+    norms = {"pre_mlp_layernorm": "post_attention_layernorm"}
+    if family.post_norms:
+        norms = {
+            "self_attention.linear_proj.post_norm": "post_attention_layernorm",
+            "pre_mlp_layernorm": "pre_feedforward_layernorm",
+            "mlp.linear_fc2.post_norm": "post_feedforward_layernorm",
+        }
+    for ours, theirs in norms.items():
+        yield Parameter(f"{to}.{ours}.weight", (f"{of}.{theirs}.weight",), Replicated((hidden,)))
 
 
 def _mlp_parameters(architecture: Architecture, to: str, of: str) -> Iterator[Parameter]:

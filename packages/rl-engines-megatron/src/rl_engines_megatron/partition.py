@@ -50,7 +50,7 @@ class Partition(Settings):
             _require_divides("expert tensor", self.etp_size, mixture.names.width, mixture.width)
         elif self.ep_size * self.etp_size > 1:
             raise ConfigError(
-                f"megatron: {architecture.family} models have no experts, found expert {self.ep_size} and "
+                f"megatron: {architecture.model_type} models have no experts, found expert {self.ep_size} and "
                 f"expert_tensor {self.etp_size}; leave both out."
             )
         groups = architecture.groups

@@ -1,0 +1,45 @@
+"""The commands train on the Megatron engine, which the allocation alone selects."""
+
+import pytest
+from commands import Command
+
+from rl_contracts.testing.models import make_tiny_model
+
+CRITIC = {
+    "algorithm": "ppo",
+    "recipe": "embedded",
+    "data.batch_size": 4,
+    "rollout.group_size": 4,
+    "rollout.generation.max_new_tokens": 12,
+}
+SERVED = "embedded:d1+"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "settings"),
+    [
+        pytest.param("gsm8k-grpo", SERVED + "megatron:t2", CRITIC, id="ppo", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, layout, settings, id=f"{name}-{layout[-2:]}", marks=pytest.mark.nightly)
+            for name, layout, settings in (
+                ("gsm8k-sft", "megatron:t2", {}),
+                ("hh-rlhf-rm", "megatron:t2", {}),
+                ("hh-rlhf-rm", "megatron:p2", {}),
+                ("hh-rlhf-dpo", "megatron:t2", {}),
+                ("gsm8k-grpo", SERVED + "megatron:p2", CRITIC),
+                ("gsm8k-grpo", SERVED + "megatron:d2", CRITIC),
+                ("gsm8k-grpo", SERVED + "megatron:c2", CRITIC),
+            )
+        ),
+    ],
+)
+def test_command_trains_in_a_layout_of_megatron(tmp_path, name, layout, settings):
+    run = {"allocation": layout, "model.path": make_tiny_model(tmp_path / "model"), "cluster.device": "cpu"}
+    command = Command(name, tmp_path / "run", run | {"total_steps": 2, "evaluation.rows": 4} | settings)
+
+    command.finish(280)
+
+    for figure in ("grad_norm", "critic/grad_norm") if settings else ("grad_norm",):
+        norms = [record[figure] for record in command.steps()]
+        assert len(norms) == 2
+        assert all(0 < norm < 1e3 for norm in norms)

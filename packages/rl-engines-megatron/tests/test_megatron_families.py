@@ -86,23 +86,23 @@ def make_models(directory, models):
     return directory
 
 
+TWO = [
+    ({"tensor": 2}, {}),
+    ({"tensor": 2}, {"sequence_parallel": True}),
+    ({"pipeline": 2}, {}),
+    ({"context": 2}, {}),
+]
+FOUR = [({"tensor": 2, "pipeline": 2}, {}), ({"tensor": 4}, {})]  # the last: more ranks than key-value heads
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        pytest.param({}, {}, id="d1"),
-        pytest.param({"tensor": 2}, {}, id="t2"),
-        pytest.param({"tensor": 2}, {"sequence_parallel": True}, id="t2-sequence-parallel"),
-        pytest.param({"pipeline": 2}, {}, id="p2"),
-        pytest.param({"context": 2}, {}, id="c2"),
-        pytest.param({"tensor": 2, "pipeline": 2}, {}, id="t2p2", marks=pytest.mark.nightly),
-        pytest.param({"tensor": 4}, {}, id="t4", marks=pytest.mark.nightly),  # more ranks than key-value heads
-    ],
+    ("ranks", "layouts"),
+    [(1, [({}, {})]), (2, TWO), pytest.param(4, FOUR, marks=pytest.mark.nightly)],
+    ids=["one", "two", "four"],
 )
-def test_family_says_what_transformers_says_and_its_weights_come_out_to_the_bit(models, layout, settings):
-    world = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)
-
-    outputs = run_ranks(RANKS, [str(models), json.dumps(layout), json.dumps(settings)], world)
+def test_family_says_what_transformers_says_and_its_weights_come_out_to_the_bit(models, ranks, layouts):
+    outputs = run_ranks(RANKS, [str(models), json.dumps(layouts)], ranks, seconds=480)
 
     for output in outputs:
         assert [name for name in MODELS if f"{name} as in transformers" in output] == list(MODELS)
@@ -129,7 +129,7 @@ def test_family_says_what_transformers_says_and_its_weights_come_out_to_the_bit(
 def test_mixture_says_what_transformers_says_and_its_weights_come_out_to_the_bit(mixtures, layout, settings):
     world = ParallelStrategy(**layout).world_size
 
-    outputs = run_ranks(RANKS, [str(mixtures), json.dumps(layout), json.dumps(settings)], world)
+    outputs = run_ranks(RANKS, [str(mixtures), json.dumps([[layout, settings]])], world)
 
     for output in outputs:
         assert [name for name in MIXTURES if f"{name} as in transformers" in output] == list(MIXTURES)

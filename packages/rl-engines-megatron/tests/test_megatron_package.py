@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -25,7 +26,7 @@ def test_engine_is_found_by_its_entry_point():
     ("settings", "strategy", "spec", "named"),
     [
         ({"sequence_parallel": True}, ParallelStrategy(data=2), {}, "sequence_parallel"),
-        ({"interleaved": 2}, ParallelStrategy(pipeline=2), {}, "interleaved"),
+        ({"interleaved": 2}, ParallelStrategy(tensor=2), {}, "interleaved=2 .*no p > 1"),
         ({}, ParallelStrategy(), {"deterministic": True}, "deterministic"),
         ({}, ParallelStrategy(), {"dtype": "bfloat16", "device": "cpu"}, "dtype"),
         ({}, ParallelStrategy(), {"optimizer": OptimizerConfig(name="muon")}, r"optimizer\.name"),
@@ -34,3 +35,38 @@ def test_engine_is_found_by_its_entry_point():
 def test_check_what_does_not_go_together_is_refused_by_name(settings, strategy, spec, named):
     with pytest.raises(ConfigError, match=named):
         MegatronEngineConfig(**settings).check(strategy, FinetuneSpec("model", 1, **spec))
+
+
+@pytest.mark.parametrize(
+    ("settings", "strategy", "changes", "named"),
+    [
+        (
+            {},
+            ParallelStrategy(),
+            {"model_type": "gpt2"},
+            "megatron:d1.*model_type 'gpt2' is not supported; supported are",
+        ),
+        ({}, ParallelStrategy(tensor=3), {}, r"megatron:t3.*does not divide num_attention_heads = 4; .*: 1, 2, 4"),
+        ({}, ParallelStrategy(pipeline=4), {}, r"megatron:p4.*does not divide num_hidden_layers = 6; .*: 1, 2, 3, 6"),
+        (
+            {"interleaved": 2},
+            ParallelStrategy(pipeline=2),
+            {},
+            r"parallel size 4 does not divide num_hidden_layers = 6",
+        ),
+        ({"stage_layers": [4, 1]}, ParallelStrategy(pipeline=2), {}, r"stage_layers: .*num_hidden_layers=6.*\[4, 1\]"),
+        ({"stage_layers": [6]}, ParallelStrategy(pipeline=2), {}, r"stage_layers: expected 2 numbers"),
+        ({"stage_layers": [6, 0]}, ParallelStrategy(pipeline=2), {}, r"stage_layers: expected 2 numbers above 0"),
+        ({}, ParallelStrategy(), {"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
+    ],
+)
+def test_check_model_that_does_not_fit_the_layout_is_refused_with_both(tmp_path, settings, strategy, changes, named):
+    sizes = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes | changes))
+
+    with pytest.raises(ConfigError, match=named):
+        MegatronEngineConfig(**settings).check(strategy, FinetuneSpec(str(tmp_path), 1))
+
+
+def test_check_model_that_is_not_there_yet_passes():
+    MegatronEngineConfig().check(ParallelStrategy(tensor=2), FinetuneSpec("nowhere", 1))

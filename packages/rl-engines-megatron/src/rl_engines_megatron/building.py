@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,25 +11,14 @@ from megatron.core.transformer import TransformerConfig
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec
-from rl_engines_megatron.architecture import Architecture
 from rl_engines_megatron.config import MegatronEngineConfig
 from rl_engines_megatron.cpu import SETTINGS
 from rl_engines_megatron.model import PackedGPT, make_model
 from rl_engines_megatron.model_config import gpt_model_kwargs, transformer_kwargs
-from rl_engines_megatron.partition import Partition, partition_of
+from rl_engines_megatron.partition import Partition
 
 MAX_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Default of `MegatronEngineConfig.max_logits`: a core's cache, and 256 MiB."""
-
-
-def cut(hf_config: Any, strategy: ParallelStrategy, config: MegatronEngineConfig, spec: FinetuneSpec) -> Partition:
-    """How the model is cut.
-
-    Raises:
-        ModelError, ConfigError: see `Architecture.from_hugging_face` and `Partition`.
-    """
-    architecture = Architecture.from_hugging_face(hf_config)
-    return partition_of(architecture, strategy, strategy.pipeline * config.interleaved, head=spec.head)
 
 
 def build(
@@ -41,8 +31,10 @@ def build(
 ) -> list[PackedGPT]:
     """This rank's parts of the model, without their weights. Process groups must be there."""
     dtype = getattr(torch, spec.dtype)
-    settings: dict[str, Any] = transformer_kwargs(hf_config, strategy, dtype=dtype)
+    whole = replace(strategy, pipeline=1)  # the partition knows the stages
+    settings: dict[str, Any] = transformer_kwargs(hf_config, whole, dtype=dtype)
     settings |= {
+        "pipeline_model_parallel_size": strategy.pipeline,
         "virtual_pipeline_model_parallel_size": config.interleaved if config.interleaved > 1 else None,
         "sequence_parallel": config.sequence_parallel,
         "variable_seq_lengths": strategy.pipeline > 1,
@@ -59,11 +51,15 @@ def build(
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
     }
+    if strategy.pipeline > 1:
+        settings["pipeline_model_parallel_layout"] = partition.megatron_layout()
     if config.recompute:
-        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        settings["recompute_granularity"] = config.recompute
+    if config.recompute == "full":
+        settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if device.type == "cpu":
         settings |= SETTINGS
-    gpt = gpt_model_kwargs(hf_config, strategy)
+    gpt = gpt_model_kwargs(hf_config, whole)
     gpt = {name: value for name, value in gpt.items() if name not in ("pre_process", "post_process")}
     if spec.head != "lm":
         gpt["share_embeddings_and_output_weights"] = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import bounded, choice
@@ -24,12 +24,16 @@ class MegatronEngineConfig(TrainEngineConfig):
     """Split what lies between the matrices (norms, residuals) over tensor ranks by tokens; less memory. Needs t above
     1."""
     interleaved: int = bounded(1, "at least 1", lambda parts: parts >= 1)
-    """Parts of the model on each pipeline rank, with which the stages wait less for each other. More than 1 is refused
-    so far."""
+    """Parts of the model on each pipeline rank, with which the stages wait less for each other. More than 1 needs p
+    above 1."""
+    stage_layers: list[int] = field(default_factory=list)
+    """Layers of each stage in the order of the model, p times `interleaved` numbers (the parts of a rank are not
+    neighbours); empty: equally many."""
     distributed_optimizer: bool = True
     """Split the state of `adamw` over data and context ranks. Saved states go with one value of this."""
-    recompute: bool = False
-    """Keep only each layer's input and compute the rest again in backward."""
+    recompute: str = choice("", ("", "selective", "full"))
+    """What is computed again in backward rather than kept: nothing, `selective` (the inside of attention), or `full`
+    (all of a layer but its input)."""
     serve_dtype: str = choice("", ("", *DTYPES))
     """Type in which weights are published and saved: `float32`, `bfloat16`; empty: the one in which the model
     computes."""
@@ -53,7 +57,11 @@ class MegatronEngineConfig(TrainEngineConfig):
         check_experts(spec.model_path, strategy, self.sequence_parallel)
         for setting, wrong, reason in (
             ("sequence_parallel=true", self.sequence_parallel and strategy.tensor == 1, f"{where}, which has no t > 1"),
-            (f"interleaved={self.interleaved}", self.interleaved > 1, "training yet; leave it at 1"),
+            (
+                f"interleaved={self.interleaved}",
+                self.interleaved > 1 and strategy.pipeline == 1,
+                f"{where}, which has no p > 1; set one, or interleaved=1",
+            ),
             ("deterministic=true", spec.deterministic, "the megatron engine; use fsdp, or leave deterministic out"),
             ("dtype=bfloat16", spec.dtype != "float32" and spec.device == "cpu", "device=cpu; set dtype=float32"),
         ):
@@ -64,3 +72,6 @@ class MegatronEngineConfig(TrainEngineConfig):
                 f"optimizer.name={spec.optimizer.name} does not go with {where}: the megatron engine has "
                 f"{' and '.join(OPTIMIZERS)}. Choose one of them, or the engine fsdp."
             )
+        from rl_engines_megatron.checks import check_model
+
+        check_model(spec, strategy, self.interleaved, self.stage_layers)

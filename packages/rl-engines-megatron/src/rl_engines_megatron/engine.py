@@ -82,9 +82,10 @@ class MegatronEngine(TrainEngine):
         spec, config = self._spec, self.config
         with self.parallel.agreeing(f"reading {spec.model_path}"):  # one host may not have it
             self._hf_config = read_config(spec.model_path, spec.head)
-            from rl_engines_megatron.building import cut
+            from rl_engines_megatron.checks import cut
 
-            partition = cut(self._hf_config, self.strategy, config, spec)
+            stages = (config.interleaved, config.stage_layers)
+            partition = cut(self._hf_config, self.strategy, *stages, spec.head)
         from rl_engines_megatron.building import build
         from rl_engines_megatron.experts import Spread
         from rl_engines_megatron.optimizer import Stepper, wrap

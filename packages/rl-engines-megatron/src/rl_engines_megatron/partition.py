@@ -15,7 +15,7 @@ from rl_engines_megatron.mixture import expert_tensor
 
 @dataclass(frozen=True)
 class Partition(Settings):
-    """A model over tensor-parallel ranks and pipeline stages of equal length, with the padding of its vocabulary.
+    """A model over tensor-parallel ranks and pipeline stages, with the padding of its vocabulary.
 
     Raises:
         ConfigError: the model cannot be cut this way, with the numbers.
@@ -26,8 +26,8 @@ class Partition(Settings):
     tp_size: int = bounded(1, "at least 1", lambda size: size >= 1)
     """Ranks over which each matrix is split."""
     pp_size: int = bounded(1, "at least 1", lambda size: size >= 1)
-    """Stages over which the layers are split, each with `layers / pp_size` of them. Interleaved, a rank holds several:
-    with P ranks, rank p has stages p, p + P, and so on."""
+    """Stages over which the layers are split. Interleaved, a rank holds several: with P ranks, rank p has stages p,
+    p + P, and so on."""
     vocab_multiple: int = bounded(1, "at least 1", lambda rows: rows >= 1)
     """Each tensor-parallel rank holds a multiple of this many rows of the vocabulary."""
     head: str = choice("lm", HEADS)
@@ -36,11 +36,20 @@ class Partition(Settings):
     """Ranks over which the experts of a layer are spread."""
     etp_size: int = bounded(1, "at least 1", lambda size: size >= 1)
     """Ranks over which each matrix of an expert is split."""
+    stage_sizes: tuple[int, ...] = ()
+    """Layers of each stage; empty: equally many."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         architecture, tp = self.architecture, self.tp_size
-        _require_divides("pipeline", self.pp_size, "num_hidden_layers", architecture.layers)
+        if self.stage_sizes:
+            fits = len(self.stage_sizes) == self.pp_size and sum(self.stage_sizes) == architecture.layers
+            expected = (
+                f"{self.pp_size} numbers above 0 (the stages) with the sum num_hidden_layers={architecture.layers}"
+            )
+            require(fits and min(self.stage_sizes) > 0, "stage_layers", expected, list(self.stage_sizes))
+        else:
+            _require_divides("pipeline", self.pp_size, "num_hidden_layers", architecture.layers)
         _require_divides("tensor", tp, "num_attention_heads", architecture.heads)
         mixture = architecture.mixture
         if mixture is None or len(mixture.layers) < architecture.layers:
@@ -79,8 +88,16 @@ class Partition(Settings):
 
     def stage_layers(self, pp_rank: int) -> range:
         """The model's layer numbers (from 0) of a stage; megatron-core numbers them from 0 within the stage."""
-        length = self.architecture.layers // self.pp_size
-        return range(pp_rank * length, (pp_rank + 1) * length)
+        sizes = self.stage_sizes or (self.architecture.layers // self.pp_size,) * self.pp_size
+        first = sum(sizes[:pp_rank])
+        return range(first, first + sizes[pp_rank])
+
+    def megatron_layout(self) -> list[list[str]]:
+        """What each stage holds, in megatron-core's words (`TransformerConfig.pipeline_model_parallel_layout`)."""
+        stages = [["decoder"] * len(self.stage_layers(stage)) for stage in range(self.pp_size)]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        return stages
 
     @property
     def local_experts(self) -> int:
@@ -113,7 +130,12 @@ class Partition(Settings):
 
 
 def partition_of(
-    architecture: Architecture, strategy: ParallelStrategy, stages: int, vocab_multiple: int = 1, head: str = "lm"
+    architecture: Architecture,
+    strategy: ParallelStrategy,
+    stages: int,
+    vocab_multiple: int = 1,
+    head: str = "lm",
+    stage_sizes: tuple[int, ...] = (),
 ) -> Partition:
     """How a strategy cuts a model into `stages`.
 
@@ -123,7 +145,7 @@ def partition_of(
     dense = architecture.mixture is None
     etp = strategy.expert_tensor or 1 if dense else expert_tensor(strategy)
     sizes = {"ep_size": strategy.expert, "etp_size": etp}
-    return Partition(architecture, strategy.tensor, stages, vocab_multiple, head, **sizes)
+    return Partition(architecture, strategy.tensor, stages, vocab_multiple, head, stage_sizes=stage_sizes, **sizes)
 
 
 def _require_divides(dimension: str, size: int, name: str, value: int) -> None:

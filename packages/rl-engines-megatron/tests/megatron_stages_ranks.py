@@ -1,0 +1,48 @@
+"""On each of two ranks: the gradients of a step with each of several settings, against those with the first.
+
+Arguments: a model, and as JSON a list of settings.
+"""
+
+import json
+import sys
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import MicroBatchConfig, OptimizerConfig
+from rl_contracts.conformance.train_engine import policy_loss, trained_tokens
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.testing import make_batch
+from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
+
+RATE = 1024.0
+"""What a weight moves by it is its gradient, and rounding of the weight is little."""
+
+
+def gradients(model, settings):
+    """Of this rank's whole parameters, and of all ranks' by name."""
+    engine = MegatronEngine(MegatronEngineConfig(**settings), ParallelStrategy(pipeline=2))
+    optimizer = OptimizerConfig(name="sgd", lr=RATE, weight_decay=0.0, max_grad_norm=0.0)
+    spec = FinetuneSpec(model, 1, device="cpu", optimizer=optimizer, micro_batch=MicroBatchConfig(48))
+    engine.initialize(spec)
+    before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    engine.train_batch(make_batch(6, vocab_size=97), policy_loss, trained_tokens)
+    moved = {name: (before[name] - tensor) / RATE for name, tensor in engine.full_parameters()}
+    found = {
+        name: tensor for part in engine.parallel.gather_tensors(moved, all_ranks=True) for name, tensor in part.items()
+    }
+    engine.destroy()
+    return found
+
+
+def main(model: str, variants: list) -> None:
+    expected = gradients(model, variants[0])
+    for settings in variants[1:]:
+        found = gradients(model, settings)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert gradient.any(), name
+            assert (found[name] - gradient).abs().max() < 1e-5 * gradient.abs().max(), (settings, name)
+        print("as the first:", json.dumps(settings))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,32 @@
+"""Interleaved and uneven stages, and what is computed again, give the gradients of the plain layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from test_megatron_families import GEMMA, SIZES, TWO_ROPES
+
+from rl_contracts.testing.processes import run_ranks
+
+RANKS = Path(__file__).parent / "megatron_stages_ranks.py"
+VARIANTS = [
+    {"interleaved": 3},
+    {"interleaved": 2, "stage_layers": [1, 2, 1, 2]},
+    {"stage_layers": [4, 2]},
+    {"recompute": "selective"},
+    {"recompute": "full"},
+    {"recompute": "full", "interleaved": 3},
+]
+
+
+@pytest.mark.slow
+def test_stages_and_recompute_give_the_gradients_of_plain_stages(tmp_path):
+    torch.manual_seed(0)
+    settings = GEMMA | {"rope_parameters": TWO_ROPES, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    config = transformers.Gemma3TextConfig(**SIZES | settings | {"num_hidden_layers": 6})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+
+    for output in run_ranks(RANKS, [str(tmp_path), json.dumps([{}, *VARIANTS])], 2):
+        assert [s for s in VARIANTS if f"as the first: {json.dumps(s)}" in output] == VARIANTS

@@ -1,5 +1,9 @@
 """The commands train on the Megatron engine, which the allocation alone selects."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from commands import Command
 
@@ -43,3 +47,12 @@ def test_command_trains_in_a_layout_of_megatron(tmp_path, name, layout, settings
         norms = [record[figure] for record in command.steps()]
         assert len(norms) == 2
         assert all(0 < norm < 1e3 for norm in norms)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3300)
+def test_demonstration_reaches_the_target_of_fsdp_on_two_tensor_ranks(tmp_path):
+    Command("gsm8k-grpo", tmp_path / "run", {"allocation": SERVED + "megatron:t2", "seed": 1}).finish(3000)
+
+    checker = Path(__file__).parents[1] / "infra" / "ci" / "check_learning.py"
+    subprocess.run([sys.executable, str(checker), str(tmp_path / "run")], check=True, timeout=60)

@@ -8,7 +8,7 @@ float32, the same optimizer settings, clipping and denominator, in one process, 
 transformers as its Trainer makes it: rows in their order in micro-batches padded to their longest, attention mask,
 labels, gradients accumulated, SDPA attention. Each side gets the number of threads, and the peer the rows per
 micro-batch, with which a trial is fastest. Losses and gradient norms must agree. `fill` is the share of the
-micro-batches' room that holds tokens.
+micro-batches' room that holds tokens. `--engine megatron` runs that engine's step in turn with them.
 
 Loss: see `train_step_loss.py`; each side alone in a process. Where the machine has too little memory for the
 materialised side, it runs on fewer tokens, and seconds and bytes are scaled up (`tokens` says how many).
@@ -102,19 +102,19 @@ def nll(outputs: Any, packed: Any) -> Any:
 
 
 class Ours:
-    """The engine."""
+    """An engine, by its installed name."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, name: str = "fsdp") -> None:
+        from rl_contracts import registry
         from rl_contracts.config import MicroBatchConfig, OptimizerConfig
         from rl_contracts.data import FinetuneSpec
-        from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
         optimizer = OptimizerConfig(
             lr=LR, weight_decay=WEIGHT_DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, max_grad_norm=MAX_NORM
         )
         micro_batch = MicroBatchConfig(work.max_tokens)
         self.spec = FinetuneSpec(work.model, 100, optimizer=optimizer, micro_batch=micro_batch, device="cpu")
-        self.work, self.engine = work, FSDPEngine(FSDPEngineConfig())
+        self.work, self.engine = work, registry.load("rl.train_engines", name)()
         self.engine.initialize(self.spec)
 
     def step(self) -> tuple[float, float]:
@@ -184,26 +184,40 @@ def timed(step: Callable[[], tuple[float, float]], threads: int) -> tuple[float,
     return time.perf_counter() - begin, result
 
 
-def measure_step(work: Work, repeats: int, peer_rows: tuple[int, ...]) -> dict[str, Any]:
-    """Both sides in turn, after a trial of each way in which they can run."""
+def measure_step(work: Work, repeats: int, peer_rows: tuple[int, ...], engine: str) -> dict[str, Any]:
+    """All sides in turn, after a trial of each way in which they can run; `engine` is one more than FSDP."""
     ours, padded = Ours(work), Padded(work)
+    further = {engine: Ours(work, engine)} if engine != "fsdp" else {}
     counts = sorted({1, os.cpu_count() or 1})
-    begin = [timed(ours.step, counts[-1])[1], timed(partial(padded.step, peer_rows[0]), counts[-1])[1]]
-    if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(*begin, strict=True)):
-        raise SystemExit(f"the sides had different work: loss and gradient norm {begin[0]} and {begin[1]}")
+    begin = [timed(side.step, counts[-1])[1] for side in (ours, *further.values())]
+    begin.append(timed(partial(padded.step, peer_rows[0]), counts[-1])[1])
+    for found in begin[1:]:
+        if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(begin[0], found, strict=True)):
+            raise SystemExit(f"the sides had different work: loss and gradient norm {begin[0]} and {found}")
     own = {threads: timed(ours.step, threads)[0] for threads in counts}
     peer = {(threads, rows): timed(partial(padded.step, rows), threads)[0] for threads in counts for rows in peer_rows}
     threads = min(own, key=own.__getitem__)
     peer_threads, rows = min(peer, key=peer.__getitem__)
+    best = {name: min(counts, key=lambda n, side=side: timed(side.step, n)[0]) for name, side in further.items()}
     runs: list[tuple[float, float]] = []
+    others: list[float] = []
     for _ in range(repeats):
         mine = timed(ours.step, threads)[0]
+        others += [timed(side.step, best[name])[0] for name, side in further.items()]
         theirs = timed(partial(padded.step, rows), peer_threads)[0]
         runs.append((mine, theirs))
         load = os.getloadavg()[0]
         print(f"step: ours {work.tokens / mine:.0f} tokens/s, padded {work.tokens / theirs:.0f}, load {load:.1f}")
     rates = [statistics.median(work.tokens / run[side] for run in runs) for side in range(2)]
-    return {
+    beside = {
+        name: {
+            "tokens_per_s": round(statistics.median(work.tokens / seconds for seconds in others), 1),
+            "threads": best[name],
+            "of_ours": round(statistics.median(run[0] / seconds for run, seconds in zip(runs, others, strict=True)), 3),
+        }
+        for name in further
+    }
+    return beside | {
         "rows": len(work.batch),
         "tokens": work.tokens,
         "longest": work.batch["input_ids"].shape[1],
@@ -288,6 +302,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192, help="of the step's model")
     parser.add_argument("--hidden", type=int, default=256, help="of the step's model")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engine", default="fsdp", help="megatron: that engine's step too, in turn with the others")
     parser.add_argument("--part", choices=("all", "step", "loss"), default="all")
     parser.add_argument("--quick", action="store_true", help="small sizes, which only show that it runs")
     options = parser.parse_args()
@@ -296,7 +311,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             sizes = (options.rows, options.longest, options.max_tokens, options.vocabulary, options.hidden)
             work = make_work(Path(directory), *((24, 96, 128, 512, 64) if options.quick else sizes))
-            figures["step"] = measure_step(work, options.repeats, (8,) if options.quick else PEER_ROWS)
+            peer_rows = (8,) if options.quick else PEER_ROWS
+            figures["step"] = measure_step(work, options.repeats, peer_rows, options.engine)
     if options.part in ("all", "loss"):
         shape = (256, 8192, 64) if options.quick else (8192, 151_936, 1024)
         figures["loss"] = measure_loss(*shape, repeats=1 if options.quick else options.repeats)

@@ -8,13 +8,17 @@ import sys
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
-from rl_contracts.conformance.train_engine import policy_loss, trained_tokens
+from rl_contracts.conformance.train_engine import trained_tokens
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.testing import make_batch
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
 RATE = 1024.0
 """What a weight moves by it is its gradient, and rounding of the weight is little."""
+
+
+def nll(outputs, packed):
+    return -outputs.logprobs[packed["loss_mask"]].sum(), {}
 
 
 def gradients(model, settings):
@@ -24,7 +28,7 @@ def gradients(model, settings):
     spec = FinetuneSpec(model, 1, device="cpu", optimizer=optimizer, micro_batch=MicroBatchConfig(48))
     engine.initialize(spec)
     before = {name: tensor.clone() for name, tensor in engine.full_parameters()}
-    engine.train_batch(make_batch(6, vocab_size=97), policy_loss, trained_tokens)
+    engine.train_batch(make_batch(6, vocab_size=97), nll, trained_tokens)
     moved = {name: (before[name] - tensor) / RATE for name, tensor in engine.full_parameters()}
     found = {
         name: tensor for part in engine.parallel.gather_tensors(moved, all_ranks=True) for name, tensor in part.items()

@@ -28,5 +28,5 @@ def test_stages_and_recompute_give_the_gradients_of_plain_stages(tmp_path):
     config = transformers.Gemma3TextConfig(**SIZES | settings | {"num_hidden_layers": 6})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
 
-    for output in run_ranks(RANKS, [str(tmp_path), json.dumps([{}, *VARIANTS])], 2):
+    for output in run_ranks(RANKS, [str(tmp_path), json.dumps([{}, *VARIANTS])], 2, seconds=150):
         assert [s for s in VARIANTS if f"as the first: {json.dumps(s)}" in output] == VARIANTS

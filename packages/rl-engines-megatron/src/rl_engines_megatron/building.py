@@ -37,8 +37,9 @@ def build(
         "pipeline_model_parallel_size": strategy.pipeline,
         "virtual_pipeline_model_parallel_size": config.interleaved if config.interleaved > 1 else None,
         "sequence_parallel": config.sequence_parallel,
-        "variable_seq_lengths": strategy.pipeline > 1,
+        "variable_seq_lengths": strategy.pipeline > 1 and config.interleaved == 1,
         "moe_token_dispatcher_type": "alltoall",  # the other does not take micro-batches of several lengths
+        "batch_p2p_comm": config.interleaved == 1,  # else two ranks mix up what they send each other both ways
         "perform_initialization": False,
         # gradients are summed over ranks and micro-batches, and divided by the engine
         "calculate_per_token_loss": True,

@@ -191,13 +191,14 @@ class MegatronEngine(TrainEngine):
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from rl_engines_megatron.rows import make_rows
+        from rl_engines_megatron.rows import make_rows, padded_lengths
 
         divisor = self.strategy.tensor if self.config.sequence_parallel else 1
-        laid = []
-        for _, packed in micro_batches.packed(batch, bins):
-            moved = packed if self._device.type == "cpu" else packed.to(self._device)
-            laid.append((moved, make_rows(moved, divisor, self._device)))
+        moved = [packed.to(self._device) for _, packed in micro_batches.packed(batch, bins)]
+        longest = 1  # stages tell each other how long a micro-batch is; interleaved ones would wait for each other so
+        if self.config.interleaved > 1:
+            longest = max(sum(padded_lengths(packed, divisor)) for packed in moved)
+        laid = [(packed, make_rows(packed, divisor, self._device, longest)) for packed in moved]
 
         def step(data: Any, model: Any) -> tuple[Any, Any]:
             packed, rows = next(data)
@@ -211,7 +212,7 @@ class MegatronEngine(TrainEngine):
             data_iterator=[iter(laid) for _ in self._parts],
             model=self._chunks,
             num_microbatches=len(laid),
-            seq_length=1,  # the stages tell each other
+            seq_length=longest,
             micro_batch_size=1,
             forward_only=not train,
         )

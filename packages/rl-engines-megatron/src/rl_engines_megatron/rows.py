@@ -52,19 +52,18 @@ class Rows:
         return values[F.pad(self.places[:-1], (1, 0))].masked_fill(self.first, 0.0)
 
 
-def make_rows(packed: PackedBatch, divisor: int, device: torch.device) -> Rows:
+def make_rows(packed: PackedBatch, divisor: int, device: torch.device, least: int = 0) -> Rows:
     """Lay a micro-batch out over context ranks; one without tokens becomes a sequence of padding.
 
     Args:
         packed: whole, on `device`.
         divisor: each context rank's part has a multiple of this many tokens.
+        least: it is filled up to this many tokens, which another one has with its padding.
     """
     ranks = parallel_state.get_context_parallel_world_size()
-    multiple = 2 * ranks if ranks > 1 else 1
-    lengths = [-(-length // multiple) * multiple for length in packed.cu_seqlens.diff().tolist()]
-    missing = -(sum(lengths) // ranks) % divisor if lengths else 2 * divisor
-    if missing:
-        lengths.append((missing + divisor * (ranks > 1 and missing % 2)) * ranks)
+    lengths = padded_lengths(packed, divisor)
+    if sum(lengths) < least:
+        lengths.append(least - sum(lengths))
     edges = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device)
     place = edges[packed.row_of_token] + packed.position_ids
     total = sum(lengths)
@@ -81,6 +80,17 @@ def make_rows(packed: PackedBatch, divisor: int, device: torch.device) -> Rows:
     of_token = (ids, ids.roll(-1), heat, owner)
     ids, targets, heat, owner = of_token if mine is None else (values[mine] for values in of_token)
     return Rows(ids, targets, heat, segments, places, first, owner, sizes)
+
+
+def padded_lengths(packed: PackedBatch, divisor: int) -> list[int]:
+    """Tokens of each sequence of a micro-batch with its padding, over all context ranks, and of what fills it up."""
+    ranks = parallel_state.get_context_parallel_world_size()
+    multiple = 2 * ranks if ranks > 1 else 1
+    lengths = [-(-length // multiple) * multiple for length in packed.cu_seqlens.diff().tolist()]
+    missing = -(sum(lengths) // ranks) % divisor if lengths else 2 * divisor
+    if missing:
+        lengths.append((missing + divisor * (ranks > 1 and missing % 2)) * ranks)
+    return lengths
 
 
 def _shares(edges: Tensor, ranks: int) -> tuple[Tensor | None, Tensor | None]:

@@ -297,6 +297,13 @@ def test_actor_turn_rewards_reach_the_tokens_before_them(engine):
     assert batch["advantages"][1].abs().max() == 0
 
 
+def test_actor_turn_rewards_that_the_estimator_would_pass_over_are_refused(engine):
+    batch = _batch(rows=2)
+    batch["token_rewards"] = torch.zeros(batch["input_ids"].shape)
+    with pytest.raises(DataError, match=r"algorithm.advantage.kind=outcome has one number per episode"):
+        PolicyActor(engine, AlgorithmConfig()).prepare(batch)
+
+
 def test_summary_staleness_shares_count_trained_tokens():
     batch = _batch()
     generated = batch["versions"] >= 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_contracts.errors import DataError
 from rl_contracts.registry import load_part
 from rl_trainers.critic import RETURNS_KEY, VALUES_KEY
 from rl_trainers.functional.advantages import Groups, gae, grouped, moments, normalised, whitened
@@ -84,7 +85,15 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
     Returns:
         `groups/trained`, `groups/singleton` (those of one episode) and `groups/zero_variance` (of several with equal
         rewards), counted over all replicas; `reward/shaped` (mean over episodes).
+
+    Raises:
+        DataError: there are rewards of single turns, which the estimator would pass over.
     """
+    if "token_rewards" in batch and not config.advantage.reads_tokens:  # on all ranks or on none
+        raise DataError(
+            f"the batch has rewards of single turns (`token_rewards`), and algorithm.advantage.kind="
+            f"{config.advantage.kind} has one number per episode; expected `return` or `gae`, or rows without them."
+        )
     learn, outcomes = batch["loss_mask"], gather_outcomes(batch, config, parallel)
     advantages, returns = load_part(config.advantage)(outcomes)
     if config.advantage.whiten:

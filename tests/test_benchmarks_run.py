@@ -48,6 +48,18 @@ def test_embedded_server_quick_last_line_has_the_ratio_of_both_cases() -> None:
     assert figures["long_tail"]["requests"] == 80
 
 
+@pytest.mark.nightly  # minutes, and an idle machine for the latencies
+def test_rollout_endpoint_is_within_its_limits(record_property: Callable[[str, object], None]) -> None:
+    figures = run("rollout_endpoint.py")
+    for agents in ("1", "16", "128"):
+        found = figures["agents"][agents]
+        record_property(f"ms of processor, ms of latency, {agents} agents", f"{found['cpu_ms']}, {found['added_ms']}")
+        assert found["calls"] >= 32
+    record_property("tokens read over those of the conversation", figures["reading"]["ratio"])
+    assert figures["reading"]["read"] >= 0.5 * figures["reading"]["final"]
+    assert figures["missed"] == []
+
+
 @pytest.mark.nightly  # two minutes of windows
 def test_embedded_server_scores_leave_answers_a_third_and_get_a_quarter(
     record_property: Callable[[str, object], None],

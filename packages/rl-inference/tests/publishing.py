@@ -87,10 +87,14 @@ class Trainer:
 
 
 @contextlib.asynccontextmanager
-async def client(
-    servers: list[ServerProcess], weights_dir: str = "", names: ServerSource | None = None, **config: Any
-) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(spec=ServeSpec(weights_dir=weights_dir), client=ClientConfig(**{**QUICK, **config}))
+async def client[T: EmbeddedEngine](
+    servers: list[ServerProcess],
+    weights_dir: str = "",
+    names: ServerSource | None = None,
+    kind: type[T] = EmbeddedEngine,
+    **config: Any,
+) -> AsyncIterator[T]:
+    engine = kind(spec=ServeSpec(weights_dir=weights_dir), client=ClientConfig(**{**QUICK, **config}))
     engine.initialize([server.address for server in servers])
     if names is not None:
         assert engine.follow(names)

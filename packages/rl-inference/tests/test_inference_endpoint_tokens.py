@@ -3,6 +3,7 @@ itself gives, over several turns with tools, parallel calls and a branch."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -80,10 +81,13 @@ def gaps(path: Path, rows: list[Trajectory]) -> np.ndarray:
     return np.concatenate(found)
 
 
-async def _streamed(agent: openai.AsyncOpenAI, options: Any) -> dict[str, Any]:
-    """The message of a stream, put together as agents do."""
+async def _streamed(agent: openai.AsyncOpenAI, options: Any) -> tuple[dict[str, Any], list[float]]:
+    """The message of a stream and its log-probs, put together as agents do."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
+    logprobs: list[float] = []
     async for chunk in await agent.chat.completions.create(**options, stream=True):
+        if (told := chunk.choices[0].logprobs) is not None:
+            logprobs += [entry.logprob for entry in told.content or ()]
         for name, value in chunk.choices[0].delta.model_dump(exclude_none=True).items():
             if name in ("content", "reasoning_content"):
                 message[name] = message.get(name, "") + value
@@ -93,17 +97,22 @@ async def _streamed(agent: openai.AsyncOpenAI, options: Any) -> dict[str, Any]:
                     calls.append({"id": part["id"], "type": "function", "function": {**part["function"]}})
                 else:
                     calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    return message
+    return message, logprobs
 
 
-async def _agent(agent: openai.AsyncOpenAI, messages: list[Any], turns: int) -> None:
-    """Answers calls of the tool with sums, and everything else with a question; every other turn is a stream."""
+async def _agent(agent: openai.AsyncOpenAI, messages: list[Any], turns: int, told: list[list[float]]) -> None:
+    """Answers calls of the tool with sums, and everything else with a question; every other turn is a stream. What it
+    was told of log-probs is put to `told`."""
     for turn in range(turns):
-        options: Any = {"model": "m", "messages": messages, "tools": [ADD]}
+        options: Any = {"model": "m", "messages": messages, "tools": [ADD], "logprobs": True}
         if turn % 2:
-            message = await _streamed(agent, options)
+            message, logprobs = await _streamed(agent, options)
         else:
-            message = (await agent.chat.completions.create(**options)).choices[0].message.model_dump(exclude_none=True)
+            (choice,) = (await agent.chat.completions.create(**options)).choices
+            message = choice.message.model_dump(exclude_none=True)
+            assert choice.logprobs is not None
+            logprobs = [entry.logprob for entry in choice.logprobs.content or ()]
+        told.append(logprobs)
         messages.append(message)
         for call in message.get("tool_calls", ()):
             result = str(sum(json.loads(call["function"]["arguments"]).values()))
@@ -132,25 +141,32 @@ async def test_eight_turns_with_tools_and_a_branch_are_trained_as_sampled(
     engine = HalfScripted()
     engine.initialize([server.address], "key")
     engine.script = [None, calls(1), calls(2, 3, 4), None, calls(5), calls(6, 7), None, None, calls(8, 9), None]
+    engine.script += [None] * 4
     engine.encode, engine.responses = odd, []
+    told: list[list[float]] = []
     endpoint = HttpRolloutEndpoint(tokenizer)
     session = await endpoint.open(engine, GenerationConfig(max_new_tokens=24, temperature=TEMPERATURE), 4096)
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as agent:
         messages: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is it?"}]
-        await _agent(agent, messages, 8)
+        await _agent(agent, messages, 8, told)
         branch = messages[:4]  # the first answer stays, the question after it is another
         branch[3] = {"role": "user", "content": "what else?"}
-        await _agent(agent, branch, 2)
+        await _agent(agent, branch, 2, told)
+        # two agents at the same time, one of which goes on from the first answer
+        other = [{"role": "user", "content": "what?"}]
+        await asyncio.gather(*(_agent(agent, begin, 2, told) for begin in (other, [*messages[:3], *branch[3:4]])))
     await session.close()
     rows = session.trajectories(1.0)
 
     assert sum(int(row.loss_mask.sum()) for row in rows) == sum(len(r.output_ids) for r in engine.responses)
+    assert sorted(told) == sorted(response.logprobs for response in engine.responses)
     asked = [(r.input_ids + r.output_ids, r.versions) for r in engine.responses]
     for row in rows:  # a row ends with an answer to exactly the prompt before it
         assert any(row.input_ids.tolist() == ids for ids, _ in asked)
     turns = [row.info["turns"] for row in rows]
     if name in ("llama3", "gemma3"):
-        assert turns == [8, 3]
+        assert turns == [8, 3, *turns[2:]]
+        assert sorted(turns[2:]) == [2, 3]
     for per in ("branch", "call"):
         gap = gaps(model, session.trajectories(1.0, per))
         record_property(f"gap_mean_{per}", float(gap.mean()))

@@ -113,7 +113,7 @@ def test_family_says_what_transformers_says_and_its_weights_come_out_to_the_bit(
     ("layout", "settings"),
     [
         pytest.param({}, {}, id="d1"),
-        pytest.param({"data": 2, "expert": 2}, {}, id="d2e2"),
+        pytest.param({"data": 2, "expert": 2}, {}, id="d2e2", marks=pytest.mark.nightly),
         pytest.param({"tensor": 2}, {"sequence_parallel": True}, id="t2", marks=pytest.mark.nightly),
         pytest.param({"tensor": 2, "expert": 2}, {"sequence_parallel": True}, id="t2e2", marks=pytest.mark.nightly),
         pytest.param({"pipeline": 2}, {}, id="p2", marks=pytest.mark.nightly),

@@ -115,9 +115,10 @@ ASKED = {"output_router_logits": True}
         (
             "qwen3_moe",
             {"moe_intermediate_size": 9},
-            {"data": 2, "expert": 1, "expert_tensor": 2},
+            {"data": 4, "expert": 2, "expert_tensor": 2},
             r"2 ranks for each expert do not divide moe_intermediate_size=9",
         ),
+        ("mixtral", {}, {"data": 2, "expert_tensor": 2}, r"2 ranks for each expert need an e above 1"),
         ("mixtral", {}, {"tensor": 2}, r"t=2 with experts needs sequence_parallel=true"),
         ("qwen3_moe", {}, {"data": 2, "pipeline": 2, "expert": 2}, r"with p=2 .*e=2"),
         ("qwen3_moe", ASKED | {"router_aux_loss_coef": 0.1}, {"pipeline": 2}, r"p=2 .*output_router_logits"),

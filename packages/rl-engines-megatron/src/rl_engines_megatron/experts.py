@@ -58,6 +58,11 @@ class Routing:
         for module in part.modules():
             if isinstance(module, WatchedRouter):
                 module.watch = self
+        for name, parameter in part.named_parameters():
+            if ".mlp.experts." in name:
+                # its gradient is summed over the ranks that hold it, which are others than those of attention, and an
+                # optimizer of its own has it, in every layout: megatron-core sees to that with e above 1 only
+                parameter.allreduce = False  # type: ignore[attr-defined]
         self.ranks = parallel_state.get_tensor_and_context_parallel_group()
         self.begin_step(1, torch.device("cpu"))
 

@@ -115,6 +115,11 @@ def check_experts(path: str, strategy: ParallelStrategy, sequence_parallel: bool
             "to its experts once; set it, or t to 1",
         ),
         (
+            etp > 1 and e == 1 and not sequence_parallel,
+            f"{etp} ranks for each expert need an e above 1, or t above 1 with sequence_parallel=true; choose one of "
+            "these, or leave the t of ffn out",
+        ),
+        (
             strategy.pipeline > 1 and e * etp != stage,
             f"with p={strategy.pipeline} experts lie over the ranks of one replica, but e={e} times {etp} ranks for "
             f"each expert are not its t * c = {stage}; choose e so, or p=1",
@@ -130,9 +135,8 @@ def check_experts(path: str, strategy: ParallelStrategy, sequence_parallel: bool
 
 
 def expert_tensor(strategy: ParallelStrategy) -> int:
-    """Ranks over which each matrix of an expert is split: the t of `ffn`, where it is written. Else the experts fill
-    the ranks of a replica's stage, where e divides their number; where it does not, an expert lies on one."""
+    """Ranks over which each matrix of an expert is split: the t of `ffn`, where it is written; else t / e, where e
+    divides t, so that experts fill the tensor ranks; else 1."""
     if strategy.expert_tensor is not None:
         return strategy.expert_tensor
-    stage = strategy.tensor * strategy.context
-    return stage // strategy.expert if stage % strategy.expert == 0 else 1
+    return strategy.tensor // strategy.expert if strategy.tensor % strategy.expert == 0 else 1

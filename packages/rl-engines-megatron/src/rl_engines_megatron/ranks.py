@@ -11,23 +11,30 @@ from megatron.core import parallel_state, tensor_parallel
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.errors import ConfigError
 from rl_engines_megatron.cpu import without_cuda
-from rl_engines_megatron.mixture import expert_tensor
 
 ORDER = "tp-cp-ep-pp-dp"
 """Ranks of a replica lie side by side, tensor ranks fastest: the order of `rl_contracts.parallel`."""
 
 _users = 0
 """Engines of this process that use the groups."""
-_layout: tuple[ParallelStrategy, int] | None = None
+_layout: tuple[ParallelStrategy, int, int] | None = None
 """Their layout."""
 
 
 def make_groups(
-    strategy: ParallelStrategy, interleaved: int, seed: int, device: torch.device, timeout: float, undo: ExitStack
+    strategy: ParallelStrategy,
+    etp: int,
+    interleaved: int,
+    seed: int,
+    device: torch.device,
+    timeout: float,
+    undo: ExitStack,
 ) -> None:
     """Make megatron-core's groups, or share those that are there (collective).
 
     Args:
+        etp: ranks over which each matrix of an expert is split. Without experts as many as a stage of a replica has:
+            megatron-core wants it for this order of ranks.
         interleaved: parts of the model on each pipeline rank.
         undo: leaves them when it is closed.
 
@@ -35,7 +42,7 @@ def make_groups(
         ConfigError: another engine of this process has another layout.
     """
     global _users, _layout
-    layout = (strategy, interleaved)
+    layout = (strategy, etp, interleaved)
     if _users and _layout != layout:
         raise ConfigError(
             f"allocation megatron:{strategy}: expected the layout of the engine that this process has already, "
@@ -49,7 +56,7 @@ def make_groups(
             virtual_pipeline_model_parallel_size=interleaved if interleaved > 1 else None,
             context_parallel_size=strategy.context,
             expert_model_parallel_size=strategy.expert,
-            expert_tensor_parallel_size=expert_tensor(strategy),
+            expert_tensor_parallel_size=etp,
             distributed_timeout_minutes=math.ceil(timeout / 60),
             order=ORDER,
             create_gloo_process_groups=False,

@@ -19,8 +19,9 @@ from rl_trainers.algorithm import AlgorithmConfig
 
 RANKS = Path(__file__).parent / "megatron_replay_ranks.py"
 STEPS = 20
-RATE = 1024.0
-"""Of the first step, of plain SGD: what a weight moves by it is its gradient, and rounding of the weight is little."""
+RATE = 2.0**20
+"""Of the first step, of plain SGD: what a weight moves by it is its gradient, and rounding of the weight is little,
+also where few tokens came to an expert."""
 
 
 def started(engine, model, optimizer):

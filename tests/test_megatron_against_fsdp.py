@@ -19,9 +19,8 @@ from rl_trainers.algorithm import AlgorithmConfig
 
 RANKS = Path(__file__).parent / "megatron_replay_ranks.py"
 STEPS = 20
-RATE = 2.0**20
-"""Of the first step, of plain SGD: what a weight moves by it is its gradient, and rounding of the weight is little,
-also where few tokens came to an expert."""
+RATE = 1024.0
+"""Of the first step, of plain SGD: what a weight moves by it is its gradient, and rounding of the weight is little."""
 
 
 def started(engine, model, optimizer):
@@ -82,7 +81,6 @@ def test_grpo_on_replayed_batches_gives_the_gradients_and_losses_of_fsdp(given, 
         pytest.param({}, marks=pytest.mark.nightly),
         {"data": 2, "expert": 2},
         pytest.param({"data": 4, "expert": 2}, marks=pytest.mark.nightly),
-        pytest.param({"context": 2}, marks=pytest.mark.nightly),
         pytest.param({"data": 2, "context": 2, "expert": 2, "expert_tensor": 2}, marks=pytest.mark.nightly),
     ],
     ids=str,

@@ -15,7 +15,13 @@ CRITIC = {
     "data.batch_size": 4,
     "rollout.group_size": 4,
     "rollout.generation.max_new_tokens": 12,
+    "rollout.reward": "parity:reward",
 }
+PARITY = """
+def reward(prompt, completions, prompt_ids, completion_ids, **data):
+    return float(sum(completion_ids) % 2)
+"""
+"""A random model is rewarded now and then."""
 SERVED = "embedded:d1+"
 
 
@@ -37,7 +43,9 @@ SERVED = "embedded:d1+"
         ),
     ],
 )
-def test_command_trains_in_a_layout_of_megatron(tmp_path, name, layout, settings):
+def test_command_trains_in_a_layout_of_megatron(tmp_path, monkeypatch, name, layout, settings):
+    (tmp_path / "parity.py").write_text(PARITY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     run = {"allocation": layout, "model.path": make_tiny_model(tmp_path / "model"), "cluster.device": "cpu"}
     command = Command(name, tmp_path / "run", run | {"total_steps": 2, "evaluation.rows": 4} | settings)
 

@@ -2,12 +2,15 @@
 
 import pytest
 
+from rl_contracts import confine
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
-from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.errors import ConfigError, DataError, LaunchError
 from rl_contracts.metrics import collect
+from rl_contracts.sandbox import Sandbox, SandboxLimits
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_workflows.tools import PythonTool
 from rl_workflows.turns import MultiTurnWorkflow, ToolWorkflow
 
 ROW = {"messages": [{"role": "user", "content": "what is 2 + 3?"}], "answer": "5", "prompt_id": 0}
@@ -144,6 +147,44 @@ async def test_tools_are_found_by_name():
         ToolWorkflow(tokenizer, GENERATION, right, tools=["calculater"])
 
 
+async def test_tools_python_program_runs_in_the_sandbox():
+    programs = ["print(2 + 3)", "open('/etc/passwd')", "import time; time.sleep(60)", "pass"]
+    calls = {"calls": [{"name": "python", "arguments": {"code": code}} for code in programs]}
+    engine, tokenizer, asked = scripted("gemma3", calls, {"content": "it is 5"})
+    generation = GenerationConfig(max_new_tokens=512)
+    python = PythonTool(Sandbox(SandboxLimits(seconds=2)))
+
+    await ToolWorkflow(tokenizer, generation, right, tools=[python]).arun_episode(engine, dict(ROW))
+
+    assert "<tool_response>5</tool_response>" in asked[1]
+    assert "PermissionError: [Errno 13] Permission denied: '/etc/passwd'" in asked[1]
+    assert "error: it did not end within 2 s." in asked[1]
+    assert "(it printed nothing)" in asked[1]
+
+
+def test_tools_python_where_nothing_confines_it_is_refused_at_start(monkeypatch):
+    monkeypatch.setattr(confine, "lacking", lambda: ["Landlock"])
+
+    with pytest.raises(ConfigError, match="the sandbox cannot confine code here"):
+        ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right, tools=["python"])
+
+
+async def test_tools_error_of_ours_fails_the_episode():
+    def lost() -> str:
+        """Is lost."""
+        raise LaunchError("planted")
+
+    engine, tokenizer, _ = scripted("llama3", {"calls": [{"name": "lost", "arguments": {}}]})
+
+    with pytest.raises(LaunchError, match="planted"):
+        await ToolWorkflow(tokenizer, GENERATION, right, tools=[lost]).arun_episode(engine, dict(ROW))
+
+
+def test_tools_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="two tools are called 'add'"):
+        ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right, tools=[add, add])
+
+
 async def test_tools_model_that_never_answers_ends_after_its_turns():
     calls = {"calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}]}
     engine, tokenizer, asked = scripted("mistral", *[calls] * 3)
@@ -158,7 +199,7 @@ def test_tools_that_the_model_cannot_be_shown_or_call_are_refused():
     def untyped(a):
         """Says nothing of a."""
 
-    with pytest.raises(ConfigError, match=r"workflow.tools: expected at least one"):
+    with pytest.raises(ConfigError, match=r"workflow.tools: expected at least one tool"):
         ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right)
     with pytest.raises(ConfigError, match="untyped"):
         ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right, tools=[untyped])

@@ -1,22 +1,21 @@
-"""Workflows of several turns in one conversation: feedback after each answer, and tools that are Python functions."""
+"""Workflows of several turns in one conversation: feedback after each answer, and tools."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts import registry
 from rl_contracts.answers import AnswerReader
 from rl_contracts.config import require
 from rl_contracts.conversation import Conversation, Turn
 from rl_contracts.data import ModelRequest
-from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.errors import ConfigError, DataError, RLError
 from rl_contracts.metrics import record
 from rl_workflows.episode import stage
 from rl_workflows.rlvr import RLVRWorkflow
+from rl_workflows.tools import Tool, tools_of
 
 if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine
@@ -110,14 +109,12 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
 
 class ToolWorkflow(MultiTurnWorkflow):
-    """The model calls Python functions, as often as it likes within a number of turns, and then answers.
+    """The model calls tools, as often as it likes within a number of turns, and then answers.
 
-    A function's name, docstring and annotations are what the model is shown (`transformers` makes the schema). What it
-    returns, or that it failed and why, is what the model is told. The reward is that of the last answer.
+    What a call gives, or that it failed and why, is what the model is told. The reward is that of the last answer.
 
     Args:
-        tools: plain functions, each run in a thread (which one that hangs keeps), or async ones; or their names under
-            `rl.tools` (`calculator`), or dotted paths.
+        tools: typed Python functions, plain or async; `rl_workflows.tools.Tool`s; or names (`calculator`, `python`).
         tool_seconds: within which a call must end; else the model is told that it did not.
         turns: answers at most.
         others: as `MultiTurnWorkflow` has them.
@@ -130,21 +127,15 @@ class ToolWorkflow(MultiTurnWorkflow):
     def __init__(
         self,
         *given: Any,
-        tools: Sequence[Callable[..., Any] | str] = (),
+        tools: Sequence[Tool | Callable[..., Any] | str] = (),
         tool_seconds: float = 10.0,
         turns: int = 8,
         **more: Any,
     ) -> None:
-        from transformers.utils import chat_template_utils, get_json_schema
-
         super().__init__(*given, turns=turns, **more)
-        found = [registry.load("rl.tools", tool) if isinstance(tool, str) else tool for tool in tools]
-        self._tools = {tool.__name__: tool for tool in found}
-        try:
-            self._schemas = [get_json_schema(tool) for tool in found]
-        except (chat_template_utils.DocstringParsingException, chat_template_utils.TypeHintParsingException) as error:
-            raise ConfigError(f"workflow.tools: {error}") from error
-        require(len(self._schemas) > 0, "workflow.tools", "at least one function", list(tools))
+        self._tools = tools_of(tools)
+        self._schemas = [tool.schema for tool in self._tools.values()]
+        require(len(self._schemas) > 0, "workflow.tools", "at least one tool", list(tools))
         if not (self._reader.reads_tools and self._renderer.shows_tools(self._schemas)):
             raise ConfigError(
                 "workflow.tools: the model's chat template shows no tools, or how it writes calls of them is not "
@@ -182,12 +173,11 @@ class ToolWorkflow(MultiTurnWorkflow):
             return f"error: there is no tool {name!r}; there are {', '.join(self._tools)}."
         try:
             async with asyncio.timeout(self._tool_seconds):
-                if inspect.iscoroutinefunction(tool):
-                    found = await tool(**function["arguments"])
-                else:
-                    found = await asyncio.to_thread(tool, **function["arguments"])
+                found = await tool.call(**function["arguments"])
             return found if isinstance(found, str) else json.dumps(found)
         except TimeoutError:
             return f"error: {name} took longer than {self._tool_seconds:g} s."
+        except RLError:
+            raise
         except Exception as error:  # noqa: BLE001 - the boundary of tools: the model is told, as it is of a result
             return f"error: {type(error).__name__}: {error}"

@@ -191,6 +191,7 @@ class Parts(ExitStack):
 
         loop, endpoint = self.loop, HttpRolloutEndpoint(self.tokenizer, self.config.rollout.endpoint)
         self.callback(lambda: loop.run(endpoint.destroy(), CLOSE_SECONDS))
+        self.callback(lambda: loop.run(agent.close(), CLOSE_SECONDS))
         http = None
         if importlib.util.find_spec("openai") is not None:  # one client for all: its making costs tens of milliseconds
             from openai import DefaultAsyncHttpxClient

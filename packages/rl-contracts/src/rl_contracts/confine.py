@@ -25,9 +25,8 @@ LANDLOCK_VERSION = 3
 # Numbers are those of Linux on x86-64 (include/uapi/linux and arch/x86/entry/syscalls/syscall_64.tbl).
 _SECCOMP, _CAPSET = 317, 126
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = (
-    1 << n for n in (0, 1, 2, 3, 5, 8, 14)
-)
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE = (1 << n for n in (0, 1, 2, 3, 5))
+_MAKE_REG, _TRUNCATE, _IOCTL = (1 << n for n in (8, 14, 15))
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -178,15 +177,15 @@ def limit(settings: dict[str, Any]) -> None:
 def give_up_privileges() -> None:
     """Root too has no capability from here on, and nothing that is executed gets any."""
     _must("capset", _call(_CAPSET, struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *[0] * 6)))
-    _must("PR_SET_NO_NEW_PRIVS", -ctypes.get_errno() if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) else 0)
+    _must("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
-def fence(rights: dict[str, int]) -> None:
-    """Landlock: nothing of the file system but what lies below these paths, each with its rights; no TCP, no abstract
-    sockets, and no signals to others where this kernel has rules for that."""
+def fence(rights: dict[str, int], alone: bool = True) -> None:
+    """Landlock: nothing of the file system but what lies below these paths, each with its rights. `alone`: also no TCP,
+    no abstract sockets, and no signals to others, where this kernel has rules for that."""
     version = _must("Landlock", _call(_LANDLOCK_CREATE, None, 0, 1))
     handled = (1 << (16 if version >= 5 else 15)) - 1
-    attributes = struct.pack("3Q", handled, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    attributes = struct.pack("3Q", handled, 3 if alone and version >= 4 else 0, 3 if alone and version >= 6 else 0)
     rules = _must("landlock_create_ruleset", _call(_LANDLOCK_CREATE, attributes, len(attributes), 0))
     for path, right in rights.items():
         try:
@@ -194,11 +193,25 @@ def fence(rights: dict[str, int]) -> None:
         except FileNotFoundError:
             continue
         if not os.path.isdir(path):
-            right &= _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE
+            right &= _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL
+        right &= handled
         _must(f"landlock_add_rule {path}", _call(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", right, place), 0))
         os.close(place)
     _must("landlock_restrict_self", _call(_LANDLOCK_RESTRICT, rules, 0))
     os.close(rules)
+
+
+def write_only_below(directory: str) -> None:
+    """From here on this process and those that it starts write no files but those below a directory and in shared
+    memory, and get no further privileges. They read, compute and talk as before.
+
+    Raises:
+        OSError: the kernel has no Landlock.
+    """
+    _must("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    everything, read = (1 << 16) - 1, _EXECUTE | _READ_FILE | _READ_DIR | _IOCTL
+    rights = {"/": read, "/dev/shm": everything, directory: everything}
+    fence(rights | dict.fromkeys(("/dev/null", "/dev/zero", "/dev/full", "/dev/tty"), read | _WRITE_FILE), alone=False)
 
 
 def filter_calls() -> None:

@@ -46,7 +46,7 @@ class AgentWorkflow(ABC):
     @abstractmethod
     async def run(
         self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any
-    ) -> float | dict[str, float]:
+    ) -> float | dict[str, float] | None:
         """Run one episode.
 
         Args:
@@ -58,10 +58,14 @@ class AgentWorkflow(ABC):
 
         Returns:
             the reward of the episode; or figures by name, of which `reward` is that, and the others reach the metrics.
+            Either without the reward where it was said at the endpoint.
 
         Raises:
             Exception: whatever it raises fails the episode, at the boundary `agent`.
         """
+
+    async def close(self) -> None:  # noqa: B027 - most keep nothing
+        """End what it keeps from one episode to the next. Called once, when there are no more."""
 
 
 class Environment(ABC):

@@ -8,6 +8,7 @@ from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
     from rl_workflows.agents import AgentEpisodes
+    from rl_workflows.commands import AgentCommand, AgentContainer
     from rl_workflows.config import RolloutConfig
     from rl_workflows.groups import dynamic_sampling
     from rl_workflows.head import RolloutHead
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "AgentCommand",
+    "AgentContainer",
     "AgentEpisodes",
     "DistRollout",
     "MultiTurnWorkflow",
@@ -34,6 +37,8 @@ __all__ = [
 __getattr__ = on_demand(
     __name__,
     {
+        "AgentCommand": "commands",
+        "AgentContainer": "commands",
         "AgentEpisodes": "agents",
         "DistRollout": "runtime",
         "MultiTurnWorkflow": "turns",

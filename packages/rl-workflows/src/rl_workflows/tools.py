@@ -14,7 +14,7 @@ from rl_contracts.sandbox import Sandbox, SandboxLimits
 
 
 class Tool(ABC):
-    """What a model may call. An error that it raises is told to the model, but an `RLError`, which fails the episode."""
+    """What a model may call. It is told of errors that a call raises; an `RLError` fails the episode."""
 
     schema: dict[str, Any]
     """What the model is shown: `{"type": "function", "function": {"name", "description", "parameters"}}`."""

@@ -1,0 +1,79 @@
+"""The process that keeps an agent's: a script, which imports nothing of ours but the file that it is told.
+
+`keeper.py SETTINGS`, a JSON object as `main` reads it. It starts the command in a directory, outside of which it can
+write nothing, and ends with it. Whatever the command started ends then too, also what left its session; and so it does
+when the descriptor `owner` is closed on its other side, as it is when its owner dies. Linux alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_SECONDS = 0.02
+_AFTER_SECONDS = 30.0
+
+
+def main() -> int:
+    """Keep one command; its exit code, or 128 and the signal that ended it."""
+    settings = json.loads(sys.argv[1])
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what its processes leave behind is this one's child
+    if settings["confine"]:
+        runpy.run_path(settings["confine"])["write_only_below"](settings["directory"])
+    try:
+        command = subprocess.Popen(settings["command"], cwd=settings["directory"])
+    except OSError as error:
+        sys.stderr.write(f"{settings['command'][0]!r} cannot be started: {error}\n")
+        return 127
+    for stream in (0, 1):  # the command's alone, so that their ends are seen
+        os.close(stream)
+    owner = select.poll()
+    owner.register(settings["owner"], select.POLLIN)
+    while command.poll() is None and not owner.poll(1000 * _POLL_SECONDS):
+        pass
+    _end_all()
+    if settings["after"]:
+        null = subprocess.DEVNULL
+        subprocess.run(settings["after"], stdin=null, stdout=null, timeout=_AFTER_SECONDS)
+    code = command.returncode or 0
+    return code if code >= 0 else 128 - code
+
+
+def _end_all() -> None:
+    """Kill all processes below this one, also those that are started meanwhile, until there are none."""
+    while True:
+        for pid in _below(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def _below(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(status.parent.name))
+    found = list(children.get(pid, ()))
+    for child in found:
+        found += children.get(child, ())
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,316 @@
+"""Agents that are programs of their own, and what becomes of those that misbehave: the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from rl_contracts import confine
+from rl_contracts.clock import SystemClock
+from rl_contracts.config import GenerationConfig
+from rl_contracts.errors import AgentError, ConfigError
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
+from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_contracts.workflow import AgentWorkflow
+from rl_inference.endpoint.server import HttpRolloutEndpoint
+from rl_workflows import AgentCommand, AgentContainer, AgentEpisodes, Ticket
+from rl_workflows.episode import Episodes
+from rl_workflows.groups import run_group
+
+ROW = {"messages": [{"role": "user", "content": "what is 2 + 3?"}], "answer": "5", "prompt_id": 0}
+TOKENIZER = make_chat_tokenizer("llama3")
+
+PROGRAM = """
+import json, os, subprocess, sys, time, urllib.request
+
+def ask(given, url=None, key=None):
+    body = json.dumps({"model": "policy", "messages": given["data"]["messages"]}).encode()
+    request = urllib.request.Request((url or given["base_url"]) + "/chat/completions", body, {
+        "content-type": "application/json", "authorization": "Bearer " + (key or given["api_key"])})
+    return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"]
+
+for taken, line in enumerate(sys.stdin, 1):
+    given = json.loads(line)
+"""
+GOOD = "print(json.dumps({'answer': ask(given), 'taken': taken}), flush=True)"
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[HttpRolloutEndpoint]:
+    endpoint = HttpRolloutEndpoint(TOKENIZER)
+    yield endpoint
+    await endpoint.destroy()
+
+
+def right(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, *, answer: str) -> float:
+    return float(answer in completions)
+
+
+def program(directory: Path, body: str, **settings: Any) -> AgentCommand:
+    """An agent that does this for each line of stdin."""
+    path = directory / f"agent{len(list(directory.iterdir()))}.py"
+    path.write_text(PROGRAM + textwrap.indent(textwrap.dedent(body), "    "))
+    command = (sys.executable, "-ISu", str(path))
+    return type("Program", (AgentCommand,), {"command": command} | settings)(right)
+
+
+async def group_of(agent: AgentWorkflow, endpoint: HttpRolloutEndpoint, size: int = 1, deadline: float = 60.0) -> Any:
+    ids = TOKENIZER.encode(written("llama3", "it is 5"), add_special_tokens=False)
+    config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(TOKENIZER))
+    engine = NullInferenceEngine(config, answer=lambda request: ids)
+    workflow = AgentEpisodes(agent, endpoint, GenerationConfig(max_new_tokens=32), 400, deadline=deadline)
+    try:
+        return await run_group(Episodes(workflow, engine, SystemClock(), seed=1), ROW, Ticket(0, 3), size, 1)
+    finally:
+        await agent.close()
+
+
+def lives(mark: str) -> list[str]:
+    """Processes with a mark on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [path.parent.name] if mark in path.read_text() else []
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+async def test_command_of_one_episode_has_url_and_key_in_its_environment(
+    endpoint: HttpRolloutEndpoint, tmp_path: Path
+) -> None:
+    body = """
+        assert not any(given["api_key"] in part for part in sys.argv)
+        assert os.environ["ANTHROPIC_API_KEY"] == given["api_key"] and "A_SECRET" not in os.environ
+        open("mine", "w").write("kept")
+        said = ask(given, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+        print(json.dumps({"answer": said, "own": os.environ["OWN"] == "1"}))
+        time.sleep(600)
+    """
+    os.environ["A_SECRET"] = "1"
+    try:
+        group = await group_of(program(tmp_path, body, environment={"OWN": "1"}), endpoint, size=2)
+    finally:
+        del os.environ["A_SECRET"]
+
+    assert group.error is None
+    assert [row.reward for row in group.trajectories] == [1.0, 1.0]
+    assert group.figures.results()["agent/own"] == 1.0
+    assert not lives(str(tmp_path))
+
+
+async def test_command_that_is_long_lived_takes_many_episodes(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
+    group = await group_of(program(tmp_path, GOOD, long_lived=True, processes=1), endpoint, size=6)
+
+    assert group.error is None
+    assert [row.reward for row in group.trajectories] == [1.0] * 6
+    assert group.figures.results()["agent/taken"] == 3.5  # the mean of 1 to 6
+    assert not lives(str(tmp_path))
+
+
+async def test_command_that_is_long_lived_and_dies_is_started_anew(
+    endpoint: HttpRolloutEndpoint, tmp_path: Path
+) -> None:
+    seen = "/dev/shm/" + tmp_path.name
+    dies = f"if not os.path.exists({seen!r}):\n    open({seen!r}, 'w').close()\n    os._exit(3)\n{GOOD}"
+    agent = program(tmp_path, dies, long_lived=True, processes=1)
+    try:
+        first = await group_of(agent, endpoint)
+        then = await group_of(agent, endpoint, size=2)
+    finally:
+        os.remove(seen)
+
+    assert isinstance(first.error, AgentError)
+    assert then.error is None
+
+
+MISBEHAVING = {
+    "hangs": ("time.sleep(600)", "did not end within 2 s"),
+    "never finishes": ("while True: ask(given)", "did not end within 2 s"),
+    "crashes": ("raise KeyError('planted')", "ended with exit code 1 before its result. Last lines"),
+    "is killed": ("os.kill(os.getpid(), 11)", "ended with exit code 139 before its result. It wrote nothing"),
+    "ends": ("sys.exit(0)", "ended with exit code 0 before its result"),
+    "talks": ("print('so far so good')", "found b'so far so good"),
+    "talks much": ("print('x' * 3_000_000)", "more than 1,048,576 bytes"),
+    "knows no reward": ("print('{\"score\": 1}')", "expected `reward` among them"),
+    "closes its result": ("os.close(1); time.sleep(600)", "did not end within 2 s"),
+    "forks": (
+        """
+        for number in range(20):
+            if os.fork() == 0:
+                os.setsid()
+                os.fork()
+                while True:
+                    time.sleep(1)
+        time.sleep(600)
+        """,
+        "did not end within 2 s",
+    ),
+    "is a fork bomb": ("n = 0\nwhile n < 60 or time.sleep(600):\n    os.fork()\n    n += 10", "did not end within 2 s"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISBEHAVING)
+async def test_command_that_misbehaves_is_ended_and_counted_and_the_run_goes_on(
+    endpoint: HttpRolloutEndpoint, tmp_path: Path, name: str
+) -> None:
+    body, message = MISBEHAVING[name]
+    bad, good = program(tmp_path, body), program(tmp_path, GOOD)
+
+    failed = await group_of(bad, endpoint, deadline=2.0 if "2 s" in message else 60.0)
+    then = await group_of(good, endpoint)
+
+    assert isinstance(failed.error, AgentError)
+    assert failed.error.boundary == "agent"
+    assert message in str(failed.error)
+    assert failed.trajectories == []
+    assert then.error is None
+    assert not lives(str(tmp_path))
+
+
+async def test_command_writes_nothing_outside_its_directory(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "kept").write_text("kept")
+    body = f"""
+        import shutil
+        os.makedirs("deep/er"); open("deep/er/mine", "w").write("1"); os.rename("deep/er/mine", "mine")
+        refused = 0
+        for attempt in (
+            lambda: open({str(there / "new")!r}, "w"),
+            lambda: open({str(there / "kept")!r}, "w"),
+            lambda: os.remove({str(there / "kept")!r}),
+            lambda: os.mkdir({str(there / "new")!r}),
+            lambda: subprocess.run(["touch", {str(there / "new")!r}], check=True, capture_output=True),
+        ):
+            try:
+                attempt()
+            except (PermissionError, subprocess.CalledProcessError):
+                refused += 1
+        ask(given)
+        print(json.dumps({{"reward": 0.5, "refused": refused}}))
+    """
+    group = await group_of(program(tmp_path, body), endpoint)
+
+    assert group.error is None
+    assert group.figures.results()["agent/refused"] == 5.0
+    assert [(path.name, path.read_text()) for path in there.iterdir()] == [("kept", "kept")]
+
+
+class Floods(AgentWorkflow):
+    """Calls without end, many at a time, whatever it is answered."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls, self.statuses = calls, Counter[bytes]()
+
+    async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> float:
+        url = urlsplit(base_url)
+        body = json.dumps({"model": "policy", "messages": data["messages"], "max_tokens": 1})
+        request = (
+            f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: {url.netloc}\r\ncontent-type: application/json\r\n"
+            f"authorization: Bearer {api_key}\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+        ).encode()
+
+        async def caller() -> None:
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            while self.calls > 0:
+                self.calls -= 1
+                writer.write(request)
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
+                self.statuses[head.split()[1]] += 1
+            writer.close()
+
+        await asyncio.gather(*(caller() for _ in range(16)))
+        raise RuntimeError("too many requests")
+
+
+@pytest.mark.slow
+async def test_agent_that_floods_is_refused_and_ended_and_others_go_on(
+    endpoint: HttpRolloutEndpoint, tmp_path: Path
+) -> None:
+    flood = Floods(10_000)
+    failed, then = await asyncio.gather(
+        group_of(flood, endpoint, deadline=200.0), group_of(program(tmp_path, GOOD), endpoint)
+    )
+
+    assert isinstance(failed.error, AgentError)
+    assert flood.statuses == {b"200": 256, b"429": 10_000 - 256}  # EndpointConfig.max_calls
+    assert then.error is None
+
+
+async def test_command_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, sys
+from rl_workflows import AgentCommand
+class Sleeps(AgentCommand):
+    command = ("sleep", "98{os.getpid()}")
+asyncio.run(Sleeps(print).run({{}}, base_url="", api_key=""))
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code])  # noqa: ASYNC220
+    mark, deadline = f"98{os.getpid()}", time.monotonic() + 60
+    while len(lives(mark)) < 3:  # owner, keeper, sleep
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    owner.kill()
+    owner.wait()
+
+    while lives(mark):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_container_gets_its_key_by_name_and_is_removed(endpoint: HttpRolloutEndpoint, tmp_path: Path) -> None:
+    """With a stand-in for the engine's command line, which notes how it is called and runs the command here."""
+    engine, calls = tmp_path / "engine", tmp_path / "calls"
+    engine.write_text(
+        f"#!{sys.executable} -IS\nimport os, sys, json\n"
+        f"open({str(calls)!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+        "if sys.argv[1] == 'run':\n    command = sys.argv[sys.argv.index('an-image') + 1:]\n"
+        "    os.execv(command[0], command)\n"
+    )
+    engine.chmod(0o755)
+    (tmp_path / "agent.py").write_text(PROGRAM + "    " + GOOD)
+    made: Any = type(
+        "Contained",
+        (AgentContainer,),
+        {
+            "image": "an-image",
+            "engine": str(engine),
+            "command": (sys.executable, "-IS", str(tmp_path / "agent.py")),
+            "options": ("--memory=1g",),
+        },
+    )
+    group = await group_of(made(right), endpoint)
+
+    assert group.error is None
+    run, removed = (json.loads(line) for line in calls.read_text().splitlines())
+    name = run[run.index("--name") + 1]
+    assert run[run.index("OPENAI_API_KEY") - 1] == "-e"
+    assert not any("=" in part and part != "--memory=1g" for part in run)
+    assert removed == ["rm", "-f", name]
+
+
+def test_command_that_cannot_be_kept_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"AgentCommand.command: expected a program"):
+        AgentCommand(right)
+    with pytest.raises(ConfigError, match=r"AgentContainer.image: expected the name"):
+        AgentContainer(right)
+    monkeypatch.setattr(confine, "lacking", lambda: ["Landlock"])
+    made = type("Mine", (AgentCommand,), {"command": ("true",)})
+    with pytest.raises(ConfigError, match=r"Mine: its processes cannot be kept from writing .* expected Landlock"):
+        made(right)
+    assert type("Free", (made,), {"confined": False})(right)

@@ -23,7 +23,7 @@ import numpy as np
 from rl_apps import gsm8k_grpo
 from rl_contracts.data import ModelRequest
 from rl_contracts.trajectory import from_response
-from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
+from rl_contracts.workflow import AgentWorkflow, Environment, RolloutWorkflow
 
 def close(prompt, completions, prompt_ids, completion_ids, answer, **data):
     print("scored", completions)
@@ -81,6 +81,17 @@ class Clumsy(Agent):
     async def run(self, data, **given):
         return await super().run(data, **given) / 0  # no number
 
+class World(Environment):
+    async def reset(self, data):
+        return data["messages"]
+
+    async def step(self, completion):
+        return [], float(len(completion)), True
+
+class Island(World):
+    async def step(self, completion):
+        return {}["ship"]  # none comes
+
 def measure(run):
     raise NotImplementedError("it measures")
 
@@ -117,6 +128,7 @@ def test_rehearsal_of_what_works_says_nothing_and_leaves_what_the_reward_printed
     _rehearse(model, tmp_path, "rollout.workflow=my_parts:Flow")
     _rehearse(model, tmp_path, "rollout.workflow=my_parts:Agent")
     _rehearse(model, tmp_path, "rollout.workflow=multi-turn")
+    _rehearse(model, tmp_path, "rollout.workflow=my_parts:World")
     _rehearse(model, tmp_path, "rollout.reward=my_parts:close", "data.max_length=2")  # less than any prompt
 
     assert (tmp_path / "logs" / "reward-0.log").read_text().startswith("scored ")
@@ -130,6 +142,7 @@ def test_rehearsal_of_what_works_says_nothing_and_leaves_what_the_reward_printed
         ("rollout.reward=my_parts:of_another_library", "unexpected keyword argument 'answer'", "def of_another"),
         ("rollout.workflow=my_parts:Careless", "KeyError: 'missing'", "no such key"),
         ("rollout.workflow=my_parts:Clumsy", "Clumsy.run raised ZeroDivisionError", "no number"),
+        ("rollout.workflow=my_parts:Island", "Island.step raised KeyError: 'ship'", "none comes"),
         ("rollout.workflow=my_parts:Single", "returned one Trajectory: expected a list", "class Single"),
         ("rollout.workflow=my_parts:Uneven", "arrays differ in length: .*'loss_mask': ", "class Uneven"),
         ("rollout.workflow=my_parts:Unmade", r"__init__\(\) takes 2 positional arguments but 5 were given", ""),

@@ -55,7 +55,8 @@ class ServingSettings(RuntimeConfig):
     """The servers, and what one episode is."""
 
     workflow: str = "rlvr"
-    """Installed workflow or agent (`AgentWorkflow`), or a dotted path `package.module:Class`."""
+    """Installed workflow, agent (`AgentWorkflow`) or environment (`Environment`), or a dotted path
+    `package.module:Class`."""
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     """What agents talk to, where the workflow is one."""
     reward: str = "gsm8k"

@@ -32,7 +32,7 @@ from rl_contracts.logging import get_logger
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
-from rl_contracts.workflow import AgentWorkflow
+from rl_contracts.workflow import AgentWorkflow, Environment
 from rl_launchers.health import probe
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ CLOSE_SECONDS = 10.0
 
 STUCK_EXIT_CODE = 70
 """Of a trainer process that was ended because its training thread was stuck."""
+
+
+def _is(part: Any, kind: type) -> bool:
+    return isinstance(part, type) and issubclass(part, kind)
 
 
 class Destroyable(Protocol):
@@ -179,9 +183,10 @@ class Parts(ExitStack):
         """What happens in an episode."""
         settings = self.config.rollout
         made = registry.load("rl.workflows", settings.workflow)
-        if isinstance(made, type) and issubclass(made, AgentWorkflow):
+        if _is(made, AgentWorkflow):
             return self._agent(made(reward))  # type: ignore[call-arg]  # its own constructor
-        workflow: RolloutWorkflow = made(self.tokenizer, self.config.generation, reward, self.max_length)
+        kind = partial(rl_workflows.EnvironmentWorkflow, environment=made) if _is(made, Environment) else made
+        workflow: RolloutWorkflow = kind(self.tokenizer, self.config.generation, reward, self.max_length)
         workflow.max_length = self.max_length
         return workflow
 

@@ -1,4 +1,4 @@
-"""Contracts of what happens in one episode: rollout workflows, agents, and (provisional) environments."""
+"""Contracts of what happens in one episode: rollout workflows, agents, and environments."""
 
 from __future__ import annotations
 
@@ -69,12 +69,34 @@ class AgentWorkflow(ABC):
 
 
 class Environment(ABC):
-    """Provisional. A multi-step task."""
+    """The other side of one episode: it says something, the model answers, and it says what came of that. A command
+    makes one for each episode, without arguments."""
 
     @abstractmethod
     async def reset(self, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """Start an episode on a data row and return the first messages."""
+        """Begin.
+
+        Args:
+            data: a copy of the data row.
+
+        Returns:
+            the first messages, at least one.
+
+        Raises:
+            Exception: whatever it raises fails the episode, at the boundary `environment`; so in the others.
+        """
 
     @abstractmethod
     async def step(self, completion: str) -> tuple[list[dict[str, Any]], float, bool]:
-        """Answer one completion with (new messages, reward of this step, whether the episode is over)."""
+        """Go on.
+
+        Args:
+            completion: the text of the model's answer, without its reasoning.
+
+        Returns:
+            the next messages, without the answer itself; what the answer earned, a finite number; and whether the
+            episode is over, so that the messages are not shown.
+        """
+
+    async def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Free what it holds. Called once, however the episode ended."""

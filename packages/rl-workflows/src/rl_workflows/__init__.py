@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rl_workflows.agents import AgentEpisodes
     from rl_workflows.commands import AgentCommand, AgentContainer
     from rl_workflows.config import RolloutConfig
+    from rl_workflows.environments import EnvironmentWorkflow, TextGame
     from rl_workflows.groups import dynamic_sampling
     from rl_workflows.head import RolloutHead
     from rl_workflows.rlvr import RLVRWorkflow
@@ -23,11 +24,13 @@ __all__ = [
     "AgentContainer",
     "AgentEpisodes",
     "DistRollout",
+    "EnvironmentWorkflow",
     "MultiTurnWorkflow",
     "RLVRWorkflow",
     "RolloutConfig",
     "RolloutHead",
     "StalenessManager",
+    "TextGame",
     "Ticket",
     "ToolWorkflow",
     "dynamic_sampling",
@@ -41,11 +44,13 @@ __getattr__ = on_demand(
         "AgentContainer": "commands",
         "AgentEpisodes": "agents",
         "DistRollout": "runtime",
+        "EnvironmentWorkflow": "environments",
         "MultiTurnWorkflow": "turns",
         "RLVRWorkflow": "rlvr",
         "RolloutConfig": "config",
         "RolloutHead": "head",
         "StalenessManager": "staleness",
+        "TextGame": "environments",
         "Ticket": "staleness",
         "ToolWorkflow": "turns",
         "dynamic_sampling": "groups",

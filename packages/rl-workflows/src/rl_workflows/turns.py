@@ -98,8 +98,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
                 self._tokenizer.decode(ids), answer.message["content"], ids, answer.output.tolist(), data
             )
 
-    def _rows(self, talk: Conversation, reward: float, data: dict[str, Any]) -> list[Trajectory]:
-        rows = talk.rows(reward)
+    def _rows(self, talk: Conversation, reward: float, data: dict[str, Any], **how: Any) -> list[Trajectory]:
+        rows = talk.rows(reward, **how)
         for row in rows:
             first = int((row.versions >= 0).argmax())
             told = {"prompt": row.input_ids[:first], "completion": row.input_ids[first:]}

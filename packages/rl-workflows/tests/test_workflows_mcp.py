@@ -1,0 +1,90 @@
+"""Tools of a real MCP server in a process of its own."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.errors import ConfigError, TaskEnvironmentError
+from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
+from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
+from rl_workflows import ToolWorkflow
+from rl_workflows.mcp import McpServer
+
+SERVER = """
+import os, time
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("weather")
+
+@server.tool()
+def weather(city: str) -> str:
+    '''The weather of a city.'''
+    if city == "Atlantis":
+        raise ToolError("it sank")
+    return f"sunny in {city}, {os.environ['UNIT']}"
+
+@server.tool()
+def pid() -> int:
+    '''Its process.'''
+    return os.getpid()
+
+server.run(transport="stdio")
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    (tmp_path / "server.py").write_text(SERVER)
+    server = McpServer([sys.executable, str(tmp_path / "server.py")], {"UNIT": "celsius"})
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+async def test_mcp_tools_are_shown_called_and_their_errors_told(server):
+    tokenizer, asked = make_chat_tokenizer("gemma3"), []
+    calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Oslo", "Atlantis")]
+    said = [written("gemma3", calls=[*calls, {"name": "weather", "arguments": {}}]), written("gemma3", "sunny")]
+
+    def answer(request):
+        asked.append(tokenizer.decode(request.input_ids))
+        return tokenizer.encode(said.pop(0), add_special_tokens=False)
+
+    config = NullInferenceEngineConfig(seconds_per_token=0.0, vocab_size=len(tokenizer))
+    workflow = ToolWorkflow(
+        tokenizer, GenerationConfig(max_new_tokens=512), lambda *given, **data: 1.0, tools=[*server.tools, "calculator"]
+    )
+
+    [row] = await workflow.arun_episode(
+        NullInferenceEngine(config, answer=answer), {"messages": [{"role": "user", "content": "?"}], "prompt_id": 0}
+    )
+
+    assert row.info["turns"] == 2
+    assert '"description": "The weather of a city."' in asked[0]
+    assert '"city"' in asked[0]
+    assert "<tool_response>sunny in Oslo, celsius</tool_response>" in asked[1]
+    assert "it sank" in asked[1]
+    assert asked[1].count("<tool_response>error: RuntimeError") == 2
+
+
+@pytest.mark.slow
+async def test_mcp_calls_run_at_the_same_time_and_a_server_that_is_gone_is_an_error(server):
+    tools = {tool.name: tool for tool in server.tools}
+    found = await asyncio.gather(*(tools["weather"].call(city=str(n)) for n in range(20)))
+    assert found == [f"sunny in {n}, celsius" for n in range(20)]
+
+    os.kill(int(await tools["pid"].call()), signal.SIGKILL)
+
+    with pytest.raises(TaskEnvironmentError, match=r"server.py' is gone"):
+        await asyncio.wait_for(tools["weather"].call(city="Oslo"), 30)
+
+
+@pytest.mark.parametrize("command", [["no-such-program"], [sys.executable, "-c", "raise SystemExit(3)"]])
+def test_mcp_server_that_does_not_start_is_refused_at_start(command):
+    with pytest.raises(ConfigError, match=r"did not tell its tools within 30 s"):
+        McpServer(command, seconds=30)

@@ -375,6 +375,7 @@ def test_tests_of_the_pages_pass(tmp_path: Path) -> None:
     settings = (
         "[pytest]",
         f"pythonpath = {' '.join(map(str, folders))}",
+        "asyncio_mode = auto",  # as in the workspace
         "asyncio_default_fixture_loop_scope = function",
     )
     (tmp_path / "pytest.ini").write_text("\n".join(settings))

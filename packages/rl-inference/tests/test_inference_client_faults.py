@@ -223,7 +223,12 @@ async def test_commit_only_server_lost_at_its_resume_waits_for_it_to_come_back(t
         return await control(request)
 
     routes: dict[str, Handler] = {"/stage_weights": receipt, "/weight_receipt": receipt, "/health": health}
-    routes |= {"/pause_generation": control, "/commit_weights": commit, "/continue_generation": resume}
+    routes |= {
+        "/pause_generation": control,
+        "/commit_weights": commit,
+        "/continue_generation": resume,
+        "/wake": control,
+    }
     meta = WeightUpdateMeta("disk", 1)
     async with serving(routes) as address, client(address, rejoin_timeout=60.0) as engine:
         async with asyncio.timeout(30):

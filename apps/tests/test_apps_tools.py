@@ -181,8 +181,8 @@ def test_stop_that_takes_too_long_says_what_the_run_does(run: Path, capsys: pyte
 def test_scale_waits_until_the_servers_are_ready(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["scale", str(run), "rollout=03"]) == 0
     assert "rollout: 3 servers, all of them ready" in capsys.readouterr().out
-    workers = {worker["name"]: worker["status"] for worker in tools.status_of(run)["workers"]}
-    assert workers.keys() == {"rollout-0", "rollout-1", "rollout-2", "actor-0"}
+    there = {"rollout-0", "rollout-1", "rollout-2", "actor-0"}  # which the launcher writes down at its next look
+    wait_until(lambda: {worker["name"] for worker in tools.status_of(run)["workers"]} == there, 30)
     assert cli.main(["scale", str(run), "rollout=1"]) == 0
     assert cli.main(["scale", str(run), "actor=2"]) == 1
     assert "no role 'actor' of servers" in capsys.readouterr().err

@@ -34,8 +34,9 @@ from rl_launchers.slurm_commands import (
 logger = get_logger("launcher")
 
 JOB = "SLURM_JOB_ID"
-COUNT = "SLURM_JOB_NUM_NODES"
 """Slurm's variable with the number of the job, in all that runs in one."""
+COUNT = "SLURM_JOB_NUM_NODES"
+"""Slurm's variable with how many nodes the job had when it started."""
 AGENT = Path(__file__).with_name("templates") / "slurm_agent.sh"
 END_SECONDS = 2.0
 """Time for `srun` to end its step. It never does where the node is lost, and an agent that is left ends by itself."""

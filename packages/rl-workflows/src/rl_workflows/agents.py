@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.errors import AgentError, RLError
+from rl_contracts.errors import AgentError
 from rl_contracts.metrics import record
 from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
-from rl_workflows.episode import stage
+from rl_workflows.episode import answered, stage
 
 if TYPE_CHECKING:
     from rl_contracts.config import GenerationConfig
@@ -68,15 +68,8 @@ class AgentEpisodes(RolloutWorkflow):
         return f"{type(self._agent).__name__}.run"
 
     async def _run(self, data: dict[str, Any], base_url: str, api_key: str) -> Any:
-        try:
-            async with asyncio.timeout(self._deadline) as deadline:
-                return await self._agent.run(data, base_url=base_url, api_key=api_key, http_client=self._http_client)
-        except RLError:
-            raise
-        except Exception as error:
-            if deadline.expired():
-                raise AgentError(f"{self._name} did not end within {self._deadline:g} s.") from error
-            raise AgentError(f"{self._name} raised {type(error).__name__}: {error}") from error
+        work = partial(self._agent.run, data, base_url=base_url, api_key=api_key, http_client=self._http_client)
+        return await answered(work, self._name, self._deadline, AgentError)
 
     def _reward(self, found: Any, reported: Reported) -> float:
         """The reward of what an agent returned, or reported while it ran; other figures are recorded."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import require
 from rl_contracts.conversation import Conversation
-from rl_contracts.errors import RLError, TaskEnvironmentError
+from rl_contracts.errors import TaskEnvironmentError
 from rl_contracts.metrics import record
 from rl_contracts.workflow import Environment
-from rl_workflows.episode import stage
+from rl_workflows.episode import answered, stage
 from rl_workflows.turns import MultiTurnWorkflow
 
 if TYPE_CHECKING:
@@ -51,13 +52,12 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
         """One conversation; never rejects."""
         talk, environment = Conversation(self._renderer), self._make()
         try:
-            messages = list(await self._asked(environment, "reset", environment.reset(dict(data))))
+            messages = list(await self._asked(environment, "reset", dict(data)))
             while len(talk.turns) < self._turns:
                 answer = await self._ask(engine, talk, messages)
                 if answer is None:
                     break
-                step = environment.step(answer.message["content"])
-                told, answer.reward, done = await self._asked(environment, "step", step)
+                told, answer.reward, done = await self._asked(environment, "step", answer.message["content"])
                 if not math.isfinite(answer.reward):
                     raise TaskEnvironmentError(
                         f"{type(environment).__name__}.step gave the reward {answer.reward}; expected a finite number."
@@ -66,22 +66,14 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
                     break
                 messages += [answer.message, *told]
         finally:
-            await self._asked(environment, "close", environment.close())
+            await self._asked(environment, "close")
         record("conversation/turns", len(talk.turns))
         return self._rows(talk, 0.0, data, credit=self._credit, discount=self._discount)
 
-    async def _asked(self, environment: Environment, what: str, work: Awaitable[Any]) -> Any:
-        name = f"{type(environment).__name__}.{what}"
-        try:
-            with stage("environment"):
-                async with asyncio.timeout(self._seconds) as deadline:
-                    return await work
-        except RLError:
-            raise
-        except Exception as error:
-            if deadline.expired():
-                raise TaskEnvironmentError(f"{name} did not end within {self._seconds:g} s.") from error
-            raise TaskEnvironmentError(f"{name} raised {type(error).__name__}: {error}") from error
+    async def _asked(self, environment: Environment, what: str, *given: Any) -> Any:
+        with stage("environment"):
+            name, work = f"{type(environment).__name__}.{what}", partial(getattr(environment, what), *given)
+            return await answered(work, name, self._seconds, TaskEnvironmentError)
 
 
 class TextGame(Environment):

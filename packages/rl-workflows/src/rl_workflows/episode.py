@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_contracts.data import ModelRequest, ModelResponse
-from rl_contracts.errors import DataError, InferenceError
+from rl_contracts.errors import DataError, InferenceError, RLError
 from rl_contracts.inference import Capabilities, InferenceEngine
 
 if TYPE_CHECKING:
@@ -221,3 +221,26 @@ class EpisodeEngine(InferenceEngine):
 
     server_spec = initialize = follow = catch_up = stage_weights = commit_weights = _refuse
     pause = resume = sleep = wake = destroy = _refuse
+
+
+async def answered[T](work: Callable[[], Awaitable[T]], name: str, seconds: float, boundary: type[RLError]) -> T:
+    """What code of the user's gives.
+
+    Args:
+        work: calls it.
+        name: of the code, for people.
+        seconds: that it may take.
+        boundary: error that stands for all others that it raises, and for its being late.
+
+    Raises:
+        RLError: its own are let through, all others become `boundary`.
+    """
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            return await work()
+    except RLError:
+        raise
+    except Exception as error:
+        if deadline.expired():
+            raise boundary(f"{name} did not end within {seconds:g} s.") from error
+        raise boundary(f"{name} raised {type(error).__name__}: {error}") from error

@@ -340,7 +340,7 @@ def test_lacking_job_is_requeued_without_its_lost_node_and_asks_for_as_many_agai
         scontrol_show_job=JOB,
         scontrol_show_hostnames="a\nb\n",
         scontrol_show_node="".join(f"NodeName={name} State=ALLOCATED NodeAddr=127.0.0.1\n" for name in "ab"),
-        scontrol_update="" if may_shrink else refused,
+        env="" if may_shrink else refused,
     )
 
     provider = SlurmNodes(SlurmSchedulerConfig(), slurm)
@@ -350,7 +350,8 @@ def test_lacking_job_is_requeued_without_its_lost_node_and_asks_for_as_many_agai
         provider.lacking(["b"], "b was lost")
 
     shrink, requeue = slurm.asked[-2:]
-    assert shrink == ("scontrol", "update", "JobId=5", "NodeList=a")
+    assert shrink[1].startswith("--chdir=/")  # scontrol leaves scripts where it runs
+    assert shrink[2:] == ("scontrol", "update", "JobId=5", "NodeList=a")
     again = " && scontrol update JobId=5 NumNodes=2-2" if may_shrink else ""
     assert requeue == ("bash", "-c", f"trap '' TERM; scontrol requeue 5{again}")
 

@@ -7,6 +7,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -321,7 +322,9 @@ class SlurmNodes(NodeProvider):
         command, count = f"scontrol requeue {job}", os.environ.get(COUNT)
         try:
             if count:
-                self._commands.output("scontrol", "update", f"JobId={job}", f"NodeList={','.join(well)}")
+                with tempfile.TemporaryDirectory() as left:  # two scripts, which set the variables of the smaller job
+                    update = ("scontrol", "update", f"JobId={job}", f"NodeList={','.join(well)}")
+                    self._commands.output("env", f"--chdir={left}", *update)
                 command += f" && scontrol update JobId={job} NumNodes={count}-{count}"
         except SlurmError as error:  # a heterogeneous job, or a cluster on which none may shrink
             logger.warning("The job cannot give up its lost nodes: %s", error)

@@ -482,3 +482,18 @@ def test_rows_tell_their_conversation_with_versions_and_rewards(name: str) -> No
     assert (told[3]["version_first"], told[3]["version_last"]) == (answered.versions.min(), answered.versions.max())
     assert told[3]["tokens"] == len(answered.output)
     json.dumps(told)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "mistral"])  # Qwen 3 drops the empty reasoning of earlier turns
+def test_call_that_goes_on_from_what_is_shown_as_sampled_costs_one_rendering(name, monkeypatch):
+    sampler = Sampler(name, random.Random(0))
+    renderer, texts = sampler.renderer, list[str]()
+    whole, _ = renderer.text, (renderer.opening, renderer.closing, renderer.stop_ids)  # each found once
+    monkeypatch.setattr(renderer, "text", lambda *args, **options: texts.append(whole(*args, **options)) or texts[-1])
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "what?"}]
+    _, first = sampler.call(messages, content="the answer")
+    messages += [{"role": "assistant", "content": "the answer"}, {"role": "user", "content": "no"}]
+    prompt, _ = sampler.call(messages, content="it is 12")
+    assert prompt.parent is first
+    assert len(texts) == 2
+    assert prompt.text == texts[1]

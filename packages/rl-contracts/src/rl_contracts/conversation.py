@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rl_contracts.trajectory import Trajectory
 
 _ROOT = b""
+_UNKNOWN = (0, b"")
 
 
 @dataclass(eq=False, slots=True)
@@ -62,9 +63,14 @@ class Turn:
     """What the turn itself earned, besides the outcome of the episode."""
     children: int = 0
     """Answers that go on from it."""
-    shown: tuple[int, bytes] | None = None
-    """Length and digest of the text of the conversation up to and with this answer, without the end of the turn; None
-    where nothing can go on from it."""
+    tools: Sequence[Any] | None = None
+    """That the model was shown."""
+    before: tuple[int, bytes] | None = None
+    """Length and digest of the text that it answers, without the opening of its turn; None where nothing can go on from
+    it."""
+    shown: tuple[int, bytes] | None = _UNKNOWN
+    """Length and digest of the text of the conversation up to and with this answer, without the end of the turn, as the
+    template shows it; None where it shows something else."""
 
     def path(self) -> list[Turn]:
         """The answers from the first to this one."""
@@ -127,9 +133,10 @@ class Conversation:
             known.append(message if turn is None else turn.message)
         text = self.renderer.text(known, tools)
         for turn in reversed(found):
-            if turn.shown is None or _digest(text[: turn.shown[0]]) != turn.shown[1]:
+            end = self._end(turn, text)
+            if end is None:
                 continue
-            added = self.renderer.after_answer(turn.output[-1:].tolist(), text[turn.shown[0] :])
+            added = self.renderer.after_answer(turn.output[-1:].tolist(), text[end:])
             if added is not None:
                 return Prompt([*tokens_to(turn), *added], len(added), turn, text, known, tools, key)
         ids = self.renderer.encode(text)
@@ -188,11 +195,15 @@ class Conversation:
             temperature if temperature > 0 else 1.0,
             response.stop_reason == "length",
             prompt.messages[before:],
+            tools=prompt.tools,
         )
         if turn.parent is not None:
             turn.parent.children += 1
         if prompt.messages:
-            turn.shown = self._shown(prompt, message)
+            text, opening = prompt.text, self.renderer.opening
+            if text.endswith(opening):
+                length = len(text) - len(opening)
+                turn.before = length, _digest(text[:length])
             self._by_key.setdefault(_next(prompt.key, message), []).append(turn)
         else:
             self._say(np.asarray(tokens_to(turn), dtype=np.int64).tobytes(), turn)
@@ -205,21 +216,36 @@ class Conversation:
         self._lengths.add(len(said))
         self._by_key.setdefault(blake2b(said, digest_size=16).digest(), []).append(turn)
 
-    def _shown(self, prompt: Prompt, message: Message) -> tuple[int, bytes] | None:
-        """Length and digest of the text up to the end of the answer, unless the template shows the answer, or what was
-        before it, in another way than it was sampled."""
-        renderer = self.renderer
+    def _end(self, turn: Turn, text: str) -> int | None:
+        """Where an answer ends in the text of a conversation that goes on from it; None where that shows the answer, or
+        what was before it, in another way than it was sampled."""
+        if turn.before is None:
+            return None
+        length, digest = turn.before
+        if _digest(text[:length]) != digest:
+            return None
+        opening, said = self.renderer.opening, self.renderer.said(turn.output.tolist()).strip()
+        answer = text[length + len(opening) :].lstrip()  # blanks around it are the template's
+        if text.startswith(opening, length) and answer.startswith(said):  # nearly always; it spares the template once
+            return len(text) - len(answer) + len(said)
+        if turn.shown is _UNKNOWN:
+            turn.shown = self._shown(turn, length, digest)
+        return turn.shown[0] if turn.shown and _digest(text[: turn.shown[0]]) == turn.shown[1] else None
+
+    def _shown(self, turn: Turn, length: int, digest: bytes) -> tuple[int, bytes] | None:
+        """How the template shows an answer, in other words than were sampled, but with all that it says."""
+        renderer, message = self.renderer, turn.message
+        messages = [each for before in turn.path() for each in (*before.asked, before.message)]
         try:
-            text = renderer.text([*prompt.messages, message], prompt.tools, add_generation_prompt=False)
+            text = renderer.text(messages, turn.tools, add_generation_prompt=False)
         except DataError:
             return None
         if not renderer.closing or not text.endswith(renderer.closing):
             return None
         text = text[: -len(renderer.closing)]
-        before = prompt.text[: len(prompt.text) - len(renderer.opening)]
-        if not (prompt.text.endswith(renderer.opening) and text.startswith(before)):
+        if _digest(text[:length]) != digest:
             return None
-        answer = text[len(before) :]
+        answer = text[length:]
         calls = [call["function"]["name"] for call in _calls(message)]
         said = [message.get("reasoning_content") or "", message.get("content") or "", *calls]
         return (len(text), _digest(text)) if all(part.strip() in answer for part in said) else None

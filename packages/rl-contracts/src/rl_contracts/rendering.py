@@ -43,6 +43,8 @@ class ChatRenderer:
             )
         self._tokenizer = tokenizer
         self._options = dict(template_options or {})
+        self._shown: Sequence[Any] | None = None
+        """Tools of which it is known that the template shows them."""
         self._parts = False
         """Whether the template shows text only as a list of parts, as those of multi-modal models may. Given plain text
         it refuses it, or renders the conversation without what was said in it."""
@@ -166,6 +168,14 @@ class ChatRenderer:
         """Token ids of a text, special tokens by their names in it, and none besides."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def said(self, ids: Sequence[int]) -> str:
+        """Text of an answer, without the token that ended it."""
+        ended = len(ids) > 0 and ids[-1] in self.stop_ids
+        text: str = self._tokenizer.decode(
+            list(ids[:-1] if ended else ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
     def after_answer(self, ids: Sequence[int], following: str) -> list[int] | None:
         """Ids of what a template puts after an answer, the end of the turn first.
 
@@ -197,7 +207,11 @@ class ChatRenderer:
 
     def shows_tools(self, tools: Sequence[Any]) -> bool:
         """Whether the template tells the model about tools."""
-        return self.text(_PROBE[:1], tools) != self.text(_PROBE[:1])
+        if tools == self._shown:  # the question costs as much as a prompt, and is asked for each
+            return True
+        shown = self.text(_PROBE[:1], tools) != self.text(_PROBE[:1])
+        self._shown = tools if shown else self._shown
+        return shown
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool, **options: Any) -> Any:
         from jinja2 import TemplateError

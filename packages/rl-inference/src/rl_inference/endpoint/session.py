@@ -115,8 +115,6 @@ class Session(RolloutSession):
     kept: dict[str, list[Message]] = field(default_factory=dict)
     """Conversations by the id of the reply with which they end."""
     _earned: dict[Turn, float] = field(default_factory=dict)
-    _shown: Sequence[dict[str, Any]] = ()
-    """Tools of which it is known that the template shows them."""
     _failure: RLError | None = None
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _asked: int = 0
@@ -208,10 +206,8 @@ class Session(RolloutSession):
             )
         talk = self.conversation
         try:
-            if call.tools and call.tools != self._shown:  # which costs as much as a prompt
-                if not self.model.renderer.shows_tools(call.tools):
-                    raise CallError("tools: the model's chat template does not show them.")
-                self._shown = call.tools
+            if call.tools and not self.model.renderer.shows_tools(call.tools):
+                raise CallError("tools: the model's chat template does not show them.")
             if call.messages:
                 before = [{"role": "system", "content": call.system}] if call.system else []
                 prompt = talk.prompt([*before, *call.messages], call.tools)

@@ -28,6 +28,8 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
+from rl_contracts import registry
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
@@ -109,12 +111,14 @@ def _with_servers(word: str) -> str:
 
 
 def _rl(words: list[str]) -> None:
-    """`run` is an app like any; `replay` looks for a batch in an empty run, and `watch` for one."""
+    """`run` is an app like any, and so is its name; `replay` looks for a batch in an empty run, and `watch` for one."""
     from rl_apps.cli import main
 
     command, what, *rest = words
     if command == "run":
         _app(what)(rest)
+    elif command in registry.available("rl.apps"):
+        _app(command)([what, *rest])
     else:
         lacking = "no saved batches" if command == "replay" else "expected the directory of a run"
         assert f"{what}: {lacking}" in _said_on_error(lambda: main(words), 2)

@@ -90,7 +90,7 @@ def test_every_part_passes_our_conformance_suites(home):
 
 
 def test_help_shows_their_settings(home):
-    text = _must(*_their_app(home, "--help"), cwd=home)
+    text = _must(*_their_app(home, "--help", "all"), cwd=home)
 
     shown = set(re.findall(r"^\s*([\w.]+)=", text, re.MULTILINE))
     assert {"rollout.server.slots", "actor.engine.freeze", "launcher.options.niceness", "motto"} <= shown

@@ -126,7 +126,7 @@ def test_their_settings_mistyped_are_refused_with_the_nearest(theirs, override, 
 
 
 def test_their_settings_are_in_the_help(theirs, capsys):
-    assert main("gsm8k-grpo", ["--help", OURS_OUT, "launcher=machine"]) == 0
+    assert main("gsm8k-grpo", ["--help", "all", OURS_OUT, "launcher=machine"]) == 0
     text = capsys.readouterr().out
     assert "actor.engine.chunks=3\n      Pieces in which it thinks." in text
     assert "launcher.options.gpus=4" in text

@@ -26,7 +26,7 @@ from rl_apps.gsm8k_sft import APP as SFT
 from rl_apps.hh_rlhf import DPO, REWARD_MODEL, DPOConfig
 from rl_contracts import registry
 from rl_contracts.config import PartConfig
-from rl_datasets import GSM8KOptions
+from rl_datasets import ChatOptions, GSM8KOptions
 from rl_datasets.word_problems import WordProblemsOptions
 from rl_rewards.formatting import FormatRewardConfig
 
@@ -78,6 +78,7 @@ def runs(directory):
             "data.name=gsm8k",
             f"data.path={directory}",
             "data.options.instruction=Be brief.",
+            "data.columns.question=question",
             "publish.route=broadcast",
             "rollout.interrupt=wait",
             "rollout.reward=format",
@@ -94,7 +95,16 @@ def runs(directory):
             "rollout.rehearsal=false",
             "rollout.reward=unsteady:reward",
         ): 1,
-        ("gsm8k-sft", *FEW, "allocation=embedded:d1+fsdp:d1", "data.overlong=truncate"): 0,
+        (
+            "gsm8k-sft",
+            *FEW,
+            "allocation=embedded:d1+fsdp:d1",
+            "data.overlong=truncate",
+            "data.name=chat",
+            f"data.path={directory}",
+            "data.columns.messages=question",
+            "data.options.system=Be brief.",
+        ): 0,
         # steps that are skipped, since the first one leaves the weights infinite
         ("hh-rlhf-dpo", *FEW, "preference.label_smoothing=0.1", "actor.optimizer.lr=1e38"): 0,
         # servers of other kinds, which are not installed here: what would be started
@@ -176,7 +186,9 @@ def watched(command, seen, modules="rl_", code=0, cwd=None):
 @pytest.mark.timeout(900)
 def test_every_setting_is_read_in_a_run(tmp_path):
     parts = [registry.settings(group, name) for group in SEAMS.values() for name in registry.available(group)]
-    known = settings_of(GRPOConfig, SFTConfig, DPOConfig, *parts, WordProblemsOptions, GSM8KOptions, FormatRewardConfig)
+    known = settings_of(
+        GRPOConfig, SFTConfig, DPOConfig, *parts, WordProblemsOptions, GSM8KOptions, ChatOptions, FormatRewardConfig
+    )
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
     (tmp_path / "unsteady.py").write_text(UNSTEADY)
@@ -288,10 +300,12 @@ def commands(at, port=4711):
         "evaluation.rows": 5,
         "cluster.device": "cpu",
     }
-    pairs = {"data.name": "hh-rlhf", "data.path": f"{at}/pairs"}
+    pairs = {"data.name": "hh-rlhf", "data.path": f"{at}/pairs", "data.columns": "{chosen: chosen}"}
     made_up = {"data.name": "word-problem-pairs", "data.path": "", "data.options": "{size: 64}"}
     trainer = {
         "model.chat_template": "plain",
+        "data.train_split": "test",
+        "data.test_split": "train",
         "data.max_length": 200,
         "data.overlong": "truncate",
         "actor.optimizer.name": "sgd",
@@ -317,6 +331,7 @@ def commands(at, port=4711):
     servers = {
         "allocation": "embedded:d1+fsdp:d2",
         "data.options": "{instruction: Be brief.}",
+        "data.columns": "{answer: answer}",
         "evaluation.generation.max_new_tokens": 9,
         "evaluation.generation.stop": "[zq]",
         "evaluation.generation.stop_token_ids": "[7]",

@@ -7,16 +7,19 @@ scheduler, the progress, going on after a stop, and the last lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from rl_apps import closing
 from rl_apps.compose import compose
 from rl_apps.config import RunConfig
+from rl_apps.data import CHAT
 from rl_apps.layout import Layout
 from rl_apps.progress import GRPO_COLUMNS
+from rl_contracts.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,10 @@ class App:
     """Raises what is wrong with the data, the algorithm or the batch; returns the arithmetic of a step in sentences."""
     defaults: Path | None = None
     """YAML file laid over the schema; presets may lie in folders beside it."""
+    required: Mapping[str, str] = field(default_factory=dict)
+    """Settings without a sensible default, empty unless the user says them, each with what it may be."""
+    refused: tuple[str, ...] = ()
+    """Settings that `check` always refuses; `--help` leaves them out."""
     servers: str = "required"
     """Whether inference servers are `required`, `optional` or `refused`."""
     measure: Callable[[Run[Any]], list[str]] = lambda run: []
@@ -77,3 +84,16 @@ class App:
     def config(self, overrides: Sequence[str] = (), file: Path | None = None) -> Any:
         """A config of this app: its defaults, then a file, then `key=value`. See `rl_apps.compose.compose`."""
         return compose(self.schema, [path for path in (self.defaults, file) if path is not None], overrides)
+
+    def require_said(self, config: Any) -> None:
+        """Ask for what has no sensible default. (Data sets other than `chat` know where their rows are.)
+
+        Raises:
+            ConfigError: names all that was not said.
+        """
+        left = {key: what for key, what in self.required.items() if not attrgetter(key)(config)}
+        if config.data.name != CHAT:
+            left.pop("data.path", None)
+        if left:
+            asked = "; ".join(f"{key}=... ({what})" for key, what in left.items())
+            raise ConfigError(f"{self.name} needs {asked}. `{self.name} --help` lists what else there is.")

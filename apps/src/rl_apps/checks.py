@@ -260,7 +260,8 @@ def check_rows(run: Run[Any], form: str) -> list[str]:
     )
     check_chat_template(run)
     rows = load_rows(config.data, "train", form, config.seed)
-    load_rows(config.data, "test", form, config.seed)
+    if config.evaluation.rows:
+        load_rows(config.data, "test", form, config.seed)
     check_batch(config.data.batch_size, 1, 1, run.layout.actor.strategy.data)
     what = "pairs" if form == "pairs" else "rows"
     return [f"{config.data.batch_size} of {len(rows)} {what} a step, {config.total_steps} steps"]

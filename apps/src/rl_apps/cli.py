@@ -10,13 +10,20 @@ import tempfile
 from pathlib import Path
 
 from rl_apps.config import GRPOConfig
+from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, RLError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand. Returns its exit code."""
-    parser = argparse.ArgumentParser(prog="rl", description="Runs apps, and tools around runs.")
+    argv = sys.argv[1:] if argv is None else argv
+    apps = registry.available("rl.apps")
+    parser = argparse.ArgumentParser(
+        prog="rl",
+        description="Runs apps, and tools around runs.",
+        epilog=f"Apps, each a command too: {', '.join(sorted(apps))}. `rl grpo --help` says more of one.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", add_help=False, help="an app: a name in the entry-point group rl.apps, or a path")
     run.add_argument("app", help="installed name, or package.module:APP")
@@ -49,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     for tool, seconds in ((stop, 120.0), (scale, 600.0)):
         text = "seconds to wait for what becomes of it (default %(default)g)"
         tool.add_argument("--timeout", type=float, default=seconds, help=text)
+    if argv and argv[0] in apps and argv[0] not in commands.choices:  # `rl grpo` is `rl run grpo`
+        argv = ["run", *argv]
     arguments = parser.parse_args(argv)
     if arguments.command == "run":
         from rl_apps import driver

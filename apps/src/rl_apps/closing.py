@@ -41,15 +41,17 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
     return [
         *lines,
         *files(run_dir),
-        f"Try next: uv run --package rl-apps {command} seed=2 rollout.max_staleness=0   (the same, on-policy)",
+        f"Try next: uv run --package rl-apps {command} --config {run_dir}/config.yaml run_dir={run_dir}-on-policy "
+        "seed=2 rollout.max_staleness=0   (the same, on-policy)",
     ]
 
 
-def after_sft(config: RunConfig, run_dir: Path) -> list[str]:
+def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> list[str]:
     """What any run says, and the next command."""
     data = f"data.name={config.data.name}" + (f" data.path={config.data.path}" if config.data.path else "")
+    data += "".join(f" data.columns.{ours}={theirs}" for ours, theirs in config.data.columns.items())
     model = f"model.path={last_checkpoint(run_dir)}" + (f" recipe={EMBEDDED}" if config.recipe == EMBEDDED else "")
-    return [*after_any(config, run_dir), f"Try next: uv run --package rl-apps gsm8k-grpo {data} {model}"]
+    return [*after_any(config, run_dir), f"Try next: uv run --package rl-apps {command} {data} {model}"]
 
 
 def after_any(config: RunConfig, run_dir: Path) -> list[str]:

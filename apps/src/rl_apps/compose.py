@@ -42,6 +42,9 @@ SEAMS: dict[type, str] = {
 }
 """A field of such a type takes the type of the part that the run names. With the group in which the parts are found."""
 
+FILLED_IN = ("model.directories",)
+"""Settings that the command says itself."""
+
 LEARNER = "actor.engine"
 """The settings that the engines of a run's other models have, where they say nothing else."""
 
@@ -56,11 +59,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
-    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--help", "-h", nargs="?", const="", metavar="SECTION")
     line, overrides = parser.parse_known_args(argv)
+    if "=" in (line.help or ""):  # a setting that follows the flag
+        line.help, overrides = "", [line.help, *overrides]
     for argument in overrides:
         if "=" not in argument or argument.startswith("-"):
-            flags = "--config FILE.yaml, --dry-run, --cfg job or --help"
+            flags = "--config FILE.yaml, --dry-run, --cfg job or --help [SECTION]"
             raise ConfigError(f"argument {argument!r}: expected key=value, {flags}.")
     line.overrides = overrides
     return line
@@ -118,25 +123,84 @@ def to_yaml(config: Any) -> str:
 
 def describe(config: Any, prefix: str = "") -> list[tuple[str, str, str]]:
     """(key, value, meaning) of every leaf setting of a config object, of sections that are left out (None) too."""
-    docs, types = field_docs(type(config)), get_type_hints(type(config))
     rows: list[tuple[str, str, str]] = []
-    for item in fields(config):
-        key, section = prefix + item.name, getattr(config, item.name)
-        if not is_dataclass(section):
-            rows.append((key, repr(section), docs.get(item.name, "")))
-            kinds: list[Any] = [kind for kind in get_args(types[item.name]) if is_dataclass(kind)]
-            section = kinds[0]() if kinds else None
+    for key, value, section, meaning in _settings_of(config, prefix):
+        if not is_dataclass(value):
+            rows.append((key, repr(value), meaning))
         if section is not None:
             rows += describe(section, f"{key}.")
     return rows
 
 
-def render_help(title: str, config: Any, width: int = 120) -> str:
-    """The help text."""
-    lines = [title, "", "Flags: --config FILE.yaml, --dry-run, --cfg job, --help. Settings (key=value):", ""]
-    for key, value, meaning in describe(config):
-        lines.append(f"  {key}={value}")
-        lines += textwrap.wrap(meaning, width, initial_indent="      ", subsequent_indent="      ")
+def _settings_of(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any, str]]:
+    """Key, value, what is set below it (None: it is a leaf) and meaning of each field of a config object."""
+    docs, types = field_docs(type(config)), get_type_hints(type(config))
+    for item in fields(config):
+        value = section = getattr(config, item.name)
+        if not is_dataclass(value):
+            kinds: list[Any] = [kind for kind in get_args(types[item.name]) if is_dataclass(kind)]
+            section = kinds[0]() if kinds else None
+        yield prefix + item.name, value, section, docs.get(item.name, "")
+
+
+def _sections(config: Any, prefix: str = "") -> dict[str, str]:
+    """The sections of a config object and those inside of them, each with its meaning."""
+    found = {}
+    for key, _, section, meaning in _settings_of(config, prefix):
+        if section is not None:
+            found |= {key: meaning, **_sections(section, f"{key}.")}
+    return found
+
+
+EVERYTHING = "all"
+"""What `--help` shows every setting for."""
+
+FLAGS = f"""Flags:
+  --config FILE.yaml  settings of your own, over the command's and below key=value
+  --dry-run           what would run, checked; nothing is started
+  --cfg job           the settings as YAML
+  --help SECTION      the settings of a section: --help rollout, --help rollout.server; --help {EVERYTHING}: all"""
+
+
+def render_help(title: str, config: Any, topic: str = "", refused: Sequence[str] = (), width: int = 120) -> str:
+    """The help text.
+
+    Args:
+        topic: a section, a setting or `all`; empty: the settings in no section, and which sections there are.
+        refused: settings that the command never takes.
+
+    Raises:
+        ConfigError: there is no such section or setting.
+    """
+    hidden, sections = (*refused, *FILLED_IN), _sections(config)
+    rows = [row for row in describe(config) if row[0] not in hidden]
+    if topic in ("", EVERYTHING):
+        lines = [title, "", FLAGS, "", "Settings (key=value):"]
+        shown = [row for row in rows if topic or "." not in row[0]]
+    else:
+        lines = [f"{topic}: {sections[topic]}" if topic in sections else title]
+        shown = [row for row in rows if f"{row[0]}.".startswith(f"{topic}.")]
+    if not shown:
+        near = get_close_matches(topic, [*sections, *(key for key, _, _ in rows)], n=1, cutoff=0.5)
+        top = ", ".join(key for key in sections if "." not in key)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"--help {topic}: there is no such section or setting.{hint} Sections: {top}.")
+    by_section: dict[str, list[tuple[str, str, str]]] = {}
+    for row in shown:
+        by_section.setdefault(row[0].rpartition(".")[0], []).append(row)
+    for section, inside in by_section.items():
+        lines += ["", f"{section}: {sections[section]}"] if section not in ("", topic) else [""]
+        for key, value, meaning in inside:
+            lines.append(f"  {key}={value}")
+            lines += textwrap.wrap(meaning, width, initial_indent="      ", subsequent_indent="      ")
+    if not topic:
+        lines += ["", "Sections, with their number of settings (--help SECTION):", ""]
+        for key in [key for key in sections if "." not in key]:
+            count = sum(row[0].startswith(f"{key}.") for row in rows)
+            about = f"  {key:<12}{count:>4}  "
+            lines += textwrap.wrap(
+                about + sections[key], width, subsequent_indent=" " * len(about), drop_whitespace=True
+            )
     return "\n".join(lines)
 
 
@@ -270,4 +334,4 @@ def _explain(error: Any, config: Any, overrides: Sequence[str]) -> str:
     same_leaf = [known for known in keys if known.rsplit(".", 1)[-1] == leaf]
     nearest = [*elsewhere, *same_leaf, *get_close_matches(key, keys, n=1, cutoff=0.5)]
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    return f"unknown setting {key!r}.{hint} `--help` lists all settings."
+    return f"unknown setting {key!r}.{hint} `--help all` lists all settings."

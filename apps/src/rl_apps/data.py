@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rl_contracts import registry
-from rl_contracts.config import Settings, bounded, choice
+from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.errors import DataError
 
 GENERATED = "word-problems"
@@ -15,6 +16,9 @@ GENERATED = "word-problems"
 
 GENERATED_PAIRS = "word-problem-pairs"
 """The same problems as preference pairs."""
+
+CHAT = "chat"
+"""Any conversations or prompts; where they are has to be said."""
 
 Rows = Sequence[dict[str, Any]]
 
@@ -25,10 +29,18 @@ class DataConfig(Settings):
 
     setting: ClassVar[str] = "data"
     name: str = GENERATED
-    """Installed data set (`word-problems`, `gsm8k`; of pairs `word-problem-pairs`, `hh-rlhf`) or a dotted path to a
-    loader."""
+    """Installed data set (`chat`: any conversations or prompts; `gsm8k`: questions and worked answers; generated
+    `word-problems`; of pairs `hh-rlhf`, `word-problem-pairs`) or a dotted path to a loader."""
     path: str = ""
     """Hub id, directory or file; empty: the data set's own default."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns that have other names there: `data.columns.question=problem`. The names before `=` are those that the
+    data set asks for (`gsm8k`: question, answer; `chat`: messages, answer, and what the reward asks for; `hh-rlhf`:
+    chosen, rejected, prompt), those behind it the file's, with dots for what lies inside of another column."""
+    train_split: str = "train"
+    """The split that is learned from, by its name in the data set."""
+    test_split: str = "test"
+    """The split of held-out rows; it is not read with `evaluation.rows=0`."""
     batch_size: int = bounded(16, "at least 1", lambda rows: rows >= 1)
     """Prompts (SFT: rows) per training step, over all data-parallel replicas."""
     max_length: int | None = bounded(None, "at least 2, or null", lambda tokens: tokens is None or tokens >= 2)
@@ -47,20 +59,25 @@ def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
 
     Args:
         config: which data set.
-        split: `train` or `test`.
+        split: `train` or `test`, whatever they are called there.
         form: `rl` (question and gold answer apart), `sft` (whole conversations) or `pairs` (two conversations, of which
             one is preferred).
         seed: makes generated sets; others ignore it.
 
     Raises:
-        ConfigError: no data set of that name.
+        ConfigError: no data set of that name, or one whose columns have no other names.
         DataError: a missing file, a row without question or answer, or no rows.
     """
     loader = registry.load("rl.datasets", config.name)
-    arguments = {"path": config.path} if config.path else {}
-    rows: Rows = loader(**arguments, split=split, form=form, seed=seed, **config.options)
+    arguments: dict[str, Any] = {"path": config.path} if config.path else {}
+    if config.columns:
+        fits = "columns" in inspect.signature(loader).parameters
+        require(fits, "data.columns", f"none: data.name={config.name} takes no names of columns", config.columns)
+        arguments["columns"] = dict(config.columns)
+    named = {"train": config.train_split, "test": config.test_split}.get(split, split)
+    rows: Rows = loader(**arguments, split=named, form=form, seed=seed, **config.options)
     if not len(rows):
-        raise DataError(f"data.name={config.name}: the {split} split has no rows.")
+        raise DataError(f"data.name={config.name}: the {named} split has no rows.")
     return rows
 
 

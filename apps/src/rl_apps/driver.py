@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rl_apps import compose
 from rl_apps.app import App, Run
 from rl_apps.checks import are_near, check_run, choose_route, remarks, starts_from_nothing
+from rl_apps.data import load_rows
 from rl_apps.directory import FINISHED, JOB, claimed, names_of, past_of, reached, write_config
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
@@ -78,12 +79,13 @@ def main(reference: str, argv: list[str] | None = None) -> int:
 def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
     line = compose.parse(argv)
     config = app.config(line.overrides, line.config)
-    if line.help:
-        print(compose.render_help(f"{app.name}: {app.title}", config))
+    if line.help is not None:
+        print(compose.render_help(f"{app.name}: {app.title}", config, line.help, app.refused))
         return 0
     if line.cfg:
         print(compose.to_yaml(config), end="")
         return 0
+    app.require_said(config)
     layout = layout_of(config.allocation, app.servers)
     started = replace(layout, rollout=None) if attached(config, layout) else layout
     devices = devices_of(started, config.cluster, config.launcher, line.dry_run)
@@ -117,7 +119,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             if Path(config.model.directory()).is_dir():
                 with TemporaryDirectory(prefix="rl-plan-") as scratch:
                     arithmetic += _try_out(app, replace(run, directory=Path(scratch)), lambda _: None)
-            print(_plan(run, devices, arithmetic, job))
+            print(_plan(app, run, devices, arithmetic, job))
             return 0
         if options.submits():
             for sentence in starts_from_nothing(config):
@@ -298,21 +300,40 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequen
     )
 
 
-def _plan(run: Run[Any], devices: Devices, arithmetic: list[str], job: Submission) -> str:
+def _plan(app: App, run: Run[Any], devices: Devices, arithmetic: list[str], job: Submission) -> str:
+    """Where, what and how much in six lines, then what the checks say, the settings, and the processes. It is YAML: all
+    but the settings are comments."""
     assert run.config.launcher.options is not None
     script = run.config.launcher.options.script(job)
     parts = [
-        compose.to_yaml(run.config).rstrip(),
+        *(f"# {name}: {text}" for name, text in _in_six_lines(app, run, devices).items()),
         "# A step",
         *(f"#   {text}" for text in arithmetic),
-        f"# Devices: {devices.sentence}",
+        compose.to_yaml(run.config).rstrip(),
         f"# Processes ({devices.cores_each} core(s) each)",
         *(f"#   {text}" for role in job.roles for text in _whereabouts(role, devices.places.get(role.role, ()))),
         *(f"#   expected at {a}: {command_of(run, a, i)}" for i, a in enumerate(attached(run.config, run.layout))),
-        f"# Run directory: {run.directory}",
         *(["# Batch script", *(f"#   {text}".rstrip() for text in script.splitlines())] if script else []),
     ]
     return "\n".join(parts)
+
+
+def _in_six_lines(app: App, run: Run[Any], devices: Devices) -> dict[str, str]:
+    """What one wants to know of a run first."""
+    config, data = run.config, run.config.data
+    rows = load_rows(data, "train", app.form, config.seed)
+    passes = config.total_steps * data.batch_size / len(rows)
+    ends = f" (or {config.total_epochs} epoch(s), whatever comes first)" if config.total_epochs else ""
+    model = config.model.directory()
+    placed = "" if model == config.model.path else f" ({model})"
+    return {
+        "Devices": devices.sentence,
+        "Data": f"{len(rows)} rows of {' '.join(filter(None, (data.name, data.path)))}, {data.batch_size} a step",
+        "Steps": f"{config.total_steps}{ends}, {passes:.2g} passes over the data",
+        "Model": f"{config.model.path}{placed}, recipe {config.recipe or 'none'}",
+        "Allocation": f"{config.allocation}, started by {config.launcher.kind}",
+        "Files": str(run.directory),
+    }
 
 
 def _whereabouts(role: JobSpec, places: Sequence[str]) -> list[str]:

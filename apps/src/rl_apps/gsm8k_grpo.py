@@ -1,71 +1,18 @@
-"""`gsm8k-grpo`: reinforcement learning of word problems with verifiable answers, asynchronously."""
+"""`gsm8k-grpo`: `rl grpo` of word problems with verifiable answers."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
-import rl_trainers
-from rl_apps import closing, driver
-from rl_apps.app import App, Run
-from rl_apps.checks import check_algorithm, check_batch, check_rollout
+from rl_apps import closing, driver, grpo
 from rl_apps.compose import CONF
-from rl_apps.config import GRPOConfig
-from rl_apps.data import load_rows
-from rl_apps.lengths import measure_rows
-from rl_apps.parts import Parts
 
-
-def check(run: Run[GRPOConfig]) -> list[str]:
-    """Everything of this command that can be known before a process starts."""
-    config = run.config
-    check_rollout(run)
-    models = check_algorithm(run)
-    train_rows = load_rows(config.data, "train", "rl", config.seed)
-    if config.evaluation.rows:
-        load_rows(config.data, "test", "rl", config.seed)
-    step = check_batch(
-        config.data.batch_size, config.rollout.group_size, config.actor.minibatches, run.layout.actor.strategy.data
-    )
-    return [step, f"{len(train_rows)} prompts in the data, {config.total_steps} steps", *models]
-
-
-def train(run: Run[GRPOConfig]) -> None:
-    """The work of one trainer process: what happens to a prompt, from the data set to the updated weights."""
-    from rl_datasets import PromptLoader
-
-    config = run.config
-    with Parts(run) as parts:
-        engine = parts.engine()  # the policy, and this process's place among the trainer's ranks
-        ranks = engine.parallel
-        rows = parts.rows("train", "rl")
-        prompts = PromptLoader(
-            rows, seed=config.seed, epochs=config.total_epochs or None, num_shards=ranks.dp_size, shard=ranks.dp_rank
-        )
-        epochs = partial(getattr, prompts, "epoch")
-        client = parts.client(engine)
-        reward = parts.reward()
-        workflow = parts.workflow(reward)
-        rollout = parts.runtime(client, workflow, engine, prompts)
-        actor = parts.actor(engine)
-        publisher = parts.publisher(engine, client)
-        gap, sharing = parts.gate(engine, client), parts.sharing(engine, client)
-        evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
-        books = parts.books(engine, evaluations, counters=rollout.stats, epochs=epochs, endings=rollout.endings)
-        engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
-        recover = parts.recover(engines, {"rollout": rollout, "books": books}, epochs)
-        rl_trainers.train(
-            rollout, actor, books, config.total_steps, publisher=publisher, gap=gap, recover=recover, sharing=sharing
-        )
-
-
-APP = App(
+APP = replace(
+    grpo.APP,
     name="gsm8k-grpo",
-    title=__doc__,
-    schema=GRPOConfig,
-    train=train,
-    check=check,
-    measure=partial(measure_rows, form="rl"),
+    title="reinforcement learning of word problems with verifiable answers, asynchronously",
     defaults=CONF / "gsm8k_grpo.yaml",
+    required={},
     closing=closing.after_grpo,
 )
 

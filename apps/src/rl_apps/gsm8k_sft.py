@@ -1,95 +1,18 @@
-"""`gsm8k-sft`: supervised learning from worked answers."""
+"""`gsm8k-sft`: `rl sft` of worked answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-import rl_trainers
-from rl_apps import closing, driver
-from rl_apps.app import App, Run
-from rl_apps.checks import check_rows
+from rl_apps import closing, driver, sft
 from rl_apps.compose import CONF
-from rl_apps.config import SFTConfig
-from rl_apps.lengths import measure_rows
-from rl_apps.parts import Parts
-from rl_apps.progress import SFT_COLUMNS
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from rl_trainers.evaluation import Evaluation
-
-
-def check(run: Run[SFTConfig]) -> list[str]:
-    """Everything of this command that can be known before a process starts."""
-    return check_rows(run, "sft")
-
-
-def train(run: Run[SFTConfig]) -> None:
-    """The work of one trainer process: from the data set's conversations to the updated weights."""
-    from rl_trainers.supervised import shard_rows, supervised_rows
-
-    with Parts(run) as parts:
-        engine, renderer = parts.engine(), parts.renderer()
-
-        def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
-            cuts = run.config.data.overlong == "truncate"
-            return shard_rows(supervised_rows(rows, renderer, parts.max_length, cuts), engine.parallel)
-
-        evaluations: list[Evaluation] = []
-        publisher = gap = None
-        if run.servers:
-            client = parts.client(engine)
-            rollout = parts.runtime(client, parts.workflow(parts.reward()), engine)
-            publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
-            evaluations.append(parts.answer_evaluation(engine, rollout))
-        learn_rows(parts, "sft", rl_trainers.LossLearner(engine), batch_of, evaluations, publisher=publisher, gap=gap)
-
-
-def learn_rows(
-    parts: Parts,
-    form: str,
-    learner: rl_trainers.LossLearner,
-    batch_of: Callable[[list[dict[str, Any]]], TensorDict],
-    evaluations: Sequence[Evaluation] = (),
-    **served: Any,
-) -> None:
-    """The steps, from the rows of a data set to the updated weights, with the loss on held-out rows.
-
-    Args:
-        form: of the rows, see `load_rows`.
-        batch_of: this rank's share of rows, as a batch.
-        evaluations: further ones.
-        served: publisher and gate, see `rl_trainers.train`.
-    """
-    from rl_datasets import BatchLoader
-
-    config, engine = parts.config, learner.engine
-    rows = parts.rows("train", form)
-    batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.total_epochs or None)
-    source = rl_trainers.DataSource(batches, batch_of)
-    held_out = parts.rows("test", form, config.evaluation.rows)
-    losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)))] if held_out else []
-    epochs = partial(getattr, batches, "epoch")
-    books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
-    recover = parts.recover({"actor": engine}, {"source": source, "books": books}, epochs)
-    rl_trainers.train(source, learner, books, config.total_steps, recover=recover, **served)
-
-
-APP = App(
+APP = replace(
+    sft.APP,
     name="gsm8k-sft",
-    title=__doc__,
-    schema=SFTConfig,
-    train=train,
-    check=check,
-    measure=partial(measure_rows, form="sft"),
+    title="supervised learning from worked answers",
     defaults=CONF / "gsm8k_sft.yaml",
-    servers="optional",
-    form="sft",
-    warm_up=False,
-    columns=SFT_COLUMNS,
+    required={},
     closing=closing.after_sft,
 )
 

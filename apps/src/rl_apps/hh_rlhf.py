@@ -12,10 +12,10 @@ from rl_apps.app import App, Run
 from rl_apps.checks import check_rows
 from rl_apps.compose import CONF
 from rl_apps.config import RunConfig
-from rl_apps.gsm8k_sft import learn_rows
 from rl_apps.lengths import measure_rows
 from rl_apps.parts import Parts
 from rl_apps.progress import PREFERENCE_COLUMNS
+from rl_apps.sft import learn_rows
 from rl_trainers.preference import PreferenceConfig
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ REWARD_MODEL = App(
     check=check_reward_model,
     measure=partial(measure_rows, form="pairs"),
     defaults=CONF / "hh_rlhf_rm.yaml",
+    refused=("actor.minibatches",),
     servers="refused",
     form="pairs",
     columns=PREFERENCE_COLUMNS,

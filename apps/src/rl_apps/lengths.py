@@ -166,8 +166,10 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
     config = run.config
     lengths = lengths_of(run, form, load_tokenizer(config.model))
     train = load_rows(config.data, "train", form, config.seed)
-    test = first_rows(load_rows(config.data, "test", form, config.seed), config.evaluation.rows)
-    found = (lengths.fit(train, "train")[1], lengths.fit(test, "test")[1] if test else "")
+    found = [lengths.fit(train, "train")[1]]
+    if config.evaluation.rows:
+        test = load_rows(config.data, "test", form, config.seed)
+        found.append(lengths.fit(first_rows(test, config.evaluation.rows), "test")[1])
     return [f"data.overlong={config.data.overlong}: {sentence}" for sentence in found if sentence]
 
 

@@ -116,6 +116,8 @@ class Parts(ExitStack):
             first: only so many of them.
         """
         config = self.config
+        if first == 0:
+            return []
         rows = load_rows(config.data, split, form, config.seed)
         rows = rows if first is None else first_rows(rows, first)
         if config.data.overlong == "refuse" or not rows:  # the command has looked

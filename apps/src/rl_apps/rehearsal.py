@@ -29,7 +29,8 @@ def rehearse(run: Run[Any], form: str) -> None:
         ConfigError: one of them failed; says what happened, and in which line of the user's.
     """
     settings, error = run.config.rollout, None
-    rows = load_rows(run.config.data, "train" if form == "rl" else "test", "rl", run.config.seed)
+    split = "train" if form == "rl" or not run.config.evaluation.rows else "test"
+    rows = load_rows(run.config.data, split, "rl", run.config.seed)
     try:
         with Parts(run) as parts:
             workflow = parts.workflow(parts.reward())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_contracts import registry
+from rl_contracts.config import field_docs
 from rl_contracts.errors import ConfigError, RLError
 
 GROUP = "rl.rewards"
@@ -120,3 +121,21 @@ def test_load_what_raises_at_import_is_told_with_the_line(text: str, told: str, 
 
     with pytest.raises(ConfigError, match=told.replace("{file}", re.escape(str(file)))):
         registry.load(GROUP, f"{file.stem}:f")
+
+
+def test_load_of_a_file_needs_no_package_and_finds_what_lies_beside_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "fixture_beside.py").write_text("ONE = 1\n")
+    text = "from dataclasses import dataclass\nfrom fixture_beside import ONE\n"
+    settings = '@dataclass\nclass PartConfig:\n    """Settings."""\n    one: int = ONE\n    """A number."""\n'
+    (tmp_path / "parts" / "math.py").write_text(f"{text}class Part:\n    one = ONE\n{settings}")
+
+    assert registry.load("rl.rewards", "parts/math.py:Part.one") == 1
+    assert registry.load("rl.rewards", "./parts/math.py:Part") is registry.load("rl.rewards", "parts/math.py:Part")
+    assert field_docs(registry.settings("rl.rewards", "parts/math.py:Part")) == {"one": "A number."}
+    with pytest.raises(ConfigError, match=r"expected FILE.py:NAME, found 'parts/math.py'"):
+        registry.load("rl.rewards", "parts/math.py")
+    with pytest.raises(ConfigError, match=r"gone.py:f', which cannot be imported: FileNotFoundError"):
+        registry.load("rl.rewards", "gone.py:f")

@@ -134,12 +134,15 @@ def test_gsm8k_refuses_another_splits_file(directory):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ('{"question": "a"}', "expected a 'answer', found only question"),
-        ('{"answer": "#### 1"}', "expected a 'question', found only answer"),
-        ('{"question": "a", "answer": null}', "expected a 'answer', found None"),
-        ('{"question": "a", "answer": " "}', "expected a 'answer', found ' '"),
-        ('{"question": "a", "answer": ["7"]}', "expected a 'answer', found"),
-        ("{}", "found only an empty row"),
+        (
+            '{"question": "a"}',
+            "expected a column 'answer', found only 'question'; say which one it is by data.columns.answer=NAME",
+        ),
+        ('{"answer": "#### 1"}', "expected a column 'question', found only 'answer'"),
+        ('{"question": "a", "answer": null}', "expected text in the column 'answer', found None"),
+        ('{"question": "a", "answer": " "}', "expected text in the column 'answer', found ' '"),
+        ('{"question": "a", "answer": ["7"]}', "expected text in the column 'answer', found"),
+        ("{}", "found an empty row"),
         ("[1]", "expected one JSON object per line"),
         ('{"question": "a", ', "expected one JSON object per line"),
     ],

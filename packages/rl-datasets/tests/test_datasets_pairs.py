@@ -61,7 +61,10 @@ def test_hh_rlhf_row_is_made_anew(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": ROW["chosen"]}, "expected 'rejected', found only chosen"),
+        (
+            {"chosen": ROW["chosen"]},
+            "expected a column 'rejected', found only 'chosen'; say .* by data.columns.rejected=NAME",
+        ),
         ({**ROW, "rejected": ROW["chosen"]}, "chosen and rejected are the same"),
         ({**ROW, "rejected": DIALOGUE}, "expected 'rejected' to end with an assistant turn"),
         ({**ROW, "rejected": 3}, "rejected: expected text or a list of messages"),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from types import ModuleType
 from typing import Any, ClassVar
 
 from rl_contracts.errors import ConfigError
@@ -30,14 +33,30 @@ def field_docs(cls: type) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         if not is_dataclass(base):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, following in zip(body.body, [*body.body[1:], None], strict=False):
+        body = _statements(base)
+        for statement, following in zip(body, [*body[1:], None], strict=False):
             if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
                 continue
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 docs[statement.target.id] = " ".join(str(following.value.value).split())
     return docs
+
+
+def _statements(cls: type) -> list[ast.stmt]:
+    """What stands in the body of a class."""
+    known = _classes(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+    if cls.__qualname__ in known:
+        return known[cls.__qualname__]
+    found = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(found, ast.ClassDef)
+    return found.body
+
+
+@cache
+def _classes(module: ModuleType) -> dict[str, list[ast.stmt]]:
+    """The bodies of the classes at the top of a module: parsed once, for help reads dozens of them."""
+    body = ast.parse(inspect.getsource(module)).body
+    return {statement.name: statement.body for statement in body if isinstance(statement, ast.ClassDef)}
 
 
 def bounded(default: Any, expected: str, holds: Callable[[Any], bool]) -> Any:

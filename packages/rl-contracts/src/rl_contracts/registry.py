@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import sys
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import ConfigError, raised_at
@@ -50,7 +53,7 @@ def load(group: str, name: str) -> Any:
 
     Args:
         group: entry-point group, for example `"rl.rewards"`.
-        name: a name installed in the group, or a dotted path `package.module:attribute`.
+        name: a name installed in the group, a dotted path `package.module:attribute`, or a file `my/part.py:attribute`.
 
     Raises:
         ConfigError: nothing of that name is installed, or it cannot be imported.
@@ -149,6 +152,10 @@ def _installed(path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
 def _target(group: str, name: str) -> str:
     """`module:attribute` of a name."""
     target = name if ":" in name else available(group).get(name)
+    if target is None and name.endswith(".py"):
+        raise ConfigError(
+            f"{group}: expected FILE.py:NAME, found {name!r}; say which function or class of it is meant."
+        )
     if target is None:
         raise ConfigError(unknown(name, group))
     return target
@@ -157,10 +164,29 @@ def _target(group: str, name: str) -> str:
 def _imported(group: str, name: str, target: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
-        return attrgetter(attribute)(importlib.import_module(module))
+        found = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
+        return attrgetter(attribute)(found)
     except Exception as error:  # any code runs at import: told in a sentence, with the place where it happened
         looked = " Looked in the current directory, on PYTHONPATH and among what is installed."
         raise ConfigError(
             f"{group}: {name!r} stands for {target!r}, which cannot be imported: {type(error).__name__}: "
             f"{error}{raised_at(error)}.{looked if isinstance(error, ModuleNotFoundError) else ''}"
         ) from error
+
+
+def _of_file(path: str) -> ModuleType:
+    """The module in a file, which finds those beside it as a program does."""
+    file = Path(path).expanduser().resolve()
+    if str(file) not in sys.modules:
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
+        spec = importlib.util.spec_from_file_location(str(file), file)
+        assert spec is not None  # of any name that ends with .py
+        assert spec.loader is not None
+        module = sys.modules[str(file)] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[str(file)]
+            raise
+    return sys.modules[str(file)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rl_contracts.lazy import on_demand
 
 if TYPE_CHECKING:
+    from rl_datasets.chat import Chat, ChatOptions
     from rl_datasets.gsm8k import GSM8K, GSM8KOptions
     from rl_datasets.hh_rlhf import HHRLHF
     from rl_datasets.loader import BatchLoader, EpochOrder, PromptLoader
@@ -21,6 +22,8 @@ __all__ = [
     "GSM8K",
     "HHRLHF",
     "BatchLoader",
+    "Chat",
+    "ChatOptions",
     "EpochOrder",
     "GSM8KOptions",
     "PromptLoader",
@@ -34,6 +37,8 @@ __getattr__ = on_demand(
     __name__,
     {
         "BatchLoader": "loader",
+        "Chat": "chat",
+        "ChatOptions": "chat",
         "EpochOrder": "loader",
         "GSM8K": "gsm8k",
         "GSM8KOptions": "gsm8k",

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_contracts.errors import DataError
-
-Record = tuple[str, dict[str, Any]]
-"""Where a record stands (`train.jsonl:17`), and the record."""
+from rl_datasets.columns import Record, renamed
 
 _SPLITS = ("train", "test", "validation")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zip", ".arrow")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def read_records(path: str | Path, split: str, subset: str | None = None) -> Iterator[Record]:
+def read_records(
+    path: str | Path, split: str, subset: str | None = None, columns: Mapping[str, str] | None = None
+) -> Iterator[Record]:
     """The records of one split.
 
     Args:
@@ -30,10 +30,16 @@ def read_records(path: str | Path, split: str, subset: str | None = None) -> Ite
             unless it bears another split's name.
         split: `train` or `test`, for example.
         subset: the part of the data set, where it has several: the hub's configuration name.
+        columns: see `rl_datasets.columns.renamed`.
 
     Raises:
-        DataError: nothing is there, the file is of an unknown kind, or it cannot be read.
+        DataError: nothing is there, the file is of an unknown kind, it cannot be read, or a record lacks one of
+            `columns`.
     """
+    return renamed(_records(path, split, subset), columns or {})
+
+
+def _records(path: str | Path, split: str, subset: str | None) -> Iterator[Record]:
     local = Path(path).expanduser()
     if local.is_dir():
         files = _files_of_split(local, split, subset)
@@ -57,7 +63,7 @@ def _files_of_split(directory: Path, split: str, subset: str | None) -> list[Pat
     found = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
     raise DataError(
         f"{directory}: expected {split}.jsonl or {split}.parquet for the split {split!r}, found {found}; "
-        f"put the file there or choose another split"
+        f"put the file there or name another split (data.train_split, data.test_split)"
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_contracts.config import require_choice
 from rl_contracts.errors import DataError
-from rl_datasets.files import Record, read_records
+from rl_datasets.columns import Record, missing, require_known
+from rl_datasets.files import read_records
 from rl_datasets.rows import Rows, read_options
 
 FORMS = ("rl", "sft")
@@ -38,6 +40,7 @@ class GSM8K(Rows[tuple[str, str]]):
         split: str = "train",
         form: str = "rl",
         seed: int = 0,
+        columns: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         """Read and check all rows.
@@ -47,16 +50,18 @@ class GSM8K(Rows[tuple[str, str]]):
             split: `train` or `test`.
             form: `rl` or `sft`.
             seed: part of every data set's signature; this one generates nothing. The loader shuffles.
+            columns: `question` and `answer` to what they are called in the file.
             **options: fields of `GSM8KOptions`.
 
         Raises:
-            ConfigError: an unknown form or option.
+            ConfigError: an unknown form, column or option.
             DataError: nothing can be read there, or a row lacks its question or answer.
         """
         require_choice("form", form, FORMS)
         self.form = form
         self._options = read_options(GSM8KOptions, "gsm8k", options)
-        records = read_records(path, split, self._options.subset)
+        require_known("gsm8k", columns, ("question", "answer"))
+        records = read_records(path, split, self._options.subset, columns)
         super().__init__([_question_and_answer(record) for record in records])
         if not self._items:
             raise DataError(f"{path}: expected rows in the split {split!r}, found none")
@@ -73,9 +78,10 @@ class GSM8K(Rows[tuple[str, str]]):
 
 def _question_and_answer(record: Record) -> tuple[str, str]:
     where, row = record
-    texts = [row.get(key) for key in ("question", "answer")]
-    for key, text in zip(("question", "answer"), texts, strict=True):
+    for key in ("question", "answer"):
+        if key not in row:
+            raise missing(where, row, key)
+        text = row[key]
         if isinstance(text, bool) or not isinstance(text, str | int | float) or not str(text).strip():
-            found = f"{text!r:.60}" if key in row else f"only {', '.join(row) or 'an empty row'}"
-            raise DataError(f"{where}: expected a {key!r}, found {found}; complete the row or remove it")
-    return str(texts[0]), str(texts[1])
+            raise DataError(f"{where}: expected text in the column {key!r}, found {text!r:.60}; complete or remove it")
+    return str(row["question"]), str(row["answer"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_contracts.config import require_choice
 from rl_contracts.errors import ConfigError, DataError
-from rl_datasets.files import Record, read_records
+from rl_datasets.columns import Record, missing, require_known
+from rl_datasets.files import read_records
 from rl_datasets.rows import Rows
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -29,6 +31,7 @@ class HHRLHF(Rows[dict[str, Any]]):
         split: str = "train",
         form: str = "pairs",
         seed: int = 0,
+        columns: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         """Read and check all rows.
@@ -38,16 +41,19 @@ class HHRLHF(Rows[dict[str, Any]]):
             split: `train` or `test`.
             form: `pairs`.
             seed: part of every data set's signature; nothing is generated.
+            columns: `chosen`, `rejected` and `prompt` to what they are called in the file.
 
         Raises:
-            ConfigError: another form, or an option (there are none).
+            ConfigError: another form, an unknown column, or an option (there are none).
             DataError: nothing can be read there, a row lacks a side, a side does not end with an assistant turn, or
                 both are the same.
         """
         require_choice("form", form, ("pairs",))
         if options:
             raise ConfigError(f"hh-rlhf data: expected no options, found {', '.join(sorted(options))}")
-        super().__init__([_pair(index, record) for index, record in enumerate(read_records(path, split))])
+        require_known("hh-rlhf", columns, ("chosen", "rejected", "prompt"))
+        records = read_records(path, split, columns=columns)
+        super().__init__([_pair(index, record) for index, record in enumerate(records)])
         if not self._items:
             raise DataError(f"{path}: expected pairs in the split {split!r}, found none")
 
@@ -60,8 +66,10 @@ def _pair(index: int, record: Record) -> dict[str, Any]:
     prompt = _messages(row["prompt"], f"{where}: prompt", "user") if row.get("prompt") else []
     sides = {}
     for side in ("chosen", "rejected"):
-        if not row.get(side):
-            raise DataError(f"{where}: expected {side!r}, found only {', '.join(row) or 'an empty row'}; complete it")
+        if side not in row:
+            raise missing(where, row, side)
+        if not row[side]:
+            raise DataError(f"{where}: expected text or messages in {side!r}, found {row[side]!r}; complete the row")
         sides[side] = prompt + _messages(row[side], f"{where}: {side}", "assistant")
         if sides[side][-1]["role"] != "assistant" or not sides[side][-1]["content"].strip():
             raise DataError(f"{where}: expected {side!r} to end with an assistant turn, found {row[side]!r:.60}")

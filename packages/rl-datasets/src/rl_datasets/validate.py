@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts import registry
+from rl_contracts.config import require
 from rl_contracts.errors import DataError, RLError
 
 if TYPE_CHECKING:
@@ -108,9 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--split", nargs="+", default=["train", "test"], help="default: train test")
     parser.add_argument("--reward", default="gsm8k", help="reward: a registered name or a dotted path (default: gsm8k)")
     parser.add_argument("--seed", type=int, default=0, help="of generated problems")
+    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="for example question=problem")
     options = parser.parse_args(arguments)
-    where = {} if options.path is None else {"path": options.path}
+    where: dict[str, Any] = {} if options.path is None else {"path": options.path}
+    if "" not in sys.path:
+        sys.path.append("")  # dotted paths may name files of the current directory
     try:
+        where |= {"columns": _columns(options.columns)} if options.columns else {}
         reward_fn = registry.load("rl.rewards", options.reward)
         dataset = registry.load("rl.datasets", options.name)
         reports = {
@@ -123,6 +128,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for split, report in reports.items():
         sys.stdout.write(f"{options.name} {split}: {report}\n")
     return 0 if all(report.ok for report in reports.values()) else 1
+
+
+def _columns(given: Sequence[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in given]
+    for pair in pairs:
+        require(all(pair), "--columns", "OURS=THEIRS, for example question=problem", "".join(pair))
+    return {ours: theirs for ours, _, theirs in pairs}
 
 
 if __name__ == "__main__":

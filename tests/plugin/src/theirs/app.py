@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_apps import gsm8k_grpo
+from rl_apps import grpo
 from rl_apps.app import App, Run
 from rl_apps.config import GRPOConfig
 from rl_contracts.config import require
@@ -25,13 +25,13 @@ class TheirConfig(GRPOConfig):
 
 def check(run: Run[TheirConfig]) -> list[str]:
     """What GRPO checks, and a line of one's own."""
-    return [*gsm8k_grpo.check(run), f"motto: {run.config.motto}"]
+    return [*grpo.check(run), f"motto: {run.config.motto}"]
 
 
 def train(run: Run[TheirConfig]) -> None:
     """The work of one trainer process."""
     (run.directory / "motto.txt").write_text(run.config.motto)
-    gsm8k_grpo.train(run)
+    grpo.train(run)
 
 
 APP = App(

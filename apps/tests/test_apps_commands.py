@@ -1,0 +1,108 @@
+"""`rl grpo` and `rl sft`: what they ask for, what their presets add, what `--help` and `--dry-run` say first."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_apps import cli, grpo, gsm8k_grpo, gsm8k_sft, sft
+from rl_apps.compose import describe, render_help
+from rl_apps.driver import main
+from rl_contracts.errors import ConfigError
+
+OWN_REWARD = """
+def exact(prompt, completions, prompt_ids, completion_ids, *, solution, **data):
+    return float(completions.strip().endswith(solution))
+"""
+
+
+@pytest.fixture
+def problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Prompts, a reward and a model of one's own, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"problem": f"{n} + 1?", "solution": str(n + 1)} for n in range(32)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my_reward.py").write_text(OWN_REWARD)
+    return tmp_path
+
+
+def test_command_without_what_has_no_default_asks_for_all_of_it_in_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (cli.main(["grpo"]), cli.main(["sft", "data.name=word-problems"])) == (2, 2)
+
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("rl grpo: ConfigError: rl grpo needs model.path=... (a Hugging Face")
+    assert all(key in said[0] for key in ("; data.path=...", "; rollout.reward=..."))
+    assert said[1].startswith("rl sft: ConfigError: rl sft needs model.path=... ")
+    assert "data.path" not in said[1]
+
+
+def test_presets_say_what_the_program_asks_for_and_nothing_else() -> None:
+    for program, preset in ((grpo.APP, gsm8k_grpo.APP), (sft.APP, gsm8k_sft.APP)):
+        theirs = dict(row[:2] for row in describe(preset.config(["model.path=/a/model"])))
+        ours = dict(row[:2] for row in describe(program.config(["model.path=/a/model"])))
+        changed = {key for key in ours if ours[key] != theirs[key]}
+        assert changed <= {"experiment", "data.name", "rollout.reward"}
+        program.require_said(preset.config())
+
+
+def test_problems_and_a_reward_of_ones_own_need_no_code_but_the_reward(
+    problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["grpo", "model.path=embedded", "data.path=.", "data.columns.messages=problem", "--dry-run"]
+
+    assert cli.main([*words, "evaluation.rows=0", "rollout.reward=my_reward.py:exact"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:6]] == [
+        *("# Devices", "# Data", "# Steps", "# Model", "# Allocation", "# Files")
+    ]
+    assert lines[1] == "# Data: 32 rows of chat ., 32 a step"
+    assert lines[3] == "# Model: embedded, recipe embedded"
+    settings = yaml.safe_load("\n".join(lines))
+    assert settings["data"]["columns"] == {"messages": "problem"}
+
+    assert cli.main([*words, "rollout.reward=my_reward.py:exact"]) == 2
+    assert "name another split (data.train_split, data.test_split)" in capsys.readouterr().err
+    assert cli.main([*words[:3], "--dry-run", "evaluation.rows=0", "rollout.reward=my_reward.py:exact"]) == 2
+    assert "train.jsonl:1: expected a column 'messages', found only 'problem'" in capsys.readouterr().err
+
+
+def test_columns_of_data_that_takes_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("gsm8k-sft", ["data.columns.question=problem", "--dry-run"]) == 2
+    assert "data.columns: expected none: data.name=word-problems takes no names" in capsys.readouterr().err
+
+
+def test_help_has_the_settings_in_no_section_and_names_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("gsm8k-grpo", ["--help", "total_steps=7"]) == 0
+
+    text = capsys.readouterr().out
+    assert "  total_steps=7\n      Training steps." in text
+    assert "rollout.group_size=" not in text
+    assert "\n  rollout " in text
+
+
+@pytest.mark.parametrize("topic", ["rollout", "rollout.server", "rollout.group_size", "all"])
+def test_help_of_a_section_has_all_below_it_and_nothing_else(topic: str) -> None:
+    config = gsm8k_grpo.APP.config()
+    text = render_help("title", config, topic)
+
+    keys = [line.partition("=")[0][2:] for line in text.splitlines() if line[:3].strip() and line.startswith("  ")]
+    expected = [key for key, _, _ in describe(config) if topic == "all" or f"{key}.".startswith(f"{topic}.")]
+    assert {key for key in keys if "." in key or topic == "all"} >= {*expected} - {"model.directories"}
+    assert len(expected) >= (1 if topic == "rollout.group_size" else 5)
+    if topic != "all":
+        assert not [key for key in keys if key and not key.startswith("-") and not key.startswith(topic)]
+
+
+def test_help_leaves_out_what_is_always_refused() -> None:
+    assert "actor.minibatches" in render_help("", gsm8k_grpo.APP.config(), "actor", gsm8k_grpo.APP.refused)
+    assert "actor.minibatches" not in render_help("", sft.APP.config(), "actor", sft.APP.refused)
+
+
+def test_help_of_what_there_is_not_names_the_nearest_and_the_sections() -> None:
+    told = r"--help rollot: there is no such section or setting. Did you mean 'rollout'\? Sections: model, data, actor"
+    with pytest.raises(ConfigError, match=told):
+        render_help("", gsm8k_grpo.APP.config(), "rollot")

@@ -1,0 +1,144 @@
+"""Conversations of any kind: rows with `messages`, for supervised learning and, with a reward, for reinforcement
+learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_contracts.config import require, require_choice
+from rl_contracts.errors import DataError
+from rl_datasets.columns import Record, missing
+from rl_datasets.files import read_records
+from rl_datasets.rows import Rows, read_options
+
+Message = dict[str, Any]
+
+_SHAREGPT = {"human": "user", "gpt": "assistant"}
+"""Roles in conversations of `from` and `value`, where they are called otherwise."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What may be set beyond path, split and form."""
+
+    subset: str | None = None
+    """Configuration name on the hub, and the folder of that name in a local copy of the hub's repository."""
+    system: str = ""
+    """A system message that is put before each conversation which has none."""
+    instruction: str = ""
+    """Appended to the last question after a blank line, for example how to end the answer."""
+
+
+class Chat(Rows[dict[str, Any]]):
+    """The rows of one split, in the order of the file.
+
+    A row's `messages` are a list of `{"role", "content"}` (or of ShareGPT's `{"from", "value"}`), or a text: one
+    message of the user's.
+
+    RL form: `{"prompt_id": row index, "messages": up to the answer, "answer": ..., ...}`. A last message of the
+    assistant's is no part of the prompt; it is the `answer` where the row has none. All further columns that JSON can
+    hold go along, and a reward is given them as keyword arguments.
+
+    SFT form: `{"prompt_id": row index, "messages": all of them}`. Where they end with a question, the row's `answer`
+    comes behind them.
+    """
+
+    def __init__(
+        self,
+        path: str | Path = "",
+        split: str = "train",
+        form: str = "rl",
+        seed: int = 0,
+        columns: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """Read and check all rows.
+
+        Args:
+            path: directory, file or hub id; see `rl_datasets.files.read_records`.
+            split: `train` or `test`, for example.
+            form: `rl` or `sft`.
+            seed: part of every data set's signature; nothing is generated.
+            columns: our names (`messages`, `answer`, arguments of the reward) to those in the file.
+            **options: fields of `ChatOptions`.
+
+        Raises:
+            ConfigError: no path, or an unknown form or option.
+            DataError: nothing can be read there, or a row lacks its messages or what is to be learned from.
+        """
+        require(bool(path), "data.path of chat data", "a directory, a .jsonl or .parquet file, or a hub id", str(path))
+        require_choice("form", form, ("rl", "sft"))
+        made, chosen = (_prompt if form == "rl" else _conversation), read_options(ChatOptions, "chat", options)
+        records = read_records(path, split, chosen.subset, columns)
+        super().__init__([made(record, _messages(record, chosen)) for record in records])
+        if not self._items:
+            raise DataError(f"{path}: expected rows in the split {split!r}, found none")
+
+    def _row(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
+        return {**item, "prompt_id": index, "messages": [dict(message) for message in item["messages"]]}
+
+
+def _prompt(record: Record, messages: list[Message]) -> dict[str, Any]:
+    """The RL form of a row."""
+    where, row = record
+    rest = {name: value for name, value in row.items() if name != "messages" and _plain(value)}
+    if messages[-1]["role"] == "assistant":
+        *messages, last = messages
+        rest |= {"answer": last["content"]} if rest.get("answer") is None else {}
+    if not any(message["role"] != "system" for message in messages):
+        raise DataError(f"{where}: expected messages with a question before the answer, found none; remove the row")
+    return {**rest, "messages": messages}
+
+
+def _conversation(record: Record, messages: list[Message]) -> dict[str, Any]:
+    """The SFT form of a row."""
+    where, row = record
+    if messages[-1]["role"] == "assistant":
+        return {"messages": messages}
+    if "answer" not in row:
+        raise missing(f"{where}: the messages end with a turn of {messages[-1]['role']!r}", row, "answer")
+    answer = row["answer"]
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise DataError(f"{where}: expected text in the column 'answer', found {answer!r:.60}; complete or remove it")
+    return {"messages": [*messages, {"role": "assistant", "content": str(answer)}]}
+
+
+def _messages(record: Record, options: ChatOptions) -> list[Message]:
+    """The conversation of a row, with the options' system message and instruction."""
+    where, row = record
+    if "messages" not in row:
+        raise missing(where, row, "messages")
+    said = row["messages"]
+    said = [{"role": "user", "content": said}] if isinstance(said, str) and said.strip() else said
+    if not isinstance(said, list) or not said:
+        expected = "expected `messages` to be a list of messages with role and content, or a text"
+        raise DataError(f"{where}: {expected}, found {said!r:.60}; complete the row or remove it")
+    messages = [_message(where, message) for message in said]
+    if options.system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": options.system})
+    asked = next((message for message in reversed(messages) if message["role"] == "user"), None)
+    if options.instruction and asked is not None and isinstance(asked["content"], str):
+        asked["content"] = f"{asked['content']}\n\n{options.instruction}"
+    return messages
+
+
+def _message(where: str, message: Any) -> Message:
+    """One message, without entries that are not filled in: parquet gives those to every message."""
+    given = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
+    if {"from", "value"} <= given.keys() and "role" not in given:
+        given = {"role": _SHAREGPT.get(given["from"], given["from"]), "content": given["value"]}
+    if not isinstance(given.get("role"), str) or not ("content" in given or "tool_calls" in given):
+        raise DataError(f"{where}: expected messages with role and content, found {message!r:.60}; mend the row")
+    return {"content": "", **given}
+
+
+def _plain(value: Any) -> bool:
+    """Whether JSON can hold a value, as what goes to a reward's process must be."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, str | int | float)

@@ -1,0 +1,79 @@
+"""Columns by the names that they have elsewhere (`data.columns`), and what is said where one is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rl_contracts.errors import ConfigError, DataError
+
+Record = tuple[str, dict[str, Any]]
+"""Where a record stands (`train.jsonl:17`), and the record."""
+
+USUAL: dict[str, tuple[str, ...]] = {
+    "question": ("problem", "prompt", "query", "instruction", "input"),
+    "answer": ("solution", "response", "completion", "output", "target", "label", "reward_model.ground_truth"),
+    "messages": ("conversations", "conversation", "prompt", "problem", "question", "query", "instruction", "input"),
+    "chosen": ("accepted", "preferred", "winner", "answer_w"),
+    "rejected": ("refused", "dispreferred", "loser", "answer_l"),
+}
+"""What others call a column of ours, the likeliest first."""
+
+
+def renamed(records: Iterable[Record], columns: Mapping[str, str]) -> Iterator[Record]:
+    """Records whose columns have our names.
+
+    Args:
+        records: as they were read.
+        columns: our name of a column to the one that it has there, with dots for what lies inside of another
+            (`reward_model.ground_truth`).
+
+    Raises:
+        DataError: a record has no such column.
+    """
+    for where, row in records:
+        if not columns:
+            yield where, row
+            continue
+        found = {}
+        for ours, theirs in columns.items():
+            there, found[ours] = _inside(row, theirs)
+            if not there:
+                raise DataError(
+                    f"{where}: expected a column {theirs!r} (data.columns.{ours}={theirs}), found {_names(row)}; name "
+                    f"the right one by data.columns.{ours}, or complete the row"
+                )
+        yield where, {name: value for name, value in row.items() if name not in columns.values()} | found
+
+
+def require_known(name: str, columns: Mapping[str, str] | None, known: tuple[str, ...]) -> None:
+    """Refuse names that are none of a data set's columns.
+
+    Raises:
+        ConfigError: names them.
+    """
+    odd = sorted(set(columns or ()) - set(known))
+    if odd:
+        raise ConfigError(f"data.columns of {name} data: expected names of its columns {known}, found {odd}")
+
+
+def missing(where: str, row: Mapping[str, Any], column: str) -> DataError:
+    """The error of a record without a column that it needs: which, what is there, and the setting that maps it."""
+    likely = [name for name in USUAL.get(column, ()) if _inside(row, name)[0]]
+    return DataError(
+        f"{where}: expected a column {column!r}, found {_names(row)}; say which one it is by "
+        f"data.columns.{column}={likely[0] if likely else 'NAME'}, or complete the row"
+    )
+
+
+def _inside(row: Mapping[str, Any], name: str) -> tuple[bool, Any]:
+    """Whether a row has a column, and its value: one of that very name, or a path into others."""
+    if name in row:
+        return True, row[name]
+    outer, _, rest = name.partition(".")
+    inner = row.get(outer)
+    return _inside(inner, rest) if rest and isinstance(inner, Mapping) else (False, None)
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return f"only {', '.join(map(repr, row))}" if row else "an empty row"

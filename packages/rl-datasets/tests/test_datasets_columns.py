@@ -1,0 +1,155 @@
+"""Columns with other names, and the data set of conversations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_contracts import registry
+from rl_contracts.errors import ConfigError, DataError
+from rl_datasets import GSM8K, HHRLHF, Chat
+from rl_datasets.validate import main
+
+USER, ASSISTANT = ({"role": role, "content": text} for role, text in (("user", "1 + 1?"), ("assistant", "#### 2")))
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_columns_of_other_names_are_those_of_the_data_set(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"problem": "1 + 1?", "reward_model": {"ground_truth": "2"}, "level": 3})
+
+    rows = GSM8K(file, columns={"question": "problem", "answer": "reward_model.ground_truth"})
+
+    assert rows[0] == {"prompt_id": 0, "messages": [USER], "answer": "2"}
+    pair = write(tmp_path / "b.jsonl", {"q": "1 + 1?", "good": "2", "bad": "3"})
+    sides = HHRLHF(pair, columns={"prompt": "q", "chosen": "good", "rejected": "bad"})[0]
+    assert [sides[side][-1]["content"] for side in ("chosen", "rejected")] == ["2", "3"]
+
+
+def test_columns_may_change_places(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"answer": "1 + 1?", "question": "2"})
+
+    row = GSM8K(file, columns={"question": "answer", "answer": "question"})[0]
+
+    assert (row["messages"], row["answer"]) == ([USER], "2")
+
+
+@pytest.mark.parametrize(
+    ("made", "columns", "told"),
+    [
+        (
+            GSM8K,
+            {},
+            "expected a column 'question', found only 'problem', 'solution'; say .*data.columns.question=problem",
+        ),
+        (GSM8K, {"question": "problem"}, "a column 'answer', found only .*data.columns.answer=solution"),
+        (GSM8K, {"question": "probelm"}, r"a column 'probelm' \(data.columns.question=probelm\), found only 'problem'"),
+        (HHRLHF, {}, "a column 'chosen', found only 'problem', 'solution'; say .* data.columns.chosen=NAME"),
+        (Chat, {}, "a column 'messages', found only .* data.columns.messages=problem"),
+    ],
+)
+def test_column_that_is_missing_names_line_columns_and_setting(
+    tmp_path: Path, made: Any, columns: dict[str, str], told: str
+) -> None:
+    file = write(tmp_path / "a.jsonl", {"problem": "1 + 1?", "solution": "2"})
+
+    with pytest.raises(DataError, match=told) as error:
+        made(file, columns=columns)
+
+    assert str(error.value).startswith(f"{file}:1: ")
+
+
+def test_column_that_no_data_set_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.columns of gsm8k data: expected .*'question'.*found \['qestion'\]"):
+        GSM8K(tmp_path, columns={"qestion": "problem"})
+
+
+def test_chat_in_rl_form_has_the_turns_before_the_answer_and_all_further_columns(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    file = write(
+        tmp_path / "a.jsonl",
+        {"messages": [system, USER, ASSISTANT], "topic": "sums"},
+        {"messages": [USER], "tests": ["2"], "answer": 2},
+        {"messages": "1 + 1?"},
+        {"messages": [USER, ASSISTANT], "answer": "two"},
+    )
+
+    assert list(registry.load("rl.datasets", "chat")(file)) == [
+        {"prompt_id": 0, "messages": [system, USER], "answer": "#### 2", "topic": "sums"},
+        {"prompt_id": 1, "messages": [USER], "tests": ["2"], "answer": 2},
+        {"prompt_id": 2, "messages": [USER]},
+        {"prompt_id": 3, "messages": [USER], "answer": "two"},
+    ]
+
+
+def test_chat_in_sft_form_ends_with_the_assistant(tmp_path: Path) -> None:
+    sharegpt = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "#### 2"}]
+    file = write(tmp_path / "a.jsonl", {"messages": sharegpt, "x": 1}, {"messages": "1 + 1?", "answer": "#### 2"})
+
+    rows = Chat(file, form="sft")
+
+    assert list(rows) == [{"prompt_id": i, "messages": [USER, ASSISTANT]} for i in range(2)]
+    rows[0]["messages"][0]["content"] = "changed"
+    assert rows[0]["messages"] == [USER, ASSISTANT]
+
+
+def test_chat_options_put_a_system_message_before_and_an_instruction_behind_the_question(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"messages": "1 + 1?"})
+
+    (system, user) = Chat(file, system="Be brief.", instruction="End with ####.")[0]["messages"]
+
+    assert (system, user["content"]) == ({"role": "system", "content": "Be brief."}, "1 + 1?\n\nEnd with ####.")
+
+
+def test_chat_of_parquet_has_no_entries_that_are_not_filled_in(tmp_path: Path) -> None:
+    import datetime
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    talk = [USER | {"name": None}, {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]
+    row = {"messages": talk, "when": datetime.date(2026, 1, 2), "answer": None}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+
+    assert Chat(tmp_path, form="sft")[0]["messages"] == [
+        USER,
+        {"role": "assistant", "content": "", **talk[1]} | {"content": ""},
+    ]
+    assert Chat(tmp_path)[0] == {"prompt_id": 0, "messages": [USER], "answer": ""}
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "told"),
+    [
+        ({"messages": []}, "rl", "expected `messages` to be a list of messages with role and content, or a text"),
+        ({"messages": [{"text": "hi"}]}, "rl", "expected messages with role and content, found {'text': 'hi'}"),
+        ({"messages": [ASSISTANT]}, "rl", "with a question before the answer, found none"),
+        ({"messages": [USER]}, "sft", "end with a turn of 'user': expected a column 'answer', found only 'messages'"),
+        ({"messages": [USER], "answer": " "}, "sft", "expected text in the column 'answer', found ' '"),
+    ],
+)
+def test_chat_row_that_cannot_be_used_names_its_line(tmp_path: Path, row: Any, form: str, told: str) -> None:
+    file = write(tmp_path / "a.jsonl", {"messages": [USER, ASSISTANT]}, row)
+
+    with pytest.raises(DataError, match=told) as error:
+        Chat(file, form=form)
+
+    assert str(error.value).startswith(f"{file}:2: ")
+
+
+def test_chat_without_a_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.path of chat data: expected a directory"):
+        Chat()
+
+
+def test_validate_command_takes_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write(tmp_path / "a.jsonl", {"problem": "1 + 1?", "solution": "#### 2"}))
+
+    assert main(["gsm8k", file, "--columns", "question=problem", "answer=solution", "--reward", "gsm8k"]) == 0
+    assert "1 of 1 gold answers score 1.0" in capsys.readouterr().out
+    assert main(["gsm8k", file, "--columns", "question"]) == 2
+    assert "--columns: expected OURS=THEIRS" in capsys.readouterr().err

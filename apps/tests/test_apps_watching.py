@@ -1,4 +1,4 @@
-"""`rl watch`: conversations of a run, from the files that it keeps of them."""
+"""`rl watch --conversations`: those of a run, from the files that it keeps of them."""
 
 import json
 import threading
@@ -34,7 +34,7 @@ def keep(directory: Path, name: str, *answers: dict[str, Any]) -> None:
 def test_watch_shows_turns_with_tools_rewards_and_versions_in_plain_text(tmp_path, capsys) -> None:
     keep(tmp_path, "step_7-0", {"conversation": TALK}, {"conversation": TALK, "rejected": "stale", "truncated": True})
 
-    assert cli.main(["watch", str(tmp_path)]) == 0
+    assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
 
     assert capsys.readouterr().out.splitlines() == [
         "== step 7, prompt 0, episode 2, reward 1",
@@ -53,7 +53,7 @@ def test_watch_shows_turns_with_tools_rewards_and_versions_in_plain_text(tmp_pat
 def test_watch_of_answers_without_turns_shows_prompt_and_completion(tmp_path, capsys) -> None:
     keep(tmp_path, "step_1-0", {"prompt": "one?", "completion": "no", "version_first": 0, "version_last": 0})
 
-    assert cli.main(["watch", str(tmp_path)]) == 0
+    assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
 
     assert capsys.readouterr().out.splitlines()[1:3] == ["user: one?", "assistant (v0): no"]
 
@@ -63,7 +63,7 @@ def test_watch_chooses_steps_evaluations_rows_and_how_many(tmp_path, capsys) -> 
         keep(tmp_path, name, *({"conversation": TALK},) * 3)
 
     def headings(*options: str) -> list[str]:
-        assert cli.main(["watch", str(tmp_path), *options]) == 0
+        assert cli.main(["watch", str(tmp_path), "--conversations", *options]) == 0
         return [line.partition(", ep")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("==")]
 
     assert headings() == ["== step 2, prompt 0", "== step 2, prompt 1"]
@@ -76,7 +76,9 @@ def test_watch_goes_on_while_the_run_does_and_leaves_half_lines_for_later(tmp_pa
     (tmp_path / "config.yaml").touch()
     said, codes = "", []
     with RunControl(names_of(tmp_path), beat=0.1):
-        watching = threading.Thread(target=lambda: codes.append(cli.main(["watch", str(tmp_path)])), daemon=True)
+        watching = threading.Thread(
+            target=lambda: codes.append(cli.main(["watch", str(tmp_path), "--conversations"])), daemon=True
+        )
         watching.start()
         keep(tmp_path, "step_1-0", {"conversation": TALK})
         file = tmp_path / "rollouts" / "step_1-0.jsonl"
@@ -99,7 +101,7 @@ def test_watch_shows_no_control_characters_of_what_a_model_wrote(tmp_path, capsy
     wrote = "[bold]red[/bold] \x1b[31m\x07"
     keep(tmp_path, "step_1-0", {"prompt": "", "completion": wrote, "version_first": 0, "version_last": 0})
 
-    assert cli.main(["watch", str(tmp_path)]) == 0
+    assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
 
     out = capsys.readouterr().out
     assert r"[bold]red[/bold] \x1b[31m\x07" in out
@@ -121,6 +123,6 @@ def test_watch_is_coloured_on_a_terminal_alone(tmp_path, capsys, monkeypatch, co
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
 
-    cli.main(["watch", str(tmp_path)])
+    cli.main(["watch", str(tmp_path), "--conversations"])
 
     assert ("\x1b[" in capsys.readouterr().out) == colours

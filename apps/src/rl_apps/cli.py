@@ -42,11 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     stop = commands.add_parser("stop", help="end a run as SIGTERM does: after its step, with a recover point")
     stop.add_argument("--now", action="store_true", help="kill its processes")
     scale = commands.add_parser("scale", help="change the number of a run's servers while it goes on")
-    watch = commands.add_parser("watch", help="conversations of a run, turn by turn, while it writes them")
+    watch = commands.add_parser("watch", help="a run that goes on: its live view, or its conversations, turn by turn")
+    watch.add_argument("--conversations", action="store_true", help="what its model is told and says, as it is written")
     watch.add_argument("--step", type=int, help="those of this step alone; default: from the newest one on")
     watch.add_argument("--evaluation", action="store_true", help="those of evaluations")
     watch.add_argument("--prompt", type=int, help="those that begin with this row of the data")
-    watch.add_argument("-n", "--number", type=int, default=2, help="how many of each step (default %(default)s)")
+    watch.add_argument("-n", "--number", type=int, help="how many conversations of each step (default 2)")
     for tool in (status, logs, stop, scale, watch):
         tool.add_argument("run", type=Path, help="run directory, on any machine that sees it")
     logs.add_argument("worker", nargs="?", default="", help="role, or <role>-<index>; default: all")
@@ -87,9 +88,13 @@ def _tool(arguments: argparse.Namespace) -> int:
     if arguments.command == "stop":
         return tools.stop(run, arguments.now, arguments.timeout)
     if arguments.command == "watch":
-        from rl_apps.watching import watch
+        from rl_apps.watching import watch, watch_steps
 
-        return watch(run, arguments.step, arguments.evaluation, arguments.prompt, arguments.number)
+        chosen = (arguments.step, arguments.prompt, arguments.number)
+        if not (arguments.conversations or arguments.evaluation or any(choice is not None for choice in chosen)):
+            return watch_steps(run)
+        number = 2 if arguments.number is None else arguments.number
+        return watch(run, arguments.step, arguments.evaluation, arguments.prompt, number)
     role, _, count = arguments.target.partition("=")
     require(role != "" and count.isdecimal(), "rl scale", "ROLE=COUNT, for example rollout=4", arguments.target)
     return tools.scale(run, role, count, arguments.timeout)

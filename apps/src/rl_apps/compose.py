@@ -145,7 +145,7 @@ def _settings_of(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any, str]
 
 def _sections(config: Any, prefix: str = "") -> dict[str, str]:
     """The sections of a config object and those inside of them, each with its meaning."""
-    found = {}
+    found: dict[str, str] = {}
     for key, _, section, meaning in _settings_of(config, prefix):
         if section is not None:
             found |= {key: meaning, **_sections(section, f"{key}.")}

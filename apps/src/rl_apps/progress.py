@@ -1,14 +1,16 @@
-"""What a run shows in the terminal: a line per step and a progress bar with the time left; plain lines elsewhere."""
+"""What a run shows while it goes on: a view in a terminal (`rl_apps.live`), a line per step elsewhere."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rl_apps.live import Screen
 
 GRPO_COLUMNS: dict[str, tuple[str, str]] = {
     "reward": ("reward/mean", ".3f"),
@@ -48,72 +50,123 @@ CUT_OFF = 0.2
 """Fraction of a step's answers that end for lack of tokens from which on that is worth a warning."""
 
 
+FIGURES: dict[str, tuple[str, str]] = {
+    "reward": ("reward/mean", ".3f"),
+    "accuracy": ("eval/accuracy", ".3f"),
+    "held-out reward": ("eval/reward", ".3f"),
+    "loss": ("loss/train", ".4f"),
+    "eval loss": ("loss/eval", ".4f"),
+    "pair accuracy": ("pair/accuracy", ".3f"),
+    "margin": ("pair/margin", ".3f"),
+    "length": ("length/mean", ".1f"),
+    "cut off": ("truncated/fraction", ".1%"),
+    "stale": ("staleness/mean", ".2f"),
+    "gap": ("gap/mean_abs", ".1e"),
+    "entropy": ("entropy/mean", ".3f"),
+    "grad norm": ("grad_norm", ".2f"),
+    "lr": ("lr", ".1e"),
+    "gen tok/s": ("throughput/generated_tokens_per_s", ".0f"),
+    "train tok/s": ("throughput/trained_tokens_per_s", ".0f"),
+}
+"""What the live view shows of any run that records it, in the form of `GRPO_COLUMNS`."""
+
+
 class RunProgress:
-    """Follows a run's metrics file. Call `tick` often; use as a context manager.
+    """Follows a run's metrics file: in a terminal by a view that is drawn anew (`rl_apps.live`), elsewhere by a line
+    for each step. Call `tick` often; use as a context manager.
 
     Args:
         metrics: the run's `metrics.jsonl`.
         total_steps: steps of the run.
-        columns: what a step's line shows.
+        columns: what a step's line shows, and the view besides `FIGURES`.
         console: where it is shown.
+        from_the_start: whether lines are shown of steps, too, that were there before.
     """
 
     def __init__(
-        self, metrics: Path, total_steps: int, columns: dict[str, tuple[str, str]], console: Console | None = None
+        self,
+        metrics: Path,
+        total_steps: int,
+        columns: dict[str, tuple[str, str]],
+        console: Console | None = None,
+        from_the_start: bool = False,
     ) -> None:
+        from rich.console import Console
+
         self.console = console or Console(highlight=False)
         self.columns, self.total_steps = columns, total_steps
         self._metrics = metrics
-        self.rewind()  # to the bytes of it that were shown, or that were there before
         self._warned: Counter[str] = Counter()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._task = self._bar.add_task("starting", total=total_steps)
+        self._said = ""
+        self._screen: Screen | None = None
+        if self.console.is_terminal and not self.console.is_dumb_terminal and self.console.file.isatty():
+            from rl_apps.live import RunView, Screen
+
+            known = {name for name, _ in columns.values()}
+            figures = columns | {label: what for label, what in FIGURES.items() if what[0] not in known}
+            self._screen = Screen(RunView(str(metrics.parent), total_steps, figures), metrics.parent, self.console)
+        self.rewind()  # to the bytes of it that were shown, or that were there before
+        if from_the_start:
+            self._read = 0
 
     def __enter__(self) -> RunProgress:
-        self._bar.start()
+        if self._screen:
+            self._screen.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.tick()
-        self._bar.stop()
+        try:
+            self.tick()
+        finally:
+            if self._screen:
+                self._screen.__exit__()
 
     def say(self, stage: str) -> None:
-        """Name what is going on before the first step."""
-        if self.console.is_terminal:
-            self._bar.update(self._task, description=stage)
-        else:
-            self.console.print(stage)
+        """Name what is going on."""
+        if self._screen:
+            self._screen.view.stage = stage
+        elif stage != self._said:
+            self.console.print(stage, soft_wrap=True)
+        self._said = stage
 
     def rewind(self) -> None:
         """Records were cut off, and will come again."""
         self._read = self._metrics.stat().st_size if self._metrics.exists() else 0
+        if self._screen:  # which shows the course of all steps
+            self._read = 0
+            self._screen.view.records.clear()
+            self._warned.clear()
 
     def tick(self) -> None:
         """Show the records that were appended since the last look."""
         if not self._metrics.exists():
             return
+        if self._metrics.stat().st_size < self._read:
+            self.rewind()
         with self._metrics.open("rb") as file:
             file.seek(self._read)
             whole, end, _ = file.read().rpartition(b"\n")
         self._read += len(whole + end)
         for record in map(json.loads, whole.splitlines()):
-            self.console.print(step_line(record, self.columns, self.total_steps), soft_wrap=True)
+            if self._screen:
+                self._screen.view.add(record)
+                self._screen.view.stage = "training"
+            else:
+                self.console.print(step_line(record, self.columns, self.total_steps), soft_wrap=True)
             for kind, warning in warnings_of(record).items():
-                self._warned[kind] += 1
-                times = self._warned[kind]
-                if times & (times - 1) == 0:  # the first time, the second, the fourth, ...
-                    steps = f" (as in {times - 1} step(s) before)" if times > 1 else ""
-                    self.console.print(f"warning: {warning}{steps}", soft_wrap=True)
-            self._bar.update(self._task, completed=record["step"], description="training")
+                self._warn(kind, warning, record["step"])
+        if self._screen:
+            self._screen.look()
+
+    def _warn(self, kind: str, warning: str, step: int) -> None:
+        """Tell it: in the view the newest of its kind, in lines the first time, the second, the fourth, ..."""
+        self._warned[kind] += 1
+        times = self._warned[kind]
+        before = f" (as in {times - 1} step(s) before)" if times > 1 else ""
+        if self._screen:
+            self._screen.view.warn(kind, f"step {step}: {warning}{before}")
+        elif times & (times - 1) == 0:
+            self.console.print(f"warning: {warning}{before}", soft_wrap=True)
 
 
 def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total_steps: int) -> str:

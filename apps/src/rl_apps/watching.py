@@ -1,22 +1,38 @@
-"""`rl watch`: what a run's model was told and what it said, turn by turn, with tools, rewards and versions."""
+"""`rl watch`: a run that goes on, by the view that its command has, or by what its model was told and what it said."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from rl_apps.tools import names_there, read_on, while_alive
-from rl_contracts.errors import DataError
+from rl_apps.answers import answer_files, conversation
+from rl_apps.directory import last_record
+from rl_apps.progress import FIGURES, RunProgress
+from rl_apps.tools import names_there, read_on, status_of, while_alive
+from rl_contracts.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from rich.text import Text
 
-_FILE = re.compile(r"(eval_)?step_(\d+)-\d+\.jsonl")
-_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+def watch_steps(directory: Path) -> int:
+    """Show how a run comes on until it is over: the live view in a terminal, a line for each of its steps elsewhere.
+
+    Raises:
+        ConfigError: there is no run, or it has not begun.
+    """
+    import yaml
+
+    names, file = names_there(directory), directory / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{directory}: this run has not begun; `rl status` says what it waits for.")
+    steps = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("total_steps", 0)
+    with RunProgress(directory / "metrics.jsonl", steps, FIGURES, from_the_start=True) as progress:
+        for _ in while_alive(names):
+            progress.tick()
+            if not last_record(directory):
+                progress.say(status_of(directory)["state"])
+        progress.tick()
+        progress.say(status_of(directory)["state"])
+    return 0
 
 
 def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | None, number: int) -> int:
@@ -37,9 +53,9 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
 
     names, console, shown = names_there(directory), Console(highlight=False), Counter[int]()
     read: dict[Path, int] = {}
-    newest = max((at for at, _ in _files(directory, evaluation)), default=0) if step is None else step
+    newest = max((at for at, _ in answer_files(directory, evaluation)), default=0) if step is None else step
     for _ in while_alive(names) if step is None else [None]:
-        for at, path in _files(directory, evaluation):
+        for at, path in answer_files(directory, evaluation):
             if at < newest or step not in (None, at):
                 continue
             for line in read_on(path, read).splitlines():
@@ -48,68 +64,9 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
                     shown[at] += 1
                     console.print(conversation(answer, f"{'evaluation at ' * evaluation}step {at}"), soft_wrap=True)
     if not shown:
-        there, wanted = sorted({at for at, _ in _files(directory, evaluation)}), "any" if step is None else step
+        there, wanted = sorted({at for at, _ in answer_files(directory, evaluation)}), "any" if step is None else step
         raise DataError(
             f"{directory}/rollouts: expected answers of step {wanted}, found none; kept are those of the steps "
             f"{there}. `rollouts.every` says which are."
         )
     return 0
-
-
-def _files(directory: Path, evaluation: bool) -> Iterator[tuple[int, Path]]:
-    """Steps and the files of their answers, in order."""
-    found = ((_FILE.fullmatch(path.name), path) for path in (directory / "rollouts").glob("*.jsonl"))
-    yield from sorted((int(name[2]), path) for name, path in found if name and bool(name[1]) == evaluation)
-
-
-def conversation(answer: dict[str, Any], where: str) -> Text:
-    """What is shown of a line of `rollouts/`."""
-    from rich.text import Text
-
-    about = [
-        where,
-        *(f"{name} {answer[f'{name}_id']}" for name in ("prompt", "episode")),
-        f"reward {answer['reward']:g}",
-    ]
-    about += [f"not learned from: {answer['rejected']}"] if answer["rejected"] else []
-    about += ["cut off"] if answer["truncated"] else []
-    text = Text(f"== {', '.join(about)}\n", style="bold")
-    for message in answer.get("conversation") or _of_two(answer):
-        text.append(f"{message['role']}{_figures(message)}: ", style=_STYLES.get(message["role"], ""))
-        text.append(f"{_printable(_said(message))}\n", style="not bold")
-    return text
-
-
-def _of_two(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """An answer to a prompt as a conversation."""
-    versions = {name: answer.get(name) for name in ("version_first", "version_last")}
-    return [
-        {"role": "user", "content": answer.get("prompt", "")},
-        {"role": "assistant", "content": answer.get("completion", ""), **versions},
-    ]
-
-
-def _figures(message: dict[str, Any]) -> str:
-    """Version and own reward of an answer."""
-    first, last = message.get("version_first"), message.get("version_last")
-    if first is None:
-        return ""
-    versions = f"v{first}" if first == last else f"v{first}-{last}"
-    return f" ({versions}{', reward {:g}'.format(message['reward']) if message.get('reward') else ''})"
-
-
-def _said(message: dict[str, Any]) -> str:
-    """Reasoning, text and tool calls of a message."""
-    content, thought = message.get("content") or "", message.get("reasoning_content")
-    if not isinstance(content, str):
-        content = json.dumps(content, ensure_ascii=False)
-    calls = (call["function"] for call in message.get("tool_calls") or ())
-    parts = [f"<think>{thought}</think>"] if thought else []
-    parts += [content] if content else []
-    parts += [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
-    return "\n  ".join(parts)
-
-
-def _printable(text: str) -> str:
-    """Without what would move the cursor of a terminal or change its colours."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

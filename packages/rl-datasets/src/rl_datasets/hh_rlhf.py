@@ -64,7 +64,7 @@ class HHRLHF(Rows[dict[str, Any]]):
 def _pair(index: int, record: Record) -> dict[str, Any]:
     where, row = record
     prompt = _messages(row["prompt"], f"{where}: prompt", "user") if row.get("prompt") else []
-    sides = {}
+    sides: dict[str, list[dict[str, str]]] = {}
     for side in ("chosen", "rejected"):
         if side not in row:
             raise missing(where, row, side)

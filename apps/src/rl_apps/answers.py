@@ -30,6 +30,7 @@ def conversation(answer: dict[str, Any], where: str) -> Text:
         *(f"{name} {answer[f'{name}_id']}" for name in ("prompt", "episode")),
         f"reward {answer['reward']:g}",
     ]
+    about += [f"advantage {answer['advantage']:+.3g}"] if answer.get("advantage") is not None else []
     about += [f"not learned from: {answer['rejected']}"] if answer["rejected"] else []
     about += ["cut off"] if answer["truncated"] else []
     text = Text(f"== {', '.join(about)}\n", style="bold")

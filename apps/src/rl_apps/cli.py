@@ -48,7 +48,21 @@ def main(argv: list[str] | None = None) -> int:
     watch.add_argument("--evaluation", action="store_true", help="those of evaluations")
     watch.add_argument("--prompt", type=int, help="those that begin with this row of the data")
     watch.add_argument("-n", "--number", type=int, help="how many conversations of each step (default 2)")
-    for tool in (status, logs, stop, scale, watch):
+    show = commands.add_parser("show", help="answers of a step: prompts, what was said, rewards, advantages")
+    show.add_argument("--step", type=int, help="default: the newest one")
+    show.add_argument("--worst", action="store_true", help="those with the least rewards first")
+    show.add_argument("--evaluation", action="store_true", help="those of an evaluation")
+    show.add_argument("-n", "--number", type=int, default=4, help="how many (default %(default)s)")
+    plot = commands.add_parser("plot", help="curves of runs, in the terminal or as a picture")
+    plot.add_argument("--figure", action="append", default=[], help="a name in metrics.jsonl; may be given again")
+    plot.add_argument("-o", "--output", type=Path, help="a PNG, SVG or PDF instead (extra rl-apps[plot])")
+    report = commands.add_parser("report", help="a page of a run, or of several to compare: curves, answers, settings")
+    report.add_argument(
+        "-o", "--output", type=Path, help="default: report.html in the run's directory; of several, ./comparison.html"
+    )
+    for tool in (plot, report):
+        tool.add_argument("run", type=Path, nargs="+", help="run directories")
+    for tool in (status, logs, stop, scale, watch, show):
         tool.add_argument("run", type=Path, help="run directory, on any machine that sees it")
     logs.add_argument("worker", nargs="?", default="", help="role, or <role>-<index>; default: all")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
@@ -78,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _tool(arguments: argparse.Namespace) -> int:
     """What works on the directory of a run."""
+    if arguments.command in ("show", "plot", "report"):
+        return _show(arguments)
     from rl_apps import tools
 
     run = arguments.run.resolve()
@@ -98,6 +114,19 @@ def _tool(arguments: argparse.Namespace) -> int:
     role, _, count = arguments.target.partition("=")
     require(role != "" and count.isdecimal(), "rl scale", "ROLE=COUNT, for example rollout=4", arguments.target)
     return tools.scale(run, role, count, arguments.timeout)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """What is for people to look at."""
+    from rl_apps import showing
+
+    if arguments.command == "show":
+        run = arguments.run.resolve()
+        return showing.show(run, arguments.step, arguments.evaluation, arguments.worst, arguments.number)
+    runs = list(dict.fromkeys(run.resolve() for run in arguments.run))
+    if arguments.command == "plot":
+        return showing.plot(runs, arguments.figure, arguments.output)
+    return showing.report(runs, arguments.output)
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,9 @@ from rl_apps.config import GRPOConfig, RunConfig
 from rl_apps.data import GENERATED, first_rows, load_rows
 from rl_apps.model import EMBEDDED
 
+REPORT = "report.html"
+"""Page of a run; see `rl_apps.report`."""
+
 FIGURES = {
     "loss/train": "Training loss",
     "loss/eval": "Held-out loss",
@@ -78,6 +81,7 @@ def files(run_dir: Path) -> list[str]:
     return [
         "",
         f"Run directory: {run_dir} (metrics.jsonl: figures per step, checkpoints/, logs/, config.yaml)",
+        *([f"Report: {report}"] if (report := run_dir / REPORT).exists() else []),
         f"Model: {checkpoint}" if checkpoint else "No checkpoint was written.",
     ]
 

@@ -147,8 +147,8 @@ def past_of(run: Run[Any]) -> Past:
         return Past()
     step = resumed_step(directory, config.recover)
     resumes = bool(step or (config.recover.regular and config.recover.resume))
-    file, new = directory / "config.yaml", _leaves(yaml.safe_load(to_yaml(config)))
-    old = _leaves(_read(file)) if file.exists() else new
+    file, new = directory / "config.yaml", leaves(yaml.safe_load(to_yaml(config)))
+    old = leaves(_read(file)) if file.exists() else new
     found = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(PLACES)]
     if "seed" in found:
         raise ConfigError(
@@ -211,7 +211,8 @@ def _read(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _leaves(value: Any, key: str = "") -> dict[str, Any]:
+def leaves(value: Any, key: str = "") -> dict[str, Any]:
+    """The settings in a tree of them, by dotted name."""
     if not isinstance(value, dict) or not value:
         return {key: value}
-    return {k: v for name, part in value.items() for k, v in _leaves(part, f"{key}.{name}".lstrip(".")).items()}
+    return {k: v for name, part in value.items() for k, v in leaves(part, f"{key}.{name}".lstrip(".")).items()}

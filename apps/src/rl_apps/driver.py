@@ -138,12 +138,14 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         step: after which it goes on.
     """
     from rl_apps.progress import RunProgress
+    from rl_apps.report.page import RunReport
     from rl_trainers.points import last_point
 
     config, run_dir = run.config, run.directory
     weights = _cleared(run)
     metrics = run_dir / "metrics.jsonl"
     with (
+        RunReport(run_dir, sys.argv) as report,
         RunControl(names_of(run_dir)) as control,
         RunProgress(metrics, config.total_steps, app.columns) as progress,
     ):
@@ -157,6 +159,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         # half a minute, for which a mistake of the user's need not wait
         config.model.directories[config.model.path] = str(make(warm_up=app.warm_up))
         write_config(run)
+        report.begin()
         key = os.environ.get(RUN_KEY_VARIABLE, "") if addresses else ""
         scheduler = config.launcher.scheduler(run_dir / "logs")
         scheduler.limit(config.cluster.nodes, config.cluster.cores, config.cluster.devices)  # as was planned

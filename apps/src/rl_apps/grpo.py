@@ -53,7 +53,8 @@ def train(run: Run[GRPOConfig]) -> None:
         publisher = parts.publisher(engine, client)
         gap, sharing = parts.gate(engine, client), parts.sharing(engine, client)
         evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
-        books = parts.books(engine, evaluations, counters=rollout.stats, epochs=epochs, endings=rollout.endings)
+        told = {"counters": rollout.stats, "endings": rollout.endings, "learned": parts.writer(engine).learned}
+        books = parts.books(engine, evaluations, epochs=epochs, **told)
         engines = {"actor": engine} | ({"critic": actor.critic.engine} if actor.critic else {})
         recover = parts.recover(engines, {"rollout": rollout, "books": books}, epochs)
         rl_trainers.train(

@@ -6,6 +6,8 @@ import time
 
 import numpy as np
 import pytest
+import torch
+from tensordict import TensorDict
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError, DataError
@@ -59,6 +61,47 @@ def test_tokens_switched_off_leave_the_text_and_the_outcome(tmp_path):
     [line] = _lines(tmp_path / "step_1-0.jsonl")
     assert not {"token_ids", "logprobs", "versions"} & line.keys()
     assert (line["completion"], line["reward"], line["version_last"]) == ("é", 1.0, 2)
+
+
+def _batch(**values):
+    """Two rows of four tokens, of which the first is the prompt's, and the last one of row 1 is not trained."""
+    versions = torch.tensor([[-1, 0, 0, 1], [-1, 2, 2, 2]], dtype=torch.int32)
+    learn = (versions >= 0) & torch.tensor([[True] * 4, [True] * 3 + [False]])
+    ids = {"group_ids": torch.tensor([7, 7]), "episode_ids": torch.tensor([0, 1])}
+    return TensorDict({"versions": versions, "loss_mask": learn, **ids, **values}, batch_size=2)
+
+
+def test_what_was_learned_from_rows_is_written_of_steps_that_are_due(tmp_path):
+    writer = RolloutWriter(tmp_path, rank=1, config=RolloutsConfig(every=2))
+    for step in (1, 2):
+        writer.learned(step, _batch(advantages=torch.tensor([[0.0, 0.5, 0.5, 0.5], [0.0, 1.0, 2.0, 0.0]])))
+    writer.destroy()
+
+    assert [path.name for path in tmp_path.iterdir()] == ["learned_step_2-1.jsonl"]
+    assert _lines(tmp_path / "learned_step_2-1.jsonl") == [
+        {"group_id": 7, "episode_id": 0, "tokens": 3, "advantage": 0.5},
+        {"group_id": 7, "episode_id": 1, "tokens": 3, "advantage": 1.5, "advantages": [1.0, 2.0, None]},
+    ]
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_log_probs_of_the_trainer_are_written_where_they_are_known_and_asked_for(tmp_path, tokens):
+    writer = RolloutWriter(tmp_path, config=RolloutsConfig(tokens=tokens))
+    writer.learned(1, _batch(advantages=torch.zeros(2, 4), prox_logprobs=torch.tensor([[0.0, -1, -2, -3]] * 2)))
+    writer.destroy()
+
+    found = [line.get("proximal") for line in _lines(tmp_path / "learned_step_1-0.jsonl")]
+    assert found == ([[-1.0, -2.0, -3.0], [-1.0, -2.0, None]] if tokens else [None, None])
+
+
+def test_row_of_which_nothing_is_trained_has_no_advantage(tmp_path):
+    batch = _batch(advantages=torch.zeros(2, 4))
+    batch["loss_mask"][0] = False
+    writer = RolloutWriter(tmp_path)
+    writer.learned(1, batch)
+    writer.destroy()
+
+    assert [line["advantage"] for line in _lines(tmp_path / "learned_step_1-0.jsonl")] == [None, 0.0]
 
 
 def test_writing_happens_beside_the_caller_and_never_waits_for_the_disk(tmp_path, monkeypatch, caplog):

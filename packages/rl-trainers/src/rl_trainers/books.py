@@ -58,6 +58,7 @@ class Books:
         renamed: names of statistics in `metrics.jsonl`, where they differ from the loss's.
         epochs: passes over the data that are over; needed for `checkpoint.every_epochs`.
         endings: what became of prompts, for example `RolloutRuntime.endings`, or None. Kept in `groups.jsonl`.
+        learned: told of each step's batch when it was learned from, for example `RolloutWriter.learned`, or None.
     """
 
     def __init__(
@@ -73,11 +74,12 @@ class Books:
         renamed: dict[str, str] | None = None,
         epochs: Callable[[], int] | None = None,
         endings: Callable[[], list[dict[str, Any]]] | None = None,
+        learned: Callable[[int, TensorDict], None] | None = None,
     ) -> None:
         self.engine, self.config, self.run_dir = engine, config, Path(run_dir)
         self.evaluations, self.evaluate_every = evaluations, evaluate_every
         self.checkpoints = Checkpoints(engine, self.run_dir, config, tokenizer_path, epochs)
-        self.counters, self.endings = counters, endings
+        self.counters, self.endings, self.learned = counters, endings, learned
         self.renamed = RENAMED if renamed is None else renamed
         self.step = 0
         self.trace = Trace(f"trainer-{engine.parallel.rank}")
@@ -143,6 +145,8 @@ class Books:
         record |= {self.renamed.get(name, name): value for name, value in stats.items()}
         if self.config.save_batches:
             self._save_batch(batch, version_before)
+        if self.learned is not None and self.engine.parallel.is_dp_head:
+            self.learned(step, batch)
         with collect(self._figures):
             due = self.checkpoints.due(step)
         if due:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,9 +17,15 @@ from rl_contracts.lines import FOR_A_WHILE, append
 from rl_contracts.logging import get_logger
 
 if TYPE_CHECKING:
+    import numpy as np
+    from tensordict import TensorDict
+
     from rl_contracts.trajectory import Trajectory
 
 log = get_logger("trainers")
+
+LEARNED = ("group_ids", "episode_ids", "versions", "loss_mask", "advantages", "prox_logprobs")
+"""Entries of a batch from which it is told what was learned."""
 
 WAITING_TOKENS = 50_000_000
 """Tokens that may wait to be written, about 1 GB; where the disk is slower than that, what comes is left out."""
@@ -62,7 +68,7 @@ class RolloutWriter:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.left_out = 0
         """Trajectories that were not written because the disk was too slow."""
-        self._waiting: SimpleQueue[tuple[Path, Sequence[Trajectory], str | None] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[Path, Iterable[dict[str, Any]], int] | None] = SimpleQueue()
         self._waiting_tokens = 0
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -71,9 +77,29 @@ class RolloutWriter:
 
     def training(self, step: int, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
         """As `write`, of a training step, if it is one of `config.every`; never where only evaluations are kept."""
-        every = self.config.every if isinstance(self.config, RolloutsConfig) else 0
-        if every and step % every == 0:
+        if self._due(step):
             self.write(f"step_{step}", trajectories, rejected)
+
+    def learned(self, step: int, batch: TensorDict) -> None:
+        """Append what was learned from a training step's rows to `learned_step_<step>-<rank>.jsonl`, soon, one object
+        for each (see `as_learned`), if the step is one of `config.every`. Rows may lie on another rank than their
+        answers. Returns at once.
+
+        Args:
+            step: that was taken.
+            batch: this replica's rows with their `advantages`, not changed from now on.
+
+        Raises:
+            DataError: see `write`.
+        """
+        if self._due(step):
+            columns = {name: batch[name].cpu().numpy() for name in LEARNED if name in batch}
+            rows = as_learned(columns, self.config.tokens)
+            self._add(f"learned_step_{step}", rows, len(batch), batch["versions"].numel())
+
+    def _due(self, step: int) -> bool:
+        every = self.config.every if isinstance(self.config, RolloutsConfig) else 0
+        return every > 0 and step % every == 0
 
     def write(self, name: str, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
         """Append trajectories to `<name>-<rank>.jsonl`, one object each, soon. Returns at once, on any thread.
@@ -86,18 +112,22 @@ class RolloutWriter:
         Raises:
             DataError: something could not be written before.
         """
+        rows = (as_json(row, rejected, self.config.tokens) for row in trajectories)
+        self._add(name, rows, len(trajectories), sum(map(len, trajectories)))
+
+    def _add(self, name: str, rows: Iterable[dict[str, Any]], count: int, tokens: int) -> None:
+        """Have rows written that the thread makes."""
         if self._error is not None:
             raise DataError(
                 f"rollouts cannot be written to {self.directory}: {self._error!r}. Make room, or set rollouts.every=0."
             ) from self._error
-        tokens = sum(map(len, trajectories))
         with self._lock:
             if self._waiting_tokens and self._waiting_tokens + tokens > WAITING_TOKENS:
-                self.left_out += len(trajectories)
+                self.left_out += count
                 log.warning("rollouts: the disk is too slow; %d answers are not written so far", self.left_out)
                 return
             self._waiting_tokens += tokens
-        self._waiting.put((self.directory / f"{name}-{self.rank}.jsonl", trajectories, rejected))
+        self._waiting.put((self.directory / f"{name}-{self.rank}.jsonl", rows, tokens))
 
     def destroy(self) -> None:
         """Write what waits, and end. Safe to call twice."""
@@ -108,11 +138,10 @@ class RolloutWriter:
 
     def _work(self) -> None:
         try:
-            for path, trajectories, rejected in iter(self._waiting.get, None):
-                rows = (as_json(row, rejected, self.config.tokens) for row in trajectories)
+            for path, rows, tokens in iter(self._waiting.get, None):
                 self._append(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
                 with self._lock:
-                    self._waiting_tokens -= sum(map(len, trajectories))
+                    self._waiting_tokens -= tokens
         except Exception as error:  # noqa: BLE001 - the next call of write raises it
             self._error = error
 
@@ -155,3 +184,30 @@ def as_json(row: Trajectory, rejected: str | None = None, tokens: bool = True) -
         found["logprobs"] = np.round(row.logprobs[generated].astype(np.float64), 5).tolist()
         found["versions"] = versions.tolist()
     return found
+
+
+def as_learned(columns: Mapping[str, np.ndarray], tokens: bool = True) -> Iterator[dict[str, Any]]:
+    """What was learned from each row of a batch as a JSON object: its ids, the number of its generated `tokens`, and
+    their mean `advantage`. With `tokens`, and null where a generated token was not trained: `advantages`, where they
+    differ, and, where it was computed, the log-prob of each by the trainer before the step, `proximal`.
+
+    Args:
+        columns: entries of the batch by `LEARNED`, [B] or [B, T] each; `prox_logprobs` may be missing.
+        tokens: whether to tell of single tokens.
+    """
+    for i, versions in enumerate(columns["versions"]):
+        generated, advantages = versions >= 0, columns["advantages"][i]
+        learn = generated & columns["loss_mask"][i]
+        of_learned = advantages[learn]
+        found: dict[str, Any] = {
+            "group_id": int(columns["group_ids"][i]),
+            "episode_id": int(columns["episode_ids"][i]),
+            "tokens": int(generated.sum()),
+            "advantage": round(float(of_learned.mean()), 6) if len(of_learned) else None,
+        }
+        single = {"advantages": advantages} if len(of_learned) and (of_learned != of_learned[0]).any() else {}
+        single |= {"proximal": columns["prox_logprobs"][i]} if "prox_logprobs" in columns else {}
+        for name, values in single.items() if tokens else ():
+            pairs = zip(values[generated].tolist(), learn[generated].tolist(), strict=True)
+            found[name] = [round(value, 5) if trained else None for value, trained in pairs]
+        yield found

@@ -1,0 +1,77 @@
+// Title, events, settings and origin, and what starts everything.
+
+function table(heads, rows) {
+  const row = (cells, kind) => element("tr", {}, ...cells.map((cell) => element(kind, {}, cell instanceof Node ? cell : String(cell ?? "–"))));
+  return element("table", {}, row(heads, "th"), ...rows.map((cells) => row(cells, "td")));
+}
+
+function setUpTitle(data) {
+  document.getElementById("title").textContent = data.runs.map((run) => run.label).join(" and ");
+  const about = data.runs.map((run) => {
+    const restarts = run.restarts ? `, started again by itself ${run.restarts} time(s)` : "";
+    return `${run.directory}: ${run.state}, step ${run.step}${run.total_steps ? ` of ${run.total_steps}` : ""}${restarts}`;
+  });
+  document.getElementById("about").textContent = [...about, `Written ${data.made}.`].join("\n");
+}
+
+function setUpEvents(runs) {
+  const several = runs.length > 1, rows = runs.flatMap((run) => run.events.map((event) => {
+    const until = event.last_step > event.step ? ` to ${event.last_step}` : "";
+    const when = event.step === undefined ? event.at ?? "" : `step ${event.step}${until}`;
+    const level = element("span", { class: event.level }, event.level);
+    return [...(several ? [run.label] : []), level, event.where, when, event.times > 1 ? `${event.times} times` : "", event.text];
+  }));
+  const heads = [...(several ? ["run"] : []), "", "where", "when", "", "what"];
+  document.getElementById("event-list").append(rows.length ? table(heads, rows) : element("p", { class: "faint" }, "Nothing failed, nothing was started again, no alarm."));
+}
+
+function value(setting) {
+  return setting === null ? "null" : setting === "" ? "(empty)" : typeof setting === "object" ? JSON.stringify(setting) : String(setting);
+}
+
+function setUpSettings(data) {
+  const place = document.getElementById("setting-list"), runs = data.runs, labels = runs.map((run) => run.label);
+  if (runs.length > 1) {
+    const rows = data.differing.map(([name, ...values]) => [name, ...values.map((one) => (one === undefined ? "–" : value(one)))]);
+    place.append(element("h3", {}, "What differs"), rows.length ? table(["setting", ...labels], rows) : element("p", { class: "faint" }, "Nothing."));
+  }
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
+  const search = element("input", { type: "search", placeholder: "find a setting" }), list = element("div");
+  const draw = () => list.replaceChildren(table(["setting", ...labels],
+    names.filter((name) => name.includes(search.value)).map((name) => [name, ...runs.map((run) => (name in run.settings ? value(run.settings[name]) : "–"))])));
+  search.addEventListener("input", draw);
+  draw();
+  place.append(element("details", {}, element("summary", {}, `All ${names.length} settings`), search, list));
+}
+
+function setUpOrigin(runs) {
+  const place = document.getElementById("origin-list");
+  for (const run of runs) {
+    if (runs.length > 1) place.append(element("h3", {}, run.label));
+    if (!run.commands.length) place.append(element("p", { class: "faint" }, "Nothing is recorded of where this run comes from."));
+    for (const fact of run.commands) {
+      const commits = Object.entries(fact.commits ?? {}).map(([root, commit]) => `${commit} (${root})`).join("\n");
+      const packages = Object.entries(fact.packages ?? {});
+      place.append(table(["command", (fact.command ?? []).join(" ")], [
+        ["started", fact.started], ["host", `${fact.host}, ${fact.system}`], ["directory", fact.directory],
+        ["commit", commits || "none found"], ["Python", fact.python],
+        ["packages", element("details", {}, element("summary", {}, `${packages.length} packages`),
+          element("div", { class: "text" }, packages.map(([name, version]) => `${name} ${version}`).join("\n")))],
+      ]));
+    }
+  }
+}
+
+function start() {
+  const data = JSON.parse(document.getElementById("data").textContent), runs = data.runs;
+  const shared = new Set(runs.map((run) => run.name)).size < runs.length;
+  for (const run of runs) run.label = shared ? run.directory : run.name;
+  setUpTitle(data);
+  setUpCurves(runs);
+  setUpEvents(runs);
+  setUpAnswers(runs);
+  setUpSettings(data);
+  setUpOrigin(runs);
+}
+
+start();

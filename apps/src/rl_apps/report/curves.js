@@ -79,8 +79,9 @@ function frame(steps, values, log) {
     svg.append(element("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
     svg.append(element("text", { x: LEFT - 4, y: y(value) + 3, "text-anchor": "end" }, number(Number(value.toPrecision(6)))));
   }
-  for (const step of ticks(left, right)) {
-    if (Number.isInteger(step)) svg.append(element("text", { x: x(step), y: HEIGHT - 5, "text-anchor": "middle" }, String(step)));
+  for (const step of ticks(left, right).filter(Number.isInteger)) {
+    const anchor = x(step) > WIDTH - 20 ? "end" : "middle";
+    svg.append(element("text", { x: x(step) + (anchor === "end" ? RIGHT - 2 : 0), y: HEIGHT - 5, "text-anchor": anchor }, String(step)));
   }
   return { svg, x, y, left, right };
 }

@@ -34,7 +34,7 @@ TOKENS = 120_000
 POINTS = 400
 """Points of a curve, over all runs."""
 RARELY = 200
-"""A page is written again after so many times the seconds that it took: half a percent of one core at most."""
+"""A page is written again after so many times the seconds that it kept a core busy: half a percent of one at most."""
 SOON = 10.0
 """Seconds between two pages at least."""
 
@@ -221,9 +221,9 @@ class RunReport:
         except OSError as error:
             log.warning("%s is not written: %s", COMMANDS, error)
         while not self._over.wait(wait):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             self._write()
-            wait = max(SOON, RARELY * (time.perf_counter() - begin))
+            wait = max(SOON, RARELY * (time.thread_time() - begin))
 
     def _write(self) -> None:
         try:

@@ -1,6 +1,8 @@
 """`rl grpo` and `rl sft`: what they ask for, what their presets add, what `--help` and `--dry-run` say first."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,20 @@ def test_help_of_a_section_has_all_below_it_and_nothing_else(topic: str) -> None
     assert len(expected) >= (1 if topic == "rollout.group_size" else 5)
     if topic != "all":
         assert not [key for key in keys if key and not key.startswith("-") and not key.startswith(topic)]
+
+
+def test_help_is_there_at_once_and_imports_no_heavy_library() -> None:
+    code = (
+        "import sys, time; from rl_apps.driver import main; main('gsm8k-grpo', ['--help', 'rollout']); "
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'rich'} & {*sys.modules}; "
+        "sys.exit(repr(heavy)) if heavy else print('seconds', time.process_time())"
+    )
+    seconds = []
+    while not seconds or (min(seconds) > 1.5 and len(seconds) < 3):  # of a CPU that others use, too
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=250)
+        assert done.returncode == 0, done.stderr
+        seconds.append(float(done.stdout.split()[-1]))
+    assert min(seconds) < 1.5
 
 
 def test_help_leaves_out_what_is_always_refused() -> None:

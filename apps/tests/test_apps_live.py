@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -70,6 +71,16 @@ def test_view_draws_figures_with_their_course_time_left_stages_and_warnings() ->
     assert "warning: step 3: half of it" in text
 
 
+def test_view_shows_accuracy_where_rewards_are_0_or_1_and_held_out_rewards_elsewhere() -> None:
+    view = RunView("runs/one", 9, FIGURES)
+    view.add({"step": 0, "eval/accuracy": 0.0, "eval/reward": 0.0})
+    assert "accuracy" in drawn(view)
+    assert "held-out" not in drawn(view)
+    view.add({"step": 1, "eval/reward": 0.5})  # it was by chance
+    assert "accuracy" not in drawn(view)
+    assert "held-out reward 0.500" in drawn(view)
+
+
 def test_view_of_a_run_that_went_back_to_a_recover_point_forgets_the_steps_behind_it() -> None:
     view = RunView("run", 9, FIGURES)
     for step in (1, 2, 3, 2):
@@ -90,6 +101,12 @@ def test_sparkline_of_the_last_values_goes_from_the_lowest_to_the_highest() -> N
     assert sparkline([], 5) == sparkline([1.0], 0) == ""
 
 
+def at_the_terminal() -> None:
+    """A process's own: its standard input is the terminal that controls it, and Ctrl-C there ends it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+
+
 class Terminal:
     """A process that has a terminal, and what it wrote there."""
 
@@ -104,7 +121,7 @@ class Terminal:
             stderr=slave,
             env={**os.environ, "TERM": "xterm-256color"},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=at_the_terminal,
         )
         os.close(slave)
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -162,7 +179,7 @@ def test_watch_in_a_terminal_draws_follows_resizes_and_leaves_it_clean(run: Path
     assert "#### 2\\x1b[31m" in wrote
     assert wrote.rindex("\x1b[?25h") > wrote.rindex("\x1b[?25l")  # the cursor is there again
     assert "\x1b[?1049h" not in wrote
-    after = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", wrote.rpartition("\x1b[2J")[2])
+    after = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", wrote.rpartition("\x1b[2J")[2]).replace("^C", "")
     assert max(map(len, re.split(r"[\r\n]+", after))) == 60
 
 

@@ -90,11 +90,13 @@ class RunView:
     def _figures(self, width: int, plain: bool) -> Table:
         """Two figures a line, each with its course."""
         curve = 0 if plain else max(0, min(24, width // 2 - 34))
-        accuracies = any(record.get("eval/accuracy") is not None for record in self.records)  # and so the rewards
+        held_out = [record for record in self.records if record.get("eval/reward") is not None]
+        graded = any(record.get("eval/accuracy") is None for record in held_out)
+        told = "eval/accuracy" if graded else "eval/reward"  # by the other one
         cells = []
         for label, (name, form) in self.figures.items():
             values = [record[name] for record in self.records if record.get(name) is not None]
-            if values and not (name == "eval/reward" and accuracies):
+            if values and name != told:
                 cells.append((Text(label, style="dim"), f"{values[-1]:{form}}", Text(sparkline(values, curve), "cyan")))
         table = Table.grid(padding=(0, 1))
         half = (len(cells) + 1) // 2

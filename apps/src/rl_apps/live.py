@@ -67,12 +67,15 @@ class RunView:
         self.warnings[kind] = text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, plain = options.max_width - 4, options.ascii_only
-        parts: list[RenderableType] = [self._how_far(), self._figures(width, plain), *self._times(width, plain)]
+        outside = options.max_width - 2  # there is room for the ^C that a terminal writes behind the last line
+        width, plain = outside - 4, options.ascii_only
+        parts: list[RenderableType] = [self._how_far(), *self._figures(width, plain), *self._times(width, plain)]
         parts += [Text(f"warning: {text}", style="yellow") for text in list(self.warnings.values())[-3:]]
         if self.answer is not None and console.size.height >= SMALL:
             parts += [Text(), *self.answer.split("\n")[:ANSWER_LINES]]
-        yield Panel(Group(*parts), title=Text(self.name, overflow="ellipsis"), title_align="left", border_style="dim")
+        name = Text(self.name)
+        name.truncate(max(1, outside - 6), overflow="ellipsis")  # else it widens the panel
+        yield Panel(Group(*parts), title=name, title_align="left", border_style="dim", width=outside)
 
     def _how_far(self) -> Table:
         done = self.records[-1]["step"] if self.records else 0
@@ -87,7 +90,7 @@ class RunView:
         )
         return row
 
-    def _figures(self, width: int, plain: bool) -> Table:
+    def _figures(self, width: int, plain: bool) -> list[Table]:
         """Two figures a line, each with its course."""
         curve = 0 if plain else max(0, min(24, width // 2 - 34))
         held_out = [record for record in self.records if record.get("eval/reward") is not None]
@@ -102,7 +105,7 @@ class RunView:
         half = (len(cells) + 1) // 2
         for left, right in zip_longest(cells[:half], cells[half:], fillvalue=("", "", "")):
             table.add_row(*left, " ", *right)
-        return table
+        return [table] if cells else []
 
     def _times(self, width: int, plain: bool) -> list[Text]:
         """Where the time of the last step went: a bar, and what its colours mean."""

@@ -159,7 +159,7 @@ def test_gsm8k_row_that_is_not_complete_names_file_and_line(tmp_path, bad, messa
 def test_gsm8k_parquet_row_that_is_not_complete_names_file_and_row(tmp_path):
     file = write_parquet(tmp_path / "train.parquet", [ROWS[0], {"question": "a", "answer": None}])
 
-    with pytest.raises(DataError, match="row 1: expected a 'answer', found None") as error:
+    with pytest.raises(DataError, match="row 1: expected text in the column 'answer', found None") as error:
         GSM8K(tmp_path)
     assert str(file) in str(error.value)
 

@@ -95,7 +95,7 @@ def finished_run(model, tmp_path_factory):
     return run_dir, done
 
 
-def test_grpo_asynchronous_run_leaves_what_the_book_promises(finished_run):
+def test_grpo_asynchronous_run_leaves_what_the_book_promises(finished_run, model):
     from transformers import AutoModelForCausalLM
 
     run_dir, done = finished_run
@@ -108,7 +108,19 @@ def test_grpo_asynchronous_run_leaves_what_the_book_promises(finished_run):
     assert all(r["version"] == r["step"] for r in records)
     AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "step_4")
     assert (run_dir / "config.yaml").exists()
-    assert len((run_dir / "rollouts" / "step_1-0.jsonl").read_text().splitlines()) == 16
+    answers, learned = (
+        [json.loads(line) for line in (run_dir / "rollouts" / f"{name}_1-0.jsonl").read_text().splitlines()]
+        for name in ("step", "learned_step")
+    )
+    assert len(answers) == 16
+    ids = [{(row["group_id"], row["episode_id"]) for row in rows} for rows in (answers, learned)]
+    assert ids[0] == ids[1]
+    assert f"Report: {run_dir / 'report.html'}" in done.stdout
+    page = json.loads((run_dir / "report.html").read_text().partition('id="data">')[2].partition("</script")[0])
+    (shown,) = page["runs"]
+    assert (shown["state"], shown["step"], shown["curves"]["reward/mean"][0]) == ("finished", 4, [1, 2, 3, 4])
+    assert {"advantage", "tokens"} <= {name for answer in shown["answers"] for name in answer}
+    assert shown["commands"][0]["command"][1:3] == [f"run_dir={run_dir}", f"model.path={model}"]
 
 
 def test_grpo_servers_and_trainer_compute_the_same_log_probs(finished_run):

@@ -2,10 +2,10 @@
 
 const SHOWN = 40; // so many answers at first, and so many more with each click
 const COLOUR_BY = {
-  "log-prob": "the redder, the less likely a token was",
-  gap: "the trainer's log-prob minus the server's: orange where less likely, blue where more",
-  version: "one colour for each version of the weights",
-  advantage: "green: made more likely, red: less",
+  "log-prob": "The redder, the less likely a token was.",
+  gap: "The trainer's log-prob minus the server's: orange where less likely, blue where more.",
+  version: "One colour for each version of the weights.",
+  advantage: "Green: made more likely, red: less.",
   nothing: "",
 };
 

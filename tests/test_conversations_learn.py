@@ -75,6 +75,18 @@ def test_math_agent_takes_steps_on_devices_that_its_server_shares(tmp_path: Path
     assert sum(record["agent/calls"] for record in steps if record.get("agent/calls")) > 0
 
 
+@pytest.mark.nightly
+def test_math_agent_takes_steps_with_a_process_for_each_episode(tmp_path: Path) -> None:
+    settings = (f"model.path={hasty(tmp_path / 'cache', 'tools')}", *SMALL)
+
+    records = run(MATH_AGENT, tmp_path / "run", "rollout.workflow=rl_apps.math_agent:OneEpisodeAgent", *settings)
+
+    steps = [record for record in records if "rows" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert {record["groups/failed"] for record in steps} == {0}
+    assert sum(record["agent/calls"] for record in steps if record.get("agent/calls")) > 0
+
+
 @pytest.mark.slow
 def test_multi_turn_math_takes_steps_of_several_turns(tmp_path: Path) -> None:
     records = run(MULTI_TURN_MATH, tmp_path / "run", f"model.path={hasty(tmp_path / 'cache', 'turns')}", *SMALL)
@@ -95,7 +107,7 @@ def test_multi_turn_math_improves_the_accuracy_of_the_last_turn(tmp_path: Path, 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("agent", ["MathAgent", "FrameworkAgent"])
+@pytest.mark.parametrize("agent", ["MathAgent", "FrameworkAgent", "ProgramAgent"])
 def test_math_agent_learns_and_is_lost_with_a_calculator_that_lies(
     agent: str, tmp_path: Path, record_property: Any
 ) -> None:

@@ -1,17 +1,22 @@
-"""An agent that solves word problems with a calculator: a loop around OpenAI's client, and the same by a framework.
+"""An agent that solves word problems with a calculator: a loop around OpenAI's client, the same by a framework, and as
+a program in an environment of its own.
 
-Neither knows that it is trained. `tool` is what they may call; another function of the same name and argument may take
-its place.
+None knows that it is trained. `tool` is what the first two may call; another function of the same name and argument may
+take its place.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rl_contracts.errors import ConfigError
 from rl_contracts.workflow import AgentWorkflow
+from rl_workflows import AgentCommand
 from rl_workflows.calculator import calculator
 
 TURNS = 4
@@ -90,3 +95,20 @@ class FrameworkAgent(MathAgent):
         except agents.MaxTurnsExceeded:
             return "", TURNS
         return str(result.final_output), sum(item.type == "tool_call_item" for item in result.new_items)
+
+
+class ProgramAgent(AgentCommand):
+    """By `math_agent_program.py`, whose processes take one episode after the other. `MATH_AGENT_PYTHON` names the
+    Python of its environment, which needs `openai` alone; without it, this one's."""
+
+    command = (
+        os.environ.get("MATH_AGENT_PYTHON", sys.executable),
+        str(Path(__file__).with_name("math_agent_program.py")),
+    )
+    long_lived = True
+
+
+class OneEpisodeAgent(ProgramAgent):
+    """The same with a process for each episode."""
+
+    long_lived = False

@@ -97,6 +97,7 @@ def test_async_overlap_quick_last_line_has_the_seconds_of_all_runs() -> None:
     assert all(seconds > 0 for seconds in figures["seconds_per_step"].values())
 
 
+@pytest.mark.nightly  # every route to every server
 def test_weight_publish_quick_last_line_has_the_ratio_of_every_route() -> None:
     figures = quick("weight_publish.py")
     for route in ("shm", "broadcast", "disk"):
@@ -141,6 +142,7 @@ def test_recovery_quick_last_line_has_the_cost_of_points_and_of_the_peers() -> N
     assert min(peer["held_s"] for peer in points["demo"]["peers"].values()) > 0
 
 
+@pytest.mark.nightly  # a run with a kill
 def test_recovery_quick_has_the_seconds_until_a_run_goes_on_without_the_server_that_was_killed(
     record_property: Callable[[str, object], None],
 ) -> None:

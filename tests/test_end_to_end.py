@@ -147,7 +147,7 @@ def test_replay_two_trainer_processes_give_the_loss_and_gradient_of_one(finished
     assert two["entropy/mean"] == pytest.approx(one["entropy/mean"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_two_trainer_processes_run(model, tmp_path):
     done = _run(
         "gsm8k-grpo",
@@ -162,7 +162,7 @@ def test_grpo_two_trainer_processes_run(model, tmp_path):
     assert [r["rows"] for r in _records(tmp_path / "run") if "rows" in r] == [16, 16]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sft_then_grpo_on_a_data_set_of_gsm8ks_form_lowers_the_loss(questions, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = ("data.name=gsm8k", f"data.path={questions}")
@@ -191,7 +191,7 @@ class Flow(RLVRWorkflow):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_with_a_workflow_and_a_reward_of_the_current_directory(model, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     parts = ("rollout.workflow=mine:Flow", "rollout.reward=mine:slow", "rollout.max_staleness=0", "evaluation.rows=0")
@@ -257,7 +257,7 @@ def _is_ready(address):
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_path):
     run_dir = tmp_path / "run"
     command = _command(

@@ -192,7 +192,7 @@ def test_count_hops_above_a_limit_is_named(changed, complaint):
     assert [line for line in _script("count_hops").report(_seen(**changed)) if complaint in line]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_count_hops_of_a_real_run_are_within_the_limits():
     done = subprocess.run([sys.executable, str(CI / "count_hops.py")], capture_output=True, text=True, check=False)
 

@@ -22,7 +22,10 @@ def _evaluations(name, directory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "accuracy"), [("hh-rlhf-rm", 0.6), ("hh-rlhf-dpo", 0.65)])
+@pytest.mark.parametrize(
+    ("name", "accuracy"),
+    [("hh-rlhf-rm", 0.6), pytest.param("hh-rlhf-dpo", 0.65, marks=pytest.mark.nightly)],
+)
 def test_pairs_command_prefers_the_chosen_answers_of_unseen_pairs(name, accuracy, tmp_path):
     first, last = _evaluations(name, tmp_path / "run")
 

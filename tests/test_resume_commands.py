@@ -62,7 +62,7 @@ def _optimizer(point: Path) -> dict[str, torch.Tensor]:
     return moments
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sft_killed_and_started_again_ends_with_the_same_weights(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", layers=1, hidden=32)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -104,7 +104,7 @@ def test_sft_goes_on_with_other_trainers_as_if_nothing_had_happened(tmp_path: Pa
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_killed_and_started_again_learns_from_every_prompt_once(tmp_path: Path) -> None:
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
     small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8, "evaluation.rows": 0}

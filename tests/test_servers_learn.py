@@ -117,7 +117,7 @@ def start(tmp_path: Path, checker: ModuleType) -> Iterator[Callable[..., Command
 def learned(record_property: Callable[[str, object], None], checker: ModuleType) -> Callable[..., list[dict[str, Any]]]:
     """Waits for the end of a command, and sees that it learned."""
 
-    def judge(command: Command) -> list[dict[str, Any]]:
+    def judge(command: Command, end: float = 0.80) -> list[dict[str, Any]]:
         command.end()
         records = command.records
         accuracy = checker.values(records, "eval/accuracy")
@@ -125,7 +125,7 @@ def learned(record_property: Callable[[str, object], None], checker: ModuleType)
         seconds, each = time.monotonic() - command.begin, sum(r["time/step"] for r in steps) / len(steps)
         record_property("accuracy before and after", f"{accuracy[0]:.3f}, {accuracy[-1]:.3f}")
         record_property("steps, seconds of one, seconds of all", f"{len(steps)}, {each:.2f}, {seconds:.0f}")
-        assert checker.problems(records, start=0.55, end=0.80, staleness=1) == []
+        assert checker.problems(records, start=0.55, end=end, staleness=1) == []
         return steps
 
     return judge
@@ -143,15 +143,15 @@ def _nothing_lost(steps: list[dict[str, Any]], prompts: int) -> None:
 
 @pytest.mark.slow
 def test_two_vllm_servers_of_which_one_is_killed_learn_the_task(start, learned, record_property):
-    """By the default route. The processes of a server die at once, as where memory runs out."""
-    command = start("vllm", 2)
+    """By the default route, for half of the steps. The processes of a server die at once, as where memory runs out."""
+    command = start("vllm", 2, "total_steps=45")
     command.wait_for(lambda: len(command.records) > 6, "six steps")
     [victim, _] = command.servers()
     os.killpg(victim.pid, signal.SIGKILL)
-    steps = learned(command)
+    steps = learned(command, end=0.58)
 
     _nothing_lost(steps, 32)
-    assert len(steps) == 90
+    assert len(steps) == 45
     assert re.search(r"rollout-\d was killed by SIGKILL .*restart 1 of 3", command.said)
     servers = [r["server/servers"] for r in steps]
     record_property("steps with one server", servers.count(1))

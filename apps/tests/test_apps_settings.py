@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import filter as filter_names
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -583,15 +584,21 @@ ELSEWHERE = [
 ]
 
 
+@cache
+def usual_leaves(name):
+    [app] = [app for app in (GRPO, SFT, DPO, REWARD_MODEL) if app.name == name]
+    return leaves_of(usual(app))
+
+
 def elsewhere(app):
     """The entries of `ELSEWHERE` by the leaves of this command that they are about."""
-    entries = [entry for entry in ELSEWHERE if app in entry.apps]
-    return {key: entry for entry in entries for key in filter_names(leaves_of(usual(app)), entry.keys)}
+    entries, leaves = [entry for entry in ELSEWHERE if app in entry.apps], usual_leaves(app.name)
+    return {key: entry for entry in entries for key in filter_names(leaves, entry.keys)}
 
 
 def changed(app, config):
     """The leaves of a config that have another value than by default."""
-    before = leaves_of(usual(app))
+    before = usual_leaves(app.name)
     return {key: leaf for key, leaf in leaves_of(config).items() if leaf.value != before[key].value}
 
 

@@ -160,7 +160,7 @@ async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
             return await control(request)
 
         parts = {"/stage_weights": stage, "/health": health, "/weight_receipt": receipt, "/commit_weights": commit}
-        return parts | dict.fromkeys(("/pause_generation", "/continue_generation"), control)
+        return parts | dict.fromkeys(("/pause_generation", "/continue_generation", "/wake"), control)
 
     async with (
         serving(good()) as first,

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from report_runs import NASTY, make_run
 
 from rl_apps import cli
+from rl_apps.directory import names_of
 from rl_apps.report import page as module
 from rl_apps.report.curves import BANDS, curves_of, stages_of, thinned
 from rl_apps.report.facts import commands_of, record_command
 from rl_apps.report.page import RunReport, as_json, write_report
-from rl_apps.report.samples import EACH, NEWEST, STEPS, Samples, extremes, spread_steps
+from rl_apps.report.samples import EACH, NEWEST, STEPS, Samples, extremes, shown, spread_steps
 from rl_contracts.conformance.scheduler import wait_until
 
 
@@ -73,6 +74,32 @@ def test_events_of_a_run_are_told_once_with_how_often_they_came(tmp_path) -> Non
     assert told["rollout-0 was killed by SIGKILL (out of memory?)"]["level"] == "note"
     assert any(text.startswith("1 group(s) failed") for text in told)
     assert not any("nothing to see" in text for text in told)
+
+
+def test_failure_and_restarts_of_a_run_are_its_first_events(tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    said = {"state": "failed", "error": "actor-0 was killed", "trainer_restarts": 1, "history": ["actor-0 ended"]}
+    names_of(run).add("status", json.dumps(said))
+
+    write_report([run], tmp_path / "page.html")
+
+    (found,) = data_of(tmp_path / "page.html")["runs"]
+    assert (found["state"], found["restarts"]) == ("failed", 1)
+    assert [(event["level"], event["text"]) for event in found["events"][:2]] == [
+        ("error", "actor-0 was killed"),
+        ("warning", "the run was started again: actor-0 ended"),
+    ]
+
+
+def test_pictures_of_a_conversation_are_shown_if_they_need_no_network() -> None:
+    inside, outside = "data:image/png;base64,AAAA", "https://example.org/a.png"
+    content = [{"type": "image_url", "image_url": {"url": address}} for address in (inside, outside)]
+    answer = {"conversation": [{"role": "user", "content": content}], "reward": 1.0}
+
+    (message,) = shown(answer, lambda ids: None, 10, 1000)["conversation"]
+
+    assert message["parts"][0] == {"image": inside}
+    assert outside in message["parts"][1]["text"]
 
 
 def test_whatever_a_model_wrote_stands_in_the_page_as_it_was_and_ends_no_script(tmp_path) -> None:

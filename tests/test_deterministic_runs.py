@@ -35,7 +35,7 @@ SETTINGS = (
     "actor.optimizer.lr=3e-3",
     "actor.optimizer.warmup_steps=0",
 )
-MEASURED = ("time/", "eval/time/", "throughput/", "memory/", "server/", "groups/wait_seconds")
+MEASURED = ("timestamp", "time/", "eval/time/", "throughput/", "memory/", "server/", "groups/wait_seconds")
 """What is read off a clock, or off servers that work on meanwhile."""
 
 

@@ -50,7 +50,7 @@ def _kill_after_a_point(command: list[str], run_dir: Path, after: int = 0) -> in
 
 def _records(run_dir: Path) -> list[dict[str, Any]]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    timed = ("time/", "throughput/", "memory/")
+    timed = ("timestamp", "time/", "throughput/", "memory/")
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
 
 

@@ -28,7 +28,7 @@ def _start(name: str, model: Path, run_dir: Path, **more: object) -> Command:
 
 def _untimed(command: Command) -> list[dict[str, Any]]:
     """Its records without what differs from run to run."""
-    timed = ("time/", "throughput/", "memory/")
+    timed = ("timestamp", "time/", "throughput/", "memory/")
     return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in command.records()]
 
 

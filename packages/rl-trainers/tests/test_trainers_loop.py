@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 
@@ -155,6 +156,22 @@ def test_train_recorded_figures_are_in_the_records_with_the_right_denominators(e
     assert "eval/turns" not in first
     assert first["grad_norm"] != 1.0
     assert caplog.text.count("figures ['grad_norm'] are the run's own") == 1
+
+
+def test_train_records_say_when_they_were_written_and_which_are_no_steps(engine, tmp_path):
+    books = Books(engine, tmp_path / "run", CheckpointConfig(), evaluations=[_Recording()], evaluate_every=2)
+    before = time.time()
+    train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), books, total_steps=3)
+    records, after = _records(tmp_path / "run"), time.time()
+    assert [(r["step"], r.get("evaluation"), "rows" in r) for r in records] == [
+        (0, True, False),
+        (1, None, True),
+        (2, None, True),  # also evaluated, at the end of the step
+        (3, None, True),
+        (3, True, False),
+    ]
+    times = [record["timestamp"] for record in records]
+    assert [before, *times, after] == sorted([before, *times, after])
 
 
 def test_train_data_that_ends_early_ends_the_run(engine, tmp_path):

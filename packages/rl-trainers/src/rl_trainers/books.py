@@ -125,7 +125,7 @@ class Books:
         that goes on has done so before."""
         figures = self._evaluate() if self.step == 0 else {}
         if figures:
-            self._write({"step": self.step, "version": version, **figures})
+            self._write({"step": self.step, "version": version, "evaluation": True, **figures})
         self._start_step()
 
     def count(self) -> None:
@@ -174,7 +174,7 @@ class Books:
             figures = self._evaluate()
             if figures:
                 self.checkpoints.rate(self.step, figures)
-                self._write({"step": self.step, "version": self.engine.version, **figures})
+                self._write({"step": self.step, "version": self.engine.version, "evaluation": True, **figures})
         self.checkpoints.finish(self.step)
         if self.engine.parallel.is_main:
             self._flush()
@@ -232,8 +232,9 @@ class Books:
         self._step_begin = time.perf_counter()
 
     def _write(self, record: dict[str, float | None]) -> None:
+        """Write a record, with its `timestamp`."""
         if self._writer is not None:
-            self._writer.write(record)
+            self._writer.write({**record, "timestamp": time.time()})
 
 
 def summarise(batch: TensorDict, version: int) -> Figures:

@@ -114,11 +114,13 @@ def _rl(words: list[str]) -> None:
     """`run` is an app like any, and so is its name; `replay` looks for a batch in an empty run, and `watch` for one."""
     from rl_apps.cli import main
 
-    command, what, *rest = words
+    command, what, *rest = [*words, ""]
     if command == "run":
-        _app(what)(rest)
+        _app(what)(rest[:-1])
     elif command in registry.available("rl.apps"):
-        _app(command)([what, *rest])
+        _app(command)([what, *rest][:-1])
+    elif command == "figures" or (command, what) == ("generate", "CHECKPOINT"):
+        assert main(words) == 0
     else:
         lacking = "no saved batches" if command == "replay" else "expected the directory of a run"
         assert f"{what}: {lacking}" in _said_on_error(lambda: main(words), 2)

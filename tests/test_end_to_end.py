@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from rl_apps.parts import weights_directory
+from rl_contracts.figures import meaning
 from rl_contracts.testing.models import make_tiny_model
 from rl_trainers.points import last_point
 
@@ -89,6 +90,7 @@ def finished_run(model, tmp_path_factory):
         f"model.path={model}",
         "total_steps=4",
         "checkpoint.save_batches=true",
+        "trackers=tensorboard",
         *SMALL,
     )
     assert done.returncode == 0, done.stderr + done.stdout
@@ -121,6 +123,28 @@ def test_grpo_asynchronous_run_leaves_what_the_book_promises(finished_run, model
     assert (shown["state"], shown["step"], shown["curves"]["reward/mean"][0]) == ("finished", 4, [1, 2, 3, 4])
     assert {"advantage", "tokens"} <= {name for answer in shown["answers"] for name in answer}
     assert shown["commands"][0]["command"][1:3] == [f"run_dir={run_dir}", f"model.path={model}"]
+
+
+def test_grpo_figures_all_have_a_meaning_and_a_unit(finished_run):
+    names = {name for record in _records(finished_run[0]) for name in record}
+    assert len(names) > 60
+    assert [name for name in sorted(names) if meaning(name) is None] == [], "say in rl_contracts.figures what they are"
+
+
+def test_grpo_tracker_shows_every_figure_that_was_measured(finished_run):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run_dir, done = finished_run
+    assert "warning: tracker" not in done.stdout
+    found = accumulators.EventAccumulator(str(run_dir / "trackers" / "tensorboard")).Reload()
+    shown = {(event.step, name): event.value for name in found.Tags()["scalars"] for event in found.Scalars(name)}
+    labels = ("step", "timestamp", "evaluation")
+    measured = {
+        (record["step"], name): value
+        for record in _records(run_dir)
+        for name, value in record.items()
+        if name not in labels and value is not None
+    }
+    assert shown == pytest.approx(measured, rel=1e-6)
 
 
 def test_grpo_servers_and_trainer_compute_the_same_log_probs(finished_run):
@@ -168,6 +192,7 @@ def test_sft_then_grpo_on_a_data_set_of_gsm8ks_form_lowers_the_loss(questions, t
     data = ("data.name=gsm8k", f"data.path={questions}")
     done = _run("gsm8k-sft", *data, "total_steps=12", "data.batch_size=8", f"run_dir={tmp_path / 'sft'}")
     assert done.returncode == 0, done.stderr
+    assert all(meaning(name) for record in _records(tmp_path / "sft") for name in record)
     losses = [r["loss/train"] for r in _records(tmp_path / "sft") if "loss/train" in r]
     assert losses[-1] < 0.8 * losses[0]
     checkpoint = tmp_path / "sft" / "checkpoints" / "step_12"

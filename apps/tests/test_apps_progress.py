@@ -10,6 +10,7 @@ from rich.console import Console
 from rl_apps.driver import Waiting
 from rl_apps.progress import GRPO_COLUMNS, RunProgress, step_line, warnings_of
 from rl_contracts.scheduler import Worker, WorkerStatus
+from rl_trainers import TrackersConfig, Tracking
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monk
     workers[1].status = WorkerStatus.RUNNING
 
     with RunProgress(metrics, 9, {}, console) as progress:
-        waiting = Waiting(progress, metrics)
+        waiting = Waiting(progress, metrics, Tracking(TrackersConfig(), tmp_path, "", {}, print))
         waiting.tick(workers)
         workers[0].status = WorkerStatus.RUNNING
         waiting.tick(workers)

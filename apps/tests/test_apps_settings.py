@@ -459,6 +459,22 @@ ELSEWHERE = [
         "apps/tests/test_apps_recipes.py::test_recipe_may_be_chosen_and_an_unknown_one_is_refused",
         value="pretrained",
     ),
+    *(
+        Elsewhere(
+            f"trackers.{name}",
+            "nobody else is told of it",
+            f"packages/rl-trainers/tests/test_trainers_tracking.py::{test}",
+            value=value,
+            also=also,
+        )
+        for name, value, also, test in (
+            ("kind", "tensorboard", (), "test_tensorboard_reads_what_the_run_wrote"),
+            ("project", "other", (), "test_tracker_is_given_the_project_and_name_of_the_settings"),
+            ("name", "other", (), "test_tracker_is_given_the_project_and_name_of_the_settings"),
+            ("options", "{mode: offline}", ("trackers.kind=wandb",), "test_wandb_offline_reads_what_the_run_wrote"),
+            ("close_seconds", "1", (), "test_tracker_that_hangs_is_ended_after_the_run_with_a_warning"),
+        )
+    ),
     Elsewhere(
         "*.engine.compile",
         "minutes on a CPU",

@@ -19,6 +19,7 @@ from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
 from rl_contracts.model_directory import context_length
+from rl_trainers.tracking import load_trackers
 
 LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 LARGEST_SHARE = 0.7
@@ -28,11 +29,12 @@ FILES_BESIDE_REQUESTS = 200
 
 
 def check_run(run: Run[Any]) -> None:
-    """Refuse what the train engine or the servers cannot do.
+    """Refuse what the train engine, the servers or the trackers cannot do.
 
     Raises:
         ConfigError: names the settings.
     """
+    load_trackers(run.config.trackers)
     run.config.actor.engine.check(run.layout.actor.strategy, replace(run.config.finetune_spec(), device=run.device))
     if run.layout.rollout is not None:
         servers, addresses = run.layout.rollout.strategy.data, attached(run.config, run.layout)

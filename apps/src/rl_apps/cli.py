@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rl_apps.config import GRPOConfig
 from rl_contracts import registry
@@ -60,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     report.add_argument(
         "-o", "--output", type=Path, help="default: report.html in the run's directory; of several, ./comparison.html"
     )
+    _add_models(commands)
     for tool in (plot, report):
         tool.add_argument("run", type=Path, nargs="+", help="run directories")
     for tool in (status, logs, stop, scale, watch, show):
@@ -79,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return driver.main(arguments.app, arguments.arguments)
     try:
-        return _replay(arguments) if arguments.command == "replay" else _tool(arguments)
+        return {"replay": _replay, "figures": _figures, "generate": _generate}.get(arguments.command, _tool)(arguments)
     except RLError as error:
         print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -88,6 +90,22 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `rl logs RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _add_models(commands: Any) -> None:
+    """The subcommands about figures and models."""
+    figures = commands.add_parser("figures", help="what the figures of metrics.jsonl mean")
+    figures.add_argument("name", nargs="?", default="", help="of a figure, or its beginning; default: all")
+    figures.add_argument("--markdown", action="store_true", help="as docs/figures.md has them")
+    generate = commands.add_parser("generate", help="talk to what was trained")
+    generate.add_argument("model", type=Path, help="directory of a run (its last checkpoint), or of a model")
+    generate.add_argument("--prompt", help="one question; default: a conversation, a line for each turn")
+    generate.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default 1)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="of the likeliest tokens' mass (default 1)")
+    generate.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default %(default)s)")
+    generate.add_argument("--seed", type=int, help="for the same answers again")
+    generate.add_argument("--system", default="", help="a system message")
+    generate.add_argument("--device", default="", help="cpu or cuda; default: cuda where there is one")
 
 
 def _tool(arguments: argparse.Namespace) -> int:
@@ -127,6 +145,25 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.command == "plot":
         return showing.plot(runs, arguments.figure, arguments.output)
     return showing.report(runs, arguments.output)
+
+
+def _figures(arguments: argparse.Namespace) -> int:
+    from rl_apps import figures
+
+    print(figures.page() if arguments.markdown else figures.table(arguments.name), end="")
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from rl_apps import generate
+    from rl_contracts.config import GenerationConfig
+
+    generation = GenerationConfig(
+        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p
+    )
+    directory = generate.model_of(arguments.model)
+    talk = generate.Talk(directory, generation, arguments.system, arguments.device, arguments.seed)
+    return generate.chat(talk, arguments.prompt)
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from rl_apps.model import EMBEDDED, MADE, PRETRAINED
@@ -89,6 +89,9 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
 
     base: Any = schema()
     layers = [layer for file in files for layer in _layers(file)] + [_override(text) for text in overrides]
+    for layer in layers:
+        if isinstance(names := layer.get("trackers"), ListConfig):
+            layer.trackers = "+".join(map(str, names)) or "none"
     _take_recipe(layers, base)
     choices = _take_choices(layers, base)
     seams = dict(_seams(base))
@@ -119,6 +122,11 @@ def to_yaml(config: Any) -> str:
     """A config object as YAML, which `compose` reads back."""
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A config object as nested dicts of JSON's types."""
+    return yaml.safe_load(to_yaml(config))  # type: ignore[no-any-return]
 
 
 def describe(config: Any, prefix: str = "") -> list[tuple[str, str, str]]:
@@ -260,14 +268,14 @@ def _take_recipe(layers: list[DictConfig], base: Any) -> None:
 def _take_choices(layers: list[DictConfig], base: Any) -> dict[str, str]:
     """Takes the presets that are chosen out of the layers: where a name stands for a whole section, the last counts.
 
-    `launcher=NAME` is short for `launcher.kind=NAME`.
+    `launcher=NAME` is short for `launcher.kind=NAME`, and so is `trackers=[NAME,NAME]`.
     """
     choices = {}
     for layer in layers:
         for key, value in list(layer.items()):
             if isinstance(value, str) and is_dataclass(getattr(base, str(key), None)):
-                if key == "launcher":
-                    layer.launcher = {"kind": value}
+                if key in ("launcher", "trackers"):
+                    layer[key] = {"kind": value}
                 else:
                     choices[str(key)] = layer.pop(key)
     return choices

@@ -30,6 +30,7 @@ from rl_trainers.gap.gate import GapConfig
 from rl_trainers.points import RecoverConfig
 from rl_trainers.publish import PublishConfig
 from rl_trainers.rollouts import KeptConfig, RolloutsConfig
+from rl_trainers.tracking import TrackersConfig
 from rl_workflows.config import RolloutConfig, RuntimeConfig
 
 
@@ -133,6 +134,8 @@ class RunConfig(Settings):
     """When the run saves what it needs to go on after it was stopped: the same command with the same `run_dir`."""
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     """When held-out rows are looked at."""
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    """Where the figures are shown besides `metrics.jsonl`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,6 +35,7 @@ from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
 from rl_launchers.interrupts import Interrupted
 from rl_trainers.points import resumed_step
+from rl_trainers.tracking import Tracking
 
 if TYPE_CHECKING:
     from rl_apps.progress import RunProgress
@@ -164,15 +165,18 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         scheduler = config.launcher.scheduler(run_dir / "logs")
         scheduler.limit(config.cluster.nodes, config.cluster.cores, config.cluster.devices)  # as was planned
         launcher = Launcher(scheduler, config.launcher, parent, key, control)
-        waiting = Waiting(progress, metrics)
+        say = partial(progress.console.print, soft_wrap=True)
+        tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)
+        waiting = Waiting(progress, metrics, tracking)
         try:
-            code = launcher.run(
-                server_jobs(run, devices),
-                lambda servers: [trainer_job(reference, run, devices, addresses or [s.address for s in servers])],
-                on_tick=waiting.tick,
-                together=True,
-                resume=Resume(partial(reached, run_dir), partial(_again, run, waiting)),
-            )
+            with tracking:
+                code = launcher.run(
+                    server_jobs(run, devices),
+                    lambda servers: [trainer_job(reference, run, devices, addresses or [s.address for s in servers])],
+                    on_tick=waiting.tick,
+                    together=True,
+                    resume=Resume(partial(reached, run_dir), partial(_again, run, waiting)),
+                )
         finally:  # a trainer that was killed leaves its weights in memory
             shutil.rmtree(weights, ignore_errors=True)
     if code and not (run_dir / FINISHED).exists():
@@ -246,10 +250,11 @@ class Waiting:
     Args:
         progress: what shows it, and the records after it.
         metrics: the file of the records.
+        tracking: tells of trackers that are lost.
     """
 
-    def __init__(self, progress: RunProgress, metrics: Path) -> None:
-        self._progress, self._metrics = progress, metrics
+    def __init__(self, progress: RunProgress, metrics: Path, tracking: Tracking) -> None:
+        self._progress, self._metrics, self._tracking = progress, metrics, tracking
         self.begin()
         progress.say("starting servers and trainers together")
 
@@ -262,6 +267,7 @@ class Waiting:
     def tick(self, workers: Sequence[Worker]) -> None:
         """Look at the run."""
         self._progress.tick()
+        self._tracking.tick()
         if _size(self._metrics) > self._before:
             return
         seconds, starting = time.monotonic() - self._begin, {w.name for w in workers if w.status == "starting"}

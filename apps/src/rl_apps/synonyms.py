@@ -85,6 +85,8 @@ _NAMES = {
     "rollout.workflow": "agent_loop env environment rollout_function",
     "run_dir": "output_dir save_path default_local_dir ckpt_path checkpoint_dir out_dir save_dir",
     "seed": "random_seed data_seed",
+    "trackers.kind": "report_to logger loggers tracker log_with use_wandb",
+    "trackers.project": "tracker_project_name wandb_project_name",
     "total_epochs": "num_train_epochs num_epochs epochs num_episodes max_epochs n_epochs",
     "total_steps": "max_steps total_training_steps num_steps steps train_steps num_training_steps max_train_steps",
     "trial": "run_name experiment_name wandb_run_name trial_name",

@@ -38,6 +38,7 @@ KNOWN_PACKAGES: dict[str, str] = {
     "rl.corrections": "rl-trainers",
     "rl.masks": "rl-trainers",
     "rl.policy_losses": "rl-trainers",
+    "rl.trackers": "rl-trainers",
     "rl.apps": "rl-apps",
 }
 """The entry-point groups and the package of this project that fills each; a third party may fill any."""

@@ -29,6 +29,8 @@ _HOMES = {
     "RecoverConfig": "points",
     "RecoverPoints": "recover",
     "RolloutWriter": "rollouts",
+    "TrackersConfig": "tracking",
+    "Tracking": "tracking",
     "WeightPublisher": "publish",
     "replay_batch": "actor",
     "reward_model_loss": "preference",

@@ -1,0 +1,66 @@
+"""Trackers in the settings of a command, and what is wrong with them said before anything starts."""
+
+import sys
+
+import pytest
+
+from rl_apps.compose import to_yaml
+from rl_apps.driver import main
+from rl_apps.gsm8k_grpo import APP
+
+LACKING = """
+from rl_contracts.tracking import Tracker
+
+class Lacking(Tracker):
+    library, install = "no_such_library", "the-package"
+    def open(self, run): return ""
+    def log(self, figures, step, time): pass
+"""
+
+
+@pytest.fixture
+def lacking(tmp_path, monkeypatch):
+    (tmp_path / "lacking.py").write_text(LACKING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("lacking", None)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("trackers=tensorboard", "tensorboard"),
+        ("trackers=[tensorboard,wandb]", "tensorboard+wandb"),
+        ("trackers=[]", "none"),
+        ("trackers.kind=wandb", "wandb"),
+    ],
+)
+def test_trackers_may_be_named_by_themselves_and_as_a_list(said, kind, tmp_path):
+    config = APP.config([said, "trackers.project=mine"])
+    assert (config.trackers.kind, config.trackers.project) == (kind, "mine")
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert APP.config(file=file).trackers == config.trackers
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("trackers=tensorbord", "rl.trackers: nothing is called 'tensorbord'; did you mean 'tensorboard'?"),
+        ("trackers=lacking:Lacking", "Lacking needs the library no_such_library, found none here; install the-package"),
+        ("trackers.close_seconds=-1", "trackers.close_seconds: expected 0 or more, found -1"),
+        ("report_to=wandb", "unknown setting 'report_to'. Did you mean 'trackers.kind'?"),
+    ],
+)
+def test_trackers_that_cannot_be_are_refused_before_anything_starts(said, answer, lacking, tmp_path, capsys):
+    assert main("gsm8k-grpo", [said, f"run_dir={tmp_path / 'run'}"]) == 2
+    (sentence,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert answer in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_trackers_options_of_nobody_are_refused(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    assert main("gsm8k-grpo", ["trackers=tensorboard", "trackers.options.mood=1", f"run_dir={tmp_path / 'run'}"]) == 2
+    assert "trackers.options: ['mood'] are no constants of trackers.kind=tensorboard" in capsys.readouterr().err

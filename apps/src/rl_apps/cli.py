@@ -61,6 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     report.add_argument(
         "-o", "--output", type=Path, help="default: report.html in the run's directory; of several, ./comparison.html"
     )
+    looks = commands.add_parser("doctor", help="whether this machine, and a command with its settings, are well")
+    looks.add_argument("app", nargs="?", default="", help="take one small step with it; default: the machine alone")
+    looks.add_argument("settings", nargs=argparse.REMAINDER, help="of the app, key=value")
+    looks.add_argument(
+        "--directory", type=Path, default=Path("runs"), help="where runs are to be (default %(default)s)"
+    )
     _add_models(commands)
     for tool in (plot, report):
         tool.add_argument("run", type=Path, nargs="+", help="run directories")
@@ -81,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
 
         return driver.main(arguments.app, arguments.arguments)
     try:
-        return {"replay": _replay, "figures": _figures, "generate": _generate}.get(arguments.command, _tool)(arguments)
+        own = {"replay": _replay, "figures": _figures, "generate": _generate, "doctor": _doctor}
+        return own.get(arguments.command, _tool)(arguments)
     except RLError as error:
         print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -106,6 +113,12 @@ def _add_models(commands: Any) -> None:
     generate.add_argument("--seed", type=int, help="for the same answers again")
     generate.add_argument("--system", default="", help="a system message")
     generate.add_argument("--device", default="", help="cpu or cuda; default: cuda where there is one")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from rl_apps.doctor import doctor
+
+    return doctor(arguments.app, arguments.settings, arguments.directory)
 
 
 def _tool(arguments: argparse.Namespace) -> int:

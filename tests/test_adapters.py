@@ -44,7 +44,7 @@ pytestmark = [
 
 def start_embedded(model: Path, directory: Path) -> tuple[ServerProcess, InferenceEngine]:
     options = {"weights_dir": directory / "weights", "slots": 16, "context_length": CONTEXT}
-    command = (sys.executable, str(TESTS / "faulty_server.py"))
+    command = (sys.executable, "-m", "rl_inference.faulty")
     process = ServerProcess(model, directory / "server.log", key=KEY, options=options, command=command)
     return process, EmbeddedEngine(client=ClientConfig(progress_timeout=60, rejoin_timeout=60))
 

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -101,7 +100,7 @@ def test_attached_server_whose_log_probs_are_not_at_the_temperature_is_refused(m
     fault.write_text("")
     monkeypatch.setenv("FAULT_FILE", str(fault))
     faulty = _server(model, tmp_path, "server")
-    faulty.command = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
+    faulty.command = (sys.executable, "-m", "rl_inference.faulty")
     with faulty as server:
         for name, message in (
             ("temperature", "its log-probs are not of logits / temperature, but raw: at temperature 10000 expected -"),

@@ -3,7 +3,6 @@ before the server gets a request again."""
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from rl_trainers import PublishConfig, WeightPublisher
 
 pytestmark = pytest.mark.slow
 
-COMMAND = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
+COMMAND = (sys.executable, "-m", "rl_inference.faulty")
 
 
 @pytest.fixture(scope="module")

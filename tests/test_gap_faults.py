@@ -4,7 +4,6 @@ import importlib.util
 import os
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from training_run import Run
@@ -38,7 +37,7 @@ def fault_file(tmp_path_factory):
     del os.environ["FAULT_FILE"]
 
 
-COMMAND = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
+COMMAND = (sys.executable, "-m", "rl_inference.faulty")
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     looks.add_argument(
         "--directory", type=Path, default=Path("runs"), help="where runs are to be (default %(default)s)"
     )
+    shown = commands.add_parser("demo", help="break one thing of a short run, and see the guard that sees it")
+    shown.add_argument("fault", nargs="?", default="", help="default: list them")
     _add_models(commands)
     for tool in (plot, report):
         tool.add_argument("run", type=Path, nargs="+", help="run directories")
@@ -87,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return driver.main(arguments.app, arguments.arguments)
     try:
-        own = {"replay": _replay, "figures": _figures, "generate": _generate, "doctor": _doctor}
+        own = {"replay": _replay, "figures": _figures, "generate": _generate, "doctor": _doctor, "demo": _demo}
         return own.get(arguments.command, _tool)(arguments)
     except RLError as error:
         print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
@@ -119,6 +121,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from rl_apps.doctor import doctor
 
     return doctor(arguments.app, arguments.settings, arguments.directory)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from rl_apps.demo import DEMOS, demo
+
+    if arguments.fault:
+        return demo(arguments.fault)
+    print(*(f"{name:<18} {shown.what}" for name, shown in DEMOS.items()), sep="\n")
+    return 0
 
 
 def _tool(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
-"""An embedded server with faults that a test switches on while it runs: the file FAULT_FILE names the one that is on.
+"""An embedded server with faults that tests and demonstrations switch on while it runs: the file FAULT_FILE names the
+one that is on.
 
-FAULT_FILE=path python tests/faulty_server.py --model DIR --port N ...
+FAULT_FILE=path python -m rl_inference.faulty --model DIR --port N ...
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def plant_in_model() -> None:
         head.forward = lambda x: torch.nn.functional.linear(x, copy) if fault() == "stale copy" else forward(x)
         return model
 
-    loading.load_model = faulty_load
+    loading.load_model = faulty_load  # type: ignore[assignment]
 
 
 def plant_in_sampling() -> None:

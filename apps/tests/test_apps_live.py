@@ -114,12 +114,13 @@ class Terminal:
         self.master, slave = pty.openpty()
         self.resize(30, 100)
         self.wrote = b""
+        size = ("COLUMNS", "LINES")  # in which pytest-xdist tells its workers another one
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rl_apps.cli", *words],
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env={name: os.environ[name] for name in os.environ if name not in size} | {"TERM": "xterm-256color"},
             start_new_session=True,
             preexec_fn=at_the_terminal,
         )

@@ -82,7 +82,7 @@ def _rl(folder, *arguments):
 def test_own_app_is_checked_planned_and_refused_as_ours_are(folder):
     refused = _rl(folder, "start=-1", "model.path=model")
     assert (refused.returncode, refused.stderr) == (2, "my-app: ConfigError: start: expected 0 or more, found -1.\n")
-    assert "actor.engine.by=1\n      Added in each step." in _rl(folder, "--help").stdout
+    assert "actor.engine.by=1\n      Added in each step." in _rl(folder, "--help", "actor.engine").stdout
     mistyped = _rl(folder, "actor.engine.bye=3")
     assert "unknown setting 'actor.engine.bye'. Did you mean 'actor.engine.by'?" in mistyped.stderr
     split = _rl(folder, "allocation=my_app:Counter:t2", "model.path=model")

@@ -64,7 +64,7 @@ def test_attached_address_of_no_such_server_or_of_nobody_is_refused(monkeypatch,
     assert "Cannot connect to host" in _refused(monkeypatch, capsys, tmp_path, model, address)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_attached_server_of_another_key_model_or_directory_is_refused(monkeypatch, capsys, tmp_path, model):
     other = prepare_embedded(1, EmbeddedRecipe(shape=ModelShape(layers=1), warm_up=None), cache_dir=tmp_path / "cache")
     with _server(model, tmp_path, "server") as server:
@@ -94,7 +94,7 @@ def test_attached_server_with_a_past_or_without_updates_is_refused(
         assert message in _refused(monkeypatch, capsys, tmp_path, model, server.address)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_attached_server_whose_log_probs_are_not_at_the_temperature_is_refused(monkeypatch, capsys, tmp_path, model):
     fault = tmp_path / "fault"
     fault.write_text("")

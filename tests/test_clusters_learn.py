@@ -145,23 +145,27 @@ def _improved(command: Command, record_property: Callable[[str, object], None]) 
 
 
 @pytest.mark.slow
-def test_slurm_run_goes_on_after_its_trainer_and_its_node_are_killed_and_improves(start_command, record_property):
-    """Weights by broadcast."""
+@pytest.mark.parametrize("trainer_too", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_slurm_run_goes_on_after_its_trainer_and_its_node_are_killed_and_improves(
+    start_command, record_property, trainer_too
+):
+    """Weights by broadcast. CI kills the node with the trainer alone: a restart costs a busy machine a minute."""
     with slurm(lost_after=4) as cluster:
         command = start_command("gsm8k-grpo", SHORT | settings_of("slurm", spare_nodes=1))
         command.wait_for(lambda: len(command.steps()) > 5)
         assert _committed(command, "broadcast") == "broadcast"
-        command.send("actor-0", signal.SIGKILL)
-        command.wait_for(lambda: "restart 1 of 3" in command.said)
-        command.wait_for(lambda: len(command.steps()) > 10)
+        if trainer_too:
+            command.send("actor-0", signal.SIGKILL)
+            command.wait_for(lambda: "restart 1 of 3" in command.said)
+            command.wait_for(lambda: len(command.steps()) > 10)
         launchers = cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%B")
         [lost] = {*nodes_of(command).values()} - {launchers}
         cluster.kill_node(lost)
         said = command.finish(400)
 
-    assert "actor-0 was killed by SIGKILL" in said
+    assert "actor-0 was killed by SIGKILL" in said or not trainer_too
     assert f"lost with node {lost}" in said
-    assert "restart 2 of 3" in said
+    assert f"restart {1 + trainer_too} of 3" in said
     _improved(command, record_property)
 
 

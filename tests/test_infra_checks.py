@@ -229,6 +229,21 @@ def test_ci_ends_with_the_message_of_what_fails(tmp_path, failing):
     assert ("build.py" in asked.read_text()) == (failing != "ruff check .")
 
 
+# ---- each package alone
+
+PACKAGES = [*sorted(path.name for path in (ROOT / "packages").iterdir()), "rl-apps"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_that_is_installed_alone_passes_its_quick_tests(package):
+    command, alone = [str(CI / "test_package.sh"), package], {"ALONE_ENVIRONMENT": ".venv-alone-nightly"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **alone})
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # ---- the page of nightly runs
 
 

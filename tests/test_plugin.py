@@ -82,6 +82,7 @@ def test_environment_holds_no_file_of_the_workspace(home):
     assert found.count(str(home / "env")) == len(modules)
 
 
+@pytest.mark.nightly
 def test_every_part_passes_our_conformance_suites(home):
     python = home / "env" / "bin" / "python"
     report = _must(python, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider", "-ra", cwd=home / "plugin")

@@ -126,7 +126,7 @@ def test_grpo_killed_and_started_again_learns_from_every_prompt_once(tmp_path: P
     assert set(Counter(learned).values()) == {2}  # its group, once
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_grpo_saved_with_one_trainer_goes_on_with_two_and_back_with_every_prompt_once(tmp_path: Path) -> None:
     """21 prompts twice, 4 a step: no number of trainers divides an epoch, and the last step has two prompts."""

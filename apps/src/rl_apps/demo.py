@@ -70,15 +70,15 @@ DEMOS = {
         FAULTY_SERVER,
         "temperature",
     ),
-    "stale-cache": Demo(
-        "the server keeps keys and values of known prompts over an update of the weights",
-        "stale prefix cache",
-        (*FAULTY_SERVER, "data.options.size=8"),  # prompts that come again
-        "stale prefix",
+    "stale-copy": Demo(
+        "the server's last layer goes on with a copy of its weight from before the updates",
+        "stale fused copy",
+        FAULTY_SERVER,
+        "stale copy",
     ),
     "stuck-reward": Demo(
         "the reward function never returns",
-        "reward",
+        "took longer than its limit",
         ["rollout.reward=rl_apps.planted:reward", "rollout.reward_timeout=2"],
         "stuck reward",
     ),

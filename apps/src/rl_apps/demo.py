@@ -70,12 +70,6 @@ DEMOS = {
         FAULTY_SERVER,
         "temperature",
     ),
-    "stale-copy": Demo(
-        "the server's last layer goes on with a copy of its weight from before the updates",
-        "stale fused copy",
-        FAULTY_SERVER,
-        "stale copy",
-    ),
     "stuck-reward": Demo(
         "the reward function never returns",
         "took longer than its limit",

@@ -37,6 +37,31 @@ def main(argv: list[str] | None = None) -> int:
     replay.add_argument("--model", help="weights to start from; default: the model that the run started from")
     replay.add_argument("--allocation", help="trainer processes, for example fsdp:d2; default: one of the run's engine")
     replay.add_argument("overrides", nargs="*", help="settings to change, for example actor.optimizer.lr=0")
+    _add_runs(commands)
+    _add_models(commands)
+    _add_checks(commands)
+    if argv and argv[0] in apps and argv[0] not in commands.choices:  # `rl grpo` is `rl run grpo`
+        argv = ["run", *argv]
+    arguments = parser.parse_args(argv)
+    if arguments.command == "run":
+        from rl_apps import driver
+
+        return driver.main(arguments.app, arguments.arguments)
+    try:
+        own = {"replay": _replay, "figures": _figures, "generate": _generate, "doctor": _doctor, "demo": _demo}
+        return own.get(arguments.command, _tool)(arguments)
+    except RLError as error:
+        print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `rl logs RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _add_runs(commands: Any) -> None:
+    """The subcommands about runs that are there."""
     status = commands.add_parser("status", help="what a run does, and what of it runs where")
     status.add_argument("--json", action="store_true", help="as one JSON object")
     logs = commands.add_parser("logs", help="what the processes of a run wrote")
@@ -61,15 +86,6 @@ def main(argv: list[str] | None = None) -> int:
     report.add_argument(
         "-o", "--output", type=Path, help="default: report.html in the run's directory; of several, ./comparison.html"
     )
-    looks = commands.add_parser("doctor", help="whether this machine, and a command with its settings, are well")
-    looks.add_argument("app", nargs="?", default="", help="take one small step with it; default: the machine alone")
-    looks.add_argument("settings", nargs=argparse.REMAINDER, help="of the app, key=value")
-    looks.add_argument(
-        "--directory", type=Path, default=Path("runs"), help="where runs are to be (default %(default)s)"
-    )
-    shown = commands.add_parser("demo", help="break one thing of a short run, and see the guard that sees it")
-    shown.add_argument("fault", nargs="?", default="", help="default: list them")
-    _add_models(commands)
     for tool in (plot, report):
         tool.add_argument("run", type=Path, nargs="+", help="run directories")
     for tool in (status, logs, stop, scale, watch, show):
@@ -81,24 +97,18 @@ def main(argv: list[str] | None = None) -> int:
     for tool, seconds in ((stop, 120.0), (scale, 600.0)):
         text = "seconds to wait for what becomes of it (default %(default)g)"
         tool.add_argument("--timeout", type=float, default=seconds, help=text)
-    if argv and argv[0] in apps and argv[0] not in commands.choices:  # `rl grpo` is `rl run grpo`
-        argv = ["run", *argv]
-    arguments = parser.parse_args(argv)
-    if arguments.command == "run":
-        from rl_apps import driver
 
-        return driver.main(arguments.app, arguments.arguments)
-    try:
-        own = {"replay": _replay, "figures": _figures, "generate": _generate, "doctor": _doctor, "demo": _demo}
-        return own.get(arguments.command, _tool)(arguments)
-    except RLError as error:
-        print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `rl logs RUN | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+
+def _add_checks(commands: Any) -> None:
+    """The subcommands that try something."""
+    looks = commands.add_parser("doctor", help="whether this machine, and a command with its settings, are well")
+    looks.add_argument("app", nargs="?", default="", help="take one small step with it; default: the machine alone")
+    looks.add_argument("settings", nargs=argparse.REMAINDER, help="of the app, key=value")
+    looks.add_argument(
+        "--directory", type=Path, default=Path("runs"), help="where runs are to be (default %(default)s)"
+    )
+    shown = commands.add_parser("demo", help="break one thing of a short run, and see the guard that sees it")
+    shown.add_argument("fault", nargs="?", default="", help="default: list them")
 
 
 def _add_models(commands: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rl_contracts.config import require_choice
 from rl_contracts.errors import ConfigError
+from rl_contracts.rendering import answer_text
 
 Call = tuple[str, dict[str, Any]]
 """Name and arguments of a tool."""
@@ -107,10 +108,7 @@ class AnswerReader:
 
     def text(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         """Text of an answer without the token that ended it, and without what follows from the first stop string on."""
-        ended = len(ids) > 0 and ids[-1] in self._stop_ids
-        text: str = self._tokenizer.decode(
-            list(ids[:-1] if ended else ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text, ended = answer_text(self._tokenizer, ids, self._stop_ids), len(ids) > 0 and ids[-1] in self._stop_ids
         ends = [] if ended else [at for end in stop if (at := text.find(end)) >= 0]
         return text[: min(ends)] if ends else text
 

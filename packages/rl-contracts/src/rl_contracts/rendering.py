@@ -6,7 +6,7 @@ log-probs and masks silently speak of tokens that nobody generated. A further tu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -170,11 +170,7 @@ class ChatRenderer:
 
     def said(self, ids: Sequence[int]) -> str:
         """Text of an answer, without the token that ended it."""
-        ended = len(ids) > 0 and ids[-1] in self.stop_ids
-        text: str = self._tokenizer.decode(
-            list(ids[:-1] if ended else ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        return answer_text(self._tokenizer, ids, self.stop_ids)
 
     def after_answer(self, ids: Sequence[int], following: str) -> list[int] | None:
         """Ids of what a template puts after an answer, the end of the turn first.
@@ -296,6 +292,15 @@ class ChatRenderer:
         if list(whole[: stop + 1]) != ids[: stop + 1]:
             raise ConfigError(_rewritten(index + 1))
         return stop
+
+
+def answer_text(tokenizer: Any, ids: Sequence[int], stop_ids: Collection[int]) -> str:
+    """Text of an answer, special tokens by their names, without the token of `stop_ids` that ended it."""
+    ended = len(ids) > 0 and ids[-1] in stop_ids
+    text: str = tokenizer.decode(
+        list(ids[:-1] if ended else ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return text
 
 
 def _rewritten(count: int) -> str:

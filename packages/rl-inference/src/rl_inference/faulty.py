@@ -22,12 +22,10 @@ from rl_inference.server.sampling import SamplingBatch
 from rl_inference.server.slots import SlotTable
 from rl_inference.server.weights import ServedWeights
 
-FILE = Path(os.environ["FAULT_FILE"])
-
 
 def fault() -> str:
     """Name of the fault that is on; empty: none."""
-    return FILE.read_text().strip()
+    return Path(os.environ["FAULT_FILE"]).read_text().strip()
 
 
 def plant_in_weights() -> None:

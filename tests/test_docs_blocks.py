@@ -111,11 +111,12 @@ def _with_servers(word: str) -> str:
 
 
 def _rl(words: list[str]) -> None:
-    """`run` is an app like any, and so is its name; `replay` looks for a batch in an empty run, and `watch` for one."""
+    """`run` is an app like any, so is its name, and so is what `doctor` would start; `replay` looks for a batch in an
+    empty run, and `watch` for one."""
     from rl_apps.cli import main
 
     command, what, *rest = [*words, ""]
-    if command == "run":
+    if command == "run" or (command == "doctor" and what):
         _app(what)(rest[:-1])
     elif command in registry.available("rl.apps"):
         _app(command)([what, *rest][:-1])

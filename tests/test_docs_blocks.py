@@ -11,7 +11,6 @@ import ast
 import contextlib
 import functools
 import io
-import json
 import os
 import re
 import runpy
@@ -20,13 +19,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from readme import Block, blocks, write_data, write_files
+from workspace import packages
 
 from rl_contracts import registry
 
@@ -48,33 +48,7 @@ FILE_TYPES = ("md", "py", "json", "jsonl", "yaml")
 """What a name with a dot ends with if it is no setting."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced code block."""
-
-    page: str
-    line: int
-    language: str
-    text: str
-
-    @property
-    def file(self) -> str | None:
-        """The name that its first line gives it."""
-        named = re.match(r"# ([\w.]+\.(?:py|yaml|toml))\b", self.text)
-        return named.group(1) if named else None
-
-    def commands(self) -> list[str]:
-        """What stands behind prompts, without comments."""
-        lines = (line[2:] for line in self.text.splitlines() if line.startswith("$ "))
-        return [shlex.join(shlex.split(part, comments=True)) for line in lines for part in line.split(" && ")]
-
-
-def _blocks(page: str) -> list[Block]:
-    tokens = MarkdownIt().parse((ROOT / page).read_text())
-    return [Block(page, t.map[0] + 1, t.info, t.content) for t in tokens if t.type in ("fence", "code_block")]
-
-
-BLOCKS = [block for page in PAGES if page not in ELSEWHERE for block in _blocks(page)]
+BLOCKS = [block for page in PAGES if page not in ELSEWHERE for block in blocks(page, ROOT)]
 COMMANDS = [
     pytest.param(block.page, command, id=f"{block.page}:{block.line} {command}")
     for block in BLOCKS
@@ -173,9 +147,19 @@ def _nightly(words: list[str]) -> None:
     ast.parse((ROOT / "infra/ci/nightly.py").read_text())
 
 
+def _commit(words: list[str]) -> None:
+    complaint = runpy.run_path(str(ROOT / "infra" / "ci" / "commit_message.py"))["complaint"]
+    assert complaint(words[words.index("--message") + 1]) == ""
+
+
 def _install(words: list[str]) -> None:
-    ours = {tomllib.loads(p.read_text())["project"]["name"] for p in ROOT.glob("packages/*/pyproject.toml")}
-    assert words[0] in {"uv", *ours}
+    """Folders of ours exist, and have the extras that are named; so do other packages of ours, where no folder is."""
+    folders = {package.folder.relative_to(ROOT).as_posix(): package for package in packages().values()}
+    ours = {**packages(), **folders}
+    for word in words:
+        name, _, extras = word.removesuffix("]").partition("[")
+        assert name in {"uv", "transformers", *ours}
+        assert not extras or set(extras.split(",")) <= set(ours[name].project["optional-dependencies"])
 
 
 def _uv(words: list[str]) -> None:
@@ -194,9 +178,12 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "python tests/benchmarks/": (_benchmark, "minutes: its options are parsed; test_benchmarks_run.py runs it small"),
     "pytest": (_pytest, "would run this test again: one file is collected"),
     "python infra/ci/nightly.py": (_nightly, "an hour: it is parsed; test_infra_checks.py makes a page"),
+    "python infra/release/": (_benchmark, "changes versions or builds packages: its options are parsed"),
+    "git commit": (_commit, "changes the repository: its message is checked"),
     "python infra/servers/": (_benchmark, "builds or starts a server: its options are parsed"),
     "infra/ci/": (_script, "minutes, or an environment of its own: its syntax is checked, CI runs it"),
     ".ci/run": (_script, "would run this test again: its syntax is checked"),
+    "uv pip install": (_install, "changes the environment: there is such a package"),
     "pip install": (_install, "changes the environment: there is such a package"),
     "uv sync": (_uv, "changes the environment: its options are parsed"),
     "pre-commit install": (_hooks, "changes the repository: the hooks are validated"),
@@ -249,13 +236,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rl_contracts.testing.models import make_tiny_model
 
     directory = tmp_path_factory.mktemp("shared")
-    row = {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
-    dialogue = "\n\nHuman: What is 2 + 3?\n\nAssistant: "
-    pair = {"chosen": dialogue + "5", "rejected": dialogue + "6"}
-    (directory / "DIR").mkdir()
-    for split in ("train", "test"):
-        lines = (json.dumps({**row, **pair, "question": f"What is 2 + 3? ({i})"}) + "\n" for i in range(64))
-        (directory / "DIR" / f"{split}.jsonl").write_text("".join(lines))
+    write_data(directory / "DIR")
     make_tiny_model(directory / "CHECKPOINT", layers=1, hidden=32)
     (directory / "RUN").mkdir()
     return directory
@@ -276,7 +257,7 @@ def sandbox(
     earlier = tmp_path / "runs" / "gsm8k-grpo" / "TRIAL" / "config.yaml"
     earlier.parent.mkdir(parents=True)
     earlier.write_text(to_yaml(APP.config([])))
-    write_files(request.getfixturevalue("page"), tmp_path)
+    write_files(blocks(request.getfixturevalue("page"), ROOT), tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
@@ -284,13 +265,6 @@ def sandbox(
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
-
-
-def write_files(page: str, directory: Path) -> None:
-    """Write the blocks of a page that are files."""
-    for block in _blocks(page):
-        if block.file:
-            (directory / block.file).write_text(block.text)
 
 
 # ---- tests
@@ -344,13 +318,11 @@ def test_pages_that_run_elsewhere_are_named_there() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(b.page == page and b.language == "python" and not b.file for b in BLOCKS)]
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.page == page and b.is_program for b in BLOCKS)])
 def test_python_blocks_of_a_page_run_in_order(page: str, sandbox: Path) -> None:
     namespace = {"__name__": "__main__"}
-    for block in _blocks(page):
-        if block.language != "python" or block.file:
+    for block in blocks(page, ROOT):
+        if not block.is_program:
             continue
         code = compile("\n" * block.line + block.text, str(ROOT / page), "exec")
         try:
@@ -377,7 +349,7 @@ def test_tests_of_the_pages_pass(tmp_path: Path) -> None:
         if any(word.endswith(".py") for word in named):
             folders.append(tmp_path / page.replace("/", "_"))
             folders[-1].mkdir()
-            write_files(page, folders[-1])
+            write_files(blocks(page, ROOT), folders[-1])
             files += [str(folders[-1] / word) for word in named if word.endswith(".py")]
     settings = (
         "[pytest]",

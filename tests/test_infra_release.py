@@ -1,0 +1,268 @@
+"""Releases: versions, ranges, changelogs and tags agree, and what was built is used where nothing else is installed."""
+
+import subprocess
+import time
+
+import bump
+import check
+import pytest
+import readme
+import tag
+import workspace
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+PACKAGES = list(workspace.packages().values())
+
+
+def _named(values):
+    return {"argvalues": values, "ids": [value.name for value in values]}
+
+
+# ---- the packages as they are
+
+
+@pytest.mark.parametrize("package", **_named(PACKAGES))
+def test_files_of_a_package_agree(package):
+    assert workspace.faults(package) == []
+
+
+@pytest.mark.parametrize("package", **_named(PACKAGES))
+def test_readme_says_how_to_install_the_package_and_has_an_example(package):
+    page = (package.folder / "README.md").relative_to(workspace.ROOT).as_posix()
+    found = readme.blocks(page, workspace.ROOT)
+    asked = check.asked_for(page, "\n".join(command for block in found for command in block.commands()))
+
+    assert Requirement(asked[0]).name == package.name
+    assert any(block.is_program for block in found)
+
+
+def test_every_script_is_in_the_list_of_scripts():
+    listed = (workspace.ROOT / "infra" / "README.md").read_text()
+
+    assert [path.name for path in check.DOWNSTREAM.parent.glob("*.py") if path.name not in listed] == []
+
+
+def test_projects_downstream_ask_for_one_package_each():
+    found = {project.name: check.uses(project).name for project in check.DOWNSTREAM.iterdir()}
+
+    assert found == {"rewards": "rl-rewards", "losses": "rl-trainers"}
+
+
+# ---- a small workspace, in which faults are planted
+
+
+def _package(root, name, dependencies=""):
+    source = root / "packages" / name / "src" / name.replace("-", "_")
+    source.mkdir(parents=True)
+    (source / "__init__.py").write_text('__version__ = "0.1.0"\n')
+    folder = root / "packages" / name
+    (folder / "LICENSE").write_text("Free.\n")
+    (folder / "CHANGELOG.md").write_text(f"# Changelog of {name}\n\n## 0.1.0\n\n- First version.\n")
+    (folder / "pyproject.toml").write_text(
+        f'[project]\nname = "{name}"\nversion = "0.1.0"\nrequires-python = ">=3.12"\n'
+        f"dependencies = [{dependencies}]\n[tool.uv.sources]\nrl-base = {{ workspace = true }}\n"
+    )
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A repository with `rl-base`, and `rl-user`, which uses it."""
+    (tmp_path / "LICENSE").write_text("Free.\n")
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "all"\nversion = "0"\nrequires-python = ">=3.12"\n'
+        '[tool.uv.workspace]\nmembers = ["packages/*"]\n'
+    )
+    _package(tmp_path, "rl-base")
+    _package(tmp_path, "rl-user", '"rl-base[torch]>=0.1,<0.2", "numpy>=0.1,<0.2"')
+    downstream = tmp_path / "infra" / "release" / "downstream" / "one"
+    downstream.mkdir(parents=True)
+    (downstream / "pyproject.toml").write_text('[project]\ndependencies = ["rl-base>=0.1,<0.2"]\n')
+    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{name}_NAME", "A")
+        monkeypatch.setenv(f"{name}_EMAIL", "a@example.org")
+    _git(tmp_path, "init", "--quiet")
+    _commit(tmp_path)
+    return tmp_path
+
+
+def _git(root, *words):
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def _commit(root):
+    _git(root, "add", "--all")
+    _git(root, "-c", "core.hooksPath=/dev/null", "commit", "--quiet", "--message", "all")
+
+
+def _edit(path, before, after):
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+
+
+# ---- tags
+
+
+def test_tag_is_annotated_with_the_changes_of_the_version(root):
+    assert tag.tag("rl-user", root) == "rl-user-v0.1.0"
+
+    assert _git(root, "cat-file", "-t", "rl-user-v0.1.0") == "tag\n"
+    assert _git(root, "tag", "--list", "--format=%(contents)") == "rl-user 0.1.0\n\n- First version.\n\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "after", "complaint"),
+    [
+        ("CHANGELOG.md", "## 0.1.0\n", "## 0.0.9\n", "expected changes under '## 0.1.0', found none"),
+        ("CHANGELOG.md", "## 0.1.0\n", "## Unreleased\n\n- More.\n\n## 0.1.0\n", "(?s)found\n- More.\n.*bump.py"),
+        ("src/rl_user/__init__.py", "0.1.0", "0.2.0", "expected __version__ 0.1.0 in .* found 0.2.0"),
+        (
+            "pyproject.toml",
+            "rl-base[torch]>=0.1,<0.2",
+            "rl-base>=0.1",
+            "expected rl-base>=0.1,<0.2, found rl-base>=0.1",
+        ),
+        ("pyproject.toml", "rl-base[torch]>=0.1,<0.2", "rl-base<0.2", "expected rl-base>=0.1,<0.2, found rl-base<0.2"),
+        ("pyproject.toml", "rl-base[torch]>=0.1,<0.2", "rl-base>=0.2,<0.3", "found rl-base<0.3,>=0.2"),
+        ("LICENSE", "Free.", "Not free.", "expected a copy of LICENSE"),
+    ],
+)
+def test_tag_of_files_that_contradict_each_other_is_refused(root, path, before, after, complaint):
+    _edit(root / "packages" / "rl-user" / path, before, after)
+    _commit(root)
+
+    with pytest.raises(workspace.ReleaseError, match=complaint):
+        tag.tag("rl-user", root)
+    assert _git(root, "tag") == ""
+
+
+def test_tag_of_a_tree_with_changes_is_refused(root):
+    (root / "new.txt").write_text("")
+
+    with pytest.raises(workspace.ReleaseError, match=r"found\n\?\? new.txt\ncommit"):
+        tag.tag("rl-user", root)
+
+
+def test_tag_that_is_there_is_refused_and_stays(root):
+    tag.tag("rl-user", root)
+    first = _git(root, "rev-parse", "rl-user-v0.1.0")
+    (root / "more.txt").write_text("")
+    _commit(root)
+
+    with pytest.raises(workspace.ReleaseError, match=r"rl-user-v0.1.0: expected a version without a tag"):
+        tag.tag("rl-user", root)
+    assert _git(root, "rev-parse", "rl-user-v0.1.0") == first
+    assert tag.tag("rl-base", root) == "rl-base-v0.1.0"
+
+
+@pytest.mark.parametrize("program", [tag, bump, check])
+def test_unknown_package_is_refused_with_those_that_there_are(program, capsys):
+    words = ["rl-nothing", "patch"] if program is bump else ["rl-nothing"]
+
+    assert workspace.ended(lambda: program.main(words)) == 2
+    assert "expected a package of rl-contracts, " in capsys.readouterr().err
+
+
+# ---- versions
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [("0.1.3", ">=0.1,<0.2"), ("0.9.0", ">=0.9,<0.10"), ("1.4.2", ">=1.4,<2")]
+)
+def test_compatible_range_ends_before_what_may_break(version, expected):
+    assert workspace.compatible(Version(version)) == expected
+
+
+def test_bump_raises_the_version_wherever_it_is_named(root):
+    base, user = root / "packages" / "rl-base", root / "packages" / "rl-user"
+    _edit(base / "CHANGELOG.md", "## 0.1.0\n", "## Unreleased\n\n- `f` is gone.\n\n## 0.1.0\n")
+
+    assert bump.bump("rl-base", "minor", root) == ["rl-user"]
+
+    assert 'version = "0.2.0"' in (base / "pyproject.toml").read_text()
+    assert (base / "src" / "rl_base" / "__init__.py").read_text() == '__version__ = "0.2.0"\n'
+    assert "## Unreleased\n\n## 0.2.0\n\n- `f` is gone.\n\n## 0.1.0\n" in (base / "CHANGELOG.md").read_text()
+    assert '["rl-base[torch]>=0.2,<0.3", "numpy>=0.1,<0.2"]' in (user / "pyproject.toml").read_text()
+    assert "## Unreleased\n\n- Needs `rl-base` 0.2.\n\n## 0.1.0\n" in (user / "CHANGELOG.md").read_text()
+    assert "rl-base>=0.2,<0.3" in (root / "infra" / "release" / "downstream" / "one" / "pyproject.toml").read_text()
+    _commit(root)
+    assert tag.tag("rl-base", root) == "rl-base-v0.2.0"
+
+
+def test_bump_of_a_patch_leaves_what_uses_the_package_as_it_is(root):
+    base, user = root / "packages" / "rl-base", root / "packages" / "rl-user"
+    _edit(base / "CHANGELOG.md", "## 0.1.0\n", "## Unreleased\n\n- A fault less.\n\n## 0.1.0\n")
+
+    assert bump.bump("rl-base", "patch", root) == []
+
+    assert "rl-base[torch]>=0.1,<0.2" in (user / "pyproject.toml").read_text()
+    assert "Unreleased" not in (user / "CHANGELOG.md").read_text()
+
+
+def test_bump_puts_the_new_range_above_changes_that_are_there(root):
+    for name, change in (("rl-base", "- `f` is gone."), ("rl-user", "- More.")):
+        log = root / "packages" / name / "CHANGELOG.md"
+        _edit(log, "## 0.1.0\n", f"## Unreleased\n\n{change}\n\n## 0.1.0\n")
+
+    bump.bump("rl-base", "minor", root)
+
+    changes = workspace.package_named("rl-user", root).changes("Unreleased")
+    assert changes == "- Needs `rl-base` 0.2.\n- More."
+
+
+def test_bump_without_changes_is_refused(root):
+    with pytest.raises(workspace.ReleaseError, match="expected changes under '## Unreleased', found none to release"):
+        bump.bump("rl-base", "patch", root)
+
+
+# ---- what was built
+
+
+def test_missing_and_strange_files_of_what_was_built_are_named(root):
+    package = workspace.package_named("rl-base", root)
+    sdist = [f"rl_base-0.1.0/{name}" for name in ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml")]
+    wheel = ["rl_base/__init__.py", "rl_base/py.typed", "rl_base-0.1.0.dist-info/licenses/LICENSE", "tests/test_it.py"]
+
+    assert check.sdist_faults(package, sdist) == ["rl-base: expected src/rl_base/py.typed in the sdist, found none"]
+    assert check.wheel_faults(package, wheel) == ["rl-base: expected its module alone in the wheel, found tests"]
+    assert check.wheel_faults(package, wheel[1:3]) == ["rl-base: expected rl_base/__init__.py in the wheel, found none"]
+
+
+def test_packages_of_ours_that_are_used_are_built_too(root):
+    assert [package.name for package in workspace.with_ours(["rl-user"], root)] == ["rl-base", "rl-user"]
+    assert [package.name for package in workspace.with_ours(["rl-base"], root)] == ["rl-base"]
+
+
+def test_readme_that_does_not_say_how_to_install_is_refused():
+    assert check.asked_for("README.md", "uv pip install 'packages/rl-base[a,b]' numpy") == ["rl-base[a,b]", "numpy"]
+    with pytest.raises(workspace.ReleaseError, match=r"README.md: expected how the package is installed"):
+        check.asked_for("README.md", "uv sync")
+
+
+def test_environment_has_nothing_that_was_not_installed_in_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(workspace.ROOT / "packages" / "rl-rewards" / "src"))
+    program = tmp_path / "main.py"
+    program.write_text("import rl_rewards\n")
+
+    with pytest.raises(workspace.ReleaseError, match="No module named 'rl_rewards'"):
+        check.Environment(tmp_path / "environment", {}).run(program)
+
+
+@pytest.mark.slow
+def test_rewards_are_built_installed_and_used(tmp_path, capsys):
+    check.main(["rl-rewards", "--out", str(tmp_path)])
+
+    built = f"rl_rewards-{workspace.package_named('rl-rewards').version}"
+    assert {path.name for path in tmp_path.glob("rl_rewards*")} == {f"{built}-py3-none-any.whl", f"{built}.tar.gz"}
+    assert "downstream/rewards (" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_all_packages_are_built_installed_and_used(tmp_path, record_property):
+    begun = time.perf_counter()
+    check.main(["--out", str(tmp_path)])
+
+    record_property("minutes to build, install and use all packages", round((time.perf_counter() - begun) / 60, 1))
+    assert len(list(tmp_path.glob("*.whl"))) == len(PACKAGES)

@@ -72,6 +72,7 @@ def test_embedded_server_scores_leave_answers_a_third_and_get_a_quarter(
         assert kept["scoring"] >= 1 / 4
 
 
+@pytest.mark.nightly  # a minute
 def test_rollout_runtime_quick_last_line_has_rate_memory_and_floor() -> None:
     figures = quick("rollout_runtime.py")
     assert figures["runtime"]["episodes"] == 4 * figures["outstanding"] / 10

@@ -634,7 +634,11 @@ def leaves_read(leaves, changes, lines):
     }
 
 
-@pytest.mark.parametrize("app", [GRPO, SFT, DPO, REWARD_MODEL], ids=lambda app: app.name)
+@pytest.mark.parametrize(
+    "app",
+    [GRPO, SFT, *(pytest.param(app, marks=pytest.mark.nightly) for app in (DPO, REWARD_MODEL))],
+    ids=lambda app: app.name,
+)
 def test_every_leaf_has_another_value_in_some_command(app):
     leaves = leaves_of(usual(app))
     made = [app.config(command.overrides) for command in commands("/data").values() if command.app is app]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rl_workflows.runtime import DistRollout, tune_garbage_collection
     from rl_workflows.staleness import StalenessManager, Ticket
     from rl_workflows.turns import MultiTurnWorkflow, ToolWorkflow
+    from rl_workflows.verifiers import VerifiersAgent
 
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "TextGame",
     "Ticket",
     "ToolWorkflow",
+    "VerifiersAgent",
     "dynamic_sampling",
     "tune_garbage_collection",
 ]
@@ -53,6 +55,7 @@ __getattr__ = on_demand(
         "TextGame": "environments",
         "Ticket": "staleness",
         "ToolWorkflow": "turns",
+        "VerifiersAgent": "verifiers",
         "dynamic_sampling": "groups",
         "tune_garbage_collection": "runtime",
     },

@@ -1,0 +1,77 @@
+"""Plays the tasks of an environment of the `verifiers` package (0.4 or later). A program of its own: it imports that
+package and nothing of this project, and runs with `-P`, which leaves its neighbours here out of the path.
+
+Its argument is the environment's configuration as JSON. A line of stdin is an episode: `data` with the number of a
+`task`, `base_url` and `api_key`. A line of stdout is its result: the task's reward and metrics. It goes on until its
+stdin ends. With `--tasks` it writes a line for each task instead, which are rows for `data.name=chat`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+KEY = "VERIFIERS_EPISODE_KEY"
+
+
+def row(task: vf.Task[Any]) -> dict[str, Any]:
+    """Of a data set: the prompt is there to be measured and read, the agent goes by the number."""
+    messages = [{"role": "user", "content": task.data.prompt_text}]
+    if task.data.system_prompt:
+        messages.insert(0, {"role": "system", "content": task.data.system_prompt})
+    return {"task": task.data.idx, "messages": messages}
+
+
+async def play(env: vf.Env[Any], task: vf.Task[Any], base_url: str, api_key: str) -> dict[str, float]:
+    """Reward and metrics of an episode, each the sum over the traces of those that are trained.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    os.environ[KEY] = api_key
+    client = vf.EvalClientConfig(base_url=base_url, api_key_var=KEY)
+    async with env.serving():  # anew for each: a client is kept for as long as this, and each episode has a key
+        episode = await env.run_episode(task, vf.ModelContext(model="policy", client=client))
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        sys.exit("\n".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+    result = {"reward": 0.0}
+    for trace in episode.traces:
+        if trace.agent.trainable:
+            result["reward"] += trace.reward
+            for name, value in trace.metrics.items():
+                if value is not None:
+                    result[name] = result.get(name, 0.0) + float(value)
+    return result
+
+
+def tell(value: dict[str, Any]) -> None:
+    sys.stdout.write(f"{json.dumps(value)}\n")
+    sys.stdout.flush()
+
+
+async def main(config: str, *flags: str) -> None:
+    env = load_environment(resolve_env_config(json.loads(config)))
+    if flags:
+        for task in env.taskset:
+            tell(row(task))
+        return
+    tasks: dict[int, vf.Task[Any]] = {}
+    unread = iter(env.taskset)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        number = int(asked["data"]["task"])
+        for task in itertools.islice(unread, max(0, number + 1 - len(tasks))):
+            tasks[task.data.idx] = task
+        tell(await play(env, tasks[number], asked["base_url"], asked["api_key"]))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -43,6 +43,8 @@ ELSEWHERE = {
 }
 """Pages whose blocks another test runs, and which."""
 
+WITH_OTHER_SETTINGS = {"docs/settings.md", "docs/coming-from.md"}
+"""Pages whose settings are looked at elsewhere: one is made of them, one has those of others."""
 
 FILE_TYPES = ("md", "py", "json", "jsonl", "yaml")
 """What a name with a dot ends with if it is no setting."""
@@ -293,7 +295,7 @@ def test_block_is_of_a_kind_that_is_run_or_parsed(block: Block) -> None:
             assert other == "text", "nothing runs or parses this"
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - {"docs/settings.md"}))  # which is made of the settings that exist
+@pytest.mark.parametrize("page", sorted({*PAGES} - WITH_OTHER_SETTINGS))
 def test_settings_that_a_page_names_exist(page: str, configs: list[Any]) -> None:
     inline = [child for token in MarkdownIt().parse((ROOT / page).read_text()) for child in token.children or ()]
     named = (re.match(r"(\w+(?:\.\w+)+)(?:=|$)", child.content) for child in inline if child.type == "code_inline")

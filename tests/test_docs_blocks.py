@@ -40,6 +40,7 @@ ELSEWHERE = {
     "docs/algorithms.md": "test_docs_algorithms.py",
     "docs/own-app.md": "test_docs_own.py",
     "docs/own-loop.md": "test_docs_own.py",
+    **{page: "test_docs_tutorials.py" for page in PAGES if re.match(r"docs/tutorials/\d", page)},
 }
 """Pages whose blocks another test runs, and which."""
 
@@ -103,6 +104,14 @@ def _rl(words: list[str]) -> None:
     else:
         lacking = "no saved batches" if command == "replay" else "expected the directory of a run"
         assert f"{what}: {lacking}" in _said_on_error(lambda: main(words), 2)
+
+
+def _tutorial(words: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [*words, "--dry-run"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    assert ended.value.code == 0
 
 
 def _validate(words: list[str]) -> None:
@@ -180,6 +189,7 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "rl": (_rl, "replay needs a run with a saved batch, as test_resume_commands.py makes one"),
     "python -m rl_inference.server": (_server, "serves until it is stopped: its options are parsed"),
     "python tests/benchmarks/": (_benchmark, "minutes: its options are parsed; test_benchmarks_run.py runs it small"),
+    "python docs/tutorials/": (_tutorial, "minutes: --dry-run; test_docs_tutorials.py runs them whole at night"),
     "pytest": (_pytest, "would run this test again: one file is collected"),
     "python infra/ci/nightly.py": (_nightly, "an hour: it is parsed; test_infra_checks.py makes a page"),
     "python infra/release/": (_benchmark, "changes versions or builds packages: its options are parsed"),
@@ -203,7 +213,7 @@ def _handler(command: str) -> tuple[Callable[[list[str]], None], list[str]] | No
     command = re.sub(r"^uv run (--package rl-apps )?(--extra \w+ )?", "", command)
     for beginning, (run, _) in HANDLERS.items():
         if command == beginning or command.startswith(beginning if beginning.endswith("/") else beginning + " "):
-            with_name = run in (_benchmark, _script, _uv)
+            with_name = run in (_benchmark, _script, _tutorial, _uv)
             rest = command.removeprefix("python ").removeprefix("uv ") if with_name else command[len(beginning) :]
             return run, shlex.split(rest)
     return None

@@ -155,6 +155,10 @@ def _script(words: list[str]) -> None:
     _run("bash", "-n", words[0])
 
 
+def _parsed(words: list[str]) -> None:
+    ast.parse((ROOT / words[0]).read_text())
+
+
 def _nightly(words: list[str]) -> None:
     assert not words
     ast.parse((ROOT / "infra/ci/nightly.py").read_text())
@@ -195,6 +199,7 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "python infra/release/": (_benchmark, "changes versions or builds packages: its options are parsed"),
     "git commit": (_commit, "changes the repository: its message is checked"),
     "python infra/servers/": (_benchmark, "builds or starts a server: its options are parsed"),
+    "python infra/docs/": (_parsed, "writes into docs/: it is parsed; test_docs_site.py compares what it would write"),
     "infra/ci/": (_script, "minutes, or an environment of its own: its syntax is checked, CI runs it"),
     "infra/docs/": (_script, "its syntax is checked; test_docs_site.py builds the site"),
     ".ci/run": (_script, "would run this test again: its syntax is checked"),
@@ -213,7 +218,7 @@ def _handler(command: str) -> tuple[Callable[[list[str]], None], list[str]] | No
     command = re.sub(r"^uv run (--package rl-apps )?(--extra \w+ )?", "", command)
     for beginning, (run, _) in HANDLERS.items():
         if command == beginning or command.startswith(beginning if beginning.endswith("/") else beginning + " "):
-            with_name = run in (_benchmark, _script, _tutorial, _uv)
+            with_name = run in (_benchmark, _parsed, _script, _tutorial, _uv)
             rest = command.removeprefix("python ").removeprefix("uv ") if with_name else command[len(beginning) :]
             return run, shlex.split(rest)
     return None

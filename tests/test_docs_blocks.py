@@ -40,6 +40,7 @@ ELSEWHERE = {
     "docs/algorithms.md": "test_docs_algorithms.py",
     "docs/own-app.md": "test_docs_own.py",
     "docs/own-loop.md": "test_docs_own.py",
+    **{page: "test_docs_tutorials.py" for page in PAGES if re.match(r"docs/tutorials/\d", page)},
 }
 """Pages whose blocks another test runs, and which."""
 
@@ -96,11 +97,21 @@ def _rl(words: list[str]) -> None:
         _app(what)(rest[:-1])
     elif command in registry.available("rl.apps"):
         _app(command)([what, *rest][:-1])
+    elif command == "plan":  # an empty run is none, whose rates could be taken
+        assert main(words) == (2 if "RUN" in words else 0)
     elif command == "figures" or (command, what) == ("generate", "CHECKPOINT"):
         assert main(words) == 0
     else:
         lacking = "no saved batches" if command == "replay" else "expected the directory of a run"
         assert f"{what}: {lacking}" in _said_on_error(lambda: main(words), 2)
+
+
+def _tutorial(words: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [*words, "--dry-run"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    assert ended.value.code == 0
 
 
 def _validate(words: list[str]) -> None:
@@ -144,6 +155,10 @@ def _script(words: list[str]) -> None:
     _run("bash", "-n", words[0])
 
 
+def _parsed(words: list[str]) -> None:
+    ast.parse((ROOT / words[0]).read_text())
+
+
 def _nightly(words: list[str]) -> None:
     assert not words
     ast.parse((ROOT / "infra/ci/nightly.py").read_text())
@@ -179,11 +194,13 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "rl": (_rl, "replay needs a run with a saved batch, as test_resume_commands.py makes one"),
     "python -m rl_inference.server": (_server, "serves until it is stopped: its options are parsed"),
     "python tests/benchmarks/": (_benchmark, "minutes: its options are parsed; test_benchmarks_run.py runs it small"),
+    "python docs/tutorials/": (_tutorial, "minutes: --dry-run; test_docs_tutorials.py runs them whole at night"),
     "pytest": (_pytest, "would run this test again: one file is collected"),
     "python infra/ci/nightly.py": (_nightly, "an hour: it is parsed; test_infra_checks.py makes a page"),
     "python infra/release/": (_benchmark, "changes versions or builds packages: its options are parsed"),
     "git commit": (_commit, "changes the repository: its message is checked"),
     "python infra/servers/": (_benchmark, "builds or starts a server: its options are parsed"),
+    "python infra/docs/": (_parsed, "writes into docs/: it is parsed; test_docs_site.py compares what it would write"),
     "infra/ci/": (_script, "minutes, or an environment of its own: its syntax is checked, CI runs it"),
     "infra/install_cpu.sh": (_script, "makes an environment: its syntax is checked; test_infra_install_cpu.py runs it"),
     "infra/docs/": (_script, "its syntax is checked; test_docs_site.py builds the site"),
@@ -203,7 +220,7 @@ def _handler(command: str) -> tuple[Callable[[list[str]], None], list[str]] | No
     command = re.sub(r"^uv run (--no-sync )?(--package rl-apps )?(--extra \w+ )?", "", command)
     for beginning, (run, _) in HANDLERS.items():
         if command == beginning or command.startswith(beginning if beginning.endswith("/") else beginning + " "):
-            with_name = run in (_benchmark, _script, _uv)
+            with_name = run in (_benchmark, _parsed, _script, _tutorial, _uv)
             rest = command.removeprefix("python ").removeprefix("uv ") if with_name else command[len(beginning) :]
             return run, shlex.split(rest)
     return None

@@ -159,6 +159,18 @@ def test_grpo_finished_run_leaves_no_process_and_no_shared_memory(finished_run):
 
 
 @pytest.mark.slow
+def test_plan_of_a_run_predicts_its_steps_within_a_quarter(finished_run, capsys):
+    from rl_apps.cli import main
+
+    assert main(["plan", "gsm8k-grpo", "--run", str(finished_run[0]), "--no-splits", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["simulated"]
+    steps = [record for record in _records(finished_run[0]) if "rows" in record][2:]
+    for predicted, name in (("step_seconds", "time/step"), ("train_seconds", "time/train")):
+        measured = sum(step[name] for step in steps) / len(steps)
+        assert found[predicted] == pytest.approx(measured, rel=0.25), predicted
+
+
+@pytest.mark.slow
 def test_replay_two_trainer_processes_give_the_loss_and_gradient_of_one(finished_run):
     results = []
     for allocation in ("fsdp:d1", "fsdp:d2"):

@@ -1,4 +1,5 @@
-"""The pages of docs/ that are made of the sources: settings from the dataclasses, commands from their parsers.
+"""The pages of docs/ that are made of the sources: settings from the dataclasses, commands from their parsers,
+tutorials from their programs.
 
     uv run python infra/docs/reference.py
 
@@ -8,7 +9,12 @@ writes them; `tests/test_docs_site.py` fails where one is not what this would wr
 from __future__ import annotations
 
 import argparse
+import ast
+import re
+import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -164,6 +170,36 @@ def _arguments(parser: argparse.ArgumentParser) -> str:
     return _table(("argument", "meaning"), rows)
 
 
+# ---- tutorials
+
+
+def tutorial_page(program: Path) -> str:
+    """A program's page: what its docstring and its numbered comments say, with the code between them."""
+    tree = ast.parse(program.read_text())
+    title, _, about = (ast.get_docstring(tree) or "").partition("\n\n")
+    place = program.relative_to(ROOT)
+    parts = [
+        f"# {program.name.partition('_')[0]}. {title}",
+        about,
+        f"```console\n$ uv run python {place}\n```",
+        f"The program is [`{place}`]({program.name}); words behind it are settings, which win over its own. This\n"
+        f"page is made of it, by `{COMMAND}`.",
+    ]
+    code = program.read_text().split('"""\n', 1)[1]
+    before, *sections = re.split(r"^( *)# (\d+\. .*)\.\n", code, flags=re.MULTILINE)
+    parts += [_python(before)]
+    for heading, rest in zip(sections[1::3], sections[2::3], strict=True):
+        said = list(takewhile(lambda line: line.lstrip().startswith("#"), rest.splitlines()))
+        text = "\n".join(line.lstrip().removeprefix("#").removeprefix(" ") for line in said)
+        parts += [f"## {heading}", text, _python("\n".join(rest.splitlines()[len(said) :]))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _python(code: str) -> str:
+    code = textwrap.dedent(code).strip()
+    return f"```python\n{code}\n```" if code else ""
+
+
 # ---- Markdown
 
 
@@ -193,7 +229,14 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-PAGES: dict[str, Callable[[], str]] = {"docs/settings.md": settings_page, "docs/commands.md": commands_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/settings.md": settings_page,
+    "docs/commands.md": commands_page,
+    **{
+        program.with_suffix(".md").relative_to(ROOT).as_posix(): partial(tutorial_page, program)
+        for program in sorted((ROOT / "docs" / "tutorials").glob("*.py"))
+    },
+}
 
 
 if __name__ == "__main__":

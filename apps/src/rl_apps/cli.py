@@ -48,7 +48,14 @@ def main(argv: list[str] | None = None) -> int:
 
         return driver.main(arguments.app, arguments.arguments)
     try:
-        own = {"replay": _replay, "figures": _figures, "generate": _generate, "doctor": _doctor, "demo": _demo}
+        own = {
+            "replay": _replay,
+            "figures": _figures,
+            "generate": _generate,
+            "doctor": _doctor,
+            "demo": _demo,
+            "plan": _plan,
+        }
         return own.get(arguments.command, _tool)(arguments)
     except RLError as error:
         print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
@@ -107,6 +114,17 @@ def _add_checks(commands: Any) -> None:
     looks.add_argument(
         "--directory", type=Path, default=Path("runs"), help="where runs are to be (default %(default)s)"
     )
+    planned = commands.add_parser("plan", help="what a command would do on a cluster: memory, tokens/s, the best split")
+    planned.add_argument("app", help="a command with servers, such as gsm8k-grpo")
+    planned.add_argument("settings", nargs="*", help="of the app, key=value; cluster.nodes and cluster.devices too")
+    planned.add_argument("--gpu", default="", help="name of a GPU whose data sheet gives what was not measured: H100")
+    planned.add_argument(
+        "--memory", type=float, default=0.0, metavar="GIB", help="of a device; default: its data sheet's"
+    )
+    planned.add_argument("--rates", type=Path, metavar="FILE", help="YAML file of measured rates")
+    planned.add_argument("--run", type=Path, help="a run that measured them; its settings are the plan's defaults")
+    planned.add_argument("--no-splits", action="store_true", help="only the allocation that the settings say")
+    planned.add_argument("--json", action="store_true", help="as one JSON object")
     shown = commands.add_parser("demo", help="break one thing of a short run, and see the guard that sees it")
     shown.add_argument("fault", nargs="?", default="", help="default: list them")
 
@@ -131,6 +149,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from rl_apps.doctor import doctor
 
     return doctor(arguments.app, arguments.settings, arguments.directory)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rl_apps.plan import planner
+
+    memory, splits = arguments.memory * 2**30, not arguments.no_splits
+    found = planner.plan(
+        arguments.app, arguments.settings, arguments.gpu, memory, arguments.rates, arguments.run, splits
+    )
+    print(planner.line(found) if arguments.json else planner.page(found))
+    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:

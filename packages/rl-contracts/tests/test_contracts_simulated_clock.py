@@ -41,6 +41,19 @@ def test_sleepers_wake_in_order_of_time_then_of_arrival(delays: list[float]) -> 
     assert woken == sorted((d, i) for i, d in enumerate(delays))
 
 
+def test_calls_come_at_their_time_between_those_who_sleep() -> None:
+    clock, seen = SimulatedClock(), list[tuple[float, str]]()
+
+    async def main() -> None:
+        clock.call_later(2.0, lambda: seen.append((clock.now(), "called")))
+        for _ in range(3):
+            await clock.sleep(1.5)
+            seen.append((clock.now(), "woken"))
+
+    clock.run(main())
+    assert seen == [(1.5, "woken"), (2.0, "called"), (3.0, "woken"), (4.5, "woken")]
+
+
 async def test_time_stands_still_while_a_task_is_ready() -> None:
     clock = SimulatedClock()
     seen: list[float] = []

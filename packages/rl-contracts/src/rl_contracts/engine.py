@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.allocation import ParallelStrategy
+    from rl_contracts.model_sizes import ModelSizes
     from rl_contracts.parallel import ParallelContext
     from rl_contracts.trajectory import PackedBatch
 
@@ -79,6 +80,19 @@ class TrainEngineConfig(Settings):
         Raises:
             ConfigError: names what does not go together, and what to set instead.
         """
+
+    def memory(
+        self, strategy: ParallelStrategy, spec: FinetuneSpec, sizes: ModelSizes, micro_batches: int
+    ) -> dict[str, float]:
+        """Bytes that a rank's device holds at most, by part, for `rl plan`; by default nothing is known.
+
+        Args:
+            strategy: how many ranks, and along which dimensions.
+            spec: precision, optimizer and tokens of a micro-batch.
+            sizes: of the model.
+            micro_batches: of a rank in one optimizer step.
+        """
+        return {}
 
 
 class TrainEngine(ABC):

@@ -110,6 +110,19 @@ class ServerConfig(Settings):
             ConfigError: names both settings, and the fix.
         """
 
+    def at_once(self) -> int | None:
+        """Answers that one server generates at the same time at most, for `rl plan`; None: what its memory holds."""
+        return None
+
+    def cache_bytes(self, memory: float, weights: float) -> float:
+        """Bytes of a device's memory that are for keys and values, for `rl plan`.
+
+        Args:
+            memory: of the device.
+            weights: bytes of the model that lie on it.
+        """
+        return max(0.9 * memory - weights, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:

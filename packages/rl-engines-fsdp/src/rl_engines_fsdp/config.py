@@ -14,6 +14,15 @@ from rl_contracts.config import OptimizerConfig, Settings, bounded, choice
 from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
+from rl_contracts.model_sizes import ModelSizes
+from rl_engines_fsdp.memory import (
+    DTYPE_BYTES,
+    LOGITS_ON_GPU,
+    OPTIMIZER_BYTES,
+    activation_bytes,
+    adapter_parameters,
+    own_parameters,
+)
 
 
 @dataclass
@@ -93,6 +102,31 @@ class FSDPEngineConfig(TrainEngineConfig):
         if spec.optimizer is not None:
             self._check_optimizer(spec.optimizer, spec)
         check_heads(_read_json(spec.model_path), strategy)
+
+    def memory(
+        self, strategy: ParallelStrategy, spec: FinetuneSpec, sizes: ModelSizes, micro_batches: int
+    ) -> dict[str, float]:
+        """See `TrainEngineConfig.memory`. Parameters, gradients and optimizer are exact, of the rank that has most;
+        gathered parameters, activations and logits are estimates."""
+        sharded = strategy.world_size > 1 or spec.dtype != "float32" or self.offload
+        compute, own = DTYPE_BYTES[spec.dtype], own_parameters(strategy, sizes)
+        lora, trained = self.lora, own
+        if lora is not None:
+            trained = adapter_parameters(lora.rank, lora.target_modules, strategy, sizes)
+        optimizer = 0.0 if spec.optimizer is None else OPTIMIZER_BYTES.get(spec.optimizer.name, 8.0) * trained
+        states = {"parameters": 4.0 * own, "gradients": 4.0 * trained, "optimizer": optimizer}
+        parts = dict.fromkeys(states, 0.0) if self.offload else states
+        if sharded:
+            layers = 2 if self.reshard_after_forward else sizes.layers
+            parts["gathered parameters"] = compute * (sizes.outside + layers * sizes.largest_layer / strategy.tensor)
+        if sharded and micro_batches > 1 and not self.sync_every_micro_batch:
+            parts["gradients before their reduction"] = 4.0 * trained / own * sizes.parameters / strategy.tensor
+        tokens = spec.micro_batch.max_tokens / strategy.context
+        activations = tokens * activation_bytes(sizes, compute, self.gradient_checkpointing)
+        parts["activations"] = activations / strategy.tensor
+        entries = min(self.max_logits or LOGITS_ON_GPU, tokens * sizes.vocabulary)
+        parts["logits"] = 3 * 4.0 * entries  # themselves, their softmax, and its gradient
+        return parts
 
     def _check_optimizer(self, optimizer: OptimizerConfig, spec: FinetuneSpec) -> None:
         """See that an optimizer is there, and goes with the other settings."""

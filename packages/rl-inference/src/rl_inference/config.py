@@ -56,6 +56,14 @@ class EmbeddedEngineConfig(ServerConfig):
         remedy = f"Install it there (`{self.python} -m pip install rl-inference`), or leave server.python empty."
         return ServerProgram(self.python, "rl_inference.server.__main__", ("rl-inference",), remedy)
 
+    def at_once(self) -> int | None:
+        """See `ServerConfig.at_once`."""
+        return self.slots
+
+    def cache_bytes(self, memory: float, weights: float) -> float:
+        """See `ServerConfig.cache_bytes`; half of what is free, unless `cache_gib` says it."""
+        return self.cache_gib * 2**30 or max(memory - weights, 0.0) / 2
+
     def check(self, spec: ServeSpec) -> None:
         """Refuse a model that is split, and compilation in a deterministic run."""
         split = spec.strategy

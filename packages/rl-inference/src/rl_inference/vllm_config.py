@@ -92,6 +92,14 @@ class VLLMEngineConfig(ServerConfig):
             below="0.34",
         )
 
+    def at_once(self) -> int | None:
+        """See `ServerConfig.at_once`."""
+        return self.max_sequences
+
+    def cache_bytes(self, memory: float, weights: float) -> float:
+        """See `ServerConfig.cache_bytes`."""
+        return max(self.memory_share * memory - weights, 0.0)
+
     def check(self, spec: ServeSpec) -> None:
         """Refuse what vLLM, or our way of updating it, cannot do."""
         check_program("vllm", self, spec, OWN_ARGUMENTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -56,6 +56,23 @@ class SimulatedClock:
             if loop is self._loop:
                 self._live -= 1
                 self._forget_cancelled()
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call something after `seconds` of simulated time: a sleeper that is no task.
+
+        Raises:
+            ConfigError: see `sleep`.
+        """
+        waiter: asyncio.Future[None] = self._bind().create_future()
+
+        def wake(_: asyncio.Future[None]) -> None:
+            self._live -= 1
+            callback()
+
+        waiter.add_done_callback(wake)
+        heapq.heappush(self._sleepers, (self._now + max(seconds, 0.0), next(self._order), waiter))
+        self._live += 1
+        self._check_soon()
 
     @property
     def sleepers(self) -> int:

@@ -1,0 +1,50 @@
+"""DPO: a policy from preference pairs
+
+`hh-rlhf-dpo` learns from pairs without a reward model: the chosen answer becomes likelier than the rejected one,
+measured against a frozen copy of the model. `preference.loss=ipo` takes IPO's loss instead.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from rl_apps.driver import main
+
+# 1. The pairs.
+# Three questions with a polite and a rude answer, many times over: enough to see that the loss does what it says.
+# Rows of your own may also be whole dialogues, marked `Human:` and `Assistant:`.
+data = Path("runs/tutorials/manners")
+data.mkdir(parents=True, exist_ok=True)
+questions = ("How many eggs has Tom?", "How many nuts are left?", "How many eggs does Ann have?")
+pairs = [
+    {"prompt": f"{question} ({number})", "chosen": f"Tom has {number} nuts.", "rejected": "Who asks?"}
+    for number in range(40)
+    for question in questions
+]
+for split, rows in (("train", pairs[:96]), ("test", pairs[96:])):
+    (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+# 2. The run.
+# `preference.beta` says how strong the pull back to the frozen copy is.
+run = Path("runs/tutorials/dpo")
+settings = [
+    "data.name=hh-rlhf",
+    f"data.path={data}",
+    "data.batch_size=32",
+    "preference.beta=0.1",
+    "total_steps=30",
+    "evaluation.rows=24",
+    f"run_dir={run}",
+    *sys.argv[1:],
+]
+code = main("hh-rlhf-dpo", settings)
+if code or "--dry-run" in settings:
+    sys.exit(code)
+
+# 3. What was learned.
+# Of the unseen pairs: how many the policy now ranks right, and by how much its implied rewards differ. Before the
+# first step it is its own reference, and ranks none.
+records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+evaluations = [record for record in records if record.get("eval/accuracy") is not None]
+for record in (evaluations[0], evaluations[-1]):
+    print(f"step {record['step']}: {record['eval/accuracy']:.0%} right, margin {record['eval/margin']:+.3f}")

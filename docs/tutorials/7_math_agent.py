@@ -1,0 +1,74 @@
+"""An agent: any program that speaks OpenAI's API
+
+`math-agent` trains an agent that may use a calculator. The agent is a loop around OpenAI's client, and knows nothing
+of tokens or training; here is one of our own.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from rl_apps.driver import main
+from rl_contracts.workflow import AgentWorkflow
+from rl_workflows.calculator import calculator
+
+
+# 1. A tool.
+# A typed function with a docstring; the model is shown both, and calls it by name.
+def calculate(expression: str) -> str:
+    """Work out an arithmetic expression.
+
+    Args:
+        expression: For example `(2 + 3) * 4`.
+    """
+    return calculator(expression)
+
+
+# 2. The agent.
+# Three things make it trainable: where its calls go (`base_url`), its key, and what it returns: what the episode was
+# worth.
+class Reckoner(AgentWorkflow):
+    def __init__(self, reward):
+        from transformers.utils import get_json_schema
+
+        self.reward, self.tools = reward, [get_json_schema(calculate)]
+
+    async def run(self, data, *, base_url, api_key, http_client):
+        import openai
+
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        messages, calls = list(data["messages"]), 0
+        for _ in range(3):
+            made = await client.chat.completions.create(model="policy", messages=messages, tools=self.tools)
+            said = made.choices[0].message
+            if not said.tool_calls:
+                break
+            messages.append(said)
+            for call in said.tool_calls:
+                calls += 1
+                try:
+                    result = calculate(json.loads(call.function.arguments)["expression"])
+                except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+                    result = f"error: {error}"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        reward = await self.reward("", said.content or "", [], [], answer=data["answer"])
+        return {"reward": reward, "calls": calls}
+
+
+# 3. The run.
+# The agent is named by file and class.
+if __name__ == "__main__":
+    run = Path("runs/tutorials/agent")
+    agent = f"rollout.workflow={Path(__file__).absolute()}:Reckoner"
+    size = ["data.batch_size=16", "rollout.group_size=8", "total_steps=30", "evaluation.rows=64"]
+    settings = [agent, *size, f"run_dir={run}", *sys.argv[1:]]
+    code = main("math-agent", settings)
+    if code or "--dry-run" in settings:
+        sys.exit(code)
+
+    # 4. What was learned.
+    # Figures that the agent returns beside its reward are in the metrics, as `agent/NAME`.
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record.get("agent/calls") is not None]
+    for record in (steps[0], steps[-1]):
+        print(f"step {record['step']}: reward {record['reward/mean']:.2f}, calls {record['agent/calls']:.2f}")

@@ -1,0 +1,77 @@
+"""How large a model is, by its configuration alone: what an engine says about memory without loading anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Shapes of a language model."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of each parameter by its name; one that stands in two places counts once."""
+    layers: int
+    hidden: int
+    intermediate: int
+    """Width of a layer's MLP."""
+    heads: int
+    key_heads: int
+    head_size: int
+    vocabulary: int
+
+    @property
+    def parameters(self) -> int:
+        """Their number."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def largest_layer(self) -> int:
+        """Parameters of the largest decoder layer."""
+        sizes: dict[str, int] = {}
+        for name, shape in self.shapes.items():
+            if (layer := layer_of(name)) is not None:
+                sizes[layer] = sizes.get(layer, 0) + math.prod(shape)
+        return max(sizes.values(), default=0)
+
+    @property
+    def outside(self) -> int:
+        """Parameters in no decoder layer: embedding, last norm, head."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if layer_of(name) is None)
+
+    @property
+    def cache_per_token(self) -> int:
+        """Keys and values of one token, in entries over all layers."""
+        return 2 * self.layers * self.key_heads * self.head_size
+
+
+def layer_of(name: str) -> str | None:
+    """The number of the decoder layer that a parameter is in; None where it is in none."""
+    return next((after for part, after in pairwise(name.split(".")) if part == "layers"), None)
+
+
+def sizes_of(model: nn.Module, config: Any) -> ModelSizes:
+    """Sizes of a model, which may be on the meta device.
+
+    Args:
+        config: transformers' configuration of it.
+    """
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return ModelSizes(
+        shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        heads=heads,
+        key_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocabulary=text.vocab_size,
+    )

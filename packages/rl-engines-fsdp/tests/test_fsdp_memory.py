@@ -1,0 +1,83 @@
+"""What the engine says of its memory before a run, against the bytes of one that was made."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.config import MicroBatchConfig, OptimizerConfig
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.model_sizes import ModelSizes, layer_of, sizes_of
+from rl_contracts.testing import make_batch, make_tiny_model
+from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
+from rl_engines_fsdp.config import LoRAConfig
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=2, hidden=48)
+
+
+def read_sizes(path: Path) -> ModelSizes:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        return sizes_of(AutoModelForCausalLM.from_config(config), config)
+
+
+def local_bytes(tensors: Any) -> int:
+    """Of the parts that this rank holds; counters of a single number aside."""
+    own = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    return sum(t.numel() * t.element_size() for t in own if t.ndim)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_memory_of_parameters_and_optimizer_is_what_an_engine_holds(model: Path, dtype: str, name: str) -> None:
+    spec = FinetuneSpec(str(model), 1, optimizer=OptimizerConfig(name=name), dtype=dtype, device="cpu")
+    said = FSDPEngineConfig().memory(ParallelStrategy(), spec, read_sizes(model), micro_batches=1)
+    engine = FSDPEngine(FSDPEngineConfig())
+    engine.initialize(spec)
+    try:
+        engine.train_batch(
+            make_batch(4), lambda outputs, _: (outputs.logprobs.sum(), {}), lambda batch: batch["loss_mask"].sum()
+        )
+        assert local_bytes(engine._model.parameters()) == said["parameters"]
+        state = [v for each in engine._optimizer.state.values() for v in each.values() if torch.is_tensor(v)]
+        assert local_bytes(state) == said["optimizer"]
+    finally:
+        engine.destroy()
+
+
+def test_memory_of_ranks_adds_up_to_the_model_and_tensor_ranks_divide_its_matrices(model: Path) -> None:
+    sizes, spec = read_sizes(model), FinetuneSpec(str(model), 1, dtype="bfloat16")
+    one = FSDPEngineConfig().memory(ParallelStrategy(), spec, sizes, 1)
+    four = FSDPEngineConfig().memory(ParallelStrategy(4), spec, sizes, 1)
+    assert one["parameters"] == 4 * sizes.parameters
+    assert one["parameters"] <= 4 * four["parameters"] <= 1.05 * one["parameters"]
+    split = FSDPEngineConfig().memory(ParallelStrategy(tensor=2), spec, sizes, 1)
+    matrices = sum(math.prod(s) for n, s in sizes.shapes.items() if layer_of(n) is not None and len(s) > 1)
+    vectors = sum(math.prod(s) for n, s in sizes.shapes.items() if layer_of(n) is not None and len(s) == 1)
+    assert split["parameters"] == pytest.approx(4 * (matrices / 2 + vectors + sizes.outside / 2), rel=0.01)
+
+
+def test_memory_knows_what_settings_save(model: Path) -> None:
+    sizes, spec = read_sizes(model), FinetuneSpec(str(model), 1, dtype="bfloat16", micro_batch=MicroBatchConfig(1024))
+
+    def memory(micro_batches: int = 4, **settings: Any) -> dict[str, float]:
+        return FSDPEngineConfig(**settings).memory(ParallelStrategy(2), spec, sizes, micro_batches)
+
+    plain = memory()
+    assert plain["gradients before their reduction"] == 4 * sizes.parameters
+    assert "gradients before their reduction" not in memory(micro_batches=1)
+    assert "gradients before their reduction" not in memory(sync_every_micro_batch=True)
+    assert memory(gradient_checkpointing=True)["activations"] < plain["activations"]
+    assert memory(max_logits=1024)["logits"] == 3 * 4 * 1024
+    assert memory(lora=LoRAConfig(rank=2))["optimizer"] < 0.3 * plain["optimizer"]
+    assert memory(offload=True)["optimizer"] == 0

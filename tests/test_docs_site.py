@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from test_docs_blocks import PAGES
 
 from rl_apps import cli, hh_rlhf
 from rl_apps.app import App
@@ -70,6 +71,13 @@ def test_new_option_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- the site
+
+
+def test_page_of_the_docs_is_in_a_section_of_the_site() -> None:
+    named = re.findall(r"(?:root|file|glob): (\S+)", (SOURCES / "toc.yml").read_text())
+    listed = {path.relative_to(ROOT).as_posix() for name in named for path in ROOT.glob(f"{name}.md")}
+
+    assert set(PAGES) - listed == set(), "add it to infra/docs/toc.yml"
 
 
 def _build(source: Path, site: Path) -> tuple[int, str]:
@@ -131,8 +139,6 @@ def _dead(site: Path) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_site_has_every_page_no_dead_link_and_nothing_to_fetch(site: Path) -> None:
-    from test_docs_blocks import PAGES
-
     assert [page for page in PAGES if not (site / page).with_suffix(".html").exists()] == []
     assert _dead(site) == {}
 
@@ -199,6 +205,7 @@ def test_browser_shows_the_front_page_and_what_is_searched_for(site: Path, tmp_p
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_browser_opens_every_page_without_a_word_on_the_console(site: Path, tmp_path: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 50

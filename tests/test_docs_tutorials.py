@@ -18,7 +18,7 @@ PROGRAMS = sorted((Path(__file__).parents[1] / "docs" / "tutorials").glob("*.py"
 LAST_WORDS = {
     "1_gsm8k_sft": r"loss on unseen sums: \d+\.\d\d before, \d+\.\d\d after",
     "2_gsm8k_grpo": r"step 2: reward -?\d\.\d\d, staleness \d\.\d",
-    "3_ppo": r"step 2: reward \d\.\d\d, explained variance -?\d+\.\d\d, clipped \d",
+    "3_ppo": r"accuracy \d\.\d\d before, \d\.\d\d after\nexplained variance -?\d+\.\d\d, clipped \d",
     "4_hh_rlhf_rm": r"[+-]\d\.\d\d  #### 15\n[+-]\d\.\d\d  #### 7",
     "5_hh_rlhf_dpo": r"step 2: \d+% right, margin [+-]\d",
     "6_multi_turn_math": r"step 2: reward \d\.\d\d, turns \d\.\d\d",

@@ -91,6 +91,17 @@ def test_staleness_sweep_quick_never_exceeds_max_staleness_measured_or_simulated
             assert row["groups_per_s"] > 0
 
 
+@pytest.mark.nightly  # minutes of simulation
+def test_areal_speedups_are_within_15_percent_of_those_published(
+    record_property: Callable[[str, object], None],
+) -> None:
+    figures = run("areal_speedups.py")
+    for model, published in (("1.5B", 2.77), ("7B", 2.27)):
+        record_property(f"speed-up, {model} (published {published})", figures[model]["speed_up"])
+        assert figures[model]["published"] == published
+        assert figures[model]["within"]
+
+
 @pytest.mark.nightly  # four runs of two processes each
 def test_async_overlap_quick_last_line_has_the_seconds_of_all_runs() -> None:
     figures = quick("async_overlap.py")

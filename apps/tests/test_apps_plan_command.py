@@ -74,6 +74,16 @@ def test_what_is_not_known_is_asked_for_and_a_data_sheet_stands_for_it(
     assert "--gpu: expected one of H100" in capsys.readouterr().err
 
 
+def test_splits_whose_trainer_has_no_room_are_left_out(
+    model: Path, rates: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "gsm8k-grpo", f"model.path={model}", "data.batch_size=4", "--rates", str(rates)]
+    assert main([*words, "--memory", "0.02"]) == 0
+    out = capsys.readouterr().out
+    assert "!! more than there is" in out
+    assert "none holds the trainer" in out
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import mean
 
@@ -10,6 +12,7 @@ import pytest
 from rl_apps.plan.rates import Rates, lognormal_lengths
 from rl_apps.plan.search import miniature, preferred, search
 from rl_apps.plan.simulation import Setup, simulate
+from rl_workflows import StalenessManager
 
 RATES = Rates(
     decode_seconds=0.01,
@@ -88,6 +91,11 @@ def test_no_batch_is_older_than_allowed_and_more_of_it_is_no_slower(staleness: i
     assert found.tokens_per_s >= 0.98 * less.tokens_per_s
 
 
+def test_admission_is_that_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StalenessManager, "capacity", property(lambda manager: int(manager.outstanding < 8)))
+    assert simulate(MANY).most_in_flight == 2 * 8 * 4
+
+
 def test_groups_that_are_rejected_cost_generation_and_are_replaced() -> None:
     half = simulate(replace(MANY, rates=replace(MANY.rates, rejected_fraction=0.5)))
     assert half.trained_tokens == pytest.approx(simulate(MANY).trained_tokens, rel=0.1)
@@ -115,6 +123,24 @@ def test_search_gives_devices_to_whoever_is_slow(train: float, trainers: int) ->
     assert best.setup.trainer_devices == trainers
     assert best.tokens_per_s >= 0.98 * max(each.tokens_per_s for each in found)
     assert {each.setup.servers + each.setup.trainer_devices for each in found} == {6}
+
+
+def test_search_leaves_out_what_does_not_fit() -> None:
+    found = search(replace(MANY, batch_size=4), 6, 1, 1, fits=lambda replicas: replicas > 1)
+    assert {each.setup.replicas for each in found} == {2, 4}
+
+
+@pytest.mark.nightly  # a minute of an idle core
+def test_a_thousand_gpus_with_100000_answers_in_flight_take_less_than_a_minute(
+    record_property: Callable[[str, object], None],
+) -> None:
+    rates = replace(RATES, max_running=256, train_tokens_per_s=9000.0, lengths=lognormal_lengths(6000, 0.8, 16384))
+    began = time.process_time()
+    found = simulate(Setup(rates, 784, 16, 7, servers=768, replicas=112, trainer_devices=256))
+    seconds = time.process_time() - began
+    record_property("seconds of processor", seconds)
+    assert found.most_in_flight == 8 * 784 * 16 > 100_000
+    assert seconds < 60
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.5, 1.5])

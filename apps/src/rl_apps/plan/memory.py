@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rl_apps.app import Run
 from rl_apps.config import GRPOConfig
 from rl_apps.model import MADE, make_model
@@ -37,10 +39,10 @@ def read_sizes(run: Run[GRPOConfig], form: str, lessons: str) -> ModelSizes:
     return sizes_of(model, found)
 
 
-def trainer_memory(run: Run[GRPOConfig], sizes: ModelSizes, micro_batches: int) -> dict[str, float]:
-    """Bytes of one rank of the trainer, by part; empty where its engine does not say. A reference has parameters
-    alone."""
-    config, strategy = run.config, run.layout.actor.strategy
+def trainer_memory(run: Run[GRPOConfig], sizes: ModelSizes, micro_batches: int, replicas: int) -> dict[str, float]:
+    """Bytes of one rank of the trainer, by part, with so many replicas; empty where its engine does not say. A
+    reference has parameters alone."""
+    config, strategy = run.config, replace(run.layout.actor.strategy, data=replicas)
     parts = config.actor.engine.memory(strategy, config.finetune_spec(), sizes, micro_batches)
     if parts and config.algorithm.needs_reference:
         parts["reference"] = parts["parameters"]

@@ -110,12 +110,18 @@ def plan(
         known |= measured_servers(run_of, _setup(_described(reference, (), run_of)[0], known, lengths))
         setup = _setup(run, known, lengths)
     arithmetic = _arithmetic(config, setup)
-    parts = {"trainer rank": trainer_memory(run, sizes, int(arithmetic["micro-batches of an update"]))}
+    micro_batches = int(arithmetic["micro-batches of an update"])
+    parts = {"trainer rank": trainer_memory(run, sizes, micro_batches, setup.replicas)}
     if memory:
         parts["server device"] = server_memory(run, sizes, memory)
     devices = _devices(run)
     servers, replica = layout.rollout.strategy.model_size, layout.actor.strategy.model_size
-    found = search(setup, devices, servers, replica) if splits else []
+
+    def fits(replicas: int) -> bool:
+        held = sum(trainer_memory(run, sizes, micro_batches, replicas).values())
+        return not memory or held <= memory
+
+    found = search(setup, devices, servers, replica, fits) if splits else []
     return Plan(setup, simulate(setup), arithmetic, parts, memory, known, found, devices)
 
 
@@ -283,6 +289,7 @@ def _rate_lines(found: Plan) -> Iterator[str]:
 
 def _split_lines(found: Plan) -> Iterator[str]:
     if not found.candidates:
+        yield f"Splits of {found.devices} devices: none was tried, or none holds the trainer"
         return
     best = preferred(found.candidates)
     yield f"Splits of {found.devices} devices ({len(found.candidates)} tried)"

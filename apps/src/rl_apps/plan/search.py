@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rl_apps.plan.rates import Rates
@@ -38,7 +38,13 @@ class Candidate:
         return self.outcome.tokens_per_s * self.size
 
 
-def search(setup: Setup, devices: int, server_devices: int, replica_devices: int) -> list[Candidate]:
+def search(
+    setup: Setup,
+    devices: int,
+    server_devices: int,
+    replica_devices: int,
+    fits: Callable[[int], bool] = lambda replicas: True,
+) -> list[Candidate]:
     """Simulate the splits of devices at growing staleness; the best first.
 
     The trainer's replicas divide the prompts of a step, as a run asks for, and servers have what is left.
@@ -48,9 +54,11 @@ def search(setup: Setup, devices: int, server_devices: int, replica_devices: int
         devices: of the whole cluster.
         server_devices: of one server.
         replica_devices: of one replica of the trainer.
+        fits: whether so many replicas have room for what each rank holds.
     """
     found: list[Candidate] = []
-    splits = list(_splits(setup, devices, server_devices, replica_devices))
+    possible = _splits(setup, devices, server_devices, replica_devices)
+    splits = [split for split in possible if fits(split.replicas)]
     for split in splits[:: -(-len(splits) // SPLITS) or 1]:
         best = 0.0
         for staleness in STALENESS:

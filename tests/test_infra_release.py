@@ -249,6 +249,13 @@ def test_environment_has_nothing_that_was_not_installed_in_it(tmp_path, monkeypa
         check.Environment(tmp_path / "environment", {}).run(program)
 
 
+def test_command_that_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(workspace, "DEADLINE", 0.1)
+
+    with pytest.raises(workspace.ReleaseError, match=r"sleep 60 ...: expected an end within 0 s"):
+        workspace.run("sleep", "60")
+
+
 @pytest.mark.slow
 def test_rewards_are_built_installed_and_used(tmp_path, capsys):
     check.main(["rl-rewards", "--out", str(tmp_path)])

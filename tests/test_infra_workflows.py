@@ -59,7 +59,7 @@ def test_scripts_of_a_workflow_are_there(workflow):
     assert [script for script in run_as_they_are if not os.access(workspace.ROOT / script, os.X_OK)] == []
 
 
-def test_matrix_has_every_package_and_the_pythons_of_the_lock():
+def test_matrix_has_every_package_and_the_same_pythons_as_wheels():
     matrix = _read("ci.yml")["jobs"]["matrix"]["strategy"]["matrix"]
 
     assert sorted(matrix["package"]) == sorted(workspace.packages())

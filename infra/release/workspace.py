@@ -17,6 +17,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 UNRELEASED = "Unreleased"
+DEADLINE = 1200.0
+"""Seconds that a command may take: the longest fetches gigabytes into an environment."""
 
 
 class ReleaseError(Exception):
@@ -145,12 +147,16 @@ def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | Non
         what it wrote to standard output.
 
     Raises:
-        ReleaseError: its exit code is not 0; with the end of what it said.
+        ReleaseError: its exit code is not 0, with the end of what it said; or it takes longer than `DEADLINE`.
     """
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    what = " ".join(map(str, command[:4]))
+    try:
+        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        raise ReleaseError(f"{what} ...: expected an end within {DEADLINE:.0f} s (DEADLINE), found none") from None
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
-        raise ReleaseError(f"{' '.join(map(str, command[:4]))} ... ended with {done.returncode}\n{last}")
+        raise ReleaseError(f"{what} ... ended with {done.returncode}\n{last}")
     return done.stdout
 
 

@@ -19,7 +19,7 @@ LAST_WORDS = {
     "1_gsm8k_sft": r"loss on unseen sums: \d+\.\d\d before, \d+\.\d\d after",
     "2_gsm8k_grpo": r"step 2: reward -?\d\.\d\d, staleness \d\.\d",
     "3_ppo": r"accuracy \d\.\d\d before, \d\.\d\d after\nexplained variance -?\d+\.\d\d, clipped \d",
-    "4_hh_rlhf_rm": r"[+-]\d\.\d\d  #### 15\n[+-]\d\.\d\d  #### 7",
+    "4_hh_rlhf_rm": r"[+-]\d\.\d\d  '.*#### 15'\n[+-]\d\.\d\d  '.*#### 7'\n[+-]\d\.\d\d  '.*>>15'",
     "5_hh_rlhf_dpo": r"step 2: \d+% right, margin [+-]\d",
     "6_multi_turn_math": r"step 2: reward \d\.\d\d, turns \d\.\d\d",
     "7_math_agent": r"step 2: reward \d\.\d\d, calls \d\.\d\d",

@@ -52,5 +52,6 @@ losses = [record["loss/eval"] for record in records if record.get("loss/eval") i
 print(f"loss on unseen sums: {losses[0]:.2f} before, {losses[-1]:.2f} after")
 
 # 5. The model.
-# A run's checkpoints are directories of Hugging Face's form. `rl generate runs/tutorials/sft` talks to the last one.
+# A run's checkpoints are directories of Hugging Face's form. `rl generate runs/tutorials/sft` talks to the last one. It
+# has learned how such an answer is written; to add, a model of this size needs more steps than these.
 rl(["generate", str(run), "--prompt", "What is 7 + 5 ?", "--temperature", "0", "--max-new-tokens", "24"])

@@ -27,12 +27,14 @@ checkpoint = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name
 model = AutoModelForSequenceClassification.from_pretrained(checkpoint).eval()
 tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
-# 3. Two answers.
-# The score of a conversation is the model's one logit; only differences between answers to one question mean
-# something.
+# 3. Three answers.
+# The score of a conversation is the model's one logit; only differences between answers to one question mean something.
+# After so few steps it has learned that an answer ends with its last line; whether the number is right it cannot tell
+# yet.
 question = {"role": "user", "content": "Ann has 9 eggs, finds 2, then wins 4. How many eggs does Ann have?"}
-for answer in ("<<9+2=11>>11 <<11+4=15>>15\n#### 15", "<<9+2=11>>11 <<11-4=7>>7\n#### 7"):
+worked = "<<9+2=11>>11\n<<11+4=15>>15"
+for answer in (f"{worked}\n#### 15", f"{worked}\n#### 7", worked):
     conversation = [question, {"role": "assistant", "content": answer}]
     ids = tokenizer.apply_chat_template(conversation, return_tensors="pt", return_dict=False)
     with torch.inference_mode():
-        print(f"{model(input_ids=ids).logits.item():+.2f}  {answer.splitlines()[-1]}")
+        print(f"{model(input_ids=ids).logits.item():+.2f}  {answer!r}")

@@ -32,7 +32,7 @@ settings = [
     f"data.path={data}",
     "data.batch_size=32",
     "preference.beta=0.1",
-    "total_steps=30",
+    "total_steps=15",
     "evaluation.rows=24",
     f"run_dir={run}",
     *sys.argv[1:],

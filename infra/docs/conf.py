@@ -22,6 +22,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_extra_path = ["extra"]
 html_copy_source = False
+html_use_index = False
 html_show_sphinx = False
 html_math_renderer = "mathml"
 

@@ -12,6 +12,7 @@ import pytest
 from rl_apps.plan.rates import Rates, lognormal_lengths
 from rl_apps.plan.search import miniature, preferred, search
 from rl_apps.plan.simulation import Setup, simulate
+from rl_contracts.errors import StalledError
 from rl_workflows import StalenessManager
 
 RATES = Rates(
@@ -62,6 +63,11 @@ def test_answers_of_a_group_share_their_prompt_and_slow_each_other_down() -> Non
 def test_answers_that_find_no_place_wait_for_one() -> None:
     found = simulate(replace(ONE, group_size=8, rates=replace(RATES, max_running=4)))
     assert found.wait_seconds == pytest.approx(0.05 + 2 * 100 * 0.014, rel=0.001)
+
+
+def test_a_simulation_in_which_nothing_can_move_ends_with_an_error() -> None:
+    with pytest.raises(StalledError, match="stuck stage: generation"):
+        simulate(replace(ONE, rates=replace(RATES, max_running=0)))
 
 
 def test_episodes_take_what_they_do_beside_their_answers() -> None:

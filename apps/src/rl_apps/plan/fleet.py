@@ -194,9 +194,6 @@ class Fleet(NullInferenceEngine):
         for server in self.fleet:
             server.stand_still(seconds)
 
-    async def stats(self) -> dict[str, float]:
-        return {"generated_tokens": self.clock.now()}  # it never counts as stuck: a stall here is a deadlock
-
     def _server_of(self, group: str) -> Server:
         """The group's server; the least busy one for a new group."""
         index, members = self._groups.get(group) or (self._open.index(min(self._open)), 0)

@@ -89,22 +89,8 @@ def plan(
     config, layout = run.config, run.layout
     assert layout.rollout is not None
     memory = memory or (DEVICES[gpu].memory if gpu in DEVICES else 0.0)
-    known, lengths = _measured(reference, run_of)
-    if gpu:
-        cache = sizes.cache_per_token * served_bytes(run)
-        weights, split = served_bytes(run) * sizes.parameters, layout.rollout.strategy.model_size
-        known = assumed(gpu, sizes.parameters, weights, cache, split) | known
     given = {} if rates is None else read_rates(rates)
-    if {"answer_tokens", "answer_sigma"} & given.keys():
-        lengths = ()
-    known = _defaults(config) | known | given
-    longest = config.rollout.generation.max_new_tokens
-    if not lengths:
-        lengths = lognormal_lengths(known["answer_tokens"].value, known["answer_sigma"].value, longest)
-    elif "answer_sigma" in known:
-        del known["answer_sigma"]
-    held = tokens_in_flight(known["prompt_tokens"].value, lengths)
-    known.setdefault("max_running", _at_once(run, sizes, memory, held))
+    known, lengths = _known(run, sizes, gpu, memory, given, _measured(reference, run_of))
     setup = _setup(run, known, lengths)
     if run_of is not None and "decode_seconds" not in given:
         known |= measured_servers(run_of, _setup(_described(reference, (), run_of)[0], known, lengths))
@@ -143,6 +129,32 @@ def _measured(reference: str, run_of: Path | None) -> tuple[dict[str, Known], tu
     actor = layout_of(app.config((), run_of / "config.yaml").allocation, app.servers).actor
     known, lengths = measured_rates(run_of, actor.strategy.world_size)
     return known | {"decode_seconds": Known(0.01, "")}, lengths
+
+
+def _known(
+    run: Run[GRPOConfig],
+    sizes: ModelSizes,
+    gpu: str,
+    memory: float,
+    given: dict[str, Known],
+    measured: tuple[dict[str, Known], tuple[int, ...]],
+) -> tuple[dict[str, Known], tuple[int, ...]]:
+    """All rates, each from where it is known best, and the lengths of answers."""
+    assert run.layout.rollout is not None
+    known, lengths = _defaults(run.config), measured[1]
+    if gpu:
+        bytes_each, split = served_bytes(run), run.layout.rollout.strategy.model_size
+        weights, cache = bytes_each * sizes.parameters, bytes_each * sizes.cache_per_token
+        known |= assumed(gpu, sizes.parameters, weights, cache, split)
+    known |= measured[0] | given
+    if not lengths or {"answer_tokens", "answer_sigma"} & given.keys():
+        longest = run.config.rollout.generation.max_new_tokens
+        lengths = lognormal_lengths(known["answer_tokens"].value, known["answer_sigma"].value, longest)
+    else:
+        del known["answer_sigma"]  # they are as measured
+    held = tokens_in_flight(known["prompt_tokens"].value, lengths)
+    known.setdefault("max_running", _at_once(run, sizes, memory, held))
+    return known, lengths
 
 
 def _defaults(config: GRPOConfig) -> dict[str, Known]:

@@ -85,7 +85,7 @@ class Environment:
 
     def run(self, program: Path) -> str:
         """Run a program, with the directory that it lies in as the current one."""
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
         return run(self.python, program.name, cwd=program.parent, env=kept)
 
 

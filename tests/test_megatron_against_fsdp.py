@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.testing import make_batch, make_tiny_model
+from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.processes import run_ranks
 from rl_contracts.trajectory import save_batch
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
@@ -89,16 +90,69 @@ def test_grpo_of_experts_gives_the_gradients_and_losses_of_fsdp(given_experts, t
     compare(given_experts, tmp_path, layout, record_property)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", [{}, {"context": 2}], ids=str)
+def test_gradients_of_experts_are_as_near_to_those_in_float64_as_those_of_fsdp(
+    given_experts, tmp_path, layout, record_property
+):
+    """Context ranks add up in another order: what they find differs from FSDP's by the rounding of both."""
+    model, batches, by_fsdp, figures = given_experts
+    exact = gradients_in_float64(model, batches, tmp_path / "exact")
+
+    moved = run(given_experts, tmp_path, layout)
+
+    worst = largest_difference(moved, exact), largest_difference(by_fsdp, exact)
+    record_property("largest difference from float64 over the largest entry, megatron and fsdp", worst)
+    assert worst[0] < 2 * worst[1] < 1e-4
+    compare_figures(tmp_path, figures)
+
+
+class InFloat64(ReferenceTrainEngine):
+    """The reference engine of a model in float64, without rounding its logits."""
+
+    def _row(self, ids, temperature):
+        distribution = (self.model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        logprobs = distribution.gather(1, ids[1:, None])[:, 0]
+        entropy = -(distribution.exp() * distribution).sum(-1).detach()
+        return torch.nn.functional.pad(logprobs, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
+
+
+def gradients_in_float64(path, batches, out):
+    """Of the first step, by their names in a Hugging Face directory."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    engine = started(InFloat64(model=model), path, OptimizerConfig(lr=0.0, max_grad_norm=0.0))
+    replay_batch(PolicyActor(engine, AlgorithmConfig()), batches / "0.safetensors", 0)
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(out)
+    return load_file(out / "model.safetensors")
+
+
 def compare(given, tmp_path, layout, record_property):
-    model, batches, expected, figures = given
+    *_, expected, figures = given
 
-    run_ranks(RANKS, [model, str(batches), json.dumps(layout), str(tmp_path)], ParallelStrategy(**layout).world_size)
+    worst = largest_difference(run(given, tmp_path, layout), expected)
 
-    moved = {k: v for file in sorted(tmp_path.glob("moved-*.safetensors")) for k, v in load_file(file).items()}
-    assert moved.keys() == expected.keys()
-    worst = max(float((moved[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
     record_property("largest difference of a gradient over its largest entry", worst)
     assert worst < 1e-5
-    found = torch.tensor(json.loads((tmp_path / "figures.json").read_text()))
+    compare_figures(tmp_path, figures)
+
+
+def run(given, out, layout):
+    """The first step's gradients of the Megatron engine in a layout, by name; figures of all steps lie in `out`."""
+    model, batches, *_ = given
+    run_ranks(RANKS, [model, str(batches), json.dumps(layout), str(out)], ParallelStrategy(**layout).world_size)
+    return {k: v for file in sorted(out.glob("moved-*.safetensors")) for k, v in load_file(file).items()}
+
+
+def largest_difference(found, expected):
+    """Of an entry, over the largest of its tensor."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
+
+
+def compare_figures(out, figures):
+    """Losses and gradient norms of all steps."""
+    found = torch.tensor(json.loads((out / "figures.json").read_text()))
     torch.testing.assert_close(found[:, 0], torch.tensor(figures)[:, 0], atol=1e-5, rtol=1e-3)
     torch.testing.assert_close(found[:, 1], torch.tensor(figures)[:, 1], atol=0, rtol=1e-3)

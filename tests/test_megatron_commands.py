@@ -1,5 +1,6 @@
 """The commands train on the Megatron engine, which the allocation alone selects."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,12 @@ from pathlib import Path
 import pytest
 from commands import Command
 
+from rl_apps.cli import main
+from rl_apps.compose import to_yaml
+from rl_apps.gsm8k_grpo import APP
+from rl_contracts.testing import make_batch
 from rl_contracts.testing.models import make_tiny_model
+from rl_contracts.trajectory import save_batch
 
 CRITIC = {
     "algorithm": "ppo",
@@ -55,6 +61,26 @@ def test_command_trains_in_a_layout_of_megatron(tmp_path, monkeypatch, name, lay
         norms = [record[figure] for record in command.steps()]
         assert len(norms) == 2
         assert all(0 < norm < 1e3 for norm in norms)
+
+
+@pytest.mark.nightly
+def test_replay_on_two_tensor_ranks_gives_the_gradient_of_fsdp(tmp_path, capsys):
+    model = make_tiny_model(tmp_path / "model", layers=1)
+    config = APP.config([f"model.path={model}", "recipe=embedded", "cluster.device=cpu"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "batches").mkdir()
+    batch = make_batch(16).exclude("advantages")
+    save_batch(batch, tmp_path / "batches" / "step_3-version_0.safetensors")
+
+    found = []
+    for allocation in ("fsdp:d1", "megatron:t2"):
+        assert main(["replay", str(tmp_path), "--allocation", allocation]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+
+    fsdp, megatron = found
+    assert fsdp["grad_norm"] > 0
+    assert megatron["grad_norm"] == pytest.approx(fsdp["grad_norm"], rel=1e-5)
+    assert megatron["loss"] == pytest.approx(fsdp["loss"], abs=1e-5)
 
 
 @pytest.mark.nightly

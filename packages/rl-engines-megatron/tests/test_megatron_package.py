@@ -58,6 +58,13 @@ def test_check_what_does_not_go_together_is_refused_by_name(settings, strategy, 
         ({"stage_layers": [6]}, ParallelStrategy(pipeline=2), {}, r"stage_layers: expected 2 numbers"),
         ({"stage_layers": [6, 0]}, ParallelStrategy(pipeline=2), {}, r"stage_layers: expected 2 numbers above 0"),
         ({}, ParallelStrategy(), {"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
+        (
+            {},
+            ParallelStrategy(tensor=4),
+            {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48, "intermediate_size": 64},
+            "megatron:t4.*tensor parallel size 4 neither divides the 6 key-value heads",
+        ),
+        ({}, ParallelStrategy(), {"quantization_config": {"quant_method": "fp8"}}, "megatron:d1.*quantization_config"),
     ],
 )
 def test_check_model_that_does_not_fit_the_layout_is_refused_with_both(tmp_path, settings, strategy, changes, named):

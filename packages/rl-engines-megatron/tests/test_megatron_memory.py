@@ -1,0 +1,50 @@
+"""Publishing takes little memory beside what a rank holds, of a model of 512 MiB."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import transformers
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.testing.processes import run_ranks
+
+RANKS = Path(__file__).parent / "megatron_memory_ranks.py"
+MIB = 2**20
+VOCABULARY, HIDDEN = 32768, 1024
+LARGEST = 4 * VOCABULARY * HIDDEN
+"""Bytes of the largest parameter, the embedding."""
+NOISE = 4 * MIB
+"""What else a process touches meanwhile, and what the kernel counts late."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=4096,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=HIDDEN // 8,
+        tie_word_embeddings=True,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_publishing_takes_at_most_twice_the_largest_parameter(model, tmp_path, layout, record_property):
+    assert (Path(model) / "model.safetensors").stat().st_size > 512 * MIB
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as weights:
+        run_ranks(RANKS, [model, json.dumps(layout), weights, str(tmp_path)], ParallelStrategy(**layout).world_size)
+
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    record_property("MiB at the peak of publishing, of each rank", [rank["streamed"] // MIB for rank in ranks])
+    assert all(rank["streamed"] <= 2 * LARGEST + NOISE for rank in ranks)
+    assert ranks[0]["collected"] > 2 * LARGEST + NOISE, "the fault is not seen"

@@ -8,7 +8,8 @@ float32, the same optimizer settings, clipping and denominator, in one process, 
 transformers as its Trainer makes it: rows in their order in micro-batches padded to their longest, attention mask,
 labels, gradients accumulated, SDPA attention. Each side gets the number of threads, and the peer the rows per
 micro-batch, with which a trial is fastest. Losses and gradient norms must agree. `fill` is the share of the
-micro-batches' room that holds tokens. `--engine megatron` runs that engine's step in turn with them.
+micro-batches' room that holds tokens. `--engine megatron` runs that engine's step in turn with them. With
+`--device cuda`, `mfu` is each side's model FLOPs utilisation.
 
 Loss: see `train_step_loss.py`; each side alone in a process. Where the machine has too little memory for the
 materialised side, it runs on fewer tokens, and seconds and bytes are scaled up (`tokens` says how many).
@@ -58,6 +59,9 @@ class Work:
     """Rows, as `rl_contracts.trajectory` has them."""
     max_tokens: int
     """Of our micro-batches."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    """In which all sides compute; the weights are float32."""
 
     @property
     def tokens(self) -> int:
@@ -65,7 +69,16 @@ class Work:
         return int(self.batch["attention_mask"].sum())
 
 
-def make_work(directory: Path, rows: int, longest: int, max_tokens: int, vocabulary: int, hidden: int) -> Work:
+def make_work(
+    directory: Path,
+    rows: int,
+    longest: int,
+    max_tokens: int,
+    vocabulary: int,
+    hidden: int,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> Work:
     """A random model of 4 layers, and rows of log-normal length."""
     import numpy as np
     import torch
@@ -93,7 +106,7 @@ def make_work(directory: Path, rows: int, longest: int, max_tokens: int, vocabul
         ids = numbers.integers(0, vocabulary, length)
         none = np.zeros(length, np.float32)
         made.append(Trajectory(ids, learn, none, np.where(learn, 0, -1).astype(np.int32), group_id=row, episode_id=row))
-    return Work(str(directory), stack(made), max_tokens)
+    return Work(str(directory), stack(made), max_tokens, device, dtype)
 
 
 def nll(outputs: Any, packed: Any) -> Any:
@@ -113,8 +126,10 @@ class Ours:
             lr=LR, weight_decay=WEIGHT_DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, max_grad_norm=MAX_NORM
         )
         micro_batch = MicroBatchConfig(work.max_tokens)
-        self.spec = FinetuneSpec(work.model, 100, optimizer=optimizer, micro_batch=micro_batch, device="cpu")
-        self.work, self.engine = work, registry.load("rl.train_engines", name)()
+        computing = {"device": work.device, "dtype": work.dtype}
+        self.spec = FinetuneSpec(work.model, 100, optimizer=optimizer, micro_batch=micro_batch, **computing)
+        settings = registry.settings("rl.train_engines", name)()
+        self.work, self.engine = work, registry.load("rl.train_engines", name)(settings)
         self.engine.initialize(self.spec)
 
     def step(self) -> tuple[float, float]:
@@ -146,7 +161,7 @@ class Padded:
 
         self.work = work
         self.model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32, attn_implementation="sdpa")
-        self.model.train()
+        self.model.to(work.device).train()
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -163,10 +178,16 @@ class Padded:
             mask = batch["attention_mask"][start : start + rows]
             longest = int(mask.sum(-1).max())
             mask, ids = mask[:, :longest], batch["input_ids"][start : start + rows, :longest]
-            labels = ids.masked_fill(~mask, -100)
-            part = self.model(
-                input_ids=ids, attention_mask=mask.long(), labels=labels, num_items_in_batch=learned, use_cache=False
-            ).loss
+            ids, mask = ids.to(self.work.device), mask.to(self.work.device)
+            labels, half = ids.masked_fill(~mask, -100), self.work.dtype == "bfloat16"
+            with torch.autocast(self.work.device, torch.bfloat16, enabled=half):
+                part = self.model(
+                    input_ids=ids,
+                    attention_mask=mask.long(),
+                    labels=labels,
+                    num_items_in_batch=learned,
+                    use_cache=False,
+                ).loss
             part.backward()
             loss += part.item()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
@@ -184,6 +205,19 @@ def timed(step: Callable[[], tuple[float, float]], threads: int) -> tuple[float,
     return time.perf_counter() - begin, result
 
 
+def utilisation(ours: Ours, seconds: float) -> float | None:
+    """The useful FLOPs of a step (`rl_engines_fsdp.usage.step_flops`) over the device's peak in these seconds; None
+    where that is not known, as of any CPU."""
+    import torch
+
+    from rl_engines_fsdp.usage import peak_flops, step_flops
+
+    work, model = ours.work, ours.engine._model
+    flops = step_flops(model, work.tokens, int(work.batch["attention_mask"].sum(-1).square().sum()))
+    peak = peak_flops(torch.device(work.device), work.dtype)
+    return round(flops / (peak * seconds), 4) if flops and peak else None
+
+
 def measure_step(work: Work, repeats: int, peer_rows: tuple[int, ...], engine: str) -> dict[str, Any]:
     """All sides in turn, after a trial of each way in which they can run; `engine` is one more than FSDP."""
     ours, padded = Ours(work), Padded(work)
@@ -191,8 +225,9 @@ def measure_step(work: Work, repeats: int, peer_rows: tuple[int, ...], engine: s
     counts = sorted({1, os.cpu_count() or 1})
     begin = [timed(side.step, counts[-1])[1] for side in (ours, *further.values())]
     begin.append(timed(partial(padded.step, peer_rows[0]), counts[-1])[1])
+    tolerance = 1e-3 if work.dtype == "float32" else 3e-2
     for found in begin[1:]:
-        if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(begin[0], found, strict=True)):
+        if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(begin[0], found, strict=True)):
             raise SystemExit(f"the sides had different work: loss and gradient norm {begin[0]} and {found}")
     own = {threads: timed(ours.step, threads)[0] for threads in counts}
     peer = {(threads, rows): timed(partial(padded.step, rows), threads)[0] for threads in counts for rows in peer_rows}
@@ -209,10 +244,12 @@ def measure_step(work: Work, repeats: int, peer_rows: tuple[int, ...], engine: s
         load = os.getloadavg()[0]
         print(f"step: ours {work.tokens / mine:.0f} tokens/s, padded {work.tokens / theirs:.0f}, load {load:.1f}")
     rates = [statistics.median(work.tokens / run[side] for run in runs) for side in range(2)]
+    mfu = [utilisation(ours, work.tokens / rate) for rate in rates]
     beside = {
         name: {
             "tokens_per_s": round(statistics.median(work.tokens / seconds for seconds in others), 1),
             "threads": best[name],
+            "mfu": utilisation(ours, statistics.median(others)),
             "of_ours": round(statistics.median(run[0] / seconds for run, seconds in zip(runs, others, strict=True)), 3),
         }
         for name in further
@@ -222,8 +259,8 @@ def measure_step(work: Work, repeats: int, peer_rows: tuple[int, ...], engine: s
         "tokens": work.tokens,
         "longest": work.batch["input_ids"].shape[1],
         **ours.fill(),
-        "ours": {"tokens_per_s": round(rates[0], 1), "threads": threads},
-        "transformers": {"tokens_per_s": round(rates[1], 1), "threads": peer_threads, "rows": rows},
+        "ours": {"tokens_per_s": round(rates[0], 1), "threads": threads, "mfu": mfu[0]},
+        "transformers": {"tokens_per_s": round(rates[1], 1), "threads": peer_threads, "rows": rows, "mfu": mfu[1]},
         "ratio": round(statistics.median(theirs / mine for mine, theirs in runs), 3),
         "ratios": [round(theirs / mine, 3) for mine, theirs in runs],
     }
@@ -303,6 +340,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="of the step's model")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--engine", default="fsdp", help="megatron: that engine's step too, in turn with the others")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the step; mfu is of known GPUs")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the step; see Work")
     parser.add_argument("--part", choices=("all", "step", "loss"), default="all")
     parser.add_argument("--quick", action="store_true", help="small sizes, which only show that it runs")
     options = parser.parse_args()
@@ -310,7 +349,8 @@ def main() -> None:
     if options.part in ("all", "step"):
         with tempfile.TemporaryDirectory() as directory:
             sizes = (options.rows, options.longest, options.max_tokens, options.vocabulary, options.hidden)
-            work = make_work(Path(directory), *((24, 96, 128, 512, 64) if options.quick else sizes))
+            sizes = (24, 96, 128, 512, 64) if options.quick else sizes
+            work = make_work(Path(directory), *sizes, options.device, options.dtype)
             peer_rows = (8,) if options.quick else PEER_ROWS
             figures["step"] = measure_step(work, options.repeats, peer_rows, options.engine)
     if options.part in ("all", "loss"):

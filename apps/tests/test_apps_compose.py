@@ -125,6 +125,26 @@ def test_their_settings_mistyped_are_refused_with_the_nearest(theirs, override, 
         APP.config([OURS_OUT, "launcher=machine", override])
 
 
+@pytest.mark.parametrize("setting", ["lora.rank=8", "offload=true"])
+def test_setting_that_only_another_engine_has_is_refused_with_the_allocation_and_that_engine(capsys, setting):
+    key = f"actor.engine.{setting.split('=')[0]}"
+
+    err = _refused(capsys, "allocation=embedded:d1+megatron:t2", f"actor.engine.{setting}", "--dry-run")
+
+    assert f"{key} does not go with 'megatron', which the allocation names" in err
+    assert f"Choose fsdp there, or leave {key} out" in err
+
+
+def test_engine_that_cannot_leave_its_gpu_is_refused_where_a_server_shares_it(capsys):
+    words = ("launcher.options.gpus=[0]", "--dry-run")
+
+    err = _refused(capsys, "allocation=embedded:d1|megatron:d1", *words)
+
+    assert "allocation: expected `+` in place of `|`: megatron cannot leave its GPU to a server" in err
+    assert main("gsm8k-grpo", ["allocation=embedded:d1|fsdp:d1", *words]) == 0
+    assert main("gsm8k-grpo", ["allocation=embedded:d1|megatron:d1", "cluster.device=cpu", *words]) == 0
+
+
 def test_their_settings_are_in_the_help(theirs, capsys):
     assert main("gsm8k-grpo", ["--help", "all", OURS_OUT, "launcher=machine"]) == 0
     text = capsys.readouterr().out

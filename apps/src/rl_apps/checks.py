@@ -35,7 +35,11 @@ def check_run(run: Run[Any]) -> None:
         ConfigError: names the settings.
     """
     load_trackers(run.config.trackers)
-    run.config.actor.engine.check(run.layout.actor.strategy, replace(run.config.finetune_spec(), device=run.device))
+    engine = run.config.actor.engine
+    engine.check(run.layout.actor.strategy, replace(run.config.finetune_spec(), device=run.device))
+    if run.layout.shared and run.device == "cuda":
+        expected = f"`+` in place of `|`: {run.layout.actor.backend} cannot leave its GPU to a server"
+        require(engine.can_offload, "allocation", expected, run.config.allocation)
     if run.layout.rollout is not None:
         servers, addresses = run.layout.rollout.strategy.data, attached(run.config, run.layout)
         require(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from operator import attrgetter
@@ -113,7 +114,7 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
     try:
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), plain))
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, base, overrides)) from error
+        raise ConfigError(_explain(error, base, overrides, parts)) from error
     assert isinstance(result, schema)
     return result
 
@@ -330,16 +331,36 @@ def _settings(seam: type, part: str) -> type:
     return own
 
 
-def _explain(error: Any, config: Any, overrides: Sequence[str]) -> str:
-    """One sentence about settings that do not fit: the key, what was wrong, and the nearest valid key."""
+def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str, str]) -> str:
+    """One sentence about settings that do not fit: the key, what was wrong, and the nearest valid key, or the part that
+    has it where the one that was chosen has not."""
 
     key, first = error.full_key or "", str(error).strip().splitlines()[0]
     if not isinstance(error, ConfigKeyError):
         return f"{key}: {first}" if key else first
     key = next((text.split("=")[0] for text in overrides if text.startswith(f"{key}.")), key)  # not only its section
+    for path, seam in _seams(config):
+        if not (parts[path] and key.startswith(f"{path}.")):
+            continue
+        name = key.removeprefix(f"{path}.").split(".")[0]
+        if (others := _parts_with(name, seam)) and parts[path] not in others:
+            chosen = "launcher" if seam is SchedulerConfig else "allocation"
+            return (
+                f"{key} does not go with {parts[path]!r}, which the {chosen} names: it has no {name}. "
+                f"Choose {' or '.join(others)} there, or leave {key} out."
+            )
     keys, leaf = [known for known, _, _ in describe(config)], key.rsplit(".", 1)[-1]
     elsewhere = [SYNONYMS[leaf]] if SYNONYMS.get(leaf) in keys else []
     same_leaf = [known for known in keys if known.rsplit(".", 1)[-1] == leaf]
     nearest = [*elsewhere, *same_leaf, *get_close_matches(key, keys, n=1, cutoff=0.5)]
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return f"unknown setting {key!r}.{hint} `--help all` lists all settings."
+
+
+def _parts_with(name: str, seam: type) -> list[str]:
+    """The installed parts of a kind that have a setting of this name."""
+    found = []
+    for part in sorted(registry.available(SEAMS[seam])):
+        with suppress(ConfigError):  # one that cannot be imported here
+            found += [part] if name in {item.name for item in fields(_settings(seam, part))} else []
+    return found

@@ -28,16 +28,18 @@ def test_directory_that_lacks_something_is_refused_with_what_is_there(files, exp
 
 def test_missing_path_and_file_are_refused_and_hub_id_and_whole_directory_pass(tmp_path):
     for name in ("config.json", "pytorch_model-00001.bin"):
-        (tmp_path / name).touch()
-    for path in (str(tmp_path / "none"), str(tmp_path / "config.json"), "./none", "a/b/c"):
+        (tmp_path / name).write_text("{}")
+    for path in (str(tmp_path / "none"), "./none", "a/b/c"):
         with pytest.raises(ModelError, match="found nothing there"):
             check_model_directory(path)
+    with pytest.raises(ModelError, match=r"expected config\.json, found a file"):
+        check_model_directory(str(tmp_path / "config.json"))
     check_model_directory("Qwen/Qwen3-0.6B")
     check_model_directory(str(tmp_path), weights=("*.safetensors", "pytorch_model*.bin"))
 
 
 def _weights(names, directory, index=None):
-    (directory / "config.json").touch()
+    (directory / "config.json").write_text("{}")
     for name in names:
         save_file({"weight": torch.zeros(4, 3)}, directory / name)
     if index is not None:
@@ -65,7 +67,7 @@ def test_weights_that_cannot_be_read_are_refused_with_the_file(content, expected
         check_model_directory(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -74,7 +76,7 @@ def test_weights_that_cannot_be_read_are_refused_with_the_file(content, expected
         (b"[]", r"is no JSON object: \[\]"),
     ],
 )
-def test_tokenizer_that_cannot_be_read_is_refused_with_the_file(name, content, expected, tmp_path):
+def test_settings_that_cannot_be_read_are_refused_with_the_file(name, content, expected, tmp_path):
     _weights(["model.safetensors"], tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     check_model_directory(str(tmp_path), tokenizer=True)

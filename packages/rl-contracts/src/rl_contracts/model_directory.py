@@ -27,13 +27,14 @@ def check_model_directory(
 
     Raises:
         ModelError: says what was expected and what is there; also of a safetensors file that is cut off or none at all,
-            and of a tokenizer's settings that are no JSON.
+            and of settings (`config.json`, a tokenizer's) that are no JSON.
     """
     directory = Path(path)
     if not (directory.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
         return
     found = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     absent = "nothing in it" if directory.is_dir() else "nothing there (there is no such directory)"
+    absent = "a file" if directory.is_file() else absent
     listing = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") or absent
     needed = {"config.json": ["config.json"], f"weights ({' or '.join(weights)}) beside config.json": weights}
     if tokenizer:
@@ -48,7 +49,7 @@ def check_model_directory(
     for file in sorted({*(directory / shard for shard in shards), *directory.glob("*.safetensors")}):
         if problem := _unreadable(file):
             raise ModelError(f"{name} {path}: {file.name} {problem}. Copy or download it again.")
-    for file in sorted(directory.glob("tokenizer*.json")) if tokenizer else ():
+    for file in (directory / "config.json", *(sorted(directory.glob("tokenizer*.json")) if tokenizer else ())):
         if problem := _no_json(file):
             raise ModelError(f"{name} {path}: {file.name} {problem}. Copy or download it again.")
 

@@ -222,7 +222,10 @@ class ChatRenderer:
                 **self._options,
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"the chat template refuses messages with the roles {roles}: {error}") from error
+            raise DataError(
+                f"the chat template refuses messages with the roles {roles}: {error} Change the messages, or give "
+                "another template (commands: `model.chat_template=FILE`)."
+            ) from error
 
     def _message(self, message: Message) -> dict[str, Any]:
         content = message.get("content")

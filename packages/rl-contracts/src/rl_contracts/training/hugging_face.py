@@ -38,7 +38,7 @@ def read_config(path: str, head: str = "lm") -> Any:
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
+        raise ModelError(f"model {path}: its configuration cannot be read: {' '.join(str(error).split())}") from error
     _fit_config(path, config, head)
     return config
 

@@ -189,7 +189,7 @@ def test_gsm8k_hub_id_that_cannot_be_loaded_says_what_was_tried(tmp_path):
 
 
 def test_gsm8k_with_unknown_form_or_option_is_refused(directory):
-    with pytest.raises(ConfigError, match="form: expected one of rl, sft, found 'dpo'"):
+    with pytest.raises(ConfigError, match=r"data\.name=gsm8k: expected to be read in the form rl or sft, found 'dpo'"):
         GSM8K(directory, form="dpo")
     with pytest.raises(ConfigError, match="expected the options subset, instruction, found instuction"):
         GSM8K(directory, instuction="x")

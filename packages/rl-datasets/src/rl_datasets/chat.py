@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.config import require, require_choice
+from rl_contracts.config import require
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing
 from rl_datasets.files import read_records
-from rl_datasets.rows import Rows, read_options
+from rl_datasets.rows import Rows, read_options, require_form
 
 Message = dict[str, Any]
 
@@ -70,7 +70,7 @@ class Chat(Rows[dict[str, Any]]):
             DataError: nothing can be read there, or a row lacks its messages or what is to be learned from.
         """
         require(bool(path), "data.path of chat data", "a directory, a .jsonl or .parquet file, or a hub id", str(path))
-        require_choice("form", form, ("rl", "sft"))
+        require_form("chat", form, ("rl", "sft"))
         made, chosen = (_prompt if form == "rl" else _conversation), read_options(ChatOptions, "chat", options)
         records = read_records(path, split, chosen.subset, columns)
         super().__init__([made(record, _messages(record, chosen)) for record in records])

@@ -6,6 +6,7 @@ Every error is a `DataError` that names the file, and the line where there is on
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from rl_datasets.columns import Record, renamed
 
 _SPLITS = ("train", "test", "validation")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zip", ".arrow")
+PARQUET = b"PAR1"
+"""With which a file of that kind begins and ends."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -49,7 +52,10 @@ def _records(path: str | Path, split: str, subset: str | None) -> Iterator[Recor
     elif _HUB_ID.fullmatch(str(path)) and local.suffix not in _FILE_SUFFIXES:
         return _read_hub(str(path), split, subset)
     else:
-        raise DataError(f"{path}: expected a directory, a .jsonl or .parquet file or a hub id, found nothing there")
+        raise DataError(
+            f"{path}: expected a directory, a .jsonl or .parquet file or a hub id, found nothing there; paths begin at "
+            f"{Path.cwd()}"
+        )
     return _read_jsonl(files[0]) if files[0].suffix == ".jsonl" else _read_parquet(files)
 
 
@@ -84,20 +90,24 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
                 if line.strip():
                     yield f"{file}:{number}", _parse_line(f"{file}:{number}", line)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read as UTF-8 text: {error}") from error
+        raise DataError(f"{file}: cannot be read as UTF-8 text: {error}; save it as that") from error
 
 
 def _parse_line(where: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: expected one JSON object per line, found {line[:60]!r}: {error}") from error
+        raise DataError(
+            f"{where}: expected one JSON object per line, found {line[:60]!r}: {error}; mend the line"
+        ) from error
     if not isinstance(record, dict):
-        raise DataError(f"{where}: expected one JSON object per line, found {line[:60]!r}")
+        raise DataError(f"{where}: expected one JSON object per line, found {line[:60]!r}; mend the line")
     return record
 
 
 def _read_parquet(files: list[Path]) -> Iterator[Record]:
+    for file in files:
+        _check_parquet(file)
     from datasets import load_dataset  # takes seconds; jsonl does without it
 
     for file in files:
@@ -107,7 +117,23 @@ def _read_parquet(files: list[Path]) -> Iterator[Record]:
             for index, row in enumerate(rows):
                 yield f"{file} row {index}", dict(row)
         except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
-            raise DataError(f"{file}: cannot be read as parquet: {error}") from error
+            raise DataError(f"{file}: cannot be read as parquet: {error}; write or download it again") from error
+
+
+def _check_parquet(file: Path) -> None:
+    """Refuse what is cut off, or stands for a file that was not fetched, before anybody tries to read it."""
+    try:
+        with file.open("rb") as data:
+            begin = data.read(len(PARQUET))
+            data.seek(-min(len(PARQUET), file.stat().st_size), os.SEEK_END)
+            end = data.read()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read as parquet: {error}") from error
+    if (begin, end) != (PARQUET, PARQUET):
+        raise DataError(
+            f"{file}: cannot be read as parquet: expected it to begin and end with {PARQUET!r}, found {begin!r} and "
+            f"{end!r}; write or download it again"
+        )
 
 
 def _read_hub(hub_id: str, split: str, subset: str | None) -> Iterator[Record]:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.config import require_choice
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing, require_known
 from rl_datasets.files import read_records
-from rl_datasets.rows import Rows, read_options
+from rl_datasets.rows import Rows, read_options, require_form
 
 FORMS = ("rl", "sft")
 
@@ -57,7 +56,7 @@ class GSM8K(Rows[tuple[str, str]]):
             ConfigError: an unknown form, column or option.
             DataError: nothing can be read there, or a row lacks its question or answer.
         """
-        require_choice("form", form, FORMS)
+        require_form("gsm8k", form, FORMS)
         self.form = form
         self._options = read_options(GSM8KOptions, "gsm8k", options)
         require_known("gsm8k", columns, ("question", "answer"))

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.config import require_choice
 from rl_contracts.errors import ConfigError, DataError
 from rl_datasets.columns import Record, missing, require_known
 from rl_datasets.files import read_records
-from rl_datasets.rows import Rows
+from rl_datasets.rows import Rows, require_form
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -48,7 +47,7 @@ class HHRLHF(Rows[dict[str, Any]]):
             DataError: nothing can be read there, a row lacks a side, a side does not end with an assistant turn, or
                 both are the same.
         """
-        require_choice("form", form, ("pairs",))
+        require_form("hh-rlhf", form, ("pairs",))
         if options:
             raise ConfigError(f"hh-rlhf data: expected no options, found {', '.join(sorted(options))}")
         require_known("hh-rlhf", columns, ("chosen", "rejected", "prompt"))

@@ -37,6 +37,19 @@ class Rows[T](Sequence[dict[str, Any]]):
         """Row `index`, 0 to len - 1, made of its item."""
 
 
+def require_form(name: str, form: str, forms: tuple[str, ...]) -> None:
+    """Refuse a form that a data set does not have.
+
+    Raises:
+        ConfigError: names those that it has.
+    """
+    if form not in forms:
+        raise ConfigError(
+            f"data.name={name}: expected to be read in the form {' or '.join(forms)}, found {form!r}, which this "
+            "command learns from; take another data set, or the command that goes with this one"
+        )
+
+
 def read_options[T](cls: type[T], name: str, given: dict[str, Any]) -> T:
     """The options of a data set, a dataclass, from a config's keys.
 

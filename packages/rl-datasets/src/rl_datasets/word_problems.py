@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rl_contracts.config import Settings, bounded, require, require_choice
-from rl_datasets.rows import Rows, read_options
+from rl_datasets.rows import Rows, read_options, require_form
 
 ADDING = ("finds", "buys", "wins", "gets", "earns", "collects")
 TAKING = ("sells", "loses", "drops", "donates", "discards", "lends")
@@ -155,7 +155,7 @@ class WordProblems(Rows[Problem]):
         """
         require(not path, "word-problems data: path", "none, because the problems are generated", path)
         require_choice("split", split, tuple(_DEFAULT_SIZES))
-        require_choice("form", form, ("rl", "sft"))
+        require_form("word-problems", form, ("rl", "sft"))
         self.form = form
         chosen = read_options(WordProblemsOptions, "word-problems", options)
         size = _DEFAULT_SIZES[split] if chosen.size is None else chosen.size
@@ -241,7 +241,7 @@ class WordProblemPairs(Rows[Problem]):
         Raises:
             ConfigError: a path, an unknown split, form or option, or more problems than there are.
         """
-        require_choice("form", form, ("pairs",))
+        require_form("word-problem-pairs", form, ("pairs",))
         super().__init__(WordProblems(path, split, "rl", seed, **options).problems)
         self._seed = seed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rl_contracts.config import bounded, require
-from rl_contracts.errors import LaunchError
+from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import Node, Resources, Submission
 from rl_launchers import report, slurm_job
@@ -111,8 +111,7 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         without `cores_per_node`. Spare nodes are not counted.
 
         Raises:
-            ConfigError: there is no such partition, or not so many nodes.
-            SlurmError: Slurm is there and does not answer.
+            ConfigError: there is no such partition, or not so many nodes; or Slurm is there and does not answer.
         """
         found = self._found(SlurmMissingError)
         return found if all(node.cores for node in found.nodes) else None
@@ -186,6 +185,11 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
             text = Commands().output(*SINFO)
         except unknown:
             text = ""
+        except SlurmError as error:
+            raise ConfigError(
+                f"launcher.kind=slurm: expected a cluster that answers, found: {error}. Start this where `sinfo` lists "
+                "the partitions, or set launcher=local."
+            ) from error
         found: list[list[Node]] = []
         for part in self._parts():
             taken = {node.name for nodes in found for node in nodes}

@@ -19,6 +19,7 @@ from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
 from rl_contracts.model_directory import context_length
+from rl_contracts.workflow import AgentWorkflow, Environment, RolloutWorkflow
 from rl_trainers.tracking import load_trackers
 
 LOOPBACKS = ("127.0.0.1", "::1", "localhost")
@@ -210,8 +211,12 @@ def check_rollout(run: Run[Any]) -> None:
     """
     check_chat_template(run)
     settings, layout = run.config.rollout, run.layout
-    registry.load("rl.workflows", settings.workflow)
-    registry.load("rl.rewards", settings.reward)
+    workflow, reward = registry.load("rl.workflows", settings.workflow), registry.load("rl.rewards", settings.reward)
+    kinds = (RolloutWorkflow, AgentWorkflow, Environment)
+    fits = issubclass(workflow, kinds) if isinstance(workflow, type) else callable(workflow)
+    named = ", ".join(kind.__name__ for kind in kinds)
+    require(fits, "rollout.workflow", f"a class derived from one of {named} (rl_contracts.workflow)", settings.workflow)
+    require(callable(reward), "rollout.reward", f"a function, not a {type(reward).__name__}", settings.reward)
     together = layout.shared and run.device == "cuda"
     require(
         run.config.publish.route != "ipc" or (together and layout.actor.world_size == 1),

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rl_apps.command_line import Parser, did_you_mean
 from rl_apps.config import GRPOConfig
 from rl_contracts import registry
 from rl_contracts.config import require
@@ -18,36 +19,12 @@ from rl_contracts.errors import ConfigError, DataError, RLError
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand. Returns its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    apps = registry.available("rl.apps")
-    parser = argparse.ArgumentParser(
-        prog="rl",
-        description="Runs apps, and tools around runs.",
-        epilog=f"Apps, each a command too: {', '.join(sorted(apps))}. `rl grpo --help` says more of one.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", add_help=False, help="an app: a name in the entry-point group rl.apps, or a path")
-    run.add_argument("app", help="installed name, or package.module:APP")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="settings and flags of the app; --help lists them")
-    replay = commands.add_parser("replay", help="one saved batch through the actor, without servers")
-    replay.add_argument(
-        "run", type=Path, help="run directory (checkpoint.save_batches=true), or one file of its batches/"
-    )
-    replay.add_argument("--step", type=int, help="step whose batch to take; default: the last one saved")
-    replay.add_argument("--model", help="weights to start from; default: the model that the run started from")
-    replay.add_argument("--allocation", help="trainer processes, for example fsdp:d2; default: one of the run's engine")
-    replay.add_argument("overrides", nargs="*", help="settings to change, for example actor.optimizer.lr=0")
-    _add_runs(commands)
-    _add_models(commands)
-    _add_checks(commands)
-    if argv and argv[0] in apps and argv[0] not in commands.choices:  # `rl grpo` is `rl run grpo`
-        argv = ["run", *argv]
-    arguments = parser.parse_args(argv)
-    if arguments.command == "run":
-        from rl_apps import driver
-
-        return driver.main(arguments.app, arguments.arguments)
     try:
+        arguments = _parsed(sys.argv[1:] if argv is None else argv)
+        if arguments.command == "run":
+            from rl_apps import driver
+
+            return driver.main(arguments.app, arguments.arguments)
         own = {
             "replay": _replay,
             "figures": _figures,
@@ -67,6 +44,52 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    """A command line, of which the first word is a subcommand or an app.
+
+    Raises:
+        ConfigError: it is neither, or what follows is not what that takes.
+    """
+    apps = registry.available("rl.apps")
+    parser = Parser(
+        prog="rl",
+        description="Runs apps, and tools around runs.",
+        epilog=f"Apps, each a command too: {', '.join(sorted(apps))}. `rl grpo --help` says more of one.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", add_help=False, help="an app: a name in the entry-point group rl.apps, or a path")
+    run.add_argument("app", help="installed name, or package.module:APP")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="settings and flags of the app; --help lists them")
+    replay = commands.add_parser("replay", help="one saved batch through the actor, without servers")
+    replay.add_argument(
+        "run", type=Path, help="run directory (checkpoint.save_batches=true), or one file of its batches/"
+    )
+    replay.add_argument("--step", type=int, help="step whose batch to take; default: the last one saved")
+    replay.add_argument("--model", help="weights to start from; default: the model that the run started from")
+    replay.add_argument("--allocation", help="trainer processes, for example fsdp:d2; default: one of the run's engine")
+    replay.add_argument("overrides", nargs="*", help="settings to change, for example actor.optimizer.lr=0")
+    _add_runs(commands)
+    _add_models(commands)
+    _add_checks(commands)
+    known = (*commands.choices, *apps)
+    if argv and argv[0] not in known and not argv[0].startswith("-"):
+        near = did_you_mean(argv[0], known)
+        raise ConfigError(f"{argv[0]}: there is no such command or app.{near} `rl --help` lists them.")
+    if argv and argv[0] in apps and argv[0] not in commands.choices:  # `rl grpo` is `rl run grpo`
+        argv = ["run", *argv]
+    arguments, odd = parser.parse_known_args(argv)
+    if odd:
+        commands.choices[arguments.command].error(f"unknown arguments: {' '.join(odd)}")
+    return arguments
+
+
+def _count(text: str) -> int:
+    """How many of something are to be shown."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
 def _add_runs(commands: Any) -> None:
     """The subcommands about runs that are there."""
     status = commands.add_parser("status", help="what a run does, and what of it runs where")
@@ -80,12 +103,12 @@ def _add_runs(commands: Any) -> None:
     watch.add_argument("--step", type=int, help="those of this step alone; default: from the newest one on")
     watch.add_argument("--evaluation", action="store_true", help="those of evaluations")
     watch.add_argument("--prompt", type=int, help="those that begin with this row of the data")
-    watch.add_argument("-n", "--number", type=int, help="how many conversations of each step (default 2)")
+    watch.add_argument("-n", "--number", type=_count, help="how many conversations of each step (default 2)")
     show = commands.add_parser("show", help="answers of a step: prompts, what was said, rewards, advantages")
     show.add_argument("--step", type=int, help="default: the newest one")
     show.add_argument("--worst", action="store_true", help="those with the least rewards first")
     show.add_argument("--evaluation", action="store_true", help="those of an evaluation")
-    show.add_argument("-n", "--number", type=int, default=4, help="how many (default %(default)s)")
+    show.add_argument("-n", "--number", type=_count, default=4, help="how many (default %(default)s)")
     plot = commands.add_parser("plot", help="curves of runs, in the terminal or as a picture")
     plot.add_argument("--figure", action="append", default=[], help="a name in metrics.jsonl; may be given again")
     plot.add_argument("-o", "--output", type=Path, help="a PNG, SVG or PDF instead (extra rl-apps[plot])")
@@ -99,7 +122,7 @@ def _add_runs(commands: Any) -> None:
         tool.add_argument("run", type=Path, help="run directory, on any machine that sees it")
     logs.add_argument("worker", nargs="?", default="", help="role, or <role>-<index>; default: all")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
-    logs.add_argument("-n", "--lines", type=int, default=30, help="last lines of each log (default %(default)s)")
+    logs.add_argument("-n", "--lines", type=_count, default=30, help="last lines of each log (default %(default)s)")
     scale.add_argument("target", metavar="ROLE=COUNT", help="for example rollout=4")
     for tool, seconds in ((stop, 120.0), (scale, 600.0)):
         text = "seconds to wait for what becomes of it (default %(default)g)"
@@ -142,7 +165,7 @@ def _add_models(commands: Any) -> None:
     generate.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default %(default)s)")
     generate.add_argument("--seed", type=int, help="for the same answers again")
     generate.add_argument("--system", default="", help="a system message")
-    generate.add_argument("--device", default="", help="cpu or cuda; default: cuda where there is one")
+    generate.add_argument("--device", default="", choices=("cpu", "cuda"), help="default: cuda where there is one")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -274,6 +297,8 @@ def find_batch(run: Path, step: int | None) -> Path:
     if run.is_file():
         if step is not None:
             raise ConfigError("--step goes with a run directory, not with a batch file.")
+        if run.suffix != ".safetensors":
+            raise DataError(f"{run}: expected a run directory, or a file of its batches/ (step_<n>-....safetensors).")
         return run.resolve()
     found = {int(p.name.split("-")[0].removeprefix("step_")): p for p in (run / "batches").glob("step_*.safetensors")}
     if not found:

@@ -9,7 +9,6 @@ named decides the type of its settings: `allocation` that of the engines and the
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from rl_apps.command_line import did_you_mean
 from rl_apps.model import EMBEDDED, MADE, PRETRAINED
 from rl_apps.synonyms import SYNONYMS
 from rl_contracts import registry
@@ -50,28 +50,6 @@ LEARNER = "actor.engine"
 """The settings that the engines of a run's other models have, where they say nothing else."""
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Split a command line into its flags and `overrides`, a list of `key=value` in Hydra's grammar.
-
-    Raises:
-        ConfigError: an argument is neither a flag of ours nor `key=value`.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--cfg", choices=["job"])
-    parser.add_argument("--help", "-h", nargs="?", const="", metavar="SECTION")
-    line, overrides = parser.parse_known_args(argv)
-    if "=" in (line.help or ""):  # a setting that follows the flag
-        line.help, overrides = "", [line.help, *overrides]
-    for argument in overrides:
-        if "=" not in argument or argument.startswith("-"):
-            flags = "--config FILE.yaml, --dry-run, --cfg job or --help [SECTION]"
-            raise ConfigError(f"argument {argument!r}: expected key=value, {flags}.")
-    line.overrides = overrides
-    return line
-
-
 def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> T:
     """A config of the run, whose own checks have passed.
 
@@ -89,29 +67,32 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
     """
 
     base: Any = schema()
+    parts: dict[str, str] = {}
     layers = [layer for file in files for layer in _layers(file)] + [_override(text) for text in overrides]
     for layer in layers:
         if isinstance(names := layer.get("trackers"), ListConfig):
             layer.trackers = "+".join(map(str, names)) or "none"
-    _take_recipe(layers, base)
-    choices = _take_choices(layers, base)
-    seams = dict(_seams(base))
-    unsaid = {"allocation": base.allocation, "launcher": {"kind": base.launcher.kind}}
-    said: Any = OmegaConf.merge(unsaid, *layers)
-    parts = {path: _part(said, path, seam) for path, seam in seams.items()}
-    for path, seam in seams.items():
-        section, _, name = path.rpartition(".")
-        for layer in layers:
-            if _overruled(layer, path, seam, parts[path]):
-                OmegaConf.select(layer, section, default={}).pop(name, None)
-        if parts[path]:
-            setattr(attrgetter(section)(base), name, _settings(seam, parts[path])())
-    plain = OmegaConf.merge({}, *(_preset(section, name, files) for section, name in choices.items()), *layers)
-    for path, seam in seams.items():
-        if seam is TrainEngineConfig and parts[path] == parts[LEARNER]:
-            both = [OmegaConf.select(plain, key) or {} for key in (LEARNER, path)]
-            OmegaConf.update(plain, path, OmegaConf.merge(*both), force_add=True)
     try:
+        for layer in layers:
+            _check_sections(layer, base)
+        _take_recipe(layers, base)
+        choices = _take_choices(layers, base)
+        seams = dict(_seams(base))
+        unsaid = {"allocation": base.allocation, "launcher": {"kind": base.launcher.kind}}
+        said: Any = OmegaConf.merge(unsaid, *layers)
+        parts = {path: _part(said, path, seam) for path, seam in seams.items()}
+        for path, seam in seams.items():
+            section, _, name = path.rpartition(".")
+            for layer in layers:
+                if _overruled(layer, path, seam, parts[path]):
+                    OmegaConf.select(layer, section, default={}).pop(name, None)
+            if parts[path]:
+                setattr(attrgetter(section)(base), name, _settings(seam, parts[path])())
+        plain = OmegaConf.merge({}, *(_preset(section, name, files) for section, name in choices.items()), *layers)
+        for path, seam in seams.items():
+            if seam is TrainEngineConfig and parts[path] == parts[LEARNER]:
+                both = [OmegaConf.select(plain, key) or {} for key in (LEARNER, path)]
+                OmegaConf.update(plain, path, OmegaConf.merge(*both), force_add=True)
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), plain))
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, base, overrides, parts)) from error
@@ -190,9 +171,8 @@ def render_help(title: str, config: Any, topic: str = "", refused: Sequence[str]
         lines = [f"{topic}: {sections[topic]}" if topic in sections else title]
         shown = [row for row in rows if f"{row[0]}.".startswith(f"{topic}.")]
     if not shown:
-        near = get_close_matches(topic, [*sections, *(key for key, _, _ in rows)], n=1, cutoff=0.5)
+        hint = did_you_mean(topic, [*sections, *(key for key, _, _ in rows)], 0.5)
         top = ", ".join(key for key in sections if "." not in key)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"--help {topic}: there is no such section or setting.{hint} Sections: {top}.")
     by_section: dict[str, list[tuple[str, str, str]]] = {}
     for row in shown:
@@ -218,12 +198,20 @@ def _layers(file: Path) -> list[DictConfig]:
 
     try:
         content = OmegaConf.load(file)
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: expected a YAML file with settings: {error}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{file}: expected a YAML file with settings: {' '.join(str(error).split())}. `--cfg job` prints one to "
+            "begin with."
+        ) from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{file}: expected settings as `key: value`, found a list.")
     layers: list[DictConfig] = []
-    for entry in content.pop("defaults", []):
+    names = content.pop("defaults", None) or ListConfig([])
+    if not (isinstance(names, ListConfig) and all(isinstance(entry, str | DictConfig) for entry in names)):
+        raise ConfigError(
+            f"{file}: expected `defaults:` to be a list of files and of `section: preset`, found {names}."
+        )
+    for entry in names:
         if isinstance(entry, str):
             layers += [] if entry == "_self_" else _layers(file.parent / f"{entry.removesuffix('.yaml')}.yaml")
         else:  # Hydra's files say `override /algorithm: dapo` where they mean `algorithm: dapo`
@@ -242,9 +230,15 @@ def _override(text: str) -> DictConfig:
     try:
         (parsed,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
-        raise ConfigError(f"argument {text!r}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"argument {text!r}: expected key=value, found: {str(error).splitlines()[0]}. A value with brackets, "
+            f"quotes or signs in it stands in quotes of its own: \"{key.strip()}='...'\"."
+        ) from error
     if parsed.is_delete() or parsed.is_sweep_override():
-        raise ConfigError(f"argument {text!r}: expected key=value with one value; a comma stands between several.")
+        several = "`+` joins its parts" if key == "allocation" else f"{key}=[A,B] is a list"
+        raise ConfigError(
+            f"argument {text!r}: expected key=value with one value; a comma stands between several ({several})."
+        )
     layer = OmegaConf.create()
     OmegaConf.update(layer, parsed.key_or_group, parsed.value(), force_add=True)
     return layer
@@ -259,7 +253,7 @@ def _take_recipe(layers: list[DictConfig], base: Any) -> None:
     said: Any = OmegaConf.merge({"recipe": base.recipe, "model": {"path": base.model.path}}, *layers)
     name = said.recipe or (EMBEDDED if said.model.path in MADE else PRETRAINED)
     if name not in known:
-        raise ConfigError(f"recipe={name}: unknown recipe; there are {', '.join(known)}.")
+        raise ConfigError(f"recipe={name}: unknown recipe; there are {', '.join(known)}.{did_you_mean(name, known)}")
     for layer in layers:
         if id(layer) in offered:
             layer.merge_with(offered[id(layer)].get(name, {}))
@@ -282,13 +276,33 @@ def _take_choices(layers: list[DictConfig], base: Any) -> dict[str, str]:
     return choices
 
 
+def _check_sections(layer: DictConfig, config: Any, prefix: str = "") -> None:
+    """Refuse a value where a section is meant, but for the name of a preset."""
+    for key, value in layer.items():
+        name, section = prefix + str(key), getattr(config, str(key), None)
+        if isinstance(value, DictConfig) and is_dataclass(section):
+            _check_sections(value, section, f"{name}.")
+        elif value is not None and is_dataclass(section) and (prefix or not isinstance(value, str)):
+            raise ConfigError(_of_section(name, value))
+
+
+def _of_section(key: str, found: Any) -> str:
+    """A sentence about a section that was given a value."""
+    return (
+        f"{key}={found}: {key} is a section; expected the settings in it, {key}.NAME=VALUE. `--help {key}` lists them."
+    )
+
+
 def _preset(section: str, name: str, files: Sequence[Path]) -> DictConfig:
     """The settings of a preset: `<section>/<name>.yaml` beside one of the files, or ours."""
 
     folders = [folder / section for folder in (*(file.parent for file in files), CONF)]
     found = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.yaml")}
+    if not found:
+        raise ConfigError(_of_section(section, name))
     if name not in found:
-        raise ConfigError(f"{section}={name}: unknown preset; there are {', '.join(sorted(found)) or 'none'}.")
+        there = ", ".join(sorted(found))
+        raise ConfigError(f"{section}={name}: unknown preset; there are {there}.{did_you_mean(name, found)}")
     return OmegaConf.create({section: OmegaConf.load(found[name])})
 
 
@@ -336,11 +350,13 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str,
     has it where the one that was chosen has not."""
 
     key, first = error.full_key or "", str(error).strip().splitlines()[0]
+    values = {known: value for known, value, _ in describe(config)}
     if not isinstance(error, ConfigKeyError):
-        return f"{key}: {first}" if key else first
+        default = f" The default is {values[key]}; `--help {key}` says what it takes." if key in values else ""
+        return f"{key}: {first.rstrip('.')}.{default}" if key else first
     key = next((text.split("=")[0] for text in overrides if text.startswith(f"{key}.")), key)  # not only its section
     for path, seam in _seams(config):
-        if not (parts[path] and key.startswith(f"{path}.")):
+        if not (parts.get(path) and key.startswith(f"{path}.")):
             continue
         name = key.removeprefix(f"{path}.").split(".")[0]
         if (others := _parts_with(name, seam)) and parts[path] not in others:
@@ -349,11 +365,11 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str,
                 f"{key} does not go with {parts[path]!r}, which the {chosen} names: it has no {name}. "
                 f"Choose {' or '.join(others)} there, or leave {key} out."
             )
-    keys, leaf = [known for known, _, _ in describe(config)], key.rsplit(".", 1)[-1]
-    elsewhere = [SYNONYMS[leaf]] if SYNONYMS.get(leaf) in keys else []
-    same_leaf = [known for known in keys if known.rsplit(".", 1)[-1] == leaf]
-    nearest = [*elsewhere, *same_leaf, *get_close_matches(key, keys, n=1, cutoff=0.5)]
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [known for known in values if known.rsplit(".", 1)[-1] == leaf]
+    like_theirs = [SYNONYMS[name] for name in get_close_matches(leaf, SYNONYMS, n=1, cutoff=0.9)]
+    nearest = [name for name in (SYNONYMS.get(leaf), *same_leaf, *like_theirs) if name in values]
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else did_you_mean(key, values, 0.5)
     return f"unknown setting {key!r}.{hint} `--help all` lists all settings."
 
 

@@ -62,9 +62,9 @@ class ServingSettings(RuntimeConfig):
     """What agents talk to, where the workflow is one."""
     reward: str = "gsm8k"
     """Installed reward function, or a dotted path."""
-    reward_workers: int = 1
+    reward_workers: int = bounded(1, "at least 1", lambda number: number >= 1)
     """Processes per data-parallel head that compute rewards."""
-    reward_timeout: float = 30.0
+    reward_timeout: float = bounded(30.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds for one reward; then its process is killed and the episode is recorded as a reward error."""
     rehearsal: bool = True
     """Run workflow and reward once on a data row, with a made-up answer, before anything starts; false for a workflow
@@ -72,7 +72,7 @@ class ServingSettings(RuntimeConfig):
     interrupt: str = choice("keep", ("keep", "recompute", "wait"))
     """What happens to unfinished answers at an update of the weights: `keep` (go on with their KV cache), `recompute`
     (go on, KV cache rebuilt) or `wait` (finish first)."""
-    port: int = 0
+    port: int = bounded(0, "0 (any free one) to 65535", lambda port: 0 <= port <= 65535)
     """Port of the first server, the others follow; 0: any free one."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """The servers' own settings, of the type that the engine brings which `allocation` names."""

@@ -18,8 +18,10 @@ import yaml
 
 from rl_apps.app import Run
 from rl_apps.compose import to_yaml
+from rl_apps.model import ModelConfig
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
+from rl_contracts.model_directory import same_model
 from rl_contracts.names import FileNames
 from rl_launchers.report import tail
 from rl_trainers.points import last_point, resumed_step
@@ -167,6 +169,22 @@ def past_of(run: Run[Any]) -> Past:
         )
     changes = (f"{key}: {old.get(key, 'not there')} before, {new.get(key, 'not there')} now" for key in found)
     return Past(step, changes=tuple(changes))
+
+
+def check_started_from(run: Run[Any]) -> None:
+    """Refuse to go on with a run that began with another kind of model.
+
+    Raises:
+        ConfigError: its architecture or size was another.
+    """
+    file, new = run.directory / "config.yaml", run.config.model
+    before = _read(file).get("model", {}) if file.exists() else {}
+    old = ModelConfig(str(before.get("path", "")), directories=dict(before.get("directories", {})))
+    there = all((Path(model.directory()) / "config.json").is_file() for model in (old, new))
+    expected = (
+        f"a model like {old.path}, with which the run in {run.directory} began; choose another run_dir for this one"
+    )
+    require(not there or same_model(old.directory(), new.directory()), "model.path", expected, new.path)
 
 
 def names_of(directory: Path) -> FileNames:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from rl_apps import compose
 from rl_apps.app import App, Run
 from rl_apps.checks import are_near, check_run, choose_route, remarks, starts_from_nothing
+from rl_apps.command_line import parse
 from rl_apps.data import load_rows
-from rl_apps.directory import FINISHED, JOB, claimed, names_of, past_of, reached, write_config
+from rl_apps.directory import FINISHED, JOB, check_started_from, claimed, names_of, past_of, reached, write_config
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
 from rl_apps.parts import attached, memory_of, server_jobs, weights_directory
@@ -29,6 +30,7 @@ from rl_apps.rehearsal import rehearse
 from rl_apps.servers import check_attached, check_program, command_of
 from rl_apps.template import load_tokenizer
 from rl_contracts import registry
+from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, ServerStartError, raised_at
 from rl_contracts.lines import FOR_A_WHILE
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
@@ -59,6 +61,8 @@ def main(reference: str, argv: list[str] | None = None) -> int:
         sys.path.append("")  # a script's directory stands there; dotted paths may name files of the current one
     try:
         app: App = registry.load("rl.apps", reference)
+        expected = "an `rl_apps.app.App`, as docs/own-app.md makes one"
+        require(isinstance(app, App), f"app {reference}", expected, type(app).__name__)
         name = app.name
         return _main(reference, app, sys.argv[1:] if argv is None else argv, parent)
     except RLError as error:
@@ -78,7 +82,7 @@ def main(reference: str, argv: list[str] | None = None) -> int:
 
 
 def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
-    line = compose.parse(argv)
+    line = parse(argv, app.name)
     config = app.config(line.overrides, line.config)
     if line.help is not None:
         print(compose.render_help(f"{app.name}: {app.title}", config, line.help, app.refused))
@@ -106,6 +110,8 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             print(f"{app.name}: finished before, nothing is left to do. Files: {run.directory}")
             return 0
         config.model.directories = find_models(config.model_paths(), fetch=not line.dry_run)
+        if past.step:
+            check_started_from(run)
         check_run(run)
         if not line.dry_run:
             begun = [f"going on after step {past.step} of {config.total_steps} ({run.directory})"] if past.step else []
@@ -233,7 +239,7 @@ def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
         what to tell of the rows.
 
     Raises:
-        ConfigError, DataError: see `rehearse` and `App.measure`.
+        ConfigError, DataError, ModelError: see `rehearse` and `App.measure`.
     """
     if run.config.model.chat_template:
         load_tokenizer(run.config.model).save_pretrained(run.tokenizer)

@@ -24,6 +24,7 @@ from rl_apps.data import Rows, first_rows, load_rows
 from rl_apps.directory import names_of
 from rl_apps.layout import Devices, Layout
 from rl_apps.lengths import lengths_of, longest_row
+from rl_apps.template import read_tokenizer
 from rl_contracts import registry
 from rl_contracts.aio import LoopThread
 from rl_contracts.data import FinetuneSpec, ServeSpec
@@ -100,9 +101,7 @@ class Parts(ExitStack):
     @cached_property
     def tokenizer(self) -> Any:
         """The Hugging Face tokenizer of the run's model."""
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.run.tokenizer)
+        return read_tokenizer(self.run.tokenizer)
 
     @cached_property
     def max_length(self) -> int:

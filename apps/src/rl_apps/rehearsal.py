@@ -9,7 +9,7 @@ from rl_apps.data import first_rows, load_rows
 from rl_apps.parts import Parts
 from rl_contracts import registry
 from rl_contracts.clock import SystemClock
-from rl_contracts.errors import ConfigError, DataError, RewardError, defined_at, raised_at
+from rl_contracts.errors import ConfigError, DataError, ModelError, RewardError, defined_at, raised_at
 from rl_contracts.workflow import RolloutWorkflow
 
 ROWS = 8
@@ -27,6 +27,7 @@ def rehearse(run: Run[Any], form: str) -> None:
 
     Raises:
         ConfigError: one of them failed; says what happened, and in which line of the user's.
+        ModelError: the tokenizer cannot be read.
     """
     settings, error = run.config.rollout, None
     split = "train" if form == "rl" or not run.config.evaluation.rows else "test"
@@ -39,6 +40,8 @@ def rehearse(run: Run[Any], form: str) -> None:
                 error = _episode(parts, workflow, row)
                 if not isinstance(error, DataError):  # not this row's: the code's, or none
                     break
+    except (ConfigError, DataError, ModelError):  # of a setting or the model's files: a sentence of its own
+        raise
     except Exception as failure:  # noqa: BLE001 - the user's code, as it was made: told below
         error = failure
     if error is not None:
@@ -51,8 +54,9 @@ def rehearse(run: Run[Any], form: str) -> None:
         )
         raise ConfigError(
             f"rollout.workflow={settings.workflow} with rollout.reward={settings.reward} failed on a row of the data, "
-            f"tried with a made-up answer: {type(error).__name__}: {str(error).splitlines()[0]}{place}. Set "
-            "rollout.rehearsal=false where they need a real server."
+            f"tried with a made-up answer: {type(error).__name__}: {str(error).splitlines()[0]}{place}. "
+            "docs/howto/reward.md and docs/howto/workflow.md show how they are called; set rollout.rehearsal=false "
+            "where they need a real server."
         ) from error
 
 

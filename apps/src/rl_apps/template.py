@@ -37,6 +37,23 @@ def check_chat_template(run: Run[Any]) -> None:
     )
 
 
+def read_tokenizer(directory: str | Path) -> Any:
+    """The Hugging Face tokenizer in a directory.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # whatever its files make of the library that reads them: told in one sentence
+        raise ModelError(
+            f"the tokenizer in {directory} (tokenizer.json, tokenizer_config.json) cannot be read: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}. Copy or download it again."
+        ) from error
+
+
 def load_tokenizer(model: ModelConfig) -> Any:
     """The Hugging Face tokenizer of a model, with the template that is given.
 
@@ -44,15 +61,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
         ModelError: it cannot be read.
         ConfigError: the template cannot.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model.directory())
-    except Exception as error:  # whatever its files make of the library that reads them: told in one sentence
-        raise ModelError(
-            f"model.path={model.path}: the tokenizer in {model.directory()} (tokenizer.json, tokenizer_config.json) "
-            f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}. Copy or download it again."
-        ) from error
+    tokenizer = read_tokenizer(model.directory())
     if model.chat_template:
         tokenizer.chat_template = _given(model)
     return tokenizer

@@ -129,7 +129,9 @@ def logs(directory: Path, worker: str, lines: int, follow: bool) -> int:
 
     if not (found := chosen()):
         there = ", ".join(path.stem for path in sorted(folder.rglob("*.log"))) or "none"
-        raise ConfigError(f"{folder}: no log of {worker or 'anybody'} is there; there are: {there}.")
+        raise ConfigError(
+            f"{folder}: no log of {worker or 'anybody'} is there; there are: {there}. `rl status` says what runs."
+        )
     shown: Path | None = None
     for path in found:
         read[path] = path.stat().st_size
@@ -201,7 +203,10 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
     names = names_there(directory)
     found = status_of(directory)
     if "launcher" not in found or found["state"] == "lost":
-        raise ConfigError(f"{directory}: expected a run that goes on, found: {_state_in_words(found)}")
+        raise ConfigError(
+            f"{directory}: expected a run that goes on, found: {_state_in_words(found)}. `allocation` says how many "
+            "servers one starts with."
+        )
     names.delete(f"answers/scale/{role}")
     count = str(int(count)) if count.isdecimal() else count
     names.add(f"control/scale/{role}", count, replace=True)
@@ -237,5 +242,8 @@ def while_alive(names: FileNames) -> Iterator[None]:
 def names_there(directory: Path) -> FileNames:
     """The names of a run that was started at some time."""
     if not (directory / NAMES).is_dir() and not (directory / "config.yaml").is_file():
-        raise ConfigError(f"{directory}: expected the directory of a run (run_dir), found none of its files.")
+        raise ConfigError(
+            f"{directory}: expected the directory of a run (run_dir), found none of its files. A command names it at "
+            "its end; where nothing is said it is runs/<experiment>/<trial>."
+        )
     return names_of(directory)

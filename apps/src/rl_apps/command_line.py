@@ -1,0 +1,51 @@
+"""A command line: its flags and settings, and what is said of words that nobody knows. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+from rl_contracts.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Whose complaints are errors like any other: one sentence, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a `ConfigError`."""
+        raise ConfigError(f"{message}. `{self.prog} --help` says what it takes.")
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """` Did you mean ...?` with the name that is nearest to a word; empty where none is near."""
+    near = get_close_matches(word, [*known], n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def parse(argv: list[str], program: str = "rl run") -> argparse.Namespace:
+    """Split a command line into its flags and `overrides`, a list of `key=value` in Hydra's grammar.
+
+    Args:
+        program: the command, for messages.
+
+    Raises:
+        ConfigError: an argument is neither a flag of ours nor `key=value`, or a flag lacks its value.
+    """
+    parser = Parser(program, add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("--help", "-h", nargs="?", const="", metavar="SECTION")
+    line, overrides = parser.parse_known_args(argv)
+    if "=" in (line.help or ""):  # a setting that follows the flag
+        line.help, overrides = "", [line.help, *overrides]
+    for argument in overrides:
+        if "=" not in argument or argument.startswith(("-", "=")):
+            flags = "--config FILE.yaml, --dry-run, --cfg job or --help [SECTION]"
+            near = did_you_mean(argument, ("--config", "--dry-run", "--cfg", "--help"))
+            raise ConfigError(f"argument {argument!r}: expected key=value, {flags}.{near}")
+    line.overrides = overrides
+    return line

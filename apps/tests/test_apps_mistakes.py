@@ -1,0 +1,426 @@
+"""Mistakes that people make on the command line and in files: each is told in one sentence that has what was found and
+what to do about it, with exit code 2, and before a server starts."""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rl_apps import cli
+from rl_contracts.testing.models import make_tiny_model
+
+ROWS = [{"messages": f"{n} + 1?", "answer": str(n + 1)} for n in range(32)]
+REWARD = "def f(prompt, completions, prompt_ids, completion_ids, *, answer, **data):\n"
+FLOW = "from rl_contracts.workflow import RolloutWorkflow\nclass Flow(RolloutWorkflow):\n"
+MADE = "    def __init__(self, tokenizer, generation, reward, max_length): pass\n"
+TEMPLATE = "{% for message in messages %}"
+
+
+def _lines(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+RECORD = _lines({"step": 1, "rows": 2, "reward/mean": 0.5, "version": 1})
+FILES = {"good.py": REWARD + "    return 1.0\n", "train.jsonl": _lines(*ROWS), "test.jsonl": _lines(*ROWS)}
+RUN = {"run/config.yaml": "seed: 1\ntotal_steps: 3\n", "run/metrics.jsonl": RECORD}
+GRPO = ("grpo", "model.path=model", "data.path=.", "rollout.reward=good.py:f", "run_dir=run")
+SFT = ("sft", "model.path=model", "data.path=.", "run_dir=run")
+DPO = ("hh-rlhf-dpo", "data.name=hh-rlhf", "run_dir=run")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("made") / "model", "llama", layers=1, hidden=32)
+
+
+@pytest.fixture
+def refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs a command in a directory with files, a model, data and a reward, of which the files given are others, and
+    returns the one sentence with which it was refused."""
+
+    def no_server(*_: object, **__: object) -> int:
+        raise AssertionError("it starts servers and trainers")
+
+    def run(words: tuple[str, ...], files: dict[str, str]) -> str:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        code = cli.main(list(words))
+        captured = capsys.readouterr()
+        assert code == 2, captured
+        assert "starting servers" not in captured.out
+        assert "Traceback" not in captured.err
+        said = captured.err.strip()
+        assert said.partition(": ")[0] in ("rl", "rl grpo", "rl sft", "hh-rlhf-dpo", "grop", "good.py:f"), said
+        assert said.partition(": ")[2].partition(": ")[0].endswith("Error")
+        assert said.count("\n") <= 2  # the caret below an allocation
+        return said
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("rl_apps.driver.Launcher.run", no_server)
+    shutil.copytree(model, tmp_path / "model")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return run
+
+
+def _set(*settings: str, files: dict[str, str] | None = None, command: tuple[str, ...] = GRPO) -> tuple[object, ...]:
+    """A command with these settings, the last of which is the mistake, and files."""
+    return (*command, *settings), files or {}
+
+
+def _reward(body: str, name: str = "theirs.py:f") -> tuple[object, ...]:
+    return _set(f"rollout.reward={name}", files={"theirs.py": body})
+
+
+def _flow(body: str) -> tuple[object, ...]:
+    return _set("rollout.workflow=flow.py:Flow", files={"flow.py": body})
+
+
+def _data(text: str, *more: str, name: str = "theirs.jsonl", command: tuple[str, ...] = GRPO) -> tuple[object, ...]:
+    return _set(f"data.path={name}", *more, files={name: text}, command=command)
+
+
+def _file(text: str) -> tuple[object, ...]:
+    return _set("--config", "theirs.yaml", files={"theirs.yaml": text})
+
+
+def _tool(*words: str, files: dict[str, str] | None = None) -> tuple[object, ...]:
+    return words, RUN if files is None else files
+
+
+SETTINGS = {
+    "typo": (*_set("totl_steps=3"), "Did you mean 'total_steps'?"),
+    "typo-in-section": (*_set("rollout.max_stalness=1"), "Did you mean 'rollout.max_staleness'?"),
+    "name-of-others": (*_set("actor.optimizer.learning_rate=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
+    "typo-in-name-of-others": (*_set("actor.optimizer.learning_rat=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
+    "no-number": (*_set("total_steps=twelve"), "The default is 100; `--help total_steps`"),
+    "nothing-behind-it": (*_set("total_steps="), "The default is 100"),
+    "no-list": (*_set("rollout.generation.stop=3"), "The default is []"),
+    "value-for-section": (*_set("rollout=3"), "expected the settings in it, rollout.NAME=VALUE"),
+    "list-for-section": (*_set("rollout=[1]"), "`--help rollout` lists them"),
+    "value-for-inner-section": (*_set("actor.optimizer=adam"), "actor.optimizer.NAME=VALUE"),
+    "preset-of-none": (*_set("data=word-problems"), "expected the settings in it, data.NAME=VALUE"),
+    "options-no-settings": (*_set("data.options=foo"), "`--help data.options` says what it takes"),
+    "negative": (*_set("data.batch_size=-1"), "expected at least 1, found -1"),
+    "negative-staleness": (*_set("rollout.max_staleness=-1"), "expected 0 (on-policy) or more, found -1"),
+    "no-reward-workers": (*_set("rollout.reward_workers=0"), "rollout.reward_workers: expected at least 1, found 0"),
+    "port-there-is-not": (*_set("rollout.port=99999"), "rollout.port: expected 0 (any free one) to 65535, found 99999"),
+}
+NAMES = {
+    "data-set": (*_set("data.name=gsm9k"), "did you mean 'gsm8k'?"),
+    "reward": (*_set("rollout.reward=gsm9k"), "did you mean 'gsm8k'?"),
+    "workflow": (*_set("rollout.workflow=rlvrr"), "did you mean 'rlvr'?"),
+    "preset": (*_set("algorithm=gropo"), "Did you mean 'grpo'?"),
+    "recipe": (*_set("recipe=pretraind"), "Did you mean 'pretrained'?"),
+    "tracker": (*_set("trackers=wandbb"), "did you mean 'wandb'?"),
+    "tracker-not-installed": (*_set("trackers=swanlab"), "install swanlab, or leave the tracker out"),
+    "launcher": (*_set("launcher=slrum"), "did you mean 'slurm'?"),
+    "loss": (*_set("algorithm.loss.kind=clipp"), "did you mean 'clip'?"),
+    "route": (*_set("publish.route=nccl"), "expected one of auto, shm, disk, broadcast, ipc, found 'nccl'"),
+    "data-set-of-another-form": (*_set("data.name=hh-rlhf", command=SFT), "take another data set, or the command that"),
+}
+ALLOCATIONS = {
+    "server": (*_set("allocation=embeded:d1+fsdp:d1"), "did you mean 'embedded'?"),
+    "trainer": (*_set("allocation=embedded:d1+fspd:d1"), "did you mean 'fsdp'?"),
+    "comma": (*_set("allocation=embedded:d1,fsdp:d1"), "`+` joins its parts"),
+    "space": (*_set("allocation=embedded:d1 fsdp:d1"), "expected another dimension, '+', '|' or the end, found 'f'"),
+    "no-rank": (*_set("allocation=embedded:d1+fsdp:d0"), "expected a size of at least 1 for dimension 'd', found 0"),
+    "no-trainer": (*_set("allocation=embedded:d1"), "expected one trainer, found 0"),
+    "two-trainers": (*_set("allocation=embedded:d1+fsdp:d1+fsdp:d1"), "give each its own name"),
+    "no-servers": (*_set("allocation=fsdp:d1"), "expected servers of one kind, found 0"),
+    "servers-for-none": (*_set("allocation=embedded:d1+fsdp:d1", command=DPO), "use fsdp:d1 alone"),
+    "split-server": (*_set("allocation=embedded:t2+fsdp:d1"), "expected embedded:d1"),
+    "split-trainer": (*_set("allocation=embedded:d1+fsdp:p2"), "Use for example fsdp:d2"),
+    "heads": (*_set("allocation=embedded:d1+fsdp:t2"), "Choose t and c so that they do"),
+    "no-vllm-here": (*_set("allocation=vllm:d1+fsdp:d1"), "pip install 'rl-inference[vllm]'"),
+    "replicas": (*_set("allocation=embedded:d1+fsdp:d2", "data.batch_size=15"), "use 14 or 16"),
+    "minibatches": (*_set("data.batch_size=3", "rollout.group_size=3", "actor.minibatches=2"), "9 rows do not divide"),
+}
+CONFLICTS = {
+    "staleness-where-all-is-in-turn": (
+        *_set("deterministic=true", "rollout.max_staleness=2"),
+        "set rollout.max_staleness=0 or deterministic=false",
+    ),
+    "group-of-one": (*_set("rollout.group_size=1"), "expected at least 2: an answer alone is its own baseline"),
+    "route-between-devices": (*_set("publish.route=ipc"), "expected shm on one host, or broadcast"),
+    "minibatches-of-rows": (*_set("actor.minibatches=4", command=SFT), "set data.batch_size to the size of a step"),
+    "longer-than-the-context": (*_set("data.max_length=100000"), "expected at most 2048, the context of"),
+    "rows-too-long": (*_set("data.max_length=4"), "set data.overlong=drop to leave them out"),
+    "none-short-enough": (*_set("data.max_length=4", "data.overlong=drop"), "none is left. Raise data.max_length"),
+    "addresses-of-no-server": (
+        *_set("rollout.server.addresses=[localhost:1]"),
+        "expected http://host:port, found 'localhost:1'",
+    ),
+}
+WORDS = {
+    "flag": (*_set("--total_steps", "12"), "'--total_steps': expected key=value"),
+    "flag-misspelt": (*_set("--dryrun"), "Did you mean '--dry-run'?"),
+    "flag-of-hydra": (*_set("-cn", "theirs"), "'-cn': expected key=value, --config FILE.yaml"),
+    "flag-of-hydra-in-full": (*_set("--config-name", "theirs"), "Did you mean '--config'?"),
+    "flag-without-its-value": (*_set("--config"), "--config: expected one argument. `rl grpo --help`"),
+    "flag-with-another-value": (*_set("--cfg", "hydra"), "invalid choice: 'hydra' (choose from 'job')"),
+    "no-equals-sign": (*_set("total_steps"), "'total_steps': expected key=value"),
+    "colon": (*_set("total_steps:3"), "'total_steps:3': expected key=value"),
+    "no-name": (*_set("=3"), "'=3': expected key=value"),
+    "space-before-it": (*_set("total_steps =3"), "\"total_steps='...'\""),
+    "two-of-them": (*_set("total_steps=3=4"), "stands in quotes of its own: \"total_steps='...'\""),
+    "bracket": (*_set("data.options=["), "stands in quotes of its own: \"data.options='...'\""),
+    "quote": (*_set("data.path='x"), "stands in quotes of its own: \"data.path='...'\""),
+    "sweep": (*_set("total_steps=1,2"), "a comma stands between several (total_steps=[A,B] is a list)"),
+    "help-of-nothing": (*_set("--help", "rollot"), "Did you mean 'rollout'? Sections: model, data"),
+    "nothing-said": (("grpo",), {}, "rl grpo needs model.path=... (a Hugging Face"),
+    "file-that-is-not-there": (*_set("--config", "nowhere.yaml"), "`--cfg job` prints one to begin with"),
+    "directory-for-a-file": (*_set("--config", "model"), "`--cfg job` prints one to begin with"),
+    "file-cut-off": (*_file("data: [1\n"), "theirs.yaml: expected a YAML file with settings: while parsing a flow"),
+    "file-with-tabs": (*_file("data:\n\tpath: here\n"), "found character '\\t' that cannot start any token"),
+    "file-of-a-list": (*_file("- total_steps\n"), "expected settings as `key: value`, found a list"),
+    "file-with-a-typo": (*_file("totl_steps: 3\n"), "Did you mean 'total_steps'?"),
+    "file-with-a-missing-reference": (*_file("seed: ${nothing}\n"), "Interpolation key 'nothing' not found"),
+    "file-with-a-value-for-a-section": (*_file("rollout: {generation: 3}\n"), "rollout.generation.NAME=VALUE"),
+    "defaults-no-list": (*_file("defaults: 3\n"), "to be a list of files and of `section: preset`, found 3"),
+    "defaults-not-there": (*_file("defaults: [nothing]\n"), "nothing.yaml: expected a YAML file with settings"),
+    "defaults-of-an-unknown-preset": (*_file("defaults:\n- algorithm: gropo\n"), "Did you mean 'grpo'?"),
+}
+CODE = {
+    "no-file": (*_reward("", "nowhere.py:f"), "nowhere.py'. Looked from /"),
+    "no-module": (*_reward("", "nowhere:f"), "No module named 'nowhere'. Looked in the current directory"),
+    "no-name-in-it": (*_reward(REWARD + "    return 1\n", "theirs.py:reward"), "has no attribute 'reward'. It has: f."),
+    "name-misspelt": (*_reward("", "good.py:ff"), "Did you mean 'f'?"),
+    "syntax": (*_reward("def f(:\n"), "SyntaxError: invalid syntax (theirs.py, line 1)"),
+    "import-ends-the-program": (*_reward("import sys\nsys.exit(3)\n"), "must not end the program"),
+    "no-function": (*_reward("f = 3\n"), "rollout.reward: expected a function, not a int"),
+    "returns-none": (*_reward(REWARD + "    pass\n"), "expected a number as reward, found NoneType"),
+    "returns-list": (*_reward(REWARD + "    return [1.0]\n"), "expected a number as reward, found list: [1.0]"),
+    "raises": (*_reward(REWARD + "    return 1 / 0\n"), "ZeroDivisionError: division by zero (/"),
+    "arguments-of-others": (*_reward("def f(completions, **data):\n    return 1\n"), "docs/howto/reward.md"),
+    "asks-for-another-column": (*_reward(REWARD.replace("answer", "gold") + "    return 1\n"), "'gold' (/"),
+    "workflow-of-no-kind": (*_flow("class Flow: pass\n"), "derived from one of RolloutWorkflow, AgentWorkflow"),
+    "workflow-made-otherwise": (*_flow(FLOW + "    def __init__(self): pass\n"), "docs/howto/workflow.md"),
+    "workflow-without-episode": (*_flow(FLOW + MADE), "without an implementation for abstract method 'arun_episode'"),
+    "workflow-with-other-arguments": (
+        *_flow(FLOW + MADE + "    async def arun_episode(self, data): return []\n"),
+        "takes 2 positional arguments but 3 were given (/",
+    ),
+    "workflow-not-async": (
+        *_flow(FLOW + MADE + "    def arun_episode(self, engine, data): return []\n"),
+        "can't be used in 'await' expression (/",
+    ),
+}
+DATA = {
+    "no-file": (*_set("data.path=nowhere.jsonl"), "found nothing there; paths begin at /"),
+    "empty": (*_data(""), "theirs.jsonl: expected rows in the split 'train', found none"),
+    "not-json": (*_data(_lines(*ROWS[:2]) + "rubbish\n"), "theirs.jsonl:3: expected one JSON object per line"),
+    "another-format": (*_data("messages,answer\n", name="theirs.csv"), "found the extension '.csv'; convert it"),
+    "no-parquet": (*_data("rubbish", name="theirs.parquet"), "write or download it again"),
+    "other-columns": (
+        *_data(_lines({"question": "1?", "answer": "2"})),
+        "say which one it is by data.columns.messages=question",
+    ),
+    "wrong-mapping": (*_set("data.columns.messages=question"), "name the right one by data.columns.messages"),
+    "mapping-for-none": (
+        *_set("data.name=word-problems", "data.columns.question=q"),
+        "data.columns: expected none: data.name=word-problems takes no names",
+    ),
+    "empty-text": (*_data(_lines({"messages": " ", "answer": "2"})), "theirs.jsonl:1: expected `messages`"),
+    "no-such-split": (*_set("data.test_split=validation"), "name another split (data.train_split, data.test_split)"),
+    "no-pairs": (*_data(_lines(*ROWS), command=DPO), "say which one it is by data.columns.chosen=NAME"),
+}
+TOOLS = {
+    "command": (("grop",), {}, "grop: there is no such command or app. Did you mean 'grpo'?"),
+    "command-of-none": (("train",), {}, "train: there is no such command or app. `rl --help` lists them"),
+    "no-command": ((), {}, "`rl --help` says what it takes"),
+    "run-of-nothing": (("run", "grop"), {}, "did you mean 'grpo'?"),
+    "run-of-no-app": (("run", "good.py:f"), {}, "expected an `rl_apps.app.App`, as docs/own-app.md makes one"),
+    "flag": (*_tool("status", "run", "--jsn"), "unknown arguments: --jsn. `rl status --help`"),
+    "no-run": (("status", "nowhere"), {}, "nowhere: expected the directory of a run (run_dir)"),
+    "show-no-step": (*_tool("show", "run", "--step", "9"), "`rollouts.every` says which are kept"),
+    "show-step-no-number": (*_tool("show", "run", "--step", "x"), "invalid int value: 'x'. `rl show --help`"),
+    "show-none": (*_tool("show", "run", "-n", "0"), "expected a whole number of at least 1, found '0'"),
+    "plot-no-figure": (*_tool("plot", "run", "--figure", "reward/men"), "found reward/men; near it: reward/mean"),
+    "plot-nothing-yet": (*_tool("plot", "run", files=RUN | {"run/metrics.jsonl": ""}), "`rl status` says why"),
+    "report-of-no-run": (("report", "."), {}, "expected the directory of a run (run_dir), found none of its files"),
+    "report-nowhere": (*_tool("report", "run", "-o", "nowhere/x.html"), "Choose another with -o"),
+    "generate-no-checkpoint": (*_tool("generate", "run"), "A run writes one at its end, and every checkpoint.every"),
+    "generate-hub-id": (("generate", "me/none"), {}, "fetched with `hf download`"),
+    "generate-device": (
+        ("generate", "model", "--device", "tpu"),
+        {},
+        "invalid choice: 'tpu' (choose from 'cpu', 'cuda')",
+    ),
+    "generate-temperature": (("generate", "model", "--temperature", "-1"), {}, "expected 0 (greedy) or 1e-4 to 1e4"),
+    "scale-no-number": (
+        *_tool("scale", "run", "rollout=two"),
+        "ROLE=COUNT, for example rollout=4, found 'rollout=two'",
+    ),
+    "scale-negative": (*_tool("scale", "run", "rollout=-1"), "ROLE=COUNT, for example rollout=4, found 'rollout=-1'"),
+    "scale-of-what-ended": (
+        *_tool("scale", "run", "rollout=2", files=RUN | {"run/finished": ""}),
+        "expected a run that goes on, found: finished",
+    ),
+    "logs-of-nobody": (
+        *_tool("logs", "run", "actor-9", files=RUN | {"run/logs/actor-0.log": "said\n"}),
+        "no log of actor-9 is there; there are: actor-0",
+    ),
+    "logs-of-no-lines": (*_tool("logs", "run", "-n", "-3"), "expected a whole number of at least 1, found '-3'"),
+    "watch-no-step": (*_tool("watch", "run", "--step", "7"), "expected answers of step 7, found none"),
+    "demo": (("demo", "frozen"), {}, "rl demo frozen: expected one of broken-sync"),
+    "figures": (("figures", "reward/men"), {}, "Did you mean 'reward/mean'?"),
+    "replay-nothing": (*_tool("replay", "run"), "Run with checkpoint.save_batches=true to keep them"),
+    "replay-of-no-batch": (("replay", "good.py"), {}, "expected a run directory, or a file of its batches/"),
+    "replay-no-step": (
+        *_tool("replay", "run", "--step", "3", files=RUN | {"run/batches/step_1-batch.safetensors": ""}),
+        "no batch of step 3; saved are [1]",
+    ),
+}
+DIRECTORIES = {
+    "file": (*_set(files={"run": "a file"}), "expected a directory that can be written"),
+    "not-writable": (*_set("run_dir=/proc/nowhere"), "Choose another run_dir"),
+    "of-another-run": (*_set(files=RUN), "already holds a run; choose another trial=<name> or run_dir=<directory>"),
+    "of-another-seed": (*_set("seed=2", files=RUN), "seed: expected 1, that of the run in"),
+    "settings-cut-off": (*_set(files=RUN | {"run/config.yaml": "seed: ["}), "delete the file to go on"),
+}
+MODELS = {
+    "no-directory": (*_set("model.path=/nowhere"), "Give a directory written by `save_pretrained`"),
+    "hub-without-network": (*_set("model.path=Qwen/Qwen3-0.6B"), "`hf download Qwen/Qwen3-0.6B`"),
+    "file": (*_set("model.path=good.py"), "expected config.json, found a file"),
+    "template-nowhere": (*_set("model.chat_template=chatml"), "expected plain, or a file with a Jinja template"),
+    "template-cut-off": (
+        *_set("model.chat_template=theirs.jinja", files={"theirs.jinja": TEMPLATE}),
+        "give another template (commands: `model.chat_template=FILE`)",
+    ),
+    "settings-cut-off": (*_set(files={"model/config.json": "{"}), "config.json cannot be read as JSON"),
+    "tokenizer-cut-off": (*_set(files={"model/tokenizer.json": "{"}), "tokenizer.json cannot be read as JSON"),
+    "tokenizer-of-nothing": (*_set(files={"model/tokenizer.json": "{}"}), "Copy or download it again"),
+    "weights-not-fetched": (
+        *_set(files={"model/model.safetensors": "version https://git-lfs.github.com/spec/v1\n"}),
+        "model.safetensors cannot be read as safetensors",
+    ),
+    "teacher-nowhere": (
+        *_set("algorithm.kl.coef=0.1", "algorithm.kl.place=loss", "ref.path=/nowhere"),
+        "ref.path /nowhere: expected config.json",
+    ),
+}
+TABLES = {
+    "settings": SETTINGS,
+    "names": NAMES,
+    "allocations": ALLOCATIONS,
+    "conflicts": CONFLICTS,
+    "words": WORDS,
+    "code": CODE,
+    "data": DATA,
+    "tools": TOOLS,
+    "directories": DIRECTORIES,
+    "models": MODELS,
+}
+MISTAKES = {f"{table}-{name}": mistake for table, mistakes in TABLES.items() for name, mistake in mistakes.items()}
+
+
+@pytest.mark.parametrize(("words", "files", "fragment"), MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_told_in_one_sentence_with_its_remedy_before_a_server_starts(
+    refused: Callable[..., str], words: tuple[str, ...], files: dict[str, str], fragment: str
+) -> None:
+    assert fragment in refused(words, files)
+
+
+@pytest.mark.slow
+def test_data_set_of_the_hub_without_a_network_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+    assert "me/none: expected a directory or file, or a data set of that id on the hub" in refused(
+        (*GRPO, "data.path=me/none"), {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("gone", "fragment"),
+    [
+        ("config.json", "expected config.json, found chat_template.jinja"),
+        ("tokenizer*", "expected a tokenizer (tokenizer.json) beside the weights"),
+        ("*.safetensors", "expected weights (*.safetensors) beside config.json"),
+        ("chat_template.jinja", "model.chat_template=plain"),
+    ],
+)
+def test_model_directory_that_lacks_a_file_is_refused(
+    refused: Callable[..., str], tmp_path: Path, gone: str, fragment: str
+) -> None:
+    for file in (tmp_path / "model").glob(gone):
+        file.unlink()
+
+    assert fragment in refused(GRPO, {})
+
+
+def test_model_weights_cut_off_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    os.truncate(tmp_path / "model" / "model.safetensors", 5000)
+
+    assert "cut off or damaged: expected 75608 bytes by its header, found 5000" in refused(GRPO, {})
+
+
+def test_run_that_goes_on_with_another_kind_of_model_is_refused(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_apps.directory.resumed_step", lambda *_: 1)
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    other = json.dumps(settings | {"num_hidden_layers": 9})
+    config = f"seed: 1\nmodel: {{path: other, directories: {{other: {tmp_path}/other}}}}\n"
+
+    said = refused(GRPO, RUN | {"other/config.json": other, "run/config.yaml": config})
+
+    assert "model.path: expected a model like other, with which the run in" in said
+    assert "choose another run_dir for this one, found 'model'" in said
+
+
+def test_run_directory_in_use_names_the_process(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("7 on here\n")
+        file.flush()
+
+        assert "is in use by process 7 on here. Wait for its end, stop it, or choose" in refused(GRPO, {})
+
+
+def test_port_in_use_names_the_process(refused: Callable[..., str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        assert f"port {port} is in use by process {os.getpid()}" in refused((*GRPO, f"rollout.port={port}"), {})
+
+
+def test_slurm_that_does_not_answer_is_told_with_what_to_do(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    said = refused((*GRPO, "launcher=slurm"), {})
+
+    assert "sinfo failed: no controller. Start this where `sinfo` lists the partitions" in said
+
+
+@pytest.mark.parametrize(("setting", "there"), [("cluster.device=cuda", "found 0"), ("cluster.devices=8", "at most 0")])
+def test_more_gpus_than_there_are_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, setting: str, there: str
+) -> None:
+    monkeypatch.setattr("rl_launchers.local.visible_gpus", lambda _: [])
+
+    assert there in refused((*GRPO, setting), {})
+
+
+def test_table_has_at_least_fifty_mistakes_and_no_two_are_the_same() -> None:
+    said = [(words, tuple(files.items())) for words, files, _ in MISTAKES.values()]
+    assert len(said) == len({*said}) >= 50

@@ -207,7 +207,7 @@ def test_browser_shows_the_front_page_and_what_is_searched_for(site: Path, tmp_p
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_browser_opens_every_page_without_a_word_on_the_console(site: Path, tmp_path: Path) -> None:
-    pages = sorted(site.rglob("*.html"))
+    pages = sorted({*site.rglob("*.html")} - {site / "index.html"})  # which leads to README.html at once
     assert len(pages) > 50
 
     assert {page.name: said for page in pages if (said := _open(page, tmp_path)[1]) != "[]"} == {}

@@ -147,7 +147,7 @@ def parser_of(command: Callable[[], Any]) -> argparse.ArgumentParser:
     def stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:
         raise _ParserMadeError(parser)
 
-    with patch.object(argparse.ArgumentParser, "parse_args", stop):
+    with patch.object(argparse.ArgumentParser, "parse_known_args", stop):
         try:
             command()
         except _ParserMadeError as found:

@@ -82,6 +82,7 @@ def test_rollout_runtime_quick_last_line_has_rate_memory_and_floor() -> None:
     assert min(figures[floor]["tasks_per_s"] for floor in ("tasks", "engine")) > 0
 
 
+@pytest.mark.nightly
 def test_staleness_sweep_quick_never_exceeds_max_staleness_measured_or_simulated() -> None:
     figures = quick("staleness_sweep.py")
     for kind in ("measured", "simulated"):

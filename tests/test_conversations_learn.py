@@ -87,7 +87,7 @@ def test_math_agent_takes_steps_with_a_process_for_each_episode(tmp_path: Path) 
     assert sum(record["agent/calls"] for record in steps if record.get("agent/calls")) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_multi_turn_math_takes_steps_of_several_turns(tmp_path: Path) -> None:
     records = run(MULTI_TURN_MATH, tmp_path / "run", f"model.path={hasty(tmp_path / 'cache', 'turns')}", *SMALL)
 

@@ -64,7 +64,7 @@ def test_own_app_of_the_docs_is_found_by_its_entry_point(own_app):
     assert _run(own_app, f"{named} --help").startswith("first-words: Supervised learning")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # for every commit test_apps_own_app.py runs one
 def test_own_app_of_the_docs_runs_to_its_end(own_app):
     *_, train = _commands(OWN_APP)
 

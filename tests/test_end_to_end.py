@@ -170,7 +170,7 @@ def test_plan_of_a_run_predicts_its_steps_within_a_quarter(finished_run, capsys)
         assert found[predicted] == pytest.approx(measured, rel=0.25), predicted
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replay_two_trainer_processes_give_the_loss_and_gradient_of_one(finished_run):
     results = []
     for allocation in ("fsdp:d1", "fsdp:d2"):

@@ -154,7 +154,7 @@ def test_gap_version_stamped_late_is_named(run, fault_file):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("steps", [0, pytest.param(3, marks=pytest.mark.nightly)])
 def test_gap_adapter_that_the_server_does_not_apply_is_named(tmp_path, model, fault_file, steps):
     fault_file.write_text("")
     options = {"weights_dir": tmp_path / "weights", "slots": 16}

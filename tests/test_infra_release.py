@@ -256,7 +256,7 @@ def test_command_that_does_not_end_is_ended(monkeypatch):
         workspace.run("sleep", "60")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rewards_are_built_installed_and_used(tmp_path, capsys):
     check.main(["rl-rewards", "--out", str(tmp_path)])
 

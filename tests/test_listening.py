@@ -27,7 +27,7 @@ def _listening(process: psutil.Process) -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # for every commit test_run_security.py looks at one moment
 def test_run_of_one_machine_listens_on_loopback_alone(tmp_path: Path) -> None:
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
     settings = ["allocation=embedded:d1+fsdp:d2", "publish.route=broadcast", "total_steps=1000", "recipe=embedded"]

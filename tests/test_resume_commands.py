@@ -166,7 +166,7 @@ def test_grpo_saved_with_one_trainer_goes_on_with_two_and_back_with_every_prompt
     assert len(groups) == 42
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # for every commit test_end_to_end.py stops one
 def test_sft_asked_to_stop_ends_its_step_with_a_recover_point_goes_on_and_finishes_once(
     tmp_path: Path,
 ) -> None:

@@ -110,6 +110,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(config, "program", lambda self, p=program: replace(p(self), at_least="9.1", below="9.2"))
 
 
+@pytest.mark.nightly  # a server takes minutes to give up
 @pytest.mark.parametrize("kind", BOTH)
 def test_model_that_the_server_cannot_load_is_told_with_its_log(tmp_path, kind, record_property):
     model = make_tiny_model(tmp_path / "model", layers=1, hidden=32)

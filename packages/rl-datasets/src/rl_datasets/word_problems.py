@@ -18,6 +18,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from rl_contracts.config import Settings, bounded, require, require_choice
@@ -159,7 +160,7 @@ class WordProblems(Rows[Problem]):
         self.form = form
         chosen = read_options(WordProblemsOptions, "word-problems", options)
         size = _DEFAULT_SIZES[split] if chosen.size is None else chosen.size
-        self.problems: list[Problem] = _generate(split, seed, chosen.levels, size)
+        self.problems: list[Problem] = list(_generate(split, seed, tuple(chosen.levels), size))
         """The problems behind the rows, in the same order."""
         super().__init__(self.problems)
 
@@ -192,7 +193,8 @@ def draw_problem(rng: random.Random, level: int) -> Problem:
     return Problem(rng.choice(NAMES), rng.choice(ITEMS), start, steps)
 
 
-def _generate(split: str, seed: int, levels: Sequence[int], size: int) -> list[Problem]:
+@lru_cache(maxsize=4)  # a command reads its rows several times: to count, to measure, to train
+def _generate(split: str, seed: int, levels: tuple[int, ...], size: int) -> tuple[Problem, ...]:
     """`size` distinct problems of a split, the levels in turn.
 
     Raises:
@@ -213,7 +215,7 @@ def _generate(split: str, seed: int, levels: Sequence[int], size: int) -> list[P
         f"at most about {len(found)} for levels {list(levels)} of the {split} split",
         size,
     )
-    return list(found)
+    return tuple(found)
 
 
 class WordProblemPairs(Rows[Problem]):

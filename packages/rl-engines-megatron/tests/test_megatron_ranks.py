@@ -10,8 +10,10 @@ from rl_contracts.testing.processes import run_ranks
 
 RANKS = Path(__file__).parent / "megatron_conformance_ranks.py"
 
+pytestmark = pytest.mark.timeout(600)
 
-def run_suite(shared, monkeypatch, layout, settings=None, seconds=240):
+
+def run_suite(shared, monkeypatch, layout, settings=None, seconds=480):
     monkeypatch.setenv("LAYOUT", json.dumps(layout))
     monkeypatch.setenv("SETTINGS", json.dumps(settings or {}))
     monkeypatch.setenv("SHARED", str(shared))
@@ -25,9 +27,9 @@ def run_suite(shared, monkeypatch, layout, settings=None, seconds=240):
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        pytest.param({"tensor": 2}, {}, id="t2"),
+        pytest.param({"tensor": 2}, {}, id="t2", marks=pytest.mark.nightly),  # less than with what follows
         pytest.param({"tensor": 2}, {"sequence_parallel": True}, id="t2-sequence-parallel"),
-        pytest.param({"pipeline": 2}, {}, id="p2"),
+        pytest.param({"pipeline": 2}, {}, id="p2", marks=pytest.mark.nightly),
         pytest.param({"pipeline": 2}, {"interleaved": 2}, id="p2-interleaved"),
         pytest.param({"data": 2}, {}, id="d2"),
         pytest.param({"context": 2}, {}, id="c2"),
@@ -52,4 +54,4 @@ def test_conformance_on_two_ranks(tmp_path, monkeypatch, layout, settings):
     ],
 )
 def test_conformance_on_four_ranks(tmp_path, monkeypatch, layout, settings):
-    run_suite(tmp_path, monkeypatch, layout, settings, seconds=480)
+    run_suite(tmp_path, monkeypatch, layout, settings)

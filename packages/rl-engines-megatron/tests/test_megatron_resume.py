@@ -51,14 +51,8 @@ def test_state_of_another_layout_has_the_same_moments_and_continues_with_equal_l
     resume(model, tmp_path, first, then)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ({"data": 2, "expert": 2}, {}),
-        pytest.param({"data": 2}, {"data": 2, "expert": 2}, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("first", "then"), [({"data": 2, "expert": 2}, {}), ({"data": 2}, {"data": 2, "expert": 2})])
 def test_state_of_spread_experts_continues_where_they_lie_otherwise(mixture, tmp_path, first, then):
     resume(mixture, tmp_path, first, then)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from itertools import groupby
 
+from rl_apps.command_line import did_you_mean
 from rl_contracts.errors import ConfigError
 from rl_contracts.figures import MEANINGS, meaning
 
@@ -23,11 +23,9 @@ def table(name: str = "") -> str:
     if exact is not None:
         found = {name: exact, **{known: said for known, said in found.items() if known != name}}
     if not found:
-        close = get_close_matches(name, MEANINGS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ConfigError(
-            f"{name!r}: expected a figure of ours or the beginning of one, found none.{hint} `rl figures` lists them; "
-            "others are recorded by a reward, workflow, agent or loss."
+            f"{name!r}: expected a figure of ours or the beginning of one, found none.{did_you_mean(name, MEANINGS)} "
+            "`rl figures` lists them; others are recorded by a reward, workflow, agent or loss."
         )
     widths = [max(map(len, column)) for column in ((*found,), (said.unit for said in found.values()))]
     lines = [f"{known:<{widths[0]}}  {said.unit:<{widths[1]}}  {said.text}" for known, said in found.items()]

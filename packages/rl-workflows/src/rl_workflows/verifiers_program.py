@@ -70,6 +70,10 @@ async def main(config: str, *flags: str) -> None:
         number = int(asked["data"]["task"])
         for task in itertools.islice(unread, max(0, number + 1 - len(tasks))):
             tasks[task.data.idx] = task
+        if number not in tasks:
+            sys.exit(
+                f"task {number}: expected one of the taskset's {len(tasks)}, found none; make the rows with --tasks"
+            )
         tell(await play(env, tasks[number], asked["base_url"], asked["api_key"]))
 
 

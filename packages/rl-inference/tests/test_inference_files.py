@@ -97,7 +97,7 @@ async def test_no_file_left_is_an_error_with_the_remedy_and_evicts_nobody(
             assert (await engine.stats())["running"] == 0, "no figures, and no harm"
             assert engine.servers == [server.address]
         assert "cannot be asked how it is" in caplog.text
-        assert "evicted" not in caplog.text
+        assert "is evicted" not in caplog.text
         assert len((await engine.agenerate(REQUEST)).output_ids) == 4
 
 

@@ -1,4 +1,5 @@
-"""On each rank: train, save a state and train on; or load one, save it again, and train on.
+"""On each rank: train, copy a state and an export, train on, and write what was copied; or load a state, save it again,
+and train on.
 
 Arguments: a model, the layout as JSON, the state to load (empty: none), the state to save, where figures go.
 """
@@ -22,12 +23,19 @@ def main(model: str, layout: dict, load: str, save: str, out: Path) -> None:
     def step(seed: int) -> dict[str, float]:
         return engine.train_batch(shard_batch(make_batch(8, seed=seed), engine.parallel), policy_loss, trained_tokens)
 
+    writers = []
     if load:
         engine.load(SaveLoadMeta(load, "state"))
+        engine.save(SaveLoadMeta(save, "state"))
     else:
         step(0), step(1)
-    engine.save(SaveLoadMeta(save, "state"))
+        engine.save(SaveLoadMeta(f"{save}-saved", "hf"))
+        writers = [engine.snapshot(SaveLoadMeta(f"{save}-copied", "hf")), engine.snapshot(SaveLoadMeta(save, "state"))]
     found = [step(2), step(3)]
+    for write in writers:
+        files = write()
+        assert files == [*dict.fromkeys(files)]
+        assert all(file.is_file() for file in files)
     if engine.parallel.is_main:
         out.write_text(json.dumps(found))
     engine.destroy()

@@ -1,4 +1,5 @@
-"""A state that one layout saved, another one continues: with the same weights and moments, and equal losses."""
+"""A state that one layout copied while it trained on, another one continues: with the same weights and moments, and
+equal losses."""
 
 import json
 from pathlib import Path
@@ -64,6 +65,10 @@ def resume(model, tmp_path, first, then):
     for layout, load, save, out in ((first, "", one, figures[0]), (then, one, other, figures[1])):
         run_ranks(RANKS, [model, json.dumps(layout), load, save, str(out)], ParallelStrategy(**layout).world_size)
 
+    saved, copied = Path(f"{one}-saved"), Path(f"{one}-copied")
+    assert sorted(file.name for file in saved.iterdir()) == sorted(file.name for file in copied.iterdir())
+    for file in saved.iterdir():
+        assert (copied / file.name).read_bytes() == file.read_bytes(), file
     before, after = read(one), read(other)
     moments = [name for name in before if "exp_avg" in name]
     assert len(moments) > 10

@@ -244,7 +244,7 @@ async def keep_asking(engine: EmbeddedEngine, until_set: asyncio.Event, answers:
 
 
 async def until_each_answered(asking: list[asyncio.Task], answers: list[list]) -> None:
-    """Wait for one more answer of each: no request is left that the last kill hit, which a second would end for good."""
+    """Wait for one more answer of each, so that no request meets a second kill, which would end it for good."""
     have = [len(one) for one in answers]
     await until(
         lambda: (
@@ -288,7 +288,7 @@ async def test_churn_every_request_has_one_whole_answer_whoever_comes_and_goes(s
         ended.set()
         await asyncio.wait_for(asyncio.gather(*asking), 60)
 
-        whole(trainer.version, sum(answers, []), 60)
+        whole(trainer.version, [answer for one in answers for answer in one], 60)
         assert {server.address for server in engine._router.servers} == {server.address for server in servers}
         late = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(12)))
         assert all(answer.versions == [trainer.version] * 12 for answer in late)

@@ -24,7 +24,7 @@ from rl_contracts.conformance.scheduler import (
 )
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec
-from rl_launchers import LocalScheduler, LocalSchedulerConfig
+from rl_launchers import LocalScheduler, LocalSchedulerConfig, process
 from rl_launchers.process import worker_environment
 
 FAMILY = """
@@ -313,3 +313,29 @@ def test_ended_at_orders_deaths_that_one_poll_finds(scheduler: LocalScheduler, t
     assert first.ended_at is not None
     assert second.ended_at is not None
     assert first.ended_at < second.ended_at
+
+
+def test_worker_that_is_stopped_before_it_is_ready_is_ended_long_before_the_deadline(
+    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "STOPPED_SECONDS", 0.5)
+    (worker,) = scheduler.create_workers(server(delay=600.0))
+    os.kill(worker.pid or 0, signal.SIGSTOP)
+
+    with pytest.raises(
+        LaunchError, match=r"server-0 was killed by SIGKILL(?s:.*)stopped by a signal for 0\.5 s before"
+    ):
+        scheduler.wait_ready("server")
+
+
+def test_worker_that_goes_on_soon_after_it_was_stopped_becomes_ready(
+    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "STOPPED_SECONDS", 30.0)
+    (worker,) = scheduler.create_workers(server())
+    os.kill(worker.pid or 0, signal.SIGSTOP)
+    threading.Timer(0.7, os.kill, (worker.pid, signal.SIGCONT)).start()
+
+    (worker,) = scheduler.wait_ready("server")
+
+    assert listens(worker)

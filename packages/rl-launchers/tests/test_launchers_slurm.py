@@ -164,7 +164,7 @@ def test_planned_slurm_that_does_not_answer_is_no_obstacle_to_a_plan_and_one_to_
 
     assert [(node.cores, node.gpus) for node in config.planned().nodes] == [(4, 0)] * 2
     assert "#SBATCH --nodes=2\n" in config.script(_submission(tmp_path))
-    with pytest.raises(ConfigError, match="found: .*no configuration source.*launcher=local"):
+    with pytest.raises(ConfigError, match=r"found: .*no configuration source.*launcher=local"):
         config.resources()
 
 

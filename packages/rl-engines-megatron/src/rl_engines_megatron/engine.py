@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
-from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, TokenOutputs, TrainEngine
+from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.training import micro_batches
 from rl_contracts.training.hugging_face import read_config
@@ -341,6 +341,23 @@ class MegatronEngine(TrainEngine):
                         save_state(self._parts, self._stepper, self._counters(), scratch)
                 case _:
                     raise _unknown_kind(meta)
+
+    def snapshot(self, meta: SaveLoadMeta) -> Snapshot | None:
+        """See `TrainEngine.snapshot`. Each rank keeps what it writes in host memory until that is done."""
+        from rl_engines_megatron.export import copy_hugging_face
+        from rl_engines_megatron.state import copy_state
+        from rl_engines_megatron.weights import full_parameters
+
+        match meta.kind:
+            case "hf":
+                dtype = self.config.serve_dtype or self._spec.dtype
+                limit, source = self.config.max_shard_gb, Path(self._spec.model_path)
+                weights = full_parameters(self._parts)
+                return copy_hugging_face(weights, self._hf_config, source, meta, dtype, limit, self.parallel)
+            case "state":
+                with without_cuda(self._device):
+                    return copy_state(self._parts, self._stepper, self._counters(), Path(meta.path))
+        return None
 
     def load(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced."""

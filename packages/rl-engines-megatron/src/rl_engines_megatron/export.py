@@ -13,47 +13,11 @@ import torch
 from torch import Tensor
 
 from rl_contracts.data import SaveLoadMeta
+from rl_contracts.engine import Snapshot
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.training.hugging_face import copy_tokenizer, pad_token_id
 
 INDEX = "model.safetensors.index.json"
-
-
-def write_weights(
-    parameters: Iterator[tuple[str, Tensor]],
-    directory: Path,
-    dtype: str,
-    max_shard_gb: float,
-    parallel: ParallelContext,
-) -> None:
-    """Write this rank's whole parameters into a directory that is there, and the index of all ranks' (collective)."""
-    from safetensors.torch import save_file
-
-    kind, limit = getattr(torch, dtype), max_shard_gb * 1e9
-    written, held, size, total = dict[str, str](), dict[str, Tensor](), 0, 0
-
-    def flush() -> None:
-        file = f"model-{parallel.rank:05d}-{len(set(written.values())):05d}.safetensors"
-        save_file(held, directory / file, {"format": "pt"})
-        written.update(dict.fromkeys(held, file))
-        held.clear()
-
-    for name, tensor in parameters:
-        bytes_of = tensor.numel() * kind.itemsize
-        if held and size + bytes_of > limit:
-            flush()
-            size = 0
-        held[name] = tensor.to("cpu", kind, copy=True).contiguous()
-        size, total = size + bytes_of, total + bytes_of
-    if held:
-        flush()
-    parts: list[Any] = parallel.gather_json([written, total])
-    if parallel.is_main:
-        index = {
-            "metadata": {"total_size": sum(size for _, size in parts)},
-            "weight_map": {name: file for names, _ in parts for name, file in names.items()},
-        }
-        (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def save_hugging_face(
@@ -69,16 +33,94 @@ def save_hugging_face(
     """Write a directory that transformers loads (collective).
 
     Args:
-        parameters: this rank's whole parameters, gathered as they are asked for.
+        parameters: this rank's whole parameters, gathered as they are asked for; at most a file's are held at once.
         config: of the model.
         source: the directory that it was loaded from.
+        directory: is there.
         max_shard_gb: largest file, in 10^9 bytes.
     """
-    write_weights(parameters, directory, dtype, max_shard_gb, parallel)
-    if not parallel.is_main:
-        return
+    names = {}
+    for file, tensors in _files(parameters, dtype, max_shard_gb, parallel.rank):
+        _write(directory / file, tensors)
+        names[file] = _sizes(tensors)
+    index = _index(names, parallel)
+    if parallel.is_main:
+        _write_rest(index, config, source, meta, directory, dtype)
+
+
+def copy_hugging_face(
+    parameters: Iterator[tuple[str, Tensor]],
+    config: Any,
+    source: Path,
+    meta: SaveLoadMeta,
+    dtype: str,
+    max_shard_gb: float,
+    parallel: ParallelContext,
+) -> Snapshot:
+    """Copy this rank's share of what `save_hugging_face` writes to host memory (collective); what writes it."""
+    held = dict(_files(parameters, dtype, max_shard_gb, parallel.rank))
+    index = _index({file: _sizes(tensors) for file, tensors in held.items()}, parallel)
+    config = copy.deepcopy(config)
+
+    def write() -> list[Path]:
+        directory = Path(meta.path)
+        directory.mkdir(parents=True, exist_ok=True)
+        written = [_write(directory / file, tensors) for file, tensors in held.items()]
+        return written + (_write_rest(index, config, source, meta, directory, dtype) if parallel.is_main else [])
+
+    return write
+
+
+def _files(
+    parameters: Iterator[tuple[str, Tensor]], dtype: str, max_shard_gb: float, rank: int
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Parameters in host memory, by the file that they go to."""
+    kind, held, size, count = getattr(torch, dtype), dict[str, Tensor](), 0, 0
+    for name, tensor in parameters:
+        bytes_of = tensor.numel() * kind.itemsize
+        if held and size + bytes_of > max_shard_gb * 1e9:
+            yield _file_name(rank, count), held
+            held, size, count = {}, 0, count + 1
+        held[name] = tensor.to("cpu", kind, copy=True).contiguous()
+        size += bytes_of
+    if held:
+        yield _file_name(rank, count), held
+
+
+def _file_name(rank: int, number: int) -> str:
+    return f"model-{rank:05d}-{number:05d}.safetensors"
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, {"format": "pt"})
+    return file
+
+
+def _sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Bytes of each."""
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _index(files: dict[str, dict[str, int]], parallel: ParallelContext) -> str:
+    """What lies in which file, of all ranks (collective).
+
+    Args:
+        files: bytes by name, of each file of this rank.
+    """
+    parts: list[dict[str, dict[str, int]]] = parallel.gather_json(files)
+    named = [(name, file, size) for part in parts for file, names in part.items() for name, size in names.items()]
+    total = {"total_size": sum(size for _, _, size in named)}
+    return json.dumps({"metadata": total, "weight_map": {name: file for name, file, _ in named}}, indent=2)
+
+
+def _write_rest(index: str, config: Any, source: Path, meta: SaveLoadMeta, directory: Path, dtype: str) -> list[Path]:
+    """Write what stands beside the weights; the files that these are."""
     import transformers
 
+    before = {*directory.iterdir()}
+    (directory / INDEX).write_text(index)
     config = copy.deepcopy(config)
     config.dtype = dtype
     generation = source / "generation_config.json"
@@ -92,3 +134,4 @@ def save_hugging_face(
         shutil.copy2(generation, directory)
     if meta.tokenizer_path is not None:
         copy_tokenizer(Path(meta.tokenizer_path), directory)
+    return sorted({*directory.iterdir()} - before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -9,13 +11,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from rl_contracts.engine import Snapshot
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state is saved in the shapes of the parameters, so that another layout reads it."""
+INDEX = (".metadata", "metadata.json")
+"""Files that tell what lies in those of the ranks."""
 FILL = "_set_main_param_and_optimizer_states"
 """How the distributed optimizer fills what it keeps of a parameter."""
 
@@ -23,6 +29,35 @@ FILL = "_set_main_param_and_optimizer_states"
 def save_state(parts: list[Any], stepper: Any, counters: dict[str, int], directory: Path) -> None:
     """Write weights, optimizer state, counters and random states into a directory that is there (collective)."""
     dist_checkpointing.save(_state(parts, stepper, counters, loading=False), str(directory))
+
+
+def copy_state(parts: list[Any], stepper: Any, counters: dict[str, int], directory: Path) -> Snapshot:
+    """Copy what `save_state` writes to memory, as the bytes of this rank's files (collective); what writes them. The
+    index of all ranks' files is written at once, for making it takes them all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    request: Any = dist_checkpointing.save(
+        _state(parts, stepper, counters, loading=False), str(directory), async_sharded_save=True, async_strategy="mcore"
+    )
+    held = dict[Path, Any]()
+    if request.async_fn is not None:
+        rank, _, results = request.async_fn_args
+        buckets = []
+        for file, key, content in request.preload_fn():
+            held[Path(file)] = memory = open(os.memfd_create(key), "r+b")  # noqa: SIM115 - kept for the writer
+            buckets.append((f"/proc/self/fd/{memory.fileno()}", key, content))
+        request.async_fn(rank, buckets, results)
+    for finish in request.finalize_fns:
+        finish()
+    index = [file for name in INDEX if (file := directory / name).exists()] if dist.get_rank() == 0 else []
+
+    def write() -> list[Path]:
+        for file, memory in held.items():
+            memory.seek(0)
+            with file.open("wb") as target, memory:
+                shutil.copyfileobj(memory, target, 2**20)
+        return [*held, *index]
+
+    return write
 
 
 def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelContext) -> dict[str, int]:

@@ -105,6 +105,9 @@ def worker_environment(
 
 ASK_EVERY = 0.1
 """Seconds between two questions whether a worker is ready."""
+STOPPED_SECONDS = 15.0
+"""Seconds for which a worker that is not ready yet may be stopped by a signal. Nobody is told of a stopped process, and
+nobody would look before `ready_timeout` is over."""
 _ENLIST = str(Path(__file__).with_name("enlist.py"))
 
 
@@ -180,10 +183,16 @@ class LocalProcess:
         self._end = (self._popen.wait(), time.time())
 
     def _ask(self, path: str) -> None:
-        """Until it is ready, or has ended."""
-        worker = self.worker
+        """Until it is ready, or has ended. Ends one that is stopped for too long."""
+        worker, runs_at = self.worker, time.monotonic()
         while self._end is None and not self._ready:
             answer = probe(worker.host, worker.port or 0, path)
             self.last_answer = answer or self.last_answer
             self._ready = answer is None
+            now = time.monotonic()
+            runs_at = runs_at if self.session.stopped() else now
+            if now - runs_at > STOPPED_SECONDS:
+                limit = f"{STOPPED_SECONDS:g} s"
+                report.separate(worker.log, f"{worker.name} was stopped by a signal for {limit} before it was ready")
+                self.session.kill_leader()
             time.sleep(ASK_EVERY)

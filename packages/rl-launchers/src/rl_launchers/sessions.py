@@ -41,6 +41,18 @@ class Session:
                 found.update(self._leader.children(recursive=True))
         return _living(found)
 
+    def stopped(self) -> bool:
+        """Whether the leader has been stopped by a signal (not by a debugger)."""
+        with suppress(psutil.NoSuchProcess):
+            return self._leader is not None and self._leader.status() == psutil.STATUS_STOPPED
+        return False
+
+    def kill_leader(self) -> None:
+        """Send it SIGKILL."""
+        with suppress(psutil.NoSuchProcess):
+            if self._leader is not None:
+                self._leader.kill()
+
     def terminate(self) -> None:
         """Send SIGTERM to the process group, and to the members outside of it."""
         members = self.members()

@@ -210,7 +210,8 @@ def utilisation(ours: Ours, seconds: float) -> float | None:
     where that is not known, as of any CPU."""
     import torch
 
-    from rl_engines_fsdp.usage import peak_flops, step_flops
+    from rl_contracts.training.usage import peak_flops
+    from rl_engines_fsdp.usage import step_flops
 
     work, model = ours.work, ours.engine._model
     flops = step_flops(model, work.tokens, int(work.batch["attention_mask"].sum(-1).square().sum()))

@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl_contracts import linear
 from rl_contracts.errors import ConfigError
-from rl_engines_fsdp import usage
+from rl_contracts.training import usage
+from rl_contracts.training.usage import peak_flops
 from rl_engines_fsdp.config import LoRAConfig
-from rl_engines_fsdp.usage import matrix_parameters, peak_flops, step_flops
+from rl_engines_fsdp.usage import matrix_parameters, step_flops
 
 
 def work_of(batch):

@@ -25,6 +25,7 @@ from rl_contracts.training import micro_batches
 from rl_contracts.training.hugging_face import read_config
 from rl_contracts.training.process_group import join, pick_device, read_environment
 from rl_contracts.training.step_sums import AUXILIARY, StepSums
+from rl_contracts.training.usage import UsageMeter
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_contracts.weights.adapters import begins_with
 from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
@@ -37,7 +38,7 @@ from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.model.maker import ModelMaker
 from rl_engines_fsdp.optimizer import clip, make_optimizer, set_rate, squared_norm
 from rl_engines_fsdp.ranks import sharding
-from rl_engines_fsdp.usage import UsageMeter
+from rl_engines_fsdp.usage import step_flops
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -233,7 +234,8 @@ class FSDPEngine(TrainEngine):
     def stats(self) -> dict[str, float | None]:
         """`memory/peak_gib` of this rank; `throughput/mfu` of the steps since the last call, and `time/train_batch`,
         the seconds that it is about; see `UsageMeter.read`."""
-        return self._usage.read(self._model, self._device, self._spec.dtype, self.parallel.world_size)
+        flops_of = partial(step_flops, self._model)
+        return self._usage.read(flops_of, self._device, self._spec.dtype, self.parallel.world_size)
 
     # ---- without training
 

@@ -1,50 +1,11 @@
-"""How well a step used the machine: peak memory and model FLOP utilisation."""
+"""Useful floating-point operations of a model's step."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import torch
-
+from rl_contracts.training.usage import dense_step_flops
 from rl_engines_fsdp.model.packed import PackedModel
-
-GIB = 2**30
-PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    "B200": {"bfloat16": 2250.0, "float32": 75.0},
-    "H200": {"bfloat16": 989.0, "float32": 67.0},
-    "H100 PCIe": {"bfloat16": 756.0, "float32": 51.0},
-    "H100 NVL": {"bfloat16": 835.0, "float32": 60.0},
-    "H100": {"bfloat16": 989.0, "float32": 67.0},
-    "A100": {"bfloat16": 312.0, "float32": 19.5},
-    "L40S": {"bfloat16": 362.0, "float32": 91.6},
-    "L4": {"bfloat16": 121.0, "float32": 30.3},
-    "A10": {"bfloat16": 125.0, "float32": 31.2},
-}
-"""Dense peak of a device whose name contains the key, first match, in 10^12 FLOP/s, from NVIDIA's data sheets. float32
-is that of the ordinary units: torch does not use TensorFloat-32 for products unless it is told to."""
-
-
-def peak_gib(device: torch.device) -> float | None:
-    """Most memory held at once, in GiB: on CUDA by tensors of this process since it began; on a CPU the process's
-    largest resident set. None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    try:
-        import resource
-    except ImportError:
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
-
-
-def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Peak of one device in FLOP/s; None where it is not known, as of any CPU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    known = next((peaks for key, peaks in PEAK_TFLOPS.items() if key in name), {})
-    return known[dtype] * 1e12 if dtype in known else None
 
 
 def matrix_parameters(model: PackedModel, frozen: bool = True) -> int:
@@ -63,12 +24,7 @@ def matrix_parameters(model: PackedModel, frozen: bool = True) -> int:
 
 
 def step_flops(model: PackedModel, tokens: int, squared_lengths: int) -> float | None:
-    """Useful floating-point operations of a training step (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
-
-    For each matrix parameter and token 2 forward, 2 backward for the gradient of what it is multiplied by, and 2 for
-    its own gradient where it is trained: those under adapters are not. And 6 * layers * heads * head size * L^2 for the
-    causal attention of a sequence of L tokens, half of what attention to all tokens takes. What is computed twice
-    (checkpointing, the vocabulary projection) does not count.
+    """Useful floating-point operations of a training step; see `dense_step_flops`.
 
     Args:
         tokens: over all ranks.
@@ -81,34 +37,6 @@ def step_flops(model: PackedModel, tokens: int, squared_lengths: int) -> float |
     if any(p.ndim == 3 for p in model.parameters()) or getattr(config, "num_experts", None):
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 6 * config.num_hidden_layers * config.num_attention_heads * size * squared_lengths
-    passes = 4 * matrix_parameters(model) + 2 * matrix_parameters(model, frozen=False)
-    return float(passes * tokens + attention)
-
-
-class UsageMeter:
-    """Adds up what training steps did since it was last read."""
-
-    def __init__(self) -> None:
-        self._seconds, self._tokens, self._squares = 0.0, 0, 0
-
-    def add(self, seconds: float, tokens: int, squared_lengths: int) -> None:
-        """Count one step: its wall time, and tokens and squared lengths over all ranks."""
-        self._seconds += seconds
-        self._tokens += tokens
-        self._squares += squared_lengths
-
-    def read(self, model: PackedModel, device: torch.device, dtype: str, ranks: int) -> dict[str, float | None]:
-        """`memory/peak_gib` of this rank; `time/train_batch` and `throughput/mfu` of the steps since the last call.
-
-        `time/train_batch` is the seconds that this rank spent in `train_batch`: forward, backward and optimizer step of
-        every micro-batch, the exchanges between ranks and what waits for them; not answers, log-probs before the step,
-        publishing or saving. `throughput/mfu` is useful FLOPs (`step_flops`) over peak FLOPs of all devices in that
-        time; None without a step, or where model or device are not known.
-        """
-        flops, peak = step_flops(model, self._tokens, self._squares), peak_flops(device, dtype)
-        known = flops is not None and peak is not None and self._seconds > 0
-        mfu = flops / (peak * ranks * self._seconds) if known else None  # type: ignore[operator]
-        figures = {"memory/peak_gib": peak_gib(device), "throughput/mfu": mfu, "time/train_batch": self._seconds}
-        self._seconds, self._tokens, self._squares = 0.0, 0, 0
-        return figures
+    attention = config.num_hidden_layers * config.num_attention_heads * size
+    trained = matrix_parameters(model, frozen=False)
+    return dense_step_flops(matrix_parameters(model), trained, attention, tokens, squared_lengths)

@@ -23,6 +23,7 @@ from rl_contracts.training.hugging_face import read_config
 from rl_contracts.training.new_directory import new_directory
 from rl_contracts.training.process_group import join, pick_device, read_environment
 from rl_contracts.training.step_sums import AUXILIARY, StepSums
+from rl_contracts.training.usage import UsageMeter
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_megatron.config import MegatronEngineConfig
 from rl_engines_megatron.cpu import without_cuda
@@ -50,7 +51,7 @@ class MegatronEngine(TrainEngine):
         self.version = 0
         self._exit = ExitStack()  # what `destroy` undoes, in reverse order
         self._steps = self._skipped = 0
-        self._seconds = 0.0
+        self._usage = UsageMeter()
         self._stepper: Any = None
         self._parts: list[Any] = []
         self._chunks: list[Any] = []
@@ -131,7 +132,7 @@ class MegatronEngine(TrainEngine):
         if stepper is None or settings is None:
             raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
         began = time.perf_counter()
-        bins, denominator, tokens = self._begin(batch, loss_weight_fn)
+        bins, denominator, tokens, squares = self._begin(batch, loss_weight_fn)
         sums = StepSums(self._speaks)
         self._spread.begin(tokens, self._device)
 
@@ -163,21 +164,22 @@ class MegatronEngine(TrainEngine):
                     f"{settings.max_skipped_steps}). Lower the learning rate, and check the last batch "
                     "with `rl replay`."
                 )
-        self._seconds += time.perf_counter() - began
+        self._usage.add(time.perf_counter() - began, tokens, squares)
         return result | {"grad_norm": norm, "lr": rate, "applied": float(applied), "tokens": float(tokens)}
 
-    def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int]:
-        """Micro-batches; denominator and tokens over all ranks."""
+    def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int, int]:
+        """Micro-batches; denominator, tokens and squared lengths of rows over all ranks."""
         bins = self._plan(batch)
         weight = loss_weight_fn(batch).detach().to("cpu", torch.float64)
-        sums = torch.stack([weight, lengths(batch).sum().to(torch.float64)])
-        denominator, tokens = self.parallel.sum_over_replicas(sums).tolist()
+        sizes = lengths(batch).to(torch.float64)
+        sums = torch.stack([weight, sizes.sum(), sizes.square().sum()])
+        denominator, tokens, squares = self.parallel.sum_over_replicas(sums).tolist()
         if not (denominator > 0 and tokens > 0):
             raise EngineError(
                 f"minibatch: expected tokens and a positive denominator over all ranks, found {int(tokens)} tokens and "
                 f"a denominator of {denominator}: there is nothing to learn from. Is every loss_mask False?"
             )
-        return bins, denominator, int(tokens)
+        return bins, denominator, int(tokens), int(squares)
 
     def _plan(self, batch: TensorDict) -> list[list[int]]:
         """Rows of each micro-batch (collective). Interleaved stages work on as many at a time as there are ranks."""
@@ -247,21 +249,17 @@ class MegatronEngine(TrainEngine):
         )
 
     def stats(self) -> dict[str, float | None]:
-        """`time/train_batch`, `memory/peak_gib` of this rank on a GPU, and what routers chose (`Spread.read`),
-        since the last call."""
-        result: dict[str, float | None] = {"time/train_batch": self._seconds, **self._spread.read()}
-        self._seconds = 0.0
-        if self._device.type == "cuda":
-            result["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            torch.cuda.reset_peak_memory_stats()
-        return result
+        """See `UsageMeter.read`; and what routers chose (`Spread.read`), since the last call."""
+        flops_of = partial(self._parts[0].partition.architecture.step_flops, self._spec.head)
+        usage = self._usage.read(flops_of, self._device, self._spec.dtype, self.parallel.world_size)
+        return usage | self._spread.read()
 
     # ---- without training
 
     @torch.no_grad()
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
         """See `TrainEngine.eval_batch`."""
-        bins, denominator, _ = self._begin(batch, loss_weight_fn)
+        bins, denominator, _, _ = self._begin(batch, loss_weight_fn)
         sums = StepSums(self._speaks)
 
         def said(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:

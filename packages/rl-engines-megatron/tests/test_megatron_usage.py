@@ -1,0 +1,55 @@
+"""How well a step used the machine."""
+
+from math import prod
+
+import pytest
+import torch
+from megatron_toys import toy_config, toy_shapes
+
+from rl_contracts.conformance.train_engine import OPTIMIZER, policy_loss, trained_tokens
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.testing import make_batch, make_tiny_model
+from rl_contracts.training import usage
+from rl_engines_megatron import MegatronEngine
+from rl_engines_megatron.architecture import Architecture
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
+def test_matrix_parameters_are_those_of_two_dimensions_but_an_embedding_that_is_only_looked_up(family, tied):
+    config = toy_config(family, tie_word_embeddings=tied)
+    shapes = toy_shapes(config)
+    looked_up = {} if tied else {"model.embed_tokens.weight"}
+    matrices = sum(prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in looked_up)
+
+    architecture = Architecture.from_hugging_face(config)
+
+    assert architecture.matrix_parameters("lm") == matrices
+    assert architecture.matrix_parameters("value") == matrices - config.vocab_size * config.hidden_size + 16
+    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    assert architecture.step_flops("lm", 100, 2500) == 6 * (matrices * 100 + width * 2500)
+
+
+def test_step_flops_of_a_mixture_are_not_known():
+    assert Architecture.from_hugging_face(toy_config("qwen3_moe")).step_flops("lm", 100, 2500) is None
+
+
+@pytest.mark.slow
+def test_stats_of_a_known_device_are_flops_over_peak_and_time_and_begin_anew(tmp_path, monkeypatch):
+    engine = MegatronEngine()
+    engine.initialize(FinetuneSpec(str(make_tiny_model(tmp_path)), 2, optimizer=OPTIMIZER, device="cpu"))
+    monkeypatch.setattr(usage, "peak_flops", lambda device, dtype: 1e12)
+    batches = [make_batch(4, seed=seed) for seed in range(2)]
+    for batch in batches:
+        engine.train_batch(batch, policy_loss, trained_tokens)
+
+    figures, after = engine.stats(), engine.stats()
+    architecture = engine._parts[0].partition.architecture
+    engine.destroy()
+
+    sizes = torch.cat([batch["attention_mask"].sum(-1) for batch in batches])
+    flops = architecture.step_flops("lm", int(sizes.sum()), int(sizes.square().sum()))
+    assert figures["throughput/mfu"] == pytest.approx(flops / figures["time/train_batch"] / 1e12)
+    assert figures["memory/peak_gib"] > 0.05
+    assert after["throughput/mfu"] is None
+    assert after["time/train_batch"] == 0

@@ -33,6 +33,9 @@ class MegatronEngineConfig(TrainEngineConfig):
     neighbours); empty: equally many."""
     distributed_optimizer: bool = True
     """Split the state of `adamw` over data and context ranks. Saved states go with one value of this."""
+    offload_moments: bool = False
+    """Keep what the optimizer remembers of each parameter in host memory, but while a step is taken: on a GPU, 8 bytes
+    less per parameter of a rank, for the time that it takes to move them there and back."""
     recompute: str = choice("", ("", "selective", "full"))
     """What is computed again in backward rather than kept: nothing, `selective` (the inside of attention), or `full`
     (all of a layer but its input)."""
@@ -65,6 +68,7 @@ class MegatronEngineConfig(TrainEngineConfig):
                 f"{where}, which has no p > 1; set one, or interleaved=1",
             ),
             ("deterministic=true", spec.deterministic, "the megatron engine; use fsdp, or leave deterministic out"),
+            ("offload_moments=true", self.offload_moments and spec.device == "cpu", "device=cpu; leave it out"),
             ("dtype=bfloat16", spec.dtype != "float32" and spec.device == "cpu", "device=cpu; set dtype=float32"),
         ):
             if wrong:

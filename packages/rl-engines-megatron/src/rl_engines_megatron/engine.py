@@ -107,7 +107,8 @@ class MegatronEngine(TrainEngine):
             distributed = config.distributed_optimizer and spec.optimizer.name == "adamw"
             with without_cuda(self._device):
                 self._chunks = wrap(self._parts, distributed)
-                self._stepper = Stepper(self._chunks, spec.optimizer, getattr(torch, spec.dtype), distributed)
+                dtype, offload = getattr(torch, spec.dtype), config.offload_moments
+                self._stepper = Stepper(self._chunks, spec.optimizer, dtype, distributed, offload)
 
     def _read(self, path: str, new_head: bool) -> None:
         from rl_engines_megatron.weights import StoredWeights, load_weights

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import optimizer as core
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor
 
 from rl_contracts.config import OptimizerConfig
 from rl_engines_megatron.model import PackedGPT
@@ -34,10 +37,20 @@ class Stepper:
         settings: of the optimizer.
         dtype: in which the model computes.
         distributed: as for `wrap`.
+        offload: whether the moments lie in host memory but while they are needed.
     """
 
-    def __init__(self, chunks: list[Any], settings: OptimizerConfig, dtype: torch.dtype, distributed: bool) -> None:
-        self.chunks, self.settings = chunks, settings
+    def __init__(
+        self,
+        chunks: list[Any],
+        settings: OptimizerConfig,
+        dtype: torch.dtype,
+        distributed: bool,
+        offload: bool = False,
+    ) -> None:
+        self.chunks, self.settings, self._offload = chunks, settings, offload
+        self._hosts: dict[tuple[int, str], Tensor] = {}
+        """Host memory of each moment."""
         config = core.OptimizerConfig(
             optimizer="adam" if settings.name == "adamw" else settings.name,
             lr=settings.lr,
@@ -54,6 +67,8 @@ class Stepper:
         )
         self.inner: Any = core.get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         self._make_state()
+        with self.resident():
+            pass
 
     def _make_state(self) -> None:
         """What AdamW keeps of each parameter, which a saved state is read into; torch would make it at the first
@@ -67,6 +82,34 @@ class Stepper:
                     "exp_avg": torch.zeros_like(parameter.data),
                     "exp_avg_sq": torch.zeros_like(parameter.data),
                 }
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """A block in which the moments lie where the parameters do."""
+        if not self._offload:
+            yield
+            return
+        for _, name, state, device in self._moments():
+            state[name] = state[name].to(device, non_blocking=True)
+        yield
+        for number, name, state, device in self._moments():
+            value, kept = state[name], self._hosts.get((number, name))
+            if kept is None:
+                kept = torch.empty_like(value, device="cpu", pin_memory=device.type == "cuda")
+            self._hosts[number, name] = state[name] = kept.copy_(value, non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # before the host reads them
+
+    def _moments(self) -> list[tuple[int, str, dict[str, Tensor], torch.device]]:
+        """What the optimizer keeps of parameters: the number of one, the name of the moment, its place, and the
+        parameter's device."""
+        kept = [pair for part in self.inner.chained_optimizers for pair in part.optimizer.state.items()]
+        return [
+            (number, name, state, parameter.device)
+            for number, (parameter, state) in enumerate(kept)
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.ndim
+        ]
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -89,7 +132,8 @@ class Stepper:
         for group in self.inner.param_groups:
             group["lr"] = rate
             group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]  # 0 for biases and norms
-        self.inner.step_with_ready_grads()
+        with self.resident():
+            self.inner.step_with_ready_grads()
 
     def weights_changed(self) -> None:
         """Take up weights that something else has written."""

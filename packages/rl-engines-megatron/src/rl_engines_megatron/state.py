@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,25 @@ FILL = "_set_main_param_and_optimizer_states"
 
 def save_state(parts: list[Any], stepper: Any, counters: dict[str, int], directory: Path) -> None:
     """Write weights, optimizer state, counters and random states into a directory that is there (collective)."""
-    dist_checkpointing.save(_state(parts, stepper, counters, loading=False), str(directory))
+    with _resident(stepper):
+        dist_checkpointing.save(_state(parts, stepper, counters, loading=False), str(directory))
 
 
 def copy_state(parts: list[Any], stepper: Any, counters: dict[str, int], directory: Path) -> Snapshot:
     """Copy what `save_state` writes to memory, as the bytes of this rank's files (collective); what writes them. The
     index of all ranks' files is written at once, for making it takes them all."""
     directory.mkdir(parents=True, exist_ok=True)
-    request: Any = dist_checkpointing.save(
-        _state(parts, stepper, counters, loading=False), str(directory), async_sharded_save=True, async_strategy="mcore"
-    )
     held = dict[Path, Any]()
-    if request.async_fn is not None:
-        rank, _, results = request.async_fn_args
-        buckets = []
-        for file, key, content in request.preload_fn():
-            held[Path(file)] = memory = open(os.memfd_create(key), "r+b")  # noqa: SIM115 - kept for the writer
-            buckets.append((f"/proc/self/fd/{memory.fileno()}", key, content))
-        request.async_fn(rank, buckets, results)
+    with _resident(stepper):
+        state = _state(parts, stepper, counters, loading=False)
+        request: Any = dist_checkpointing.save(state, str(directory), async_sharded_save=True, async_strategy="mcore")
+        if request.async_fn is not None:
+            rank, _, results = request.async_fn_args
+            buckets = []
+            for file, key, content in request.preload_fn():
+                held[Path(file)] = memory = open(os.memfd_create(key), "r+b")  # noqa: SIM115 - kept for the writer
+                buckets.append((f"/proc/self/fd/{memory.fileno()}", key, content))
+            request.async_fn(rank, buckets, results)
     for finish in request.finalize_fns:
         finish()
     index = [file for name in INDEX if (file := directory / name).exists()] if dist.get_rank() == 0 else []
@@ -75,13 +76,18 @@ def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelCont
                 f"{path}: expected a saved state of the megatron engine, found none. Give a directory that was saved "
                 "with kind 'state', or load it with kind 'hf'."
             )
-        state = dist_checkpointing.load(_state(parts, stepper, {}, loading=True), path)
-        for index, part in enumerate(parts):
-            part.load_state_dict(state[f"model{index}"], strict=False)
-        if stepper is not None:
-            _load_optimizer(stepper.inner, state["optimizer"])
+        with _resident(stepper):
+            state = dist_checkpointing.load(_state(parts, stepper, {}, loading=True), path)
+            for index, part in enumerate(parts):
+                part.load_state_dict(state[f"model{index}"], strict=False)
+            if stepper is not None:
+                _load_optimizer(stepper.inner, state["optimizer"])
     torch.set_rng_state(state["random"])
     return dict(state["counters"])
+
+
+def _resident(stepper: Any) -> AbstractContextManager[None]:
+    return nullcontext() if stepper is None else stepper.resident()  # type: ignore[no-any-return]
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:

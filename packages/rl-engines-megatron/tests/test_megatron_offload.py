@@ -1,0 +1,65 @@
+"""Moments in host memory between steps."""
+
+import pytest
+import torch
+
+from rl_contracts.conformance.train_engine import OPTIMIZER, policy_loss, trained_tokens
+from rl_contracts.data import FinetuneSpec, SaveLoadMeta
+from rl_contracts.errors import ConfigError
+from rl_contracts.testing import make_batch, make_tiny_model
+from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
+
+
+def moments(engine):
+    return [value for _, name, state, _ in engine._stepper._moments() for value in [state[name]]]
+
+
+def steps(engine, seeds):
+    return [engine.train_batch(make_batch(4, seed=seed), policy_loss, trained_tokens) for seed in seeds]
+
+
+def start(path, offload, device="cpu", dtype="float32"):
+    engine = MegatronEngine(MegatronEngineConfig(offload_moments=offload))
+    engine.initialize(FinetuneSpec(path, 4, optimizer=OPTIMIZER, device=device, dtype=dtype))
+    return engine
+
+
+def test_offload_moments_on_a_cpu_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="offload_moments=true does not go with device=cpu; leave it out"):
+        start(str(make_tiny_model(tmp_path)), offload=True)
+
+
+@pytest.mark.slow
+def test_moments_that_leave_and_return_give_the_same_steps_and_states(tmp_path, monkeypatch):
+    monkeypatch.setattr(MegatronEngineConfig, "check", lambda *_: None)  # on a CPU the way is the same, and of no use
+    path, found = str(make_tiny_model(tmp_path / "model")), []
+    for offload in (False, True):
+        engine, meta = start(path, offload), SaveLoadMeta(str(tmp_path / f"state-{offload}"), "state")
+        first = steps(engine, [0, 1])
+        places = [value.data_ptr() for value in moments(engine)]
+        engine.save(meta)
+        then = steps(engine, [2])
+        assert [value.data_ptr() for value in moments(engine)] == places, "the memory is used again"
+        hosts = [host.data_ptr() for host in engine._stepper._hosts.values()]
+        assert hosts == (places if offload else [])
+        engine.load(meta)
+        assert steps(engine, [2]) == then
+        found.append([first, then, *(value.clone() for value in moments(engine))])
+        engine.destroy()
+
+    assert found[0][:2] == found[1][:2]
+    assert len(found[0]) > 10
+    for one, other in zip(found[0][2:], found[1][2:], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_moments_on_cuda_lie_in_host_memory_between_steps_that_are_the_same(tmp_path):
+    path, losses = str(make_tiny_model(tmp_path)), []
+    for offload in (False, True):
+        engine = start(path, offload, "cuda", "bfloat16")
+        losses.append([step["loss"] for step in steps(engine, [0, 1, 2])])
+        assert {value.device.type for value in moments(engine)} == {"cpu" if offload else "cuda"}
+        engine.destroy()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

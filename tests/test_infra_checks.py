@@ -229,6 +229,24 @@ def test_ci_ends_with_the_message_of_what_fails(tmp_path, failing):
     assert ("build.py" in asked.read_text()) == (failing != "ruff check .")
 
 
+# ---- what packages declare
+
+
+@pytest.mark.parametrize(("declared", "code"), [(["numpy"], 0), ([], 1)])
+def test_lint_import_in_a_function_that_no_dependency_declares_is_named(tmp_path, declared, code):
+    (options,) = re.findall(r"deptry (.*)\)", (CI / "lint.sh").read_text())
+    for name in ("src", "tests"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "src" / "own.py").write_text("def late():\n    import numpy\n")
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "own"\nversion = "1"\ndependencies = {declared}\n')
+
+    deptry = [str(Path(sys.executable).parent / "deptry"), *options.split()]
+    done = subprocess.run(deptry, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == code, done.stderr
+    assert ("'numpy' imported but" in done.stderr) == bool(code)
+
+
 # ---- each package alone
 
 PACKAGES = [*sorted(path.name for path in (ROOT / "packages").iterdir()), "rl-apps"]

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Format (also of Markdown), lint, types (strict on rl-contracts) and the dependency rule. Expects the synced workspace environment.
+# Format (also of Markdown), lint, types (strict on rl-contracts), the dependency rule, and that each package declares what it
+# imports, in functions and tests too. Expects the synced workspace environment.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -8,3 +9,6 @@ uv run --no-sync ruff check .
 uv run --no-sync rumdl check --no-cache .
 uv run --no-sync mypy packages/*/src apps/src
 uv run --no-sync lint-imports
+for package in packages/* apps; do # of what is declared some is not imported by name, and tests import what is for tests
+  (cd "$package" && uv run --no-sync deptry src tests --ignore DEP002,DEP004)
+done

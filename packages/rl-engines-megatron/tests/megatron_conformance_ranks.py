@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.conformance.train_engine import TrainEngineConformance
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
+from rl_contracts.engine import Snapshot
 from rl_contracts.errors import EngineError
 from rl_contracts.testing import make_tiny_model
 from rl_contracts.trajectory import select, units
@@ -63,6 +64,16 @@ class Together(MegatronEngine):
         own = {name: tensor.clone() for name, tensor in super().full_parameters()}
         for part in self.parallel.gather_tensors(own, all_ranks=True):
             yield from ((name, part[name]) for name in self._order(part))
+
+    def snapshot(self, meta: SaveLoadMeta) -> Snapshot:
+        write = super().snapshot(meta)
+        assert write is not None
+
+        def write_together() -> list[Path]:
+            parts = self.parallel.gather_json([str(file) for file in write()])
+            return [Path(file) for part in parts for file in part]
+
+        return write_together
 
     def _order(self, part: dict[str, torch.Tensor]) -> list[str]:
         return [spec.name for spec in self.param_specs() if spec.name in part]

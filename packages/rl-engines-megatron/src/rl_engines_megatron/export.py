@@ -119,7 +119,6 @@ def _write_rest(index: str, config: Any, source: Path, meta: SaveLoadMeta, direc
     """Write what stands beside the weights; the files that these are."""
     import transformers
 
-    before = {*directory.iterdir()}
     (directory / INDEX).write_text(index)
     config = copy.deepcopy(config)
     config.dtype = dtype
@@ -134,4 +133,5 @@ def _write_rest(index: str, config: Any, source: Path, meta: SaveLoadMeta, direc
         shutil.copy2(generation, directory)
     if meta.tokenizer_path is not None:
         copy_tokenizer(Path(meta.tokenizer_path), directory)
-    return sorted({*directory.iterdir()} - before)
+    of_ranks = {*json.loads(index)["weight_map"].values()}
+    return sorted(file for file in directory.iterdir() if file.name not in of_ranks)

@@ -1,7 +1,6 @@
 """The conformance suite on one of several ranks, of `LAYOUT` and with `SETTINGS`; `SHARED` is a directory of all."""
 
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -101,7 +100,6 @@ class TestOnRanks(TrainEngineConformance):
 
 
 if __name__ == "__main__":
-    multiprocessing.process.current_process()._config["daemon"] = False  # checkpoints are written by children
     base = Path(os.environ["SHARED"]) / f"rank-{os.environ['RANK']}"
     options = ["-q", "--all", "-x", "-p", "no:warnings", "--show-capture=no", f"--basetemp={base}"]
     sys.exit(pytest.main([__file__, *options]))

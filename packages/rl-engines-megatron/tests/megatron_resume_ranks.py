@@ -42,7 +42,4 @@ def main(model: str, layout: dict, load: str, save: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    import multiprocessing
-
-    multiprocessing.process.current_process()._config["daemon"] = False  # checkpoints are written by children
     main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from rl_contracts.engine import Snapshot
 from rl_contracts.errors import ModelError
@@ -28,7 +31,7 @@ FILL = "_set_main_param_and_optimizer_states"
 
 def save_state(parts: list[Any], stepper: Any, counters: dict[str, int], directory: Path) -> None:
     """Write weights, optimizer state, counters and random states into a directory that is there (collective)."""
-    with _resident(stepper):
+    with _writing(stepper):
         dist_checkpointing.save(_state(parts, stepper, counters, loading=False), str(directory))
 
 
@@ -37,7 +40,7 @@ def copy_state(parts: list[Any], stepper: Any, counters: dict[str, int], directo
     index of all ranks' files is written at once, for making it takes them all."""
     directory.mkdir(parents=True, exist_ok=True)
     held = dict[Path, Any]()
-    with _resident(stepper):
+    with _writing(stepper):
         state = _state(parts, stepper, counters, loading=False)
         request: Any = dist_checkpointing.save(state, str(directory), async_sharded_save=True, async_strategy="mcore")
         if request.async_fn is not None:
@@ -47,8 +50,8 @@ def copy_state(parts: list[Any], stepper: Any, counters: dict[str, int], directo
                 held[Path(file)] = memory = open(os.memfd_create(key), "r+b")  # noqa: SIM115 - kept for the writer
                 buckets.append((f"/proc/self/fd/{memory.fileno()}", key, content))
             request.async_fn(rank, buckets, results)
-    for finish in request.finalize_fns:
-        finish()
+        for finish in request.finalize_fns:
+            finish()
     index = [file for name in INDEX if (file := directory / name).exists()] if dist.get_rank() == 0 else []
 
     def write() -> list[Path]:
@@ -84,6 +87,14 @@ def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelCont
                 _load_optimizer(stepper.inner, state["optimizer"])
     torch.set_rng_state(state["random"])
     return dict(state["counters"])
+
+
+@contextmanager
+def _writing(stepper: Any) -> Iterator[None]:
+    """megatron-core (0.19) starts a process for the names of what was written, for it might be another one that writes;
+    here this one does."""
+    with _resident(stepper), patch.object(filesystem_async, "get_write_results_queue", queue.Queue):
+        yield
 
 
 def _resident(stepper: Any) -> AbstractContextManager[None]:

@@ -138,6 +138,14 @@ ALLOCATIONS = {
     "two-trainers": (*_set("allocation=embedded:d1+fsdp:d1+fsdp:d1"), "give each its own name"),
     "no-servers": (*_set("allocation=fsdp:d1"), "expected servers of one kind, found 0"),
     "servers-for-none": (*_set("allocation=embedded:d1+fsdp:d1", command=DPO), "use fsdp:d1 alone"),
+    "heads-of-a-model-to-be-made": (
+        *_set("model.path=embedded", "allocation=embedded:d1+megatron:t3"),
+        "megatron:t3 with model embedded: megatron: tensor parallel size 3 does not divide num_attention_heads = 4; sizes",
+    ),
+    "experts-of-a-model-to-be-made": (
+        *_set("model.path=embedded-moe", "allocation=embedded:d1+megatron:d3e3"),
+        "e=3 does not divide num_experts=4",
+    ),
     "split-server": (*_set("allocation=embedded:t2+fsdp:d1"), "expected embedded:d1"),
     "split-trainer": (*_set("allocation=embedded:d1+fsdp:p2"), "Use for example fsdp:d2"),
     "heads": (*_set("allocation=embedded:d1+fsdp:t2"), "Choose t and c so that they do"),

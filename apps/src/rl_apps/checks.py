@@ -13,6 +13,7 @@ from rl_apps.config import GRPOConfig, RunConfig, ServedConfig
 from rl_apps.data import load_rows
 from rl_apps.layout import Devices, Layout
 from rl_apps.lengths import longest_row
+from rl_apps.model import as_planned
 from rl_apps.parts import attached, serve_spec, server_job
 from rl_apps.template import check_chat_template
 from rl_contracts import registry
@@ -37,7 +38,9 @@ def check_run(run: Run[Any]) -> None:
     """
     load_trackers(run.config.trackers)
     engine = run.config.actor.engine
-    engine.check(run.layout.actor.strategy, replace(run.config.finetune_spec(), device=run.device))
+    with as_planned(run.config.model, run.config.data) as directory:
+        spec = replace(run.config.finetune_spec(), model_path=directory, device=run.device)
+        engine.check(run.layout.actor.strategy, spec)
     if run.layout.shared and run.device == "cuda":
         expected = f"`+` in place of `|`: {run.layout.actor.backend} cannot leave its GPU to a server"
         require(engine.can_offload, "allocation", expected, run.config.allocation)

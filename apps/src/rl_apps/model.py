@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from rl_apps.data import GENERATED, GENERATED_PAIRS, DataConfig, load_rows
-from rl_contracts.errors import ModelError
+from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.model_directory import check_model_directory
+
+if TYPE_CHECKING:
+    from rl_apps.embedded.prepare import ModelShape
 
 EMBEDDED = "embedded"
 """The path of a model that is made on the spot, and the recipe that goes with it."""
@@ -42,6 +48,28 @@ class ModelConfig:
         """Where the model lies that a `path` of the config names (empty: the policy before the first step); `path`
         itself before the command has looked."""
         return self.directories.get(path or self.path, path or self.path)
+
+
+@contextmanager
+def as_planned(model: ModelConfig, data: DataConfig) -> Iterator[str]:
+    """A block in which the directory of the policy has a `config.json`, also while it has yet to be made."""
+    if model.path not in MADE:
+        yield model.directory()
+        return
+    with TemporaryDirectory(prefix="rl-plan-") as scratch:
+        directory = str(_shape_of(model, data).sketch(Path(scratch) / model.path))
+        try:
+            yield directory
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(directory, model.path)) from error
+
+
+def _shape_of(model: ModelConfig, data: DataConfig) -> ModelShape:
+    """Sizes of a model that is made on the spot."""
+    from rl_apps.embedded.prepare import ModelShape, ScratchRecipe
+
+    shape = ModelShape() if data.name in (GENERATED, GENERATED_PAIRS) else ScratchRecipe().shape
+    return shape.with_experts(MADE[model.path])
 
 
 def find_models(paths: Mapping[str, str], fetch: bool = True) -> dict[str, str]:
@@ -105,15 +133,13 @@ def make_model(
         return Path(model.directory())
     from rl_apps.embedded.prepare import (
         EmbeddedRecipe,
-        ModelShape,
         ScratchRecipe,
         prepare_embedded,
         prepare_from_scratch,
     )
 
-    experts = MADE[model.path]
+    shape = _shape_of(model, data)
     if data.name in (GENERATED, GENERATED_PAIRS):
-        shape = ModelShape().with_experts(experts)
         recipe = EmbeddedRecipe(lessons=lessons, shape=shape)
         recipe = recipe if warm_up else replace(recipe, warm_up=None)
 
@@ -122,7 +148,7 @@ def make_model(
                 say(f"warm-up {step}/{steps}, loss {loss:.3f}")
 
         return prepare_embedded(seed, recipe, progress, say=say)
-    scratch = ScratchRecipe(shape=ScratchRecipe().shape.with_experts(experts))
+    scratch = ScratchRecipe(shape=shape)
     rows = load_rows(data, "train", "pairs" if form == "pairs" else "rl", seed)
     if form == "pairs":
         return prepare_from_scratch((m["content"] for row in rows for m in row["chosen"]), seed, scratch, say=say)

@@ -49,6 +49,30 @@ class ModelShape:
             return self
         return replace(self, experts=experts, intermediate_size=self.intermediate_size // 2)
 
+    def fields(self) -> dict[str, Any]:
+        """Those of a `config.json` that the sizes decide."""
+        experts = {"num_experts": self.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        mixture = experts | {"moe_intermediate_size": self.intermediate_size} if self.experts else {}
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_length,
+            "tie_word_embeddings": True,
+            **mixture,
+        }
+
+    def sketch(self, directory: Path) -> Path:
+        """Make a directory with the `config.json` of a model that is not there yet, by which layouts are checked; its
+        vocabulary, which engines fill up where it does not divide, is any."""
+        directory.mkdir()
+        kind = "qwen3_moe" if self.experts else "qwen3"
+        (directory / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 2048, **self.fields()}))
+        return directory
+
 
 @dataclass(frozen=True)
 class EmbeddedRecipe:
@@ -211,23 +235,13 @@ def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: in
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3MoeConfig
 
-    experts = {"num_experts": shape.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    mixture = experts | {"moe_intermediate_size": shape.intermediate_size} if shape.experts else {}
-    kind: Any = Qwen3MoeConfig if mixture else Qwen3Config
+    kind: Any = Qwen3MoeConfig if shape.experts else Qwen3Config
     config = kind(
         vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_length,
-        tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        **mixture,
+        **shape.fields(),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

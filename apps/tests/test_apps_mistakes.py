@@ -140,7 +140,7 @@ ALLOCATIONS = {
     "servers-for-none": (*_set("allocation=embedded:d1+fsdp:d1", command=DPO), "use fsdp:d1 alone"),
     "heads-of-a-model-to-be-made": (
         *_set("model.path=embedded", "allocation=embedded:d1+megatron:t3"),
-        "megatron:t3 with model embedded: megatron: tensor parallel size 3 does not divide num_attention_heads = 4; sizes",
+        "megatron:t3 with model embedded: megatron: tensor parallel size 3 does not divide num_attention_heads = 4",
     ),
     "experts-of-a-model-to-be-made": (
         *_set("model.path=embedded-moe", "allocation=embedded:d1+megatron:d3e3"),

@@ -277,13 +277,22 @@ def test_nightly_page_has_counts_figures_and_reasons_and_keeps_earlier_runs():
 
     first = page(report, "abc1234", "2 cores")
     second = page(report, "def5678", "2 cores", before=first)
+    part = ElementTree.fromstring(
+        """<testsuites><testsuite timestamp="2031-02-04T04:05:06" time="60">
+        <testcase name="test_more"><properties><property name="a b" value="1"/></properties></testcase>
+        </testsuite></testsuites>"""
+    )
+    third = page(part, "0123456", "2 cores", before=page(part, "0123456", "2 cores", before=second), part="-k more")
 
     assert "| 2031-02-03 | abc1234 | 2 cores | 2 | 1 | 1 | 2 |" in first
-    assert "| test_learns | reward | 0.5, 0.9 |" in first
+    assert "| test_learns | reward | 0.5, 0.9 | 2031-02-03 abc1234 |" in first
     assert "- test_breaks" in first
     assert "| 1 | gpu: no CUDA \\| none here |" in first
     assert second.index("abc1234") < second.index("def5678")
     assert second.count("test_learns") == 1
+    assert "| 2031-02-04 | 0123456, -k more | 2 cores | 1 | 0 | 0 | 1 |" in third
+    assert "| test_learns | reward | 0.5, 0.9 | 2031-02-03 def5678 |" in third
+    assert third.count("test_more") == 1
 
 
 # ---- what is left out of a run of the tests

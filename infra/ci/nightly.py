@@ -2,6 +2,8 @@
 
     python infra/ci/nightly.py [further arguments of pytest]
 
+With further arguments, such as files, only a part runs: figures of other tests stay on the page, with their commit.
+
 A test that measures something says so with pytest's `record_property(name, value)`. Ends with pytest's exit code. Needs
 the standard library, and pytest in the same environment.
 """
@@ -29,14 +31,19 @@ HEAD = """# Nightly runs
 """
 
 
-def page(report: ElementTree.Element, commit: str, machine: str, before: str = "") -> str:
+_FIGURE = re.compile(r"\| (test_.*?) \| .* \| \d{4}-\S+ \S+( and changes)? \|$")
+"""A line of the table of figures; the name of its test."""
+
+
+def page(report: ElementTree.Element, commit: str, machine: str, before: str = "", part: str = "") -> str:
     """The page after one more run.
 
     Args:
         report: the root of pytest's JUnit XML.
         commit: that was tested.
         machine: in a few words.
-        before: the page so far; its table of runs is continued, the rest is of the last run only.
+        before: the page so far; its table of runs is continued, and figures of tests that did not run stay.
+        part: which tests ran; empty: all.
     """
     suites, cases = list(report.iter("testsuite")), list(report.iter("testcase"))
     day = min(suite.attrib["timestamp"] for suite in suites)[:10]
@@ -45,16 +52,19 @@ def page(report: ElementTree.Element, commit: str, machine: str, before: str = "
     reasons = Counter(skip.attrib["message"] for case in cases if (skip := case.find("skipped")) is not None)
     passed, skipped = len(cases) - len(failed) - reasons.total(), reasons.total()
     rows = [line for line in before.splitlines() if re.match(r"\| \d{4}-", line)]
-    rows.append(f"| {day} | {commit} | {machine} | {passed} | {len(failed)} | {skipped} | {minutes:.0f} |")
-    figures = [
-        f"| {case.attrib['name']} | {figure.attrib['name']} | {figure.attrib['value']} |"
+    which = f"{commit}, {part}" if part else commit
+    rows.append(f"| {day} | {_cell(which)} | {machine} | {passed} | {len(failed)} | {skipped} | {minutes:.0f} |")
+    ran = {case.attrib["name"] for case in cases}
+    figures = [line for line in before.splitlines() if (found := _FIGURE.match(line)) and found[1] not in ran]
+    figures += [
+        f"| {case.attrib['name']} | {figure.attrib['name']} | {_cell(figure.attrib['value'])} | {day} {commit} |"
         for case in cases
         for figure in case.iter("property")
     ]
     return "\n".join(
         [
             HEAD + "\n".join(rows),
-            "\n## Figures of the last run\n\n| test | figure | value |\n|---|---|---|",
+            "\n## Figures\n\n| test | figure | value | seen |\n|---|---|---|---|",
             *figures,
             *(["\n## Failed in the last run\n", *(f"- {case.attrib['name']}" for case in failed)] if failed else []),
             "\n## Skipped in the last run\n\n| tests | reason |\n|---|---|",
@@ -81,7 +91,7 @@ def main() -> int:
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         report = ElementTree.parse(path).getroot()
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    PAGE.write_text(page(report, commit, machine, PAGE.read_text() if PAGE.exists() else ""))
+    PAGE.write_text(page(report, commit, machine, PAGE.read_text() if PAGE.exists() else "", " ".join(sys.argv[1:])))
     return code
 
 

@@ -251,6 +251,10 @@ def test_launchers_port_refuses_who_does_not_know_the_secret(going):
             Client((at.ip, at.port), authkey=secret)
 
 
+SILENCE = 0.1
+"""Seconds for which a port is heard that may say nothing; what it does with what it was sent is seen later."""
+
+
 class Bomb:
     """Whoever unpickles it makes a file."""
 
@@ -272,14 +276,14 @@ def test_pickles_that_are_sent_to_every_port_are_not_executed(going, tmp_path):
     for host, port in ports:
         for load in (bomb, struct.pack("!i", len(bomb)) + bomb, struct.pack("<q", len(bomb)) + bomb):
             with suppress(OSError), socket.create_connection((host, port), 10) as peer:
-                peer.settimeout(0.5)
+                peer.settimeout(SILENCE)
                 peer.sendall(load)
                 peer.shutdown(socket.SHUT_WR)
                 peer.recv(1 << 16)
         speaks = "server" in ports[host, port]
         for path in (*CONTROL[:-2], "generate", "score") if speaks else ("generate",):
             with suppress(OSError, http.client.HTTPException):
-                connection = http.client.HTTPConnection(host, port, timeout=10 if speaks else 0.5)
+                connection = http.client.HTTPConnection(host, port, timeout=10 if speaks else SILENCE)
                 headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/python-pickle"}
                 connection.request("POST", f"/{path}", bomb, headers)
                 assert connection.getresponse().status >= 400

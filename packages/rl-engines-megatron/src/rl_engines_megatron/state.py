@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -23,8 +24,6 @@ from rl_contracts.parallel import ParallelContext
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state is saved in the shapes of the parameters, so that another layout reads it."""
-INDEX = (".metadata", "metadata.json")
-"""Files that tell what lies in those of the ranks."""
 FILL = "_set_main_param_and_optimizer_states"
 """How the distributed optimizer fills what it keeps of a parameter."""
 
@@ -36,30 +35,30 @@ def save_state(parts: list[Any], stepper: Any, counters: dict[str, int], directo
 
 
 def copy_state(parts: list[Any], stepper: Any, counters: dict[str, int], directory: Path) -> Snapshot:
-    """Copy what `save_state` writes to memory, as the bytes of this rank's files (collective); what writes them. The
-    index of all ranks' files is written at once, for making it takes them all."""
-    directory.mkdir(parents=True, exist_ok=True)
-    held = dict[Path, Any]()
-    with _writing(stepper):
+    """Copy what `save_state` writes to memory, as the bytes of this rank's files (collective); what writes them."""
+    held = dict[str, Any]()
+    with TemporaryDirectory() as scratch, _writing(stepper):
         state = _state(parts, stepper, counters, loading=False)
-        request: Any = dist_checkpointing.save(state, str(directory), async_sharded_save=True, async_strategy="mcore")
+        request: Any = dist_checkpointing.save(state, scratch, async_sharded_save=True, async_strategy="mcore")
         if request.async_fn is not None:
             rank, _, results = request.async_fn_args
             buckets = []
-            for file, key, content in request.preload_fn():
-                held[Path(file)] = memory = open(os.memfd_create(key), "r+b")  # noqa: SIM115 - kept for the writer
-                buckets.append((f"/proc/self/fd/{memory.fileno()}", key, content))
+            for _, name, content in request.preload_fn():
+                held[name] = memory = open(os.memfd_create(name), "r+b")  # noqa: SIM115 - kept for the writer
+                buckets.append((f"/proc/self/fd/{memory.fileno()}", name, content))
             request.async_fn(rank, buckets, results)
-        for finish in request.finalize_fns:
+        for finish in request.finalize_fns:  # the first rank tells which file has what
             finish()
-    index = [file for name in INDEX if (file := directory / name).exists()] if dist.get_rank() == 0 else []
+        for file in Path(scratch).iterdir():
+            held[file.name] = BytesIO(file.read_bytes())
 
     def write() -> list[Path]:
-        for file, memory in held.items():
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, memory in held.items():
             memory.seek(0)
-            with file.open("wb") as target, memory:
+            with (directory / name).open("wb") as target, memory:
                 shutil.copyfileobj(memory, target, 2**20)
-        return [*held, *index]
+        return [directory / name for name in held]
 
     return write
 

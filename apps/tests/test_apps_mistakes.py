@@ -306,6 +306,14 @@ MODELS = {
         "give another template (commands: `model.chat_template=FILE`)",
     ),
     "settings-cut-off": (*_set(files={"model/config.json": "{"}), "config.json cannot be read as JSON"),
+    "kind-that-nobody-has": (
+        *_set(files={"model/config.json": '{"model_type": "lama"}'}),
+        "found 'lama' (did you mean 'llama'?); a newer transformers may have it",
+    ),
+    "kind-with-code-of-its-own": (
+        *_set(files={"model/config.json": '{"model_type": "theirs-1", "auto_map": {}}'}),
+        "its own code (auto_map) is never run",
+    ),
     "tokenizer-cut-off": (*_set(files={"model/tokenizer.json": "{"}), "tokenizer.json cannot be read as JSON"),
     "tokenizer-of-nothing": (*_set(files={"model/tokenizer.json": "{}"}), "Copy or download it again"),
     "weights-not-fetched": (

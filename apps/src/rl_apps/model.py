@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -96,6 +98,27 @@ def find_models(paths: Mapping[str, str], fetch: bool = True) -> dict[str, str]:
         found[path] = str(directory.absolute())
         check_model_directory(found[path], setting, tokenizer=True)
     return found
+
+
+def check_architecture(path: str, directory: str) -> None:
+    """Refuse a model of a kind that transformers does not have.
+
+    Raises:
+        ModelError: names the kind, and what may help.
+    """
+    settings = json.loads((Path(directory) / "config.json").read_text())
+    if not (kind := settings.get("model_type")):
+        return
+    from transformers import CONFIG_MAPPING, __version__
+
+    if kind not in CONFIG_MAPPING:
+        nearest = get_close_matches(str(kind), CONFIG_MAPPING.keys(), 1)
+        own = "its own code (auto_map) is never run; " if "auto_map" in settings else ""
+        meant = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise ModelError(
+            f"model {path}: expected a model_type (config.json) that transformers {__version__} has, found "
+            f"{kind!r}{meant}; {own}a newer transformers may have it."
+        )
 
 
 def _snapshot(hub_id: str, setting: str, fetch: bool) -> Path | None:

@@ -119,7 +119,7 @@ def test_real_gsm8k_runs_five_steps_of_a_model_from_scratch(
     data = {"data.name": "gsm8k", "data.path": GSM8K, "model.path": tiny, "total_steps": 5, "data.batch_size": 4}
     small = {"rollout.group_size": 4, "rollout.generation.max_new_tokens": 32} if name == "gsm8k-grpo" else {}
     begin = time.monotonic()
-    command = start_command(name, launcher | data | small | {"evaluation.rows": 8})
+    command = start_command(name, launcher | ONE_CORE | data | small | {"evaluation.rows": 8})
     command.finish(SECONDS)
 
     record_property("seconds", f"{time.monotonic() - begin:.0f}")

@@ -13,6 +13,7 @@ EXPERTS = ("allocation=embedded:d1+megatron:(attn:d2|ffn:e2)", "model.path=embed
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3300)
 def test_experts_over_two_ranks_raise_the_reward_by_a_fifth(tmp_path, record_property):
     line = [COMMAND, *EXPERTS, f"run_dir={tmp_path / 'run'}", "total_steps=200", "evaluation.rows=0"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=3000)

@@ -195,4 +195,5 @@ class LocalProcess:
                 limit = f"{STOPPED_SECONDS:g} s"
                 report.separate(worker.log, f"{worker.name} was stopped by a signal for {limit} before it was ready")
                 self.session.kill_leader()
+                return
             time.sleep(ASK_EVERY)

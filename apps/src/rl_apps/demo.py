@@ -70,6 +70,12 @@ DEMOS = {
         FAULTY_SERVER,
         "temperature",
     ),
+    "stale-cache": Demo(
+        "the server goes on with keys and values of known prompts that the old weights made",
+        "its prefix cache",
+        [*FAULTY_SERVER, "publish.canary=always", "publish.canary_tokens=200"],
+        "stale prefix",
+    ),
     "stuck-reward": Demo(
         "the reward function never returns",
         "took longer than its limit",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -121,7 +122,11 @@ class MegatronEngine(TrainEngine):
         self._exit.close()
 
     def _free(self) -> None:
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
         self._stepper, self._parts, self._chunks = None, [], []
+        RotaryEmbedding.forward.cache_clear()  # which keeps modules, and with them a process group and its threads
+        gc.collect()  # megatron-core's modules and hooks hold each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -6,6 +6,7 @@ import math
 from contextlib import ExitStack
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from rl_contracts.allocation import ParallelStrategy
@@ -72,4 +73,8 @@ def _leave() -> None:
     global _users
     _users -= 1
     if _users == 0:
+        made = parallel_state._global_process_group_list or []
         parallel_state.destroy_model_parallel()
+        for group in made:  # megatron-core only forgets them, and each has threads and connections of its own
+            if group is not None:
+                dist.destroy_process_group(group)

@@ -7,6 +7,7 @@ are compared with one rank by its own tests, on the same batches (`rl_contracts.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -289,6 +290,18 @@ class TrainEngineConformance:
 
         self.close(logprobs_of(engine, batch), before)
         assert engine.train_batch(batch, policy_loss, trained_tokens)["applied"] == 1.0
+
+    def test_destroy_leaves_no_more_threads_each_time_than_one_group_has(self, start: Any) -> None:
+        def live() -> int:
+            engine = start()
+            engine.train_batch(make_batch(3), policy_loss, trained_tokens)
+            engine.destroy()
+            return len(os.listdir("/proc/self/task"))  # also those that are not Python's, as of a process group
+
+        if not Path("/proc/self/task").exists():
+            pytest.skip("threads are counted in /proc, which this system does not have")
+        first = live()
+        assert [live() for _ in range(3)][-1] <= first + 3 * 3  # a library may keep one group, of three threads
 
     # ---- weights out, saving, loading
 

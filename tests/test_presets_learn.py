@@ -25,8 +25,8 @@ SETTINGS = (
     "actor.optimizer.warmup_steps=10",
 )
 """Short problems, large groups and several minibatches, so that thirty steps are enough to see a difference."""
-IN_CI = ("dapo",)
-NIGHTLY = (
+PRESETS = (
+    "dapo",
     "gspo",
     "reinforce_pp_baseline",
     "grpo",
@@ -69,15 +69,9 @@ def improves(record_property, tmp_path):
     return check
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", IN_CI)
-def test_preset_improves_the_reward(name, improves):
-    improves(name, *SETTINGS)
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", NIGHTLY)
-def test_preset_improves_the_reward_nightly(name, improves):
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_improves_the_reward(name, improves):
     improves(name, *SETTINGS, *OTHER_RATES.get(name, ()))
 
 
@@ -113,4 +107,4 @@ def test_preset_distillation_comes_nearer_to_its_teacher(tmp_path, record_proper
 
 def test_every_preset_is_tried():
     presets = {path.stem for path in (Path(__file__).parents[1] / "apps/src/rl_apps/conf/algorithm").glob("*.yaml")}
-    assert presets == {*IN_CI, *NIGHTLY, "reinforce", "distillation"}
+    assert presets == {*PRESETS, "reinforce", "distillation"}

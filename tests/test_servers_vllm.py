@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from real_servers import CONTEXT, KEY, SHARED, Models, interpreter_of, make_request, until
+from real_servers import CONTEXT, KEY, SHARED, Models, interpreter_of, make_request
 from server_suite import TOLERANCE, ServerSuite
 from transformers import AutoTokenizer
 
@@ -79,9 +79,15 @@ async def test_group_members_that_wait_inside_read_no_keys_and_values_of_older_w
     await engine.stats()
     first = engine.version
     await engine.stage_weights(put_weights(weights_dir, first + 1, models.tensors(first + 1))[0])
-    asked = [make_request([*SHARED, 9], i, tokens=400) for i in range(4 * AT_ONCE)]
-    running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
-    await until(engine, lambda stats: stats["running"] >= 1 and stats["waiting"] >= AT_ONCE)
+    running = []
+    waits = False
+    while not waits:  # asked anew where all had ended before the figures were seen
+        await asyncio.gather(*running)
+        asked = [make_request([*SHARED, 9], i, tokens=400) for i in range(4 * AT_ONCE)]
+        running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
+        while not waits and not all(each.done() for each in running):
+            stats = await engine.stats()
+            waits = stats["running"] >= 1 and stats["waiting"] >= AT_ONCE
     await engine.commit_weights(first + 1, "keep")
     responses = await asyncio.gather(*running)
 

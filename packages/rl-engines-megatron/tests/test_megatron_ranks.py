@@ -31,7 +31,7 @@ def run_suite(shared, monkeypatch, layout, settings=None, seconds=480):
         pytest.param({"tensor": 2}, {"sequence_parallel": True}, id="t2-sequence-parallel"),
         pytest.param({"pipeline": 2}, {}, id="p2", marks=pytest.mark.nightly),
         pytest.param({"pipeline": 2}, {"interleaved": 2}, id="p2-interleaved"),
-        pytest.param({"data": 2}, {}, id="d2"),
+        pytest.param({"data": 2}, {}, id="d2", marks=pytest.mark.nightly),  # less than d2e2
         pytest.param({"context": 2}, {}, id="c2"),
         pytest.param({"data": 2, "expert": 2}, {}, id="d2e2"),
     ],

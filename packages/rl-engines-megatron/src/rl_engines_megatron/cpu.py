@@ -49,6 +49,7 @@ def without_cuda(device: torch.device) -> Iterator[None]:
         stack.enter_context(patch.object(random, "_get_cuda_rng_state", lambda **_: torch.get_rng_state()))
         stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda state, **_: torch.set_rng_state(state)))
         stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host))
+        stack.enter_context(patch.object(dist, "all_gather", _gathering(dist.all_gather)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_OnCPU())
         yield
@@ -57,6 +58,24 @@ def without_cuda(device: torch.device) -> Iterator[None]:
 def _on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     """Counts of tokens as all-to-all takes them; megatron-core makes arrays of what comes from a GPU only."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+def _gathering(gather: Any) -> Any:
+    """`all_gather`, also where ranks have other numbers of rows, as experts that are split have of tokens: nccl takes
+    that, and gloo does not."""
+
+    def all_gather(found: list[Tensor], own: Tensor, *arguments: Any, **named: Any) -> Any:
+        if len({tensor.shape for tensor in found}) == 1:
+            return gather(found, own, *arguments, **named)
+        padded = own.new_zeros(max(len(tensor) for tensor in found), *own.shape[1:])
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in found]
+        gather(parts, padded, *arguments, **named)
+        for tensor, part in zip(found, parts, strict=True):
+            tensor.copy_(part[: len(tensor)])
+        return None
+
+    return all_gather
 
 
 class _Stream:
@@ -79,18 +98,4 @@ class _OnCPU(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.")
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": CPU}
-        if func is dist.all_gather and len({tensor.shape for tensor in args[0]}) > 1:
-            return _gather_of_several_lengths(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _gather_of_several_lengths(found: list[Tensor], own: Tensor, group: Any = None, **_: Any) -> None:
-    """`all_gather` where ranks have other numbers of rows, as experts that are split have of tokens: nccl takes that,
-    and gloo does not."""
-    longest = max(len(tensor) for tensor in found)
-    padded = own.new_zeros(longest, *own.shape[1:])
-    padded[: len(own)] = own
-    parts = [torch.empty_like(padded) for _ in found]
-    dist.all_gather(parts, padded, group=group)
-    for tensor, part in zip(found, parts, strict=True):
-        tensor.copy_(part[: len(tensor)])

@@ -79,7 +79,7 @@ def make_work(
     device: str = "cpu",
     dtype: str = "float32",
 ) -> Work:
-    """A random model of 4 layers, and rows of log-normal length."""
+    """A random model of 4 layers with heads of at most 128, and rows of log-normal length."""
     import numpy as np
     import torch
     import transformers
@@ -92,9 +92,9 @@ def make_work(
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
+        num_attention_heads=max(4, hidden // 128),
+        num_key_value_heads=max(2, hidden // 256),
+        head_dim=min(128, hidden // 4),
         tie_word_embeddings=True,
     )
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
@@ -205,6 +205,19 @@ def timed(step: Callable[[], tuple[float, float]], threads: int) -> tuple[float,
     return time.perf_counter() - begin, result
 
 
+def tried(step: Callable[[], tuple[float, float]], threads: int) -> float:
+    """Seconds of a step, infinitely many where the GPU has too little memory for it."""
+    import torch
+
+    try:
+        return timed(step, threads)[0]
+    except torch.OutOfMemoryError:
+        return math.inf
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
 def utilisation(ours: Ours, seconds: float) -> float | None:
     """The useful FLOPs of a step (`rl_engines_fsdp.usage.step_flops`) over the device's peak in these seconds; None
     where that is not known, as of any CPU."""
@@ -231,7 +244,7 @@ def measure_step(work: Work, repeats: int, peer_rows: tuple[int, ...], engine: s
         if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(begin[0], found, strict=True)):
             raise SystemExit(f"the sides had different work: loss and gradient norm {begin[0]} and {found}")
     own = {threads: timed(ours.step, threads)[0] for threads in counts}
-    peer = {(threads, rows): timed(partial(padded.step, rows), threads)[0] for threads in counts for rows in peer_rows}
+    peer = {(threads, rows): tried(partial(padded.step, rows), threads) for threads in counts for rows in peer_rows}
     threads = min(own, key=own.__getitem__)
     peer_threads, rows = min(peer, key=peer.__getitem__)
     best = {name: min(counts, key=lambda n, side=side: timed(side.step, n)[0]) for name, side in further.items()}

@@ -41,9 +41,6 @@ def check_run(run: Run[Any]) -> None:
     with as_planned(run.config.model, run.config.data) as directory:
         spec = replace(run.config.finetune_spec(), model_path=directory, device=run.device)
         engine.check(run.layout.actor.strategy, spec)
-    if run.layout.shared and run.device == "cuda":
-        expected = f"`+` in place of `|`: {run.layout.actor.backend} cannot leave its GPU to a server"
-        require(engine.can_offload, "allocation", expected, run.config.allocation)
     if run.layout.rollout is not None:
         servers, addresses = run.layout.rollout.strategy.data, attached(run.config, run.layout)
         require(

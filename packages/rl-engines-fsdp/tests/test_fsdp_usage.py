@@ -160,7 +160,7 @@ def test_offloaded_engine_on_cuda_gives_the_step_of_a_resident_one(tmp_path):
     path, results = make_model(tmp_path), []
     for offload in (False, True):
         optimizer = OptimizerConfig(lr=1e-2)
-        engine = make_engine(path, 3, optimizer=optimizer, device="cuda", dtype="bfloat16", offload=offload)
+        engine = make_engine(path, optimizer=optimizer, device="cuda", dtype="bfloat16", offload=offload)
         results.append([engine.train_batch(make_batch(seed=s), loss_fn, loss_weight_fn)["loss"] for s in range(3)])
         on_host = {parameter.device.type == "cpu" for parameter in engine._model.parameters()}
         engine.destroy()

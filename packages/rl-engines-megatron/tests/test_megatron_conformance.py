@@ -1,3 +1,5 @@
+import pytest
+
 from rl_contracts.conformance.train_engine import TrainEngineConformance
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
@@ -5,3 +7,8 @@ from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 class TestMegatronEngine(TrainEngineConformance):
     def make_engine(self) -> MegatronEngine:
         return MegatronEngine(MegatronEngineConfig())
+
+
+@pytest.mark.gpu
+class TestMegatronEngineOnCuda(TestMegatronEngine):
+    device = "cuda"

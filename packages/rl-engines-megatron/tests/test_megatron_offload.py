@@ -8,6 +8,7 @@ from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing import make_batch, make_tiny_model
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
+from rl_engines_megatron.leaving import Away
 
 
 def moments(engine):
@@ -63,3 +64,42 @@ def test_moments_on_cuda_lie_in_host_memory_between_steps_that_are_the_same(tmp_
         assert {value.device.type for value in moments(engine)} == {"cpu" if offload else "cuda"}
         engine.destroy()
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_engine_that_was_away_between_two_steps_takes_the_same_ones(tmp_path):
+    path, found = str(make_tiny_model(tmp_path)), []
+    for leaves in (False, True):
+        engine = start(path, False)
+        first = steps(engine, [0, 1])
+        if leaves:
+            tensors = list(engine._tensors())
+            away = Away(tensors)  # nothing leaves a CPU by itself
+            assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {0}
+            away.back()
+        found.append([first, steps(engine, [2]), [value.clone() for _, value in engine.full_parameters()]])
+        engine.destroy()
+
+    assert found[0][:2] == found[1][:2]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][2], found[1][2], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_leaves_its_gpu_and_returns(dtype, tmp_path):
+    path = str(make_tiny_model(tmp_path))
+    engine, other = (start(path, False, "cuda", dtype) for _ in range(2))
+    steps(engine, [0, 1])
+    steps(other, [0, 1])
+    before = torch.cuda.memory_allocated()
+    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in engine._tensors()}.values())
+
+    engine.offload()
+    engine.offload()  # is safe twice
+    left = before - torch.cuda.memory_allocated()
+    engine.onload()
+
+    assert left >= held > 0
+    losses = [[step["loss"] for step in steps(each, [2, 3])] for each in (engine, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    engine.destroy()
+    other.destroy()

@@ -20,9 +20,9 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("conformance")
 
 
-@pytest.fixture(scope="module")
-def servers(model_path: Path, scratch: Path) -> Iterator[list[ServerProcess]]:
-    options = {"slots": 16, "weights_dir": scratch}
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def servers(request: pytest.FixtureRequest, model_path: Path, scratch: Path) -> Iterator[list[ServerProcess]]:
+    options = {"slots": 16, "weights_dir": scratch, "device": request.param}
     pair = [ServerProcess(model_path, scratch / f"server-{i}.log", options=dict(options)).start() for i in range(2)]
     try:
         yield [server.wait_ready() for server in pair]

@@ -193,8 +193,8 @@ def test_record_log_prob_that_is_no_finite_number_ends_the_answer_as_an_error(mo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_decode_on_a_gpu_equals_transformers_forward(model_path: Path) -> None:
     model = reference_model(model_path)
-    model = load_model(EmbeddedEngineConfig(slots=8), ServeSpec(str(model_path), device="cuda"))
-    table = SlotTable(model, 8, 512, lambda: 0)
+    slots = load_model(EmbeddedEngineConfig(slots=8), ServeSpec(str(model_path), device="cuda"))
+    table = SlotTable(slots, 8, 512, lambda: 0)
     jobs = [job([5, 9, 30 + i // 2], 40, seed=i) for i in range(12)]
 
     run(table, jobs, stagger=2)

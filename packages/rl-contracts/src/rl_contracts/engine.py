@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from rl_contracts.config import Settings
 from rl_contracts.data import AdapterSpec, FinetuneSpec, ParamSpec, SaveLoadMeta
@@ -71,9 +71,6 @@ class TrainEngineConfig(Settings):
     An engine that is called `theirs:TheirEngine` brings `theirs:TheirEngineConfig`, beside it and importable without
     torch; all its fields have defaults.
     """
-
-    can_offload: ClassVar[bool] = True
-    """Whether the engine can leave its GPU to a server (`TrainEngine.offload`)."""
 
     def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
         """Refuse what the engine cannot do with these settings; by default nothing.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import bounded, choice
@@ -21,7 +20,6 @@ OPTIMIZERS = ("adamw", "sgd")
 class MegatronEngineConfig(TrainEngineConfig):
     """A model in training on megatron-core."""
 
-    can_offload: ClassVar[bool] = False
     sequence_parallel: bool = False
     """Split what lies between the matrices (norms, residuals) over tensor ranks by tokens; less memory. Needs t above
     1."""

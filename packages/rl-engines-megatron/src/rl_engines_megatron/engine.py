@@ -28,6 +28,7 @@ from rl_contracts.training.usage import UsageMeter
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_megatron.config import MegatronEngineConfig
 from rl_engines_megatron.cpu import without_cuda
+from rl_engines_megatron.leaving import Away
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -55,6 +56,7 @@ class MegatronEngine(TrainEngine):
         self._usage = UsageMeter()
         self._stepper: Any = None
         self._parts: list[Any] = []
+        self._away: Away | None = None
         self._chunks: list[Any] = []
         """The parts with what wraps them for training."""
 
@@ -384,18 +386,27 @@ class MegatronEngine(TrainEngine):
         return {"version": self.version, "steps": self._steps, "skipped": self._skipped}
 
     def offload(self) -> None:
-        """See `TrainEngine.offload`. Nothing moves on a CPU.
-
-        Raises:
-            EngineError: on a GPU, where this engine cannot yet.
-        """
-        if self._device.type == "cuda":
-            raise EngineError(
-                "offload: the megatron engine cannot leave its GPU yet; give servers devices of their own."
-            )
+        """See `TrainEngine.offload`. Nothing moves on a CPU."""
+        if self._device.type == "cuda" and self._away is None:
+            self._away = Away(tensor for tensor in self._tensors() if tensor.is_cuda)
+            torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """See `TrainEngine.onload`."""
+        if self._away is not None:
+            self._away.back()
+            self._away = None
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """All that stays in memory between two steps."""
+        for part in self._parts:
+            yield from part.buffers()
+            for parameter in part.parameters():
+                yield parameter
+                if (gradient := getattr(parameter, "main_grad", None)) is not None:
+                    yield gradient
+        if self._stepper is not None:
+            yield from self._stepper.tensors()
 
 
 def _unknown_kind(meta: SaveLoadMeta) -> ModelError:

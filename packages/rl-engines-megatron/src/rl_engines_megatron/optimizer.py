@@ -111,6 +111,11 @@ class Stepper:
             if isinstance(value, Tensor) and value.ndim
         ]
 
+    def tensors(self) -> Iterator[Tensor]:
+        """What it steps and what it keeps of that, wherever it lies; parts of the model's parameters among them."""
+        yield from self.inner.get_parameters()
+        yield from (state[name] for _, name, state, _ in self._moments())
+
     def zero_grad(self) -> None:
         """Forget all gradients."""
         for chunk in self.chunks:

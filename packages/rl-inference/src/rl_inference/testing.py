@@ -118,7 +118,8 @@ class ServerProcess:
     """One server, alive from `start` to `stop`; a context manager does both.
 
     It is forked off a process that has imported everything already, which saves the seconds that
-    `python -m rl_inference.server` spends on imports; otherwise it is the same.
+    `python -m rl_inference.server` spends on imports; otherwise it is the same. With `device=cuda`, which no fork can
+    use, it is that program.
     """
 
     model: Path
@@ -152,6 +153,8 @@ class ServerProcess:
         options = {"model": self.model, "port": self.port, "threads": 1, **self.options}
         arguments = to_arguments(options)
         environment = {"OMP_NUM_THREADS": "1", "RL_RUN_KEY": self.key}
+        if self.options.get("device") == "cuda":
+            self.command = self.command or (sys.executable, "-m", "rl_inference.server")
         if self.command is None:
             self.process = fork(_serve, (arguments,), self.log, environment)
         else:

@@ -245,7 +245,7 @@ class TrainEngineConformance:
 
         for name, value in by_hub_names(reference.model).items():
             step = (value - before[name]).norm()
-            assert (moved[name] - value).norm() <= 10 * self.tolerance * step, name
+            assert (moved[name].cpu() - value).norm() <= 10 * self.tolerance * step, name
 
     def test_train_batch_zero_denominator_or_no_rows_raises_engine_error(self, start: Any) -> None:
         batch, engine = make_batch(3), start()

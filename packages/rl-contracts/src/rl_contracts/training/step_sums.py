@@ -58,9 +58,7 @@ class StepSums:
 
     def reduce(self, parallel: ParallelContext) -> dict[str, float]:
         """Totals over micro-batches and ranks (collective): statistics divided, NaN where the denominator is 0."""
-        values = [value.to(torch.float64) for value in self._values.values()]
-        host = dict(zip(self._values, torch.stack(values).tolist() if values else [], strict=True))
-        parts = parallel.gather_json(host)
+        parts = parallel.gather_json(self._on_host())
         totals: dict[str, float] = {}
         for name in dict.fromkeys(chain(*parts)):  # names may differ: a rank without rows never called the loss
             found = [part[name] for part in parts if name in part]
@@ -70,3 +68,11 @@ class StepSums:
             denominator = totals[f"den:{name}"]
             result[name] = totals[f"sum:{name}"] / denominator if denominator else math.nan
         return result
+
+    def _on_host(self) -> dict[str, float]:
+        """All values, with one wait for each device; a loss may count in host memory what it knows without looking."""
+        found: dict[str, float] = {}
+        for device in {value.device for value in self._values.values()}:
+            here = {name: value.to(torch.float64) for name, value in self._values.items() if value.device == device}
+            found |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
+        return {name: found[name] for name in self._values}

@@ -26,6 +26,8 @@ from rl_engines_fsdp.ranks.collectives import exchange
 NAME = "rl_packed"
 """What the model's `attn_implementation` is called."""
 
+LARGEST_HEAD = 256
+"""Numbers of a head, above which torch's variable-length kernel computes none."""
 UNSUPPORTED = ("position_bias",)
 """Keyword arguments that change the result in a way that is not implemented here (learned biases)."""
 
@@ -123,7 +125,8 @@ def _all_segments(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of a whole row: [1, heads, N, D] to [1, N, heads, D]."""
-    if softcap is None and sinks is None and query.is_cuda and query.dtype != torch.float32 and _varlen() is not None:
+    plain = softcap is None and sinks is None and query.dtype != torch.float32 and query.shape[-1] <= LARGEST_HEAD
+    if plain and query.is_cuda and _varlen() is not None:
         return _varlen_attention(query, key, value, packed, scale, window)
     pieces = [
         _one_segment(q, k, v, scale, window, softcap, sinks).transpose(1, 2)
@@ -192,13 +195,13 @@ def _explicit(
 
 @cache
 def _varlen() -> Any:
-    """torch's variable-length attention, where this version has one that takes windows and grouped queries."""
+    """torch's variable-length attention, where this version has one that takes windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(known) else None
+    return varlen_attn if {"scale", "window_size"} <= set(known) else None
 
 
 def _varlen_attention(
@@ -206,8 +209,13 @@ def _varlen_attention(
 ) -> Tensor:
     """All segments in one kernel: [1, heads, N, D] to [1, N, heads, D]."""
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
-    longest = max(packed.lengths)
-    out: Tensor = _varlen()(
+    longest, attend, grouped = max(packed.lengths), _varlen(), {}
+    if (shared := q.shape[1] // k.shape[1]) > 1:
+        if "enable_gqa" in inspect.signature(attend).parameters:
+            grouped = {"enable_gqa": True}
+        else:  # torch 2.11
+            k, v = (t.repeat_interleave(shared, dim=1) for t in (k, v))
+    out: Tensor = attend(
         q,
         k,
         v,
@@ -217,7 +225,7 @@ def _varlen_attention(
         longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return out[None]
 

@@ -256,6 +256,33 @@ async def test_probe_learns_how_many_requests_of_others_a_server_works_on() -> N
         assert (server.others, server.load) == (3, 5)
 
 
+async def test_server_that_is_away_is_asked_several_times_as_often_as_one_that_is_well() -> None:
+    asked, enough = {"well": 0, "away": 0}, asyncio.Event()
+
+    async def well(request: web.Request) -> web.Response:
+        asked["well"] += 1
+        return await healthy(request)
+
+    async def away(request: web.Request) -> web.Response:
+        asked["away"] += 1
+        if asked["away"] == 24:
+            enough.set()
+        return web.json_response({"error": {"message": "the model is being loaded"}}, status=503)
+
+    async with (
+        serving({"/health": well}) as one,
+        serving({"/health": away}) as other,
+        client(one, other, probe_interval=0.2) as engine,
+    ):
+        lost = next(server for server in engine._router.servers if server.address == other)
+        engine._router.evict(lost, "planted")
+        engine._monitor.start()
+        async with asyncio.timeout(30):
+            await enough.wait()
+
+    assert 3 <= asked["well"] <= 8  # a quarter of them are 6; each hurry asks everybody
+
+
 async def test_probes_of_many_clients_are_together_about_as_many_as_those_of_one() -> None:
     async def seconds_for_probes(count: int, clients: int) -> float:
         seen, enough = [], asyncio.Event()

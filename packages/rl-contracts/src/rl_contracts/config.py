@@ -235,8 +235,8 @@ class ClientConfig(Settings):
     retry_seconds: float = bounded(0.2, "seconds above 0", lambda seconds: seconds > 0)
     """First pause before a request tries again; doubles up to 5 s."""
     probe_interval: float = bounded(2.0, "0 (never) or more", lambda seconds: seconds >= 0)
-    """Seconds between two questions to each server whether it is well; then also one that was evicted may come back.
-    0: never asked, and evicted for good."""
+    """Seconds between two questions to each server whether it is well; one that was evicted is asked four times as
+    often, and may come back. 0: never asked, and evicted for good."""
     discover_interval: float = bounded(1.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds between two looks at which servers there are, where a run tells (never where `probe_interval` is 0)."""
     probe_timeout: float = bounded(5.0, "seconds above 0", lambda seconds: seconds > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import count
 from weakref import WeakKeyDictionary
 
 from rl_contracts.errors import InferenceError, WeightUpdateError
@@ -15,6 +16,9 @@ from rl_inference.transport import Server, ServerGoneError, Transport
 from rl_inference.updates import WeightUpdates
 
 logger = get_logger("inference.client")
+
+LOOKS = 4
+"""How many times as often as the others the servers are asked that are away, and may be waited for."""
 
 
 class ServerMonitor:
@@ -69,14 +73,17 @@ class ServerMonitor:
         async with asyncio.TaskGroup() as returns:  # an error that a return does not expect ends the monitor
             if self.discovery is not None:
                 returns.create_task(self.discovery.watch(self.hurry), name="discovery")
-            while True:
-                await self._pause()
-                await asyncio.gather(*(self._look(server, returns) for server in self._router.servers))
+            for look in count():
+                away = [server for server in self._router.servers if not server.live]
+                hurry = await self._pause(1 / LOOKS if away else 1.0)
+                everybody = hurry or not away or look % LOOKS == 0
+                await asyncio.gather(*(self._look(s, returns) for s in (self._router.servers if everybody else away)))
                 self._router.give_up_after(self._transport.config.rejoin_timeout)
 
-    async def _pause(self) -> None:
-        """Until the next round is due, or somebody is in a hurry. Clients that began together ask at other times."""
-        interval = self._transport.config.probe_interval * random.uniform(0.5, 1.5)
+    async def _pause(self, share: float) -> bool:
+        """Until a share of the interval is over, or somebody is in a hurry: then True. Clients that began together ask
+        at other times."""
+        interval = self._transport.config.probe_interval * share * random.uniform(0.5, 1.5)
         waits = {
             asyncio.ensure_future(self._router.clock.sleep(interval)),
             asyncio.ensure_future(self._hurry.wait()),
@@ -86,7 +93,9 @@ class ServerMonitor:
         finally:
             for wait in waits:
                 wait.cancel()
+        hurry = self._hurry.is_set()
         self._hurry.clear()
+        return hurry
 
     async def _look(self, server: Server, returns: asyncio.TaskGroup) -> None:
         """Ask one server, and draw the consequence."""

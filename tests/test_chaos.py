@@ -82,7 +82,7 @@ def examine(part: chaos.Part, prompts: int, epochs: int, record: Callable[[str, 
     assert endings["failed"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # kills of each kind are in test_clusters_learn.py and test_trainer_restarts.py
 def test_local_run_through_three_kills_ends_and_uses_every_prompt_once(
     model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

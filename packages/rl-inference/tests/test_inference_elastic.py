@@ -162,6 +162,7 @@ async def test_pause_server_that_joins_meanwhile_generates_after_resume(start: S
         assert len({answer.server for answer in await asyncio.gather(*answers)}) == 2
 
 
+@pytest.mark.nightly  # as a return with wrong weights, test_inference_rejoin.py
 async def test_join_with_wrong_weights_stays_out_and_is_named(
     start: Start, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:

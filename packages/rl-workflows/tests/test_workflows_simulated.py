@@ -354,8 +354,8 @@ def make_real_head(world, rank):
     "case",
     [
         Case(batch=16, eta=0, crash_share=0.05),
-        Case(batch=16, eta=1, heads=(2,), slow_share=0.0),
-        Case(batch=12, eta=4, concurrent=20, bad_share=0.4),
+        pytest.param(Case(batch=16, eta=1, heads=(2,), slow_share=0.0), marks=pytest.mark.nightly),
+        pytest.param(Case(batch=12, eta=4, concurrent=20, bad_share=0.4), marks=pytest.mark.nightly),
         Case(batch=12, eta=2, heads=(1, 2, 3), crash_share=0.1),
     ],
     ids=str,

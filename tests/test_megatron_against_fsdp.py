@@ -82,7 +82,6 @@ def test_grpo_on_replayed_batches_gives_the_gradients_and_losses_of_fsdp(given, 
         pytest.param({}, marks=pytest.mark.nightly),
         {"data": 2, "expert": 2},
         pytest.param({"data": 4, "expert": 2}, marks=pytest.mark.nightly),
-        pytest.param({"data": 2, "context": 2, "expert": 2, "expert_tensor": 2}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -91,7 +90,9 @@ def test_grpo_of_experts_gives_the_gradients_and_losses_of_fsdp(given_experts, t
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", [{}, {"context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"context": 2}, {"data": 2, "context": 2, "expert": 2, "expert_tensor": 2}], ids=str
+)
 def test_gradients_of_experts_are_as_near_to_those_in_float64_as_those_of_fsdp(
     given_experts, tmp_path, layout, record_property
 ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,63 @@ def test_grpo_trainer_killed_goes_on_by_itself_and_learns_from_every_prompt_once
     assert set(learned.values()) == {2}  # its group, once
     assert not list((command.run_dir / "names" / "servers").rglob("=value"))
     assert not weights_directory(command.run_dir).exists()
+
+
+def _start_with_parts(model: Path, file: Path, monkeypatch: pytest.MonkeyPatch, **more: object) -> Command:
+    monkeypatch.setenv("STUCK_FILE", str(file))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    settings = {
+        "algorithm.loss.kind": "stuck_parts:stuck_loss",
+        "rollout.group_size": 2,
+        "rollout.generation.max_new_tokens": 8,
+        "rollout.stall_timeout": 4,
+        "rollout.trainer_timeout": 4,
+        "recover.every": 0,
+        "total_steps": 100_000,
+    }
+    return _start("gsm8k-grpo", model, file.parent / "run", **settings | more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("workflow", r"rollout.stall_timeout=4\). stuck stage: workflow, for \d(.|\n)*in arun_episode"),
+        pytest.param(
+            "trainer", r"stuck stage: trainer.*rollout.trainer_timeout=4(.|\n)*in stuck_loss", marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_run_in_which_nothing_moves_ends_with_the_stage_its_age_and_its_stack(
+    what: str, says: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "stuck"
+    # a run that has a point would be started again
+    command = _start_with_parts(model, file, monkeypatch, **{"rollout.workflow": "stuck_parts:StuckWorkflow"})
+    command.wait_for(lambda: bool(command.records()))
+    file.write_text(what)
+
+    said = command.finish(code=1)
+
+    assert re.search(says, said), said
+
+
+@pytest.mark.slow
+def test_run_whose_reward_fails_ends_with_the_counts_and_the_trace_and_is_not_started_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"rollout.reward": "stuck_parts:failing_reward", "rollout.failure_min_groups": 8, "recover.every": 1}
+    command = _start_with_parts(model, tmp_path / "stuck", monkeypatch, **more)
+    command.wait_for(command.has_point)
+    (tmp_path / "stuck").write_text("reward")
+
+    said = command.finish(code=1)
+
+    assert re.search(r"of the last \d+ groups failed.*reward", said), said
+    assert re.search(r"ZeroDivisionError.*stuck_parts.py:\d+", said), said
+    assert "restart 1 of" not in said
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "run/groups.jsonl").read_text().splitlines()]
+    assert any(reason and reason.startswith("reward: ") for reason in reasons)
 
 
 @pytest.mark.nightly

@@ -12,24 +12,12 @@ from rl_apps.compose import compose
 from rl_apps.directory import FINISHED, held_by_trainer, names_of
 from rl_apps.layout import layout_of
 from rl_contracts import registry
-from rl_contracts.errors import (
-    AgentError,
-    ConfigError,
-    DataError,
-    ModelError,
-    RewardError,
-    RLError,
-    TaskEnvironmentError,
-    raised_at,
-)
+from rl_contracts.errors import users_fault
 from rl_contracts.logging import configure, get_logger
 from rl_launchers.launcher import USERS_FAULT
 from rl_launchers.pulse import beat
 
 log = get_logger("apps.worker")
-
-USERS = (AgentError, ConfigError, DataError, ModelError, RewardError, TaskEnvironmentError)
-"""Errors that would come again if the run were started anew."""
 
 
 def main(argv: list[str]) -> int:
@@ -54,15 +42,6 @@ def main(argv: list[str]) -> int:
         log.exception("%s: %s", type(error).__name__, error)
         return USERS_FAULT if users_fault(error) else 1
     return 0
-
-
-def users_fault(error: BaseException) -> bool:
-    """Whether an error, or the one that led to it, lies in the user's code, data or settings."""
-    root = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    theirs = not isinstance(root, RLError) and raised_at(root) != ""
-    return theirs or isinstance(error, USERS) or isinstance(root, USERS)
 
 
 if __name__ == "__main__":

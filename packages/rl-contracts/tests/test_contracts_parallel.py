@@ -19,7 +19,7 @@ import json, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from rl_contracts.errors import DataError, EngineError
+from rl_contracts.errors import DataError, EngineError, users_fault
 from rl_contracts.parallel import ParallelContext
 
 rank, world, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -56,13 +56,13 @@ for name, failing in (("one", [1]), ("both", [0, 1])):
     try:
         context.agree(own, "saving")
     except EngineError as error:
-        found[name] = [str(error), error.__cause__ is own]
+        found[name] = [str(error), error.__cause__ is own, users_fault(error)]
 try:
     with context.agreeing("opening"):
         if rank == 1:
             raise OSError("no such file")
 except EngineError as error:
-    found["agreeing"] = [str(error), repr(error.__cause__)]
+    found["agreeing"] = [str(error), repr(error.__cause__), users_fault(error)]
 context.barrier()
 found["main"] = context.is_main
 print(json.dumps(found))
@@ -132,16 +132,18 @@ def test_sum_and_max_over_replicas_are_new_tensors(ranks: Any) -> None:
 
 def test_agree_failure_on_one_rank_raises_on_all_and_names_it(ranks: Any) -> None:
     for rank, found in enumerate(ranks):
-        message, own_is_cause = found["one"]
+        message, own_is_cause, users = found["one"]
         assert message == "saving failed on 1 of 2 ranks. rank 1: DataError: disk of 1 is full"
         assert own_is_cause is True
+        assert users is True  # a DataError, also where another rank raised it
         assert "rank 0: DataError: disk of 0 is full; rank 1: DataError: disk of 1 is full" in found["both"][0]
         assert found["main"] is (rank == 0)
 
 
 def test_agreeing_error_in_the_block_of_one_rank_is_raised_on_all_with_its_cause(ranks: Any) -> None:
     message = "opening failed on 1 of 2 ranks. rank 1: OSError: no such file"
-    assert [found["agreeing"] for found in ranks] == [[message, "None"], [message, "OSError('no such file')"]]
+    causes = ("None", "OSError('no such file')")
+    assert [found["agreeing"] for found in ranks] == [[message, cause, False] for cause in causes]
 
 
 def test_one_rank_needs_no_process_group() -> None:

@@ -96,6 +96,39 @@ async def test_agenerate_server_lost_right_after_the_last_token_ends_the_answer_
     assert asked == [[1, 2]], "a complete answer must not be continued"
 
 
+async def test_agenerate_of_a_server_that_ended_goes_on_elsewhere_with_the_tokens_that_had_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, arrived = [], asyncio.Event()
+
+    def add(answer: PartialAnswer, chunk: GenerationChunk, version: int) -> None:
+        original(answer, chunk, version)
+        arrived.set()
+
+    original = PartialAnswer.add
+    monkeypatch.setattr(PartialAnswer, "add", add)
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        asked.append((body["input_ids"], body["sampling_params"]["max_new_tokens"]))
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(event([7, 8] if len(asked) == 1 else [9], None if len(asked) == 1 else "length"))
+        if len(asked) == 1:
+            await arrived.wait()
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    routes: dict[str, Handler] = {"/generate": generate, "/health": healthy}
+    async with serving(routes) as one, serving(routes) as other, client(one, other) as engine:
+        async with asyncio.timeout(20):
+            answer = await engine.agenerate(ModelRequest([1, 2], GenerationConfig(max_new_tokens=3)))
+
+    assert asked == [([1, 2], 3), ([1, 2, 7, 8], 1)]
+    assert (answer.output_ids, answer.resubmissions) == ([7, 8, 9], 1)
+
+
 async def test_agenerate_busy_server_is_not_asked_in_a_loop_while_another_has_room() -> None:
     refused, answered = [], []
 

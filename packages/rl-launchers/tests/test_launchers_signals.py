@@ -1,9 +1,12 @@
 """What signals to a launcher do: a whole program with servers, trainers and grandchildren is run and shot at."""
 
+import fcntl
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -60,10 +63,21 @@ class Program:
         delay: float = 0.0,
         behind: tuple[str, ...] = (),
         grace: float = 40.0,
+        terminal: int | None = None,
     ) -> None:
         self.folder = folder
         command = [*behind, sys.executable, "-c", PROGRAM, str(folder), trainer, str(delay), SERVER, str(grace)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        if terminal is None:
+            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        else:  # that of a shell, whose commands in the foreground all get its ^C
+            self.process = subprocess.Popen(
+                command,
+                stdin=terminal,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            )
 
     def reaches(self, milestone: str) -> "Program":
         """Wait until the program has written a file."""
@@ -121,6 +135,25 @@ def test_signal_trainer_writes_its_recover_point_and_nothing_is_left(
     assert (program.folder / "recover").read_text() == "saved while the server answered"
     assert program.left_behind() == []
     assert program.port_is_free()
+
+
+@pytest.mark.parametrize("behind", [(), ("uv", "run", "--no-project")], ids=["alone", "uv run"])
+def test_ctrl_c_at_a_terminal_is_one_request_to_end_for_the_whole_foreground(
+    start: Callable[..., Program], behind: tuple[str, ...]
+) -> None:
+    if behind and shutil.which("uv") is None:
+        pytest.skip("uv is not installed")
+    master, terminal = os.openpty()
+    program = start(behind=behind, terminal=terminal).reaches("training")
+
+    os.write(master, b"\x03")
+
+    assert program.ends_within(15) == 130
+    assert (program.folder / "recover").read_text() == "saved while the server answered"
+    wait_until(lambda: program.left_behind() == [])
+    assert program.port_is_free()
+    os.close(master)
+    os.close(terminal)
 
 
 def test_second_signal_kills_a_deaf_trainer_at_once(start: Callable[..., Program]) -> None:

@@ -14,24 +14,29 @@ class RLError(Exception):
     """Root of all errors of the rl packages. `boundary` is the name under which a failure is counted."""
 
     boundary = "internal"
+    users = False
+    """Whether the user's code, data or settings are to blame, so that it would come again."""
 
 
 class ConfigError(RLError):
     """A setting, or a combination of settings, that cannot work. Raised before any process starts."""
 
     boundary = "config"
+    users = True
 
 
 class DataError(RLError):
     """A data set, a row or a batch that is not what its reader was promised."""
 
     boundary = "data"
+    users = True
 
 
 class ModelError(RLError):
     """A model directory, checkpoint or architecture that cannot be used as asked."""
 
     boundary = "model"
+    users = True
 
 
 class EngineError(RLError):
@@ -61,18 +66,21 @@ class RewardError(RLError):
     """A reward could not be computed (crash, deadline, missing gold answer). Never stands for a reward of zero."""
 
     boundary = "reward"
+    users = True
 
 
 class TaskEnvironmentError(RLError):
     """An environment of a multi-step task failed in `reset` or `step`."""
 
     boundary = "environment"
+    users = True
 
 
 class AgentError(RLError):
     """An agent (user code that drives the episode) raised."""
 
     boundary = "agent"
+    users = True
 
 
 class LaunchError(RLError):
@@ -93,6 +101,16 @@ class StalledError(RLError):
     """Nothing moved for longer than allowed. Names the stage and its age."""
 
     boundary = "stalled"
+
+
+def users_fault(error: BaseException) -> bool:
+    """Whether an error, or the one that led to it, lies in the user's code, data or settings."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    if not isinstance(root, RLError) and raised_at(root):
+        return True
+    return any(isinstance(each, RLError) and each.users for each in (error, root))
 
 
 def raised_at(error: BaseException) -> str:

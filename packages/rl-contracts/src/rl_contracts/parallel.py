@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-from rl_contracts.errors import EngineError
+from rl_contracts.errors import EngineError, users_fault
 
 
 @dataclass
@@ -123,17 +123,18 @@ class ParallelContext:
         """Meet after something that may fail on one rank only, so that no other waits in a collective for it.
 
         Raises:
-            EngineError: on every rank, if `error` is given on any: names the ranks and their errors. Where this rank's
-                own failed, it is the cause.
+            EngineError: on every rank, if `error` is given on any: names the ranks and their errors, and says whether
+                they are the user's fault. Where this rank's own failed, it is the cause.
         """
         if self.host_group is None and error is not None:
             raise error
-        note = "" if error is None else f"{type(error).__name__}: {error}"
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(self.gather_json(note)) if text]
+        note = None if error is None else (f"{type(error).__name__}: {error}", users_fault(error))
+        failed = [(f"rank {rank}: {each[0]}", each[1]) for rank, each in enumerate(self.gather_json(note)) if each]
         if failed:
-            raise EngineError(
-                f"{doing} failed on {len(failed)} of {self.world_size} ranks. " + "; ".join(failed)
-            ) from error
+            texts = "; ".join(text for text, _ in failed)
+            told = EngineError(f"{doing} failed on {len(failed)} of {self.world_size} ranks. {texts}")
+            told.users = any(users for _, users in failed)
+            raise told from error
 
     @contextmanager
     def agreeing(self, doing: str) -> Iterator[None]:

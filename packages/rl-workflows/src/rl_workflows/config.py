@@ -26,10 +26,10 @@ class RuntimeConfig(Settings):
     """Evaluation episodes that run at the same time on each head, beside the training ones."""
     stall_timeout: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds without any progress (nothing generated, accepted, rejected or failed) after which a wait ends with an
-    error that names the stuck stage."""
+    error that names the stuck stage; a run that has a recover point is then started again."""
     trainer_timeout: float = bounded(3600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds after which a trainer that is in no call of the runtime counts as stuck: longer than any training step,
-    with what is saved after it. The run then ends with an error that says where the trainer is."""
+    with what is saved after it. Its process then ends with an error that says where it is, as with `stall_timeout`."""
     seed: int = 0
     """Sampling seeds derive from it, the prompt, the epoch and the sample."""
 

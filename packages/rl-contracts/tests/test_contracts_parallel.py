@@ -65,9 +65,14 @@ except EngineError as error:
     found["agreeing"] = [str(error), repr(error.__cause__), users_fault(error)]
 context.barrier()
 found["main"] = context.is_main
+context.leave()
+try:
+    context.gather_json(1)
+except EngineError as error:
+    found["left"] = str(error)
 print(json.dumps(found))
 # the threads of a gloo group end with its last reference; one that still lets go of a tensor when Python ends aborts
-context.host_group = context.dp_host_group = group = None
+group = None
 dist.destroy_process_group()
 """
 
@@ -144,6 +149,10 @@ def test_agreeing_error_in_the_block_of_one_rank_is_raised_on_all_with_its_cause
     message = "opening failed on 1 of 2 ranks. rank 1: OSError: no such file"
     causes = ("None", "OSError('no such file')")
     assert [found["agreeing"] for found in ranks] == [[message, cause, False] for cause in causes]
+
+
+def test_collective_after_the_groups_were_left_raises_engine_error(ranks: Any) -> None:
+    assert [found["left"] for found in ranks] == 2 * ["the ranks' process group is gone: their engine was destroyed."]
 
 
 def test_one_rank_needs_no_process_group() -> None:

@@ -45,6 +45,12 @@ class ParallelContext:
         """Whether this is rank 0: it writes files and talks to servers for all."""
         return self.rank == 0
 
+    def leave(self) -> None:
+        """Let go of the groups, so that their threads end; a further collective raises an `EngineError`."""
+        gone: Any = _Left()
+        self.host_group = self.host_group and gone
+        self.dp_host_group = self.dp_host_group and gone
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.gather_json(None)
@@ -145,6 +151,13 @@ class ParallelContext:
         except Exception as failure:  # noqa: BLE001 - handed to every rank by agree, which raises it
             error = failure
         self.agree(error, doing)
+
+
+class _Left:
+    """Stands where a group was."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise EngineError("the ranks' process group is gone: their engine was destroyed.")
 
 
 def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -75,6 +75,7 @@ def _leave() -> None:
     if _users == 0:
         made = parallel_state._global_process_group_list or []
         parallel_state.destroy_model_parallel()
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # of 0.19, which keeps this one
         for group in made:  # megatron-core only forgets them, and each has threads and connections of its own
             if group is not None:
                 dist.destroy_process_group(group)

@@ -118,6 +118,7 @@ def join(
     _users += 1
     undo.callback(_leave)
     if info.world_size > 1:
+        undo.callback(context.leave)
         everyone: Any = dist.new_group(backend="gloo", timeout=timeout)
         undo.callback(dist.destroy_process_group, everyone)
         context.host_group = everyone

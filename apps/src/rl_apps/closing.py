@@ -45,7 +45,7 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
         *lines,
         *files(run_dir),
         f"Try next: uv run --package rl-apps {command} --config {run_dir}/config.yaml run_dir={run_dir}-on-policy "
-        "seed=2 rollout.max_staleness=0   (the same, on-policy)",
+        "rollout.max_staleness=0   (the same, on-policy)",
     ]
 
 

@@ -352,8 +352,8 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str,
     key, first = error.full_key or "", str(error).strip().splitlines()[0]
     values = {known: value for known, value, _ in describe(config)}
     if not isinstance(error, ConfigKeyError):
-        default = f" The default is {values[key]}; `--help {key}` says what it takes." if key in values else ""
-        return f"{key}: {first.rstrip('.')}.{default}" if key else first
+        more = f" `--help {key}` says what it takes, and its default." if key in values else ""
+        return f"{key}: {first.rstrip('.')}.{more}" if key else first
     key = next((text.split("=")[0] for text in overrides if text.startswith(f"{key}.")), key)  # not only its section
     for path, seam in _seams(config):
         if not (parts.get(path) and key.startswith(f"{path}.")):

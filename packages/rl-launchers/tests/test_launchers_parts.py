@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_launchers.health import probe
-from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
+from rl_launchers.interrupts import TOGETHER, Hurried, Interrupted, Interrupts
 from rl_launchers.process import fill_in
 from rl_launchers.report import ERRORS_BEFORE, TAIL_BYTES, describe_exit, tail, telling, with_log
 from rl_launchers.resources import PortReservation, visible_gpus
@@ -142,7 +143,10 @@ def test_interrupts_first_signal_waits_for_check_second_raises_where_impatient_t
         with pytest.raises(Interrupted) as caught:
             interrupts.check()
         assert caught.value.number == signal.SIGTERM
+        with interrupts.impatient():
+            signal.raise_signal(signal.SIGTERM)  # at once, as `uv run` hands on what reached both: the same one
         assert not interrupts.hurried
+        time.sleep(TOGETHER)
         with interrupts.impatient(), pytest.raises(Hurried) as hurried:
             signal.raise_signal(signal.SIGINT)
         assert hurried.value.number == signal.SIGTERM  # the first request decides the exit code

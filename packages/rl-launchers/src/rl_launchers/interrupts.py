@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -33,13 +34,18 @@ class Hurried(Interrupted):
     """A second request to stop, which is not to wait for anything."""
 
 
+TOGETHER = 0.5
+"""Seconds within which signals count as one."""
+
+
 class Interrupts:
     """Catches SIGINT, SIGTERM and SIGHUP (unless that is ignored, as by nohup) while it is entered and puts the former
     handlers back afterwards.
 
     The first signal only sets a flag: an exception out of nowhere could fall between the start of a process and its
     entry into the books. `check` raises it as `Interrupted` where the loop is ready for it. The second is raised at
-    once, as `Hurried`, within `impatient`; further ones are ignored.
+    once, as `Hurried`, within `impatient`; further ones are ignored. What comes within `TOGETHER` seconds of the first
+    is the same: a signal to a whole group of processes reaches a program below `uv run` twice.
 
     Signals reach only the main thread; in any other this does nothing. A program that `uv run` started is asked to stop
     as well when that is gone, which hands on signals but cannot hand on its own SIGKILL.
@@ -54,6 +60,7 @@ class Interrupts:
         self._former: dict[int, Any] = {}
         self._parent = uv_parent() if parent is None else parent
         self._impatient = False
+        self._first = 0.0
 
     @property
     def hurried(self) -> bool:
@@ -92,6 +99,10 @@ class Interrupts:
         self._flag.wait(seconds)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._received and now < self._first + TOGETHER:
+            return
+        self._first = self._first if self._received else now
         self._received.append(number)
         self._flag.set()
         if len(self._received) == 2 and self._impatient:

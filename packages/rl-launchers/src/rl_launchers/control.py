@@ -32,14 +32,14 @@ from rl_contracts.errors import RLError
 from rl_contracts.logging import get_logger
 from rl_contracts.names import NameService, UnknownNameError
 from rl_contracts.scheduler import Worker
-from rl_launchers.interrupts import Interrupted
+from rl_launchers.interrupts import TOGETHER, Interrupted
 from rl_launchers.pulse import Pulses
 
 logger = get_logger("launcher")
 
 BEAT_SECONDS = 2.0
 """Seconds between two signs of life of a launcher, and between its looks at what it is asked."""
-HURRY_SECONDS = 0.2
+HURRY_SECONDS = 2 * TOGETHER
 """Seconds between the two signals that mean: at once."""
 OVER = ("finished", "stopped", "failed")
 """States after which nothing more is written."""

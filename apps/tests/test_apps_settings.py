@@ -5,7 +5,6 @@ import ast
 import inspect
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -27,6 +26,7 @@ from rl_apps.gsm8k_sft import APP as SFT
 from rl_apps.hh_rlhf import DPO, REWARD_MODEL, DPOConfig
 from rl_contracts import registry
 from rl_contracts.config import PartConfig
+from rl_contracts.testing.processes import free_port
 from rl_datasets import ChatOptions, GSM8KOptions
 from rl_datasets.word_problems import WordProblemsOptions
 from rl_rewards.formatting import FormatRewardConfig
@@ -201,13 +201,6 @@ def test_every_setting_is_read_in_a_run(tmp_path):
         seen |= {setting for setting, _, _ in lines}
 
     assert unread(known, seen) == []
-
-
-def free_port():
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -331,13 +332,14 @@ def _has(variables: list[str], prefix: str) -> bool:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for item in sockets:
-        item.bind(("127.0.0.1", 0))
-    ports = [int(item.getsockname()[1]) for item in sockets]
-    for item in sockets:
-        item.close()
+    """Ports that nobody has, below those that the kernel gives to whoever asks, so that a node can come back."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 1_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            break
     return ports
 
 

@@ -20,8 +20,9 @@ import aiohttp
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse
+from rl_contracts.testing.processes import free_port
 from rl_inference import EmbeddedEngine
-from rl_inference.testing import ServerProcess, free_port
+from rl_inference.testing import ServerProcess
 
 HERE = Path(__file__).resolve().parent
 DEADLINE = 600.0

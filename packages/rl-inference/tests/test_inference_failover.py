@@ -20,9 +20,10 @@ from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
 from rl_contracts.testing import put_weights
+from rl_contracts.testing.processes import free_port
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
 from rl_inference.config import parse
-from rl_inference.testing import ServerProcess, free_port, reference_logprobs, reference_model
+from rl_inference.testing import ServerProcess, reference_logprobs, reference_model
 
 PROMPT = [5, 17, 40, 33, 21, 90]
 TOKENS = 480

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any, Self
 
 from rl_contracts.errors import InferenceError
 from rl_contracts.scheduler import JobSpec
-from rl_contracts.testing.processes import fork, preload
+from rl_contracts.testing.processes import fork, free_port, preload
 from rl_inference.config import to_arguments
 
 VOCAB_SIZE = 160
@@ -104,13 +103,6 @@ def reference_logprobs(model: Any, prompt: list[int], output: list[int], tempera
         logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float() / temperature, -1)
         chosen: list[float] = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
     return chosen[len(prompt) - 1 :]
-
-
-def free_port() -> int:
-    """A TCP port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -20,6 +20,7 @@ import pytest
 
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
+from rl_contracts.testing.processes import free_port
 
 SERVER = """
 import http.server, sys, time
@@ -274,12 +275,12 @@ class SchedulerConformance:
         assert worker.exit_code == -9
 
     def test_delete_workers_role_can_be_created_again(self, scheduler: Scheduler) -> None:
-        (first,) = scheduler.create_workers(server())
-        scheduler.wait_ready("server")
-        scheduler.delete_workers()
-        scheduler.create_workers(server(port=first.port))
-        (second,) = scheduler.wait_ready("server")
-        assert second.port == first.port
+        port = free_port()
+        for _ in range(2):
+            scheduler.create_workers(server(port=port))
+            (worker,) = scheduler.wait_ready("server")
+            assert worker.port == port
+            scheduler.delete_workers()
 
     def test_restart_worker_killed_or_frozen_comes_back_at_its_address(self, scheduler: Scheduler) -> None:
         if not self.restarts_workers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import sys
@@ -19,6 +20,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 _PRELOADED: list[str] = []
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody has, below those that the kernel gives to whoever asks for any free one.
+
+    So it stays free until somebody names it, also while it is given up and taken again.
+    """
+    first_given = int(_GIVEN_PORTS.read_text().split()[0]) if _GIVEN_PORTS.exists() else 49_152
+    while True:
+        port = random.SystemRandom().randrange(20_000, max(first_given, 20_100))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def preload(*modules: str) -> None:
@@ -58,13 +76,10 @@ def run_ranks(script: Path, arguments: Sequence[str], world_size: int, seconds: 
     Raises:
         AssertionError: a rank failed, or did not end in time; shows the end of what it wrote.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
     with TemporaryDirectory() as directory:

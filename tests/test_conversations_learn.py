@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,11 @@ def test_math_agent_learns_and_is_lost_with_a_calculator_that_lies(
 ) -> None:
     workflow = f"rollout.workflow=rl_apps.math_agent:{agent}"
 
+    begun = time.monotonic()
+
     found = accuracy(run(MATH_AGENT, tmp_path / "run", workflow, seconds=1200))
 
+    record_property(f"seconds of {agent}, from the command to its end", f"{time.monotonic() - begun:.0f}")
     record_property(f"held-out accuracy of {agent}, before and after", f"{found[0]:.3f}, {found[-1]:.3f}")
     assert found[-1] >= found[0] + 0.3
     if agent == "MathAgent":

@@ -104,8 +104,7 @@ def accuracy_by(key: str, rows: list[dict[str, Any]], run_dir: Path, step: int) 
     right: dict[str, list[float]] = defaultdict(list)
     of_prompt = {row["prompt_id"]: row for row in rows}
     for path in sorted((run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            answer = json.loads(line)
+        for answer in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
             for tag in of_prompt[answer["prompt_id"]][key]:
                 right[tag].append(float(answer["reward"] >= 1))
     return {tag: sum(values) / len(values) for tag, values in right.items()}

@@ -26,7 +26,7 @@ MATH_AGENT = replace(
     title="reinforcement learning of an agent that has a calculator",
     defaults=CONF / "math_agent.yaml",
     lessons="tools",
-    closing=partial(closing.after_grpo, command="math-agent"),
+    closing=partial(closing.after_grpo, command="--extra agents math-agent"),
 )
 
 

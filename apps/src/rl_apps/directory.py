@@ -165,7 +165,8 @@ def past_of(run: Run[Any]) -> Past:
     if not resumes or not (step or (wrote and file.exists() and not (directory / FINISHED).exists())):
         raise ConfigError(
             f"{directory} already holds a run; choose another trial=<name> or run_dir=<directory>. (A command goes on "
-            "where it finds a recover point of the run that is there, unless recover.resume=false.)"
+            "where it finds a recover point of the run that is there, which recover.every=N writes, unless "
+            "recover.resume=false.)"
         )
     changes = (f"{key}: {old.get(key, 'not there')} before, {new.get(key, 'not there')} now" for key in found)
     return Past(step, changes=tuple(changes))

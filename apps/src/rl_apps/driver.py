@@ -114,9 +114,9 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             check_started_from(run)
         check_run(run)
         if not line.dry_run:
-            begun = [f"going on after step {past.step} of {config.total_steps} ({run.directory})"] if past.step else []
+            begun = f"going on after step {past.step} of {config.total_steps}" if past.step else "run directory"
             changes = (f"  {change}" for change in past.changes)
-            print(devices.sentence, *begun, *changes, "looking at the data", sep="\n", flush=True)
+            print(devices.sentence, f"{begun}: {run.directory}", *changes, "looking at the data", sep="\n", flush=True)
         arithmetic = app.check(run)
         job = submission(reference, run, devices, [word for word in argv if word != "--dry-run"])
         options.check(job.roles)

@@ -65,6 +65,7 @@ class Talk:
 
         logging.set_verbosity_error()  # what it says of a model is for people who write one
         logging.disable_progress_bar()
+        logging.get_logger("torch.utils._pytree").setLevel(logging.ERROR)  # and of torchao, which it imports
         require(device != "cuda" or torch.cuda.is_available(), "--device", "cpu: there is no GPU here", device)
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.generation, self._system = generation, system

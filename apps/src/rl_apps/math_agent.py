@@ -38,7 +38,8 @@ class MathAgent(AgentWorkflow):
             from transformers.utils import get_json_schema
         except ImportError as error:
             raise ConfigError(
-                f"rollout.workflow: this agent needs OpenAI's client ({error}): install rl-apps[agents]."
+                f"rollout.workflow: this agent needs OpenAI's client ({error}): install rl-apps[agents], or in the "
+                "repository uv run --package rl-apps --extra agents math-agent."
             ) from error
         self._reward, self._openai = reward, openai
         self._tools = [get_json_schema(self.tool)]
@@ -80,7 +81,7 @@ class FrameworkAgent(MathAgent):
         try:
             import agents
         except ImportError as error:
-            raise ConfigError(f"rollout.workflow: {error}: install rl-apps[agents].") from error
+            raise ConfigError(f"rollout.workflow: {error}: install rl-apps[agents] (uv run --extra agents).") from error
         self._agents = agents
         self._function = agents.function_tool(self.tool)
 

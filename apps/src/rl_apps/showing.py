@@ -154,7 +154,10 @@ def _to_terminal(name: str, curves: dict[str, Curve]) -> None:
 
 def _to_file(figures: dict[str, dict[str, Curve]], file: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"-o {file}: pictures need matplotlib, which is not installed: pip install 'rl-apps[plot]'.")
+        raise ConfigError(
+            f"-o {file}: pictures need matplotlib, which is not installed: pip install 'rl-apps[plot]', or in the "
+            "repository uv run --package rl-apps --extra plot rl plot ..."
+        )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -50,6 +50,7 @@ def test_columns_may_change_places(tmp_path: Path) -> None:
         (GSM8K, {"question": "probelm"}, r"a column 'probelm' \(data.columns.question=probelm\), found only 'problem'"),
         (HHRLHF, {}, "a column 'chosen', found only 'problem', 'solution'; say .* data.columns.chosen=NAME"),
         (Chat, {}, "a column 'messages', found only .* data.columns.messages=problem"),
+        (Chat, {"question": "problem"}, "found only 'solution', 'problem'; say .* data.columns.messages=problem"),
     ],
 )
 def test_column_that_is_missing_names_line_columns_and_setting(

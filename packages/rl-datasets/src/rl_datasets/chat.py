@@ -73,7 +73,7 @@ class Chat(Rows[dict[str, Any]]):
         require_form("chat", form, ("rl", "sft"))
         made, chosen = (_prompt if form == "rl" else _conversation), read_options(ChatOptions, "chat", options)
         records = read_records(path, split, chosen.subset, columns)
-        super().__init__([made(record, _messages(record, chosen)) for record in records])
+        super().__init__([made(record, _messages(record, chosen, columns)) for record in records])
         if not self._items:
             raise DataError(f"{path}: expected rows in the split {split!r}, found none")
 
@@ -106,11 +106,11 @@ def _conversation(record: Record, messages: list[Message]) -> dict[str, Any]:
     return {"messages": [*messages, {"role": "assistant", "content": str(answer)}]}
 
 
-def _messages(record: Record, options: ChatOptions) -> list[Message]:
+def _messages(record: Record, options: ChatOptions, columns: Mapping[str, str] | None) -> list[Message]:
     """The conversation of a row, with the options' system message and instruction."""
     where, row = record
     if "messages" not in row:
-        raise missing(where, row, "messages")
+        raise missing(where, {(columns or {}).get(name, name): value for name, value in row.items()}, "messages")
     said = row["messages"]
     said = [{"role": "user", "content": said}] if isinstance(said, str) and said.strip() else said
     if not isinstance(said, list) or not said:

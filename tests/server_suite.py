@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 from real_servers import CONTEXT, SHARED, Models, aborted_and_resumed, make_request, publish, until
 
+from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance import inference_engine as suite
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.testing import put_weights
+from rl_contracts.testing import make_tiny_tokenizer, put_weights
+from rl_inference.endpoint.server import HttpRolloutEndpoint
 
 TOLERANCE = 1e-4
 
@@ -82,6 +85,33 @@ class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
 
         assert (resumed.resubmissions, len(resumed.output_ids)) == (1, 300)
         assert self.models.difference(resumed) < TOLERANCE
+
+    async def test_conversation_of_an_agent_is_what_was_sampled_each_token_by_its_version(self, engine):
+        """Three turns at the rollout endpoint, over this server, with an update after each."""
+        endpoint, generation = HttpRolloutEndpoint(make_tiny_tokenizer()), GenerationConfig(12, temperature=0.7)
+        await engine.stats()
+        first = engine.version
+        try:
+            session = await endpoint.open(engine, generation, CONTEXT)
+            async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as agent:
+                messages = [{"role": "user", "content": "what is it?"}]
+                for turn in range(3):
+                    made = await agent.chat.completions.create(model="policy", messages=messages)
+                    messages.append(made.choices[0].message.model_dump(exclude_none=True))
+                    messages.append({"role": "user", "content": f"and {turn}?"})
+                    await publish(engine, self.models, self.weights_dir, "shm")
+            await session.close()
+            rows = session.trajectories(1.0)
+        finally:
+            await endpoint.destroy()
+
+        assert {int(v) for row in rows for v in row.versions[row.loss_mask]} == {first, first + 1, first + 2}
+        for row in rows:
+            ids = row.input_ids.tolist()
+            by_version = {v: self.models.logprobs(v, ids, 0.7) for v in range(first, first + 3)}
+            for place in row.loss_mask.nonzero()[0].tolist():
+                expected = by_version[int(row.versions[place])][place]
+                assert row.logprobs[place] == pytest.approx(expected, abs=TOLERANCE)
 
     async def test_weights_that_it_could_not_load_are_refused_and_it_goes_on(self, engine):
         await engine.stats()

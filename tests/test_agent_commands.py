@@ -125,7 +125,7 @@ async def test_command_that_is_long_lived_and_dies_is_started_anew(
 ) -> None:
     seen = "/dev/shm/" + tmp_path.name
     dies = f"if not os.path.exists({seen!r}):\n    open({seen!r}, 'w').close()\n    os._exit(3)\n{GOOD}"
-    agent = program(tmp_path, dies, long_lived=True, processes=1)
+    agent = program(tmp_path, dies, long_lived=True, processes=1, shared_memory=True)
     try:
         first = await group_of(agent, endpoint)
         then = await group_of(agent, endpoint, size=2)
@@ -134,6 +134,57 @@ async def test_command_that_is_long_lived_and_dies_is_started_anew(
 
     assert isinstance(first.error, AgentError)
     assert then.error is None
+
+
+async def test_command_that_is_long_lived_and_says_more_than_its_result_gives_no_result_to_the_next_episode(
+    endpoint: HttpRolloutEndpoint, tmp_path: Path
+) -> None:
+    twice = (
+        'print(json.dumps({"answer": ask(given), "taken": taken}) + "\\n" + json.dumps({"answer": "none"}), flush=True)'
+    )
+    group = await group_of(program(tmp_path, twice, long_lived=True, processes=1), endpoint, size=4)
+
+    assert group.error is None
+    assert [row.reward for row in group.trajectories] == [1.0] * 4
+    assert group.figures.results()["agent/taken"] == 1.0
+    assert not lives(str(tmp_path))
+
+
+async def test_command_that_is_long_lived_and_ended_while_nobody_asked_is_started_anew(tmp_path: Path) -> None:
+    ends = "print(json.dumps({'reward': 1.0, 'pid': os.getpid()}), flush=True)\nos._exit(0)"
+    agent = program(tmp_path, ends, long_lived=True, processes=1)
+    try:
+        pids = set()
+        for _ in range(3):
+            found = await agent.run(ROW, base_url="http://127.0.0.1:1/v1", api_key="none")
+            pids.add(found["pid"])  # type: ignore[index, call-overload]
+            async with asyncio.timeout(30):
+                while lives(str(tmp_path)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)  # what ended is seen by the loop
+    finally:
+        await agent.close()
+    assert len(pids) == 3
+
+
+class Exits(AgentWorkflow):
+    async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> float:
+        sys.exit("planted")
+
+
+class Cancels(AgentWorkflow):
+    async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, http_client: Any) -> float:
+        raise asyncio.CancelledError("planted")
+
+
+@pytest.mark.parametrize(("agent", "told"), [(Exits(), "SystemExit: planted"), (Cancels(), "CancelledError: planted")])
+async def test_agent_that_would_end_the_process_or_the_loop_ends_its_episode(
+    agent: AgentWorkflow, told: str, endpoint: HttpRolloutEndpoint
+) -> None:
+    group = await group_of(agent, endpoint)
+
+    assert isinstance(group.error, AgentError)
+    assert told in str(group.error)
 
 
 MISBEHAVING = {
@@ -204,6 +255,7 @@ async def test_command_writes_nothing_outside_its_directory(endpoint: HttpRollou
             lambda: os.remove({str(there / "kept")!r}),
             lambda: os.mkdir({str(there / "new")!r}),
             lambda: subprocess.run(["touch", {str(there / "new")!r}], check=True, capture_output=True),
+            lambda: open("/dev/shm/{tmp_path.name}", "w"),
         ):
             try:
                 attempt()
@@ -215,7 +267,7 @@ async def test_command_writes_nothing_outside_its_directory(endpoint: HttpRollou
     group = await group_of(program(tmp_path, body), endpoint)
 
     assert group.error is None
-    assert group.figures.results()["agent/refused"] == 5.0
+    assert group.figures.results()["agent/refused"] == 6.0
     assert [(path.name, path.read_text()) for path in there.iterdir()] == [("kept", "kept")]
 
 

@@ -518,6 +518,13 @@ ELSEWHERE = [
         )
     ),
     Elsewhere(
+        "rollout.endpoint.rows",
+        "an agent",
+        "tests/test_agents.py::test_agent_rows_per_call",
+        (GRPO, SFT),
+        value="call",
+    ),
+    Elsewhere(
         "*.optimizer.max_skipped_steps",
         "a loss that is not finite",
         f"{ENGINES}resume.py::test_limit_of_skipped_steps_counts_on_after_a_resume",

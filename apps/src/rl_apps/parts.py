@@ -204,7 +204,9 @@ class Parts(ExitStack):
 
             http = DefaultAsyncHttpxClient()
             self.callback(lambda: loop.run(http.aclose(), CLOSE_SECONDS))
-        return rl_workflows.AgentEpisodes(agent, endpoint, self.config.generation, self.max_length, http_client=http)
+        settings, generation = self.config.rollout.endpoint, self.config.generation
+        more: Any = {"per": settings.rows, "deadline": settings.session_seconds, "http_client": http}
+        return rl_workflows.AgentEpisodes(agent, endpoint, generation, self.max_length, **more)
 
     def writer(self, engine: TrainEngine) -> rl_trainers.RolloutWriter:
         """What keeps answers in the run directory."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
+import psutil
 import pytest
 from agent_model import ScriptedEngine, served
 
@@ -123,6 +126,14 @@ async def test_key_that_is_missing_wrong_or_of_a_closed_session_is_refused(path:
         status, text = await agent.post(path, {})
         assert status == 401
         assert "no open session has this key" in sentence(text)
+
+
+async def test_key_is_asked_for_by_what_is_only_read_too() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+        for headers in ({}, {"Authorization": "Bearer rl-wrong"}):
+            async with http.get(session.url + "/v1/models", headers=headers) as response:
+                assert response.status == 401
         assert not engine.responses
 
 
@@ -216,18 +227,65 @@ async def test_body_that_is_too_large_malformed_or_compressed_is_refused() -> No
 async def test_body_of_100_mb_is_refused_before_it_is_held() -> None:
     engine = ScriptedEngine("llama3", says_it)
     async with served(engine) as session, aiohttp.ClientSession() as http:
-
-        async def blanks() -> Any:
-            for _ in range(100):
-                yield b" " * 10**6
-
-        headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
-        try:
-            async with http.post(session.url + "/v1/chat/completions", data=blanks(), headers=headers) as response:
-                assert response.status == 413
-        except aiohttp.ClientError:
-            pass  # the connection was closed while it was still being sent
         assert (await Agent(session, http).ask())[0] == 200
+        before = psutil.Process().memory_info().rss
+        reader, writer = await _begun(session, 100 * 10**6)
+        answer, sent = asyncio.create_task(reader.readuntil(b"}}")), 0
+        while not answer.done() and sent < 100:
+            with suppress(ConnectionError):
+                writer.write(b" " * 10**6)
+                await writer.drain()
+            sent += 1
+        said = (await asyncio.wait_for(answer, 30)).decode()
+        writer.close()
+        assert said.startswith("HTTP/1.1 413")
+        assert "8388608" in said  # of endpoint.max_body_bytes
+        assert psutil.Process().memory_info().rss - before < 64 << 20
+        assert (await Agent(session, http).ask())[0] == 200
+
+
+async def test_body_that_comes_after_its_session_was_closed_asks_for_nothing() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine) as session:
+        body = json.dumps({"messages": MESSAGES}).encode()
+        reader, writer = await _begun(session, len(body))
+        async with asyncio.timeout(30):
+            while not session.calling:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        await session.close()
+        writer.write(body)
+        said = (await asyncio.wait_for(reader.readuntil(b"}}"), 30)).decode()
+        writer.close()
+        assert said.startswith("HTTP/1.1 401")
+        assert "closed before its call" in said
+        assert engine.responses == []
+
+
+async def test_calls_whose_bodies_are_still_to_come_count() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine, EndpointConfig(max_concurrent=3)) as session, aiohttp.ClientSession() as http:
+        slow = [await _begun(session, 10) for _ in range(3)]
+        async with asyncio.timeout(30):
+            while session.calling < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        status, text = await Agent(session, http).ask()
+        assert status == 429
+        assert "endpoint.max_concurrent" in sentence(text)
+        for _, writer in slow:
+            writer.close()
+        async with asyncio.timeout(30):
+            while (await Agent(session, http).ask())[0] != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
+
+async def _begun(session: Session, length: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A call of which only the head was sent."""
+    url = urlsplit(session.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {url.netloc}\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}authorization: Bearer {session.api_key}\r\ncontent-length: {length}\r\n\r\n".encode())
+    await writer.drain()
+    return reader, writer
 
 
 async def test_session_that_is_not_closed_ends_at_its_deadline_with_what_it_has() -> None:
@@ -329,6 +387,16 @@ async def test_engine_that_fails_is_the_sessions_failure_and_no_client_tries_aga
             assert response.headers["x-should-retry"] == "false"
 
 
+async def test_engine_that_raises_what_is_no_error_of_ours_is_the_sessions_failure_too() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    engine.faults.generate = lambda request: KeyError("planted")
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+        status, text = await Agent(session, http).ask()
+        assert status == 500
+        assert sentence(text) == "the engine raised KeyError: 'planted'"
+        assert isinstance(session.failure, InferenceError)
+
+
 async def test_stream_of_an_answer_that_takes_long_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_inference.endpoint import server
 
@@ -357,6 +425,15 @@ async def test_sessions_beyond_their_number_and_addresses_in_use_are_refused() -
     with pytest.raises(ConfigError, match=r"endpoint.port: cannot listen"):
         HttpRolloutEndpoint(engine.tokenizer, EndpointConfig(port=int(endpoint.url.rpartition(":")[2])))
     await endpoint.destroy()
+
+
+async def test_endpoint_on_all_addresses_tells_one_that_reaches_it() -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine, EndpointConfig(host="0.0.0.0")) as session, aiohttp.ClientSession() as http:
+        assert "0.0.0.0" not in session.base_url
+        assert (await Agent(session, http).ask())[0] == 200
+    async with served(engine, EndpointConfig(host="127.0.0.1", url="http://seen:99/")) as session:
+        assert session.base_url == "http://seen:99/v1"
 
 
 async def test_tools_of_a_model_whose_calls_cannot_be_read_are_refused() -> None:

@@ -1,5 +1,8 @@
 """Workflows of several turns: what is asked, what is told, and what is learned from."""
 
+import asyncio
+import threading
+
 import pytest
 
 from rl_contracts import confine
@@ -10,7 +13,7 @@ from rl_contracts.metrics import collect
 from rl_contracts.sandbox import Sandbox, SandboxLimits
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
-from rl_workflows.tools import PythonTool
+from rl_workflows.tools import FunctionTool, PythonTool
 from rl_workflows.turns import MultiTurnWorkflow, ToolWorkflow
 
 ROW = {"messages": [{"role": "user", "content": "what is 2 + 3?"}], "answer": "5", "prompt_id": 0}
@@ -214,3 +217,19 @@ async def test_multi_turn_row_without_messages_is_refused():
 
     with pytest.raises(DataError, match="messages"):
         await MultiTurnWorkflow(tokenizer, GENERATION, right).arun_episode(engine, {"answer": "5"})
+
+
+async def test_tools_that_hang_keep_no_other_from_its_answer() -> None:
+    ends = threading.Event()
+
+    def hangs() -> None:
+        """Waits."""
+        ends.wait(60)
+
+    hung = [asyncio.create_task(FunctionTool(hangs).call()) for _ in range(64)]
+    try:
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(FunctionTool(add).call(a=1, b=2), 30) == 3
+    finally:
+        ends.set()
+        await asyncio.gather(*hung)

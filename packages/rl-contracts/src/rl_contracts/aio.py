@@ -30,7 +30,8 @@ def in_thread[T](work: Callable[[], T]) -> Future[T]:
     context = copy_context()
 
     def run() -> None:
-        done.set_running_or_notify_cancel()
+        if not done.set_running_or_notify_cancel():
+            return
         try:
             done.set_result(context.run(work))
         except BaseException as error:  # noqa: BLE001 - handed to the caller

@@ -201,16 +201,19 @@ def fence(rights: dict[str, int], alone: bool = True) -> None:
     os.close(rules)
 
 
-def write_only_below(directory: str) -> None:
-    """From here on this process and those that it starts write no files but those below a directory and in shared
-    memory, and get no further privileges. They read, compute and talk as before.
+def write_only_below(directory: str, shared_memory: bool = False) -> None:
+    """From here on this process and those that it starts write no files but those below a directory, and get no further
+    privileges. They read, compute and talk as before.
+
+    Args:
+        shared_memory: let them write in /dev/shm too, where a run's weights lie while servers take them.
 
     Raises:
         OSError: the kernel has no Landlock.
     """
     _must("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     everything, read = (1 << 16) - 1, _EXECUTE | _READ_FILE | _READ_DIR | _IOCTL
-    rights = {"/": read, "/dev/shm": everything, directory: everything}
+    rights = {"/": read, "/dev/shm": everything if shared_memory else read, directory: everything}
     fence(rights | dict.fromkeys(("/dev/null", "/dev/zero", "/dev/full", "/dev/tty"), read | _WRITE_FILE), alone=False)
 
 

@@ -33,8 +33,8 @@ class AgentCommand(AgentWorkflow):
     other figures. What it logs goes to stderr. A process for one episode has the URL and the
     key in its environment too, by the names that OpenAI's and Anthropic's clients know. It is ended after its result.
 
-    A process runs in a directory of its own, is ended with all that it started, and can write nothing elsewhere but to
-    /dev/shm (by Landlock).
+    A process runs in a directory of its own, is ended with all that it started, and can write nothing elsewhere (by
+    Landlock).
 
     Args:
         reward: of the run.
@@ -55,6 +55,9 @@ class AgentCommand(AgentWorkflow):
     """Variables that it has from this process. No others: there are keys among them."""
     confined: bool = True
     """Whether it can write in its own directory alone."""
+    shared_memory: bool = False
+    """Whether a confined one can write in /dev/shm too, as `multiprocessing` needs it. There lie the weights that
+    servers are about to take; let only a program in that is known."""
 
     def __init__(self, reward: Callable[..., Any]) -> None:
         self._reward, self._idle = reward, list[_Process]()
@@ -76,8 +79,9 @@ class AgentCommand(AgentWorkflow):
         """Run an episode in a process, which is ended unless it gave a result and takes further episodes."""
         asked = json.dumps({"data": data, "base_url": base_url, "api_key": api_key})
         async with self._places:
-            process = self._idle.pop() if self._idle else await self._started(base_url, api_key)
+            process = self._idle.pop() if self._idle else self._made(base_url, api_key)
             try:
+                await process.ready()
                 result = await process.ask(asked)
                 if self.long_lived:
                     self._idle.append(process)
@@ -100,16 +104,14 @@ class AgentCommand(AgentWorkflow):
         """
         return self.command, ()
 
-    async def _started(self, base_url: str, api_key: str) -> _Process:
+    def _made(self, base_url: str, api_key: str) -> _Process:
         variables = dict(self.environment)
         if not self.long_lived:
             for client in ("OPENAI", "ANTHROPIC"):
                 variables |= {f"{client}_BASE_URL": base_url, f"{client}_API_KEY": api_key}
         command, after = self.started_as(f"rl-agent-{uuid.uuid4().hex}", sorted(variables))
         given = {name: os.environ[name] for name in self.inherited if name in os.environ} | variables
-        process = _Process(command, after, given, self.confined)
-        await process.start()
-        return process
+        return _Process(command, after, given, self.confined, self.shared_memory)
 
     async def _scored(self, result: Any, data: dict[str, Any]) -> Any:
         if not isinstance(result, dict) or "answer" not in result:
@@ -149,25 +151,39 @@ class _Process:
     """One that is kept, and all below it."""
 
     def __init__(
-        self, command: Sequence[str], after: Sequence[str], environment: dict[str, str], confined: bool
+        self,
+        command: Sequence[str],
+        after: Sequence[str],
+        environment: dict[str, str],
+        confined: bool,
+        shared_memory: bool,
     ) -> None:
-        self._directory = tempfile.mkdtemp(prefix="rl-agent-")
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
-        self._environment = {"HOME": self._directory, "TMPDIR": self._directory} | environment
-        self._settings: dict[str, Any] = {"command": list(command), "after": list(after), "directory": self._directory}
-        self._settings["confine"] = confine.__file__ if confined else None
-        self._name = command[0]
+        self._environment, self._name = environment, command[0]
+        self._settings: dict[str, Any] = {"command": list(command), "after": list(after)}
+        self._settings |= {"confine": confine.__file__ if confined else None, "shared_memory": shared_memory}
+        self._process: asyncio.subprocess.Process | None = None
+        self._owner: int | None = None
 
-    async def start(self) -> None:
+    async def ready(self) -> None:
+        """Start it, unless it runs already and has written nothing since its last result."""
+        if self._process is not None and self._process.stdout is not None:
+            try:
+                async with asyncio.timeout(0):
+                    await self._process.stdout.read(1)
+            except TimeoutError:
+                return
+        await self.end()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self._directory = tempfile.mkdtemp(prefix="rl-agent-")
         theirs, self._owner = os.pipe()
-        settings = json.dumps(self._settings | {"owner": theirs})
+        settings = json.dumps(self._settings | {"owner": theirs, "directory": self._directory})
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-IS", keeper.__file__, settings),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=self._errors,
-                env=self._environment,
+                env={"HOME": self._directory, "TMPDIR": self._directory} | self._environment,
                 pass_fds=(theirs,),
                 start_new_session=True,
                 limit=_LONGEST_RESULT,
@@ -182,6 +198,7 @@ class _Process:
             AgentError: it ended before, or wrote something else.
         """
         streams = self._process
+        assert streams is not None
         assert streams.stdin is not None
         assert streams.stdout is not None
         with contextlib.suppress(ConnectionError):  # its end is told below
@@ -203,11 +220,14 @@ class _Process:
             ) from None
 
     async def end(self) -> None:
-        """End it with all that it started, and remove its directory."""
+        """End it with all that it started, and remove its directory; nothing where it does not run."""
+        if self._owner is None:
+            return
         os.close(self._owner)
+        process, self._process, self._owner = self._process, None, None
         try:
             async with asyncio.timeout(_END_SECONDS):
-                await self._process.wait()
+                await (process.wait() if process is not None else asyncio.sleep(0))
         finally:
             self._errors.close()
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)

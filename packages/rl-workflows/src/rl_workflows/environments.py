@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.aio import in_thread
 from rl_contracts.config import require
 from rl_contracts.conversation import Conversation
 from rl_contracts.errors import TaskEnvironmentError
@@ -78,7 +79,8 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
 
 class TextGame(Environment):
     """A game with the methods of `gymnasium`: `reset(seed=...)` gives (observation, info), `step(action)` gives
-    (observation, reward, terminated, truncated, info). Subclass it with `make`. Games run in threads."""
+    (observation, reward, terminated, truncated, info). Subclass it with `make`. Games run in threads
+    of their own, which one that hangs keeps."""
 
     instructions: str = ""
     """What is said before the first observation."""
@@ -96,20 +98,22 @@ class TextGame(Environment):
         return str(observation)
 
     async def reset(self, data: dict[str, Any]) -> list[dict[str, Any]]:
-        self._game = await asyncio.to_thread(self.make, data)
-        observation, _ = await asyncio.to_thread(self._game.reset, seed=data.get("seed"))
+        self._game = await _in_thread(self.make, data)
+        observation, _ = await _in_thread(self._game.reset, seed=data.get("seed"))
         return [self._message("\n\n".join(filter(None, (self.instructions, self.shown(observation)))))]
 
     async def step(self, completion: str) -> tuple[list[dict[str, Any]], float, bool]:
-        observation, reward, terminated, truncated, _ = await asyncio.to_thread(
-            self._game.step, self.action(completion)
-        )
+        observation, reward, terminated, truncated, _ = await _in_thread(self._game.step, self.action(completion))
         return [self._message(self.shown(observation))], float(reward), bool(terminated or truncated)
 
     async def close(self) -> None:
         if hasattr(self, "_game"):
-            await asyncio.to_thread(self._game.close)
+            await _in_thread(self._game.close)
 
     @staticmethod
     def _message(text: str) -> dict[str, Any]:
         return {"role": "user", "content": text}
+
+
+async def _in_thread(work: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    return await asyncio.wrap_future(in_thread(partial(work, *args, **named)))

@@ -233,14 +233,18 @@ async def answered[T](work: Callable[[], Awaitable[T]], name: str, seconds: floa
         boundary: error that stands for all others that it raises, and for its being late.
 
     Raises:
-        RLError: its own are let through, all others become `boundary`.
+        RLError: its own are let through, all others become `boundary`: also `sys.exit()`, and a cancellation that is
+            none of the caller's.
     """
     try:
         async with asyncio.timeout(seconds) as deadline:
             return await work()
     except RLError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
         if deadline.expired():
             raise boundary(f"{name} did not end within {seconds:g} s.") from error
         raise boundary(f"{name} raised {type(error).__name__}: {error}") from error

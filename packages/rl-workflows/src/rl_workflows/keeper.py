@@ -29,7 +29,7 @@ def main() -> int:
     settings = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what its processes leave behind is this one's child
     if settings["confine"]:
-        runpy.run_path(settings["confine"])["write_only_below"](settings["directory"])
+        runpy.run_path(settings["confine"])["write_only_below"](settings["directory"], settings["shared_memory"])
     try:
         command = subprocess.Popen(settings["command"], cwd=settings["directory"])
     except OSError as error:

@@ -6,9 +6,11 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from rl_contracts import registry
+from rl_contracts.aio import in_thread
 from rl_contracts.errors import ConfigError
 from rl_contracts.sandbox import Sandbox, SandboxLimits
 
@@ -31,7 +33,7 @@ class Tool(ABC):
 
 class FunctionTool(Tool):
     """A Python function: its name, docstring and annotations are what the model is shown (`transformers` makes the
-    schema). A plain one runs in a thread, which one that hangs keeps.
+    schema). A plain one runs in a thread of its own, which one that hangs keeps, and nothing else waits for.
 
     Raises:
         ConfigError: it has no docstring, or an argument without description or annotation.
@@ -49,7 +51,7 @@ class FunctionTool(Tool):
     async def call(self, **arguments: Any) -> Any:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(**arguments)
-        return await asyncio.to_thread(self._function, **arguments)
+        return await asyncio.wrap_future(in_thread(partial(self._function, **arguments)))
 
 
 class PythonTool(FunctionTool):
@@ -65,6 +67,9 @@ class PythonTool(FunctionTool):
     def __init__(self, sandbox: Sandbox | None = None) -> None:
         self._sandbox = sandbox or Sandbox(SandboxLimits(seconds=5.0, cpu_seconds=5))
         super().__init__(self.python)
+
+    async def call(self, **arguments: Any) -> Any:
+        return await asyncio.to_thread(self.python, **arguments)  # not many more at once than there are cores
 
     def python(self, code: str) -> str:
         """Runs a Python program and gives what it prints.

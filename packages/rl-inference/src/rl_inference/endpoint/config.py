@@ -15,7 +15,8 @@ class EndpointConfig(Settings):
 
     setting: ClassVar[str] = "endpoint"
     host: str = "127.0.0.1"
-    """Address to listen on. Agents in containers or on other nodes need one that they reach."""
+    """Address to listen on. Agents in containers or on other nodes need one that they reach; with `0.0.0.0`, which is all
+    of this machine's, they are given the one that others see."""
     port: int = bounded(0, "0 (a free one) to 65535", lambda port: 0 <= port <= 65535)
     """Port to listen on; 0: a free one."""
     url: str = ""
@@ -29,8 +30,11 @@ class EndpointConfig(Settings):
     estimators that read rewards of tokens (`algorithm.advantage.kind=return` or `gae`)."""
     discount: float = bounded(1.0, "in (0, 1]", lambda discount: 0 < discount <= 1)
     """Of what is earned, per turn before it (`credit=episode`) or between the two (`credit=turn`)."""
-    session_seconds: float = bounded(3600.0, "seconds above 0", lambda seconds: seconds > 0)
-    """After which a session is closed whatever its agent does."""
+    rows: str = choice("branch", ("branch", "call"))
+    """What is trained as a row. `branch`: a conversation from its first prompt to an answer that nothing follows; what
+    branches share is trained in one of them. `call`: an answer and its prompt."""
+    session_seconds: float = bounded(1800.0, "seconds above 0", lambda seconds: seconds > 0)
+    """After which an episode has failed and its session is closed, whatever its agent does."""
     max_sessions: int = bounded(4096, "at least 1", lambda sessions: sessions >= 1)
     """Open sessions."""
     max_calls: int = bounded(256, "at least 1", lambda calls: calls >= 1)

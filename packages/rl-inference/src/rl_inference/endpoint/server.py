@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -100,7 +101,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             await runner.cleanup()
             raise
         self._watch = asyncio.create_task(self._connections.watch())
-        host, port = self.config.host, runner.addresses[0][1]
+        host, port = _seen_as(self.config.host), runner.addresses[0][1]
         return self.config.url.rstrip("/") or f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def open(
@@ -205,7 +206,9 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     async def _call(self, request: web.Request) -> web.StreamResponse:
         """A call of any of the APIs."""
         session, task = self._session(request), None
+        session.calling += 1
         try:
+            session.admit()  # before its body takes memory
             asked = await self._read(request, ROUTES[request.path])
             task = asyncio.ensure_future(self._reply(session, asked))
             if asked.stream:
@@ -215,6 +218,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             session.refused += 1
             raise
         finally:
+            session.calling -= 1
             if task is not None:
                 task.cancel()
 
@@ -281,6 +285,18 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ready", "sessions": len(self._sessions)})
+
+
+def _seen_as(host: str) -> str:
+    """Where what listens on `host` is reached; where that is all addresses, the one that other machines see."""
+    if host not in ("", "0.0.0.0", "::"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # of a network that is nobody's; nothing is sent
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])
 
 
 def _event(event: tuple[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.conversation import Conversation, Prompt, Turn
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
 from rl_contracts.endpoint import Reported, RolloutSession, RowsPer
-from rl_contracts.errors import AgentError, DataError, RLError
+from rl_contracts.errors import AgentError, DataError, InferenceError, RLError
 
 if TYPE_CHECKING:
     from rl_contracts.answers import AnswerReader
@@ -106,6 +106,8 @@ class Session(RolloutSession):
     """Closed because it took too long."""
     refused: int = 0
     """Calls that were."""
+    calling: int = 0
+    """Calls that have no reply yet; of some of them the body is still to come."""
     outcome: float | None = None
     """Reward of the episode, where the agent said one."""
     figures: dict[str, float] = field(default_factory=dict)
@@ -231,8 +233,10 @@ class Session(RolloutSession):
             CallError: refused; nothing was generated.
             RLError: the engine could not; it is the session's `failure`.
         """
+        if self.closed:  # while its body came
+            raise CallError("the session was closed before its call was there.", 401, "invalid_api_key")
         prompt = self.prompt(call)
-        self._admit(call, prompt)
+        self.admit(prompt.added, call.n)
         task = asyncio.ensure_future(self._generate(call, prompt))
         self._running.add(task)
         self._asked += call.n
@@ -253,12 +257,22 @@ class Session(RolloutSession):
             answers.append(Answer(message, response, stop, turn))
         return prompt, answers
 
-    def _admit(self, call: Call, prompt: Prompt) -> None:
+    def admit(self, added: int = 0, answers: int = 1) -> None:
+        """Refuse a call that would be more than an episode may have.
+
+        Args:
+            added: tokens of its prompt that are new; 0 where that is not known yet.
+            answers: that it asks for; at least one.
+
+        Raises:
+            CallError: names the limit.
+        """
         config = self.model.config
+        at_once = max(self.calling, self._asked + answers)
         limits = (
-            (len(self.conversation.turns) + self._asked + call.n, config.max_calls, "answers in all", "max_calls"),
-            (self._asked + call.n, config.max_concurrent, "answers at the same time", "max_concurrent"),
-            (self._tokens + prompt.added + call.n, config.max_tokens, "tokens in all", "max_tokens"),
+            (len(self.conversation.turns) + self._asked + answers, config.max_calls, "answers in all", "max_calls"),
+            (at_once, config.max_concurrent, "answers at the same time", "max_concurrent"),
+            (self._tokens + added + answers, config.max_tokens, "tokens in all", "max_tokens"),
         )
         for found, most, what, name in limits:
             if found > most:
@@ -282,9 +296,9 @@ class Session(RolloutSession):
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._ask(request)) for _ in range(call.n)]
-        except* RLError as errors:
+        except* Exception as errors:
             self._failure = self._failure or _first(errors)
-            raise self._failure from None
+            raise self._failure from errors
         return [task.result() for task in tasks]
 
     async def _ask(self, request: ModelRequest) -> ModelResponse:
@@ -306,4 +320,7 @@ class Session(RolloutSession):
 
 def _first(errors: BaseExceptionGroup) -> RLError:
     error = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error  # type: ignore[return-value]
+    if isinstance(error, BaseExceptionGroup):
+        return _first(error)
+    named = f"the engine raised {type(error).__name__}: {error}"
+    return error if isinstance(error, RLError) else InferenceError(named)

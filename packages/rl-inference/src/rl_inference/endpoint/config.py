@@ -15,8 +15,8 @@ class EndpointConfig(Settings):
 
     setting: ClassVar[str] = "endpoint"
     host: str = "127.0.0.1"
-    """Address to listen on. Agents in containers or on other nodes need one that they reach; with `0.0.0.0`, which is all
-    of this machine's, they are given the one that others see."""
+    """Address to listen on. Agents in containers or on other nodes need one that they reach; with `0.0.0.0`, which is
+    all of this machine's, they are given the one that others see."""
     port: int = bounded(0, "0 (a free one) to 65535", lambda port: 0 <= port <= 65535)
     """Port to listen on; 0: a free one."""
     url: str = ""

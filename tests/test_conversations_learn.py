@@ -30,6 +30,15 @@ def calculator(expression: str) -> str:
 class LyingAgent(MathAgent):
     tool = staticmethod(calculator)
 """
+FAILING = """
+from rl_apps.math_agent import MathAgent
+
+class FailingAgent(MathAgent):
+    async def run(self, data, **where):
+        if data["prompt_id"] % 3 == 0:
+            raise RuntimeError("planted")
+        return await super().run(data, **where)
+"""
 SMALL = ("recipe=embedded", "data.batch_size=4", "rollout.group_size=4", "evaluation.rows=8", "total_steps=3")
 
 
@@ -59,14 +68,16 @@ def hasty(cache: Path, lessons: str) -> Path:
 
 
 @pytest.mark.slow
-def test_math_agent_takes_steps_on_devices_that_its_server_shares(tmp_path: Path) -> None:
-    settings = (f"model.path={hasty(tmp_path / 'cache', 'tools')}", "allocation='embedded:d1|fsdp:d1'", *SMALL)
+@pytest.mark.parametrize("staleness", [1, pytest.param(0, marks=pytest.mark.nightly)])
+def test_math_agent_takes_steps_on_devices_that_its_server_shares(staleness: int, tmp_path: Path) -> None:
+    model = hasty(tmp_path / "cache", "tools")
+    settings = (f"model.path={model}", "allocation='embedded:d1|fsdp:d1'", f"rollout.max_staleness={staleness}")
 
-    records = run(MATH_AGENT, tmp_path / "run", *settings)
+    records = run(MATH_AGENT, tmp_path / "run", *settings, *SMALL)
 
     steps = [record for record in records if "rows" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
-    assert max(record["staleness/max"] for record in steps) == 1
+    assert max(record["staleness/max"] for record in steps) == staleness
     assert all("sharing/freed_gib" in record and record["time/sleep"] > 0 for record in steps)
     assert max(record["sharing/freed_gib"] for record in steps) > 0
     told = [answer["conversation"] for answer in answers(tmp_path / "run")]
@@ -74,6 +85,20 @@ def test_math_agent_takes_steps_on_devices_that_its_server_shares(tmp_path: Path
     assert ("user", "assistant") in roles
     assert ("user", "assistant", "tool", "assistant") in roles  # one that called
     assert sum(record["agent/calls"] for record in steps if record.get("agent/calls")) > 0
+
+
+@pytest.mark.nightly
+def test_agent_that_fails_on_some_rows_is_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+    settings = (f"model.path={hasty(tmp_path / 'cache', 'tools')}", "rollout.workflow=failing:FailingAgent", *SMALL)
+    settings += ("rollout.rehearsal=false", "rollout.failure_budget=0.9")
+    (tmp_path / "failing.py").write_text(FAILING)
+
+    records = run(MATH_AGENT, tmp_path / "run", *settings)
+
+    steps = [record for record in records if "rows" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert sum(record.get("groups/failed/agent") or 0 for record in records) > 0
+    assert {answer["prompt_id"] % 3 for answer in answers(tmp_path / "run")} == {1, 2}
 
 
 @pytest.mark.nightly

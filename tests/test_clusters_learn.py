@@ -154,7 +154,8 @@ def test_slurm_run_goes_on_after_its_trainer_and_its_node_are_killed_and_improve
 ):
     """Weights by broadcast. CI kills the node with the trainer alone: a restart costs a busy machine a minute."""
     with slurm(lost_after=4) as cluster:
-        command = start_command("gsm8k-grpo", SHORT | settings_of("slurm", spare_nodes=1))
+        settings = SHORT | settings_of("slurm", spare_nodes=1) | {"publish.route": "broadcast"}
+        command = start_command("gsm8k-grpo", settings)
         command.wait_for(lambda: len(command.steps()) > 5)
         assert _committed(command, "broadcast") == "broadcast"
         if trainer_too:

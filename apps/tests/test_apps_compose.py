@@ -364,14 +364,19 @@ def test_scheduler_that_cannot_know_what_there_is_is_told(theirs, capsys):
     assert "# Devices: 2 of 8 GPUs: rollout 1, actor 1" in capsys.readouterr().out
 
 
-def test_servers_and_trainer_on_several_machines_get_their_weights_by_broadcast(theirs, capsys):
+def test_servers_on_several_machines_get_their_weights_by_broadcast_and_an_only_one_by_disk(theirs, capsys):
     machines = ("launcher=machine", "launcher.options.gpus=0", "launcher.options.nodes=4", "--dry-run")
     assert main("gsm8k-grpo", [*machines]) == 0
     said = capsys.readouterr().out
     assert "2 processes, 8 of 32 cores each on 4 nodes" in said
-    assert "route: broadcast" in said
-    assert main("gsm8k-grpo", [*machines, "cluster.nodes=1"]) == 0
-    assert "route: shm" in capsys.readouterr().out
+    assert "route: disk" in said
+    for more, route in (
+        ("cluster.nodes=1", "shm"),
+        ("allocation=theirserver:d2+fsdp:d1", "broadcast"),
+        ("publish.host=10.0.0.7", "broadcast"),
+    ):
+        assert main("gsm8k-grpo", [*machines, more]) == 0
+        assert f"route: {route}" in capsys.readouterr().out
 
     told = _refused(capsys, *machines, "publish.route=shm")
     assert "publish.route: expected broadcast, disk or auto" in told

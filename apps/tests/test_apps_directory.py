@@ -97,11 +97,13 @@ def test_directory_with_trainers_of_a_killed_command_is_claimed_when_they_have_e
 
     monkeypatch.setattr(directories, "TRAINERS_END", 60.0)
     monkeypatch.setattr(directories.time, "sleep", sleep)
+    cluster = "allocation: fsdp:d1\nlauncher: {kind: slurm, options: {heartbeat_timeout: 25.0}}"
+    (tmp_path / "run" / "config.yaml").write_text(cluster)
     capsys.readouterr()
     with claimed(tmp_path / "run"):
         assert trainer.poll() == 0
     assert capsys.readouterr().out.startswith(
-        f"waiting up to 60 s for trainers of a command that is gone: process {trainer.pid}"
+        f"waiting up to 85 s for trainers of a command that is gone: process {trainer.pid}"
     )
     assert (tmp_path / "run" / FINISHED).exists()
 

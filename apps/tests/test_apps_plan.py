@@ -97,5 +97,6 @@ def test_plan_of_each_launcher_needs_no_cluster_and_no_gpu(
     expected = ["rl_inference.server", "rl_apps.worker", *lines]
     expected += ["# Batch script", "rl_apps.cli run"] if "launcher=slurm" in settings else []
     assert [line for line in expected if line not in out] == []
-    assert "route: broadcast" in out or settings[0] == "launcher=local"
+    route = "shm" if settings[0] == "launcher=local" else "broadcast" if gpus else "disk"
+    assert f"route: {route}" in out
     assert not directory.exists()

@@ -97,6 +97,19 @@ def test_only_server_that_comes_back_later_than_is_waited_for_is_a_warning(capsy
         assert (said in capsys.readouterr().out) == warned
 
 
+def test_only_server_that_could_not_come_back_over_its_route_is_a_warning(capsys):
+    said, two = "publish.route=broadcast leaves nothing that an only server", "allocation=embedded:d2+fsdp:d1"
+    for more, warned in (
+        (["publish.route=broadcast"], True),
+        (["publish.route=broadcast", two], False),
+        (["publish.route=broadcast", "launcher.max_restarts=0"], False),
+        (["publish.route=broadcast", "rollout.server.addresses=[http://b:80]"], False),
+        (["publish.route=disk"], False),
+    ):
+        assert main("gsm8k-grpo", [*more, "--dry-run"]) == 0
+        assert (said in capsys.readouterr().out) == warned
+
+
 def test_addresses_are_a_list_in_the_config():
     config = APP.config(["rollout.server.addresses=[http://10.0.0.7:80]"])
 

@@ -18,6 +18,7 @@ from rl_apps.parts import attached, serve_spec, server_job
 from rl_apps.template import check_chat_template
 from rl_contracts import registry
 from rl_contracts.config import require
+from rl_contracts.data import STORED_ROUTES
 from rl_contracts.errors import ConfigError
 from rl_contracts.model_directory import context_length
 from rl_contracts.workflow import AgentWorkflow, Environment, RolloutWorkflow
@@ -61,7 +62,8 @@ def check_run(run: Run[Any]) -> None:
 
 
 def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
-    """Settle `publish.route=auto`: `shm` where the servers are on the machine of the trainers, else `broadcast`.
+    """Settle `publish.route=auto`: `shm` where the servers are on the machine of the trainers; else `disk` for an only
+    server that is started here, which could not come back over `broadcast`; else that.
 
     Raises:
         ConfigError: a route that says so needs one machine, and the servers are elsewhere.
@@ -75,7 +77,8 @@ def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
         near = devices.together(layout.rollout.name, layout.actor.name)
         where = ", ".join(f"{role} on {', '.join(sorted({*nodes}))}" for role, nodes in devices.places.items())
     if config.publish.route == "auto":
-        config.publish.route = "shm" if near else "broadcast"
+        alone = layout.rollout.strategy.data == 1 and not addresses and not config.publish.host
+        config.publish.route = "shm" if near else "disk" if alone else "broadcast"
     expected = f"broadcast, disk or auto where servers and trainers are on several machines ({where})"
     require(near or config.publish.route not in ("shm", "ipc"), "publish.route", expected, config.publish.route)
 
@@ -146,12 +149,18 @@ def _check_canary(run: Run[Any]) -> None:
 
 
 def _comes_back_too_late(run: Run[Any]) -> list[str]:
-    """A warning, where the run would end before its only server is back."""
+    """A warning, where the run would end before its only server is back, or that never would be."""
     config, servers = run.config, run.layout.rollout
     alone = servers is not None and servers.strategy.data == 1 and not attached(config, run.layout)
     if not (alone and config.launcher.max_restarts):
         return []
     waits, ready = config.rollout.client.rejoin_timeout, server_job(run).ready_timeout
+    if config.publish.route not in STORED_ROUTES:
+        return [
+            f"warning: publish.route={config.publish.route} leaves nothing that an only server could read which is "
+            f"started anew, and the run ends after rollout.client.rejoin_timeout={waits:g} s without one; set "
+            "publish.route=disk, or have two servers"
+        ]
     if waits >= ready:
         return []
     return [

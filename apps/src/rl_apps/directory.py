@@ -40,7 +40,8 @@ TRAINERS = "trainers.lock"
 
 TRAINERS_END = 10.0
 """Seconds that a command waits for the trainers of the one before. Those of a local one that was killed take 6.5 at
-most: the keeper notices, asks them to end, and kills them."""
+most: the keeper notices, asks them to end, and kills them. On the nodes of a cluster that begins when an agent has not
+heard of the launcher for `heartbeat_timeout`, which is waited for as well."""
 
 PLACES = ("run_dir", "experiment", "trial", "model.directories")
 """Settings that say where something is, and not what."""
@@ -90,14 +91,17 @@ def _await_trainers(directory: Path) -> None:
     """Return when no trainer of an earlier command works in a directory any more."""
     if not (directory / TRAINERS).exists():
         return
+    config = directory / "config.yaml"
+    settings = leaves(_read(config)) if config.exists() else {}  # those of the earlier command
+    seconds = TRAINERS_END + settings.get("launcher.options.heartbeat_timeout", 0.0)
     with (directory / TRAINERS).open("a+") as file:
-        deadline, said = time.monotonic() + TRAINERS_END, False
+        deadline, said = time.monotonic() + seconds, False
         while not _locked(file):
             who = f"trainers of a command that is gone: process {_holders(file)}"
             if time.monotonic() > deadline:
                 raise ConfigError(f"run_dir={directory} is in use by {who}. Stop them, or choose another run_dir.")
             if not said:
-                print(f"waiting up to {TRAINERS_END:g} s for {who}", flush=True)
+                print(f"waiting up to {seconds:g} s for {who}", flush=True)
             said = True
             time.sleep(0.1)
         file.truncate(0)

@@ -15,6 +15,7 @@ import pytest
 from rl_contracts.conformance.scheduler import SLEEP, listens, python, server, wait_until
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import JobSpec, Node, Worker, WorkerStatus
+from rl_launchers.attempts import Resume
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.launcher import Launcher, LauncherConfig
 from rl_launchers.testing import MachinesOfTests
@@ -161,6 +162,40 @@ def test_run_goes_on_after_a_machine_with_two_servers_is_lost(scheduler: Cluster
 
     trainers = [JobSpec("actor", python(wait, str(done)), spmd=True)]
     assert launcher.run([server(count=4, cpus=2)], lambda _: trainers, on_tick=tick) == 0
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_run_whose_only_server_was_on_a_lost_machine_waits_for_it_or_is_handed_back_to_the_cluster(
+    scheduler: ClusterScheduler, machines: Machines, monkeypatch: pytest.MonkeyPatch, well: bool
+) -> None:
+    """The machine is still offered, as by a controller that takes minutes to find out."""
+    offered = machines.there = [Node(f"node{index}", "127.0.0.1", 2, 1) for index in range(2)]
+    told, resumed, done = list[str](), list[int](), Path(scheduler._log_dir).parent / "done"
+
+    def lacking(lost: list[str], why: str) -> None:  # as where a job is requeued
+        told.extend(lost)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise LaunchError(why)
+
+    def prepare() -> int:
+        resumed.append(2)
+        return 2
+
+    def tick(workers: list[Worker]) -> None:
+        if launcher._ready and not resumed:
+            machines.kill("node0")
+            machines.there, machines.before = offered, {} if well else {"node0": "exit 4"}
+        if launcher._ready and resumed:
+            done.touch()
+
+    monkeypatch.setattr(machines, "lacking", lacking)
+    launcher = Launcher(scheduler, LauncherConfig(), 0)
+    wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
+    trainers = [JobSpec("actor", python(wait, str(done)), gpus=1, spmd=True, env=HIDDEN)]
+    servers = [server(gpus=1, env=HIDDEN)]
+    code = launcher.run(servers, lambda _: trainers, on_tick=tick, resume=Resume(lambda: (3, 2), prepare))
+
+    assert (code, told) == ((0, []) if well else (143, ["node0"]))
 
 
 def test_servers_that_are_silent_hold_up_no_order(tmp_path: Path, machines: Machines) -> None:

@@ -1,6 +1,7 @@
 """Servers that die or hang come back at their address, until the budget is spent."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import pytest
 from rl_contracts.conformance.scheduler import SLEEP, python, server
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
-from rl_launchers import Launcher, LauncherConfig, LocalScheduler
+from rl_launchers import Launcher, LauncherConfig, LocalScheduler, Resume
 
 PATIENT_CLIENT = """
 import pathlib, sys, time, urllib.request
@@ -147,15 +148,20 @@ def test_run_server_for_which_there_is_no_room_is_tried_again_while_others_go_on
     assert "planted: no machine has room" in caplog.text
 
 
-def test_run_only_server_for_which_there_is_no_room_ends_the_run(
-    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+def test_run_only_server_for_which_there_is_no_room_everything_is_started_again_where_it_can_be(
+    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(self: LocalScheduler, worker: Worker, note: str = "") -> Worker:
         raise LaunchError("planted: no machine has room")
 
     monkeypatch.setattr(LocalScheduler, "restart_worker", refuse)
-    with pytest.raises(LaunchError, match="planted"):
-        Launcher(scheduler).run([server("rollout")], trainer_of(9), on_tick=once_running(signal.SIGKILL, 1))
+    what, resume = "was killed by SIGKILL.*no other server answers.*planted", Resume(lambda: (3, 2), lambda: 2)
+    run = Launcher(scheduler).run
+    assert run([server("rollout")], trainer_of(2), once_running(signal.SIGKILL, 1), resume=resume) == 0
+    assert re.search(f"rollout-0 {what}.*goes on after step 2", caplog.text)
+
+    with pytest.raises(LaunchError, match=what):
+        Launcher(scheduler).run([server("rollout")], trainer_of(9), once_running(signal.SIGKILL, 1))
 
 
 def test_run_trainer_fails_after_a_restart_error_tells_of_both(scheduler: LocalScheduler) -> None:

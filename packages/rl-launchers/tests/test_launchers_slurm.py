@@ -331,6 +331,33 @@ def test_script_is_warned_during_setup_requeues_and_else_ends_without_its_key(ou
 JOB = "JobId=5 BatchFlag=1 Requeue=1 Nodes=a,b CPU_IDs=0-1 Mem=0 GRES= "
 
 
+@pytest.mark.parametrize(
+    ("names", "state", "launcher", "host", "local"),
+    [
+        ("a", "ALLOCATED", "a", "", True),
+        ("a", "ALLOCATED", None, "", False),  # of `salloc`, elsewhere
+        ("a", "ALLOCATED", "a", "10.0.0.1", False),
+        ("ab", "ALLOCATED", "a", "", False),
+        ("ab", "DOWN", "a", "", False),  # it may come back
+    ],
+)
+def test_nodes_of_a_job_of_one_node_are_on_loopback(outside, monkeypatch, names, state, launcher, host, local):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    if launcher:
+        monkeypatch.setenv("SLURMD_NODENAME", launcher)
+    states = {"a": "ALLOCATED", "b": state}
+    slurm = Recorded(
+        scontrol_show_job=JOB,
+        scontrol_show_hostnames="\n".join(names),
+        scontrol_show_node="".join(f"NodeName={n} State={states[n]} NodeAddr=10.0.0.1\n" for n in names),
+    )
+    provider = SlurmNodes(SlurmSchedulerConfig(host=host), slurm)
+    found = {node.host for node in provider.nodes()}
+    assert found == {"127.0.0.1" if local else "10.0.0.1"}
+    if launcher:
+        assert provider.address() in found
+
+
 @pytest.mark.parametrize("may_shrink", [True, False])
 def test_lacking_job_is_requeued_without_its_lost_node_and_asks_for_as_many_again(outside, monkeypatch, may_shrink):
     monkeypatch.setenv("SLURM_JOB_ID", "5")

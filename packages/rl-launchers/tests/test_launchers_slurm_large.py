@@ -1,5 +1,6 @@
 """A Slurm of up to 256 nodes, simulated: real scheduler code, its commands replaced by a recorder, its agents by
-threads. What the launcher does of it is measured as CPU of its own threads."""
+threads. What the launcher does of it is measured as CPU of its own threads; left out are the questions to servers
+whether they are well (`ServerCare`: threads, and a request to each every `health_interval`), and progress."""
 
 import gc
 import json
@@ -17,6 +18,7 @@ from rl_contracts.names import FileNames
 from rl_contracts.scheduler import JobSpec, WorkerStatus
 from rl_launchers import RunControl, SlurmScheduler, SlurmSchedulerConfig
 from rl_launchers.placement import Ledger
+from rl_launchers.pulse import Pulses
 from rl_launchers.slurm import SlurmNodes
 from rl_launchers.slurm_commands import Commands
 from rl_launchers.wire import called
@@ -118,6 +120,9 @@ class Cost:
     """The dearest of five."""
     hear: float
     """What that thread does in a second."""
+    names: float
+    """Of a look at the names: all servers' addresses, as they were, and the signs of life of all trainers, which are
+    read every few seconds."""
 
 
 @contextmanager
@@ -164,12 +169,23 @@ def _measure(nodes, directory):
         wait_until(lambda: time.monotonic() > began + 3 and "workers" in names.children())
         hear = (time.clock_gettime(clock) - heard) / (time.monotonic() - began)
 
+        addresses, pulses = {f"{w.role}/{w.index}": w.address for w in servers}, Pulses(names)
+        control.publish(addresses)
+        for worker in trainers:
+            names.add(f"pulse/{worker.name}", "1")
+        pulses.timeout = 90.0
+        before = time.thread_time()
+        control.publish(addresses)
+        pulses.read()
+        look = time.thread_time() - before
+        assert len(names.children("servers")) == len(pulses._seen) == half
+
         assert len(slurm.started) == nodes
         assert len(slurm.asked) <= 9  # not one a node
         largest = max(file.stat().st_size for file in directory.rglob("*") if file.is_file())
         assert 10_000 < largest < LARGEST_FILE
     assert not [file for file in directory.rglob("*") if "agents-" in file.name]
-    return Cost(plan, start, max(polls), hear), largest
+    return Cost(plan, start, max(polls), hear, look), largest
 
 
 @pytest.mark.slow
@@ -188,7 +204,7 @@ def test_launcher_of_2048_workers_on_256_nodes_does_little_and_what_it_does_grow
         print(f"\n{nodes} nodes, {nodes * EACH} workers: {said}")
 
     last = costs[SIZES[-1]]
-    assert last.poll + last.hear < PER_POLL
-    for part in ("plan", "start", "poll", "hear"):
+    assert last.poll + last.hear + last.names < PER_POLL
+    for part in ("plan", "start", "poll", "hear", "names"):
         small, large = (getattr(costs[nodes], part) / nodes for nodes in (SIZES[0], SIZES[-1]))
         assert large < LINEAR * small or large * SIZES[-1] < 0.05, f"{part}: {small:.6f} and {large:.6f} s per node"

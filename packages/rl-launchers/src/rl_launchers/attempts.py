@@ -1,4 +1,5 @@
-"""Starting a run again from its newest recover point when trainers were lost: how often, and when it is no use."""
+"""Starting a run again from its newest recover point when trainers or all servers were lost: how often, and when it is
+no use."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from rl_contracts.errors import LaunchError, RLError
-from rl_launchers.health import RestartConfig
+from rl_launchers.health import RestartConfig, ServersLostError
 
 IDLE_RESTARTS = 2
 """Restarts in a row that reach no further than before, after which another one would not either."""
@@ -73,9 +74,9 @@ class Attempts:
 
         Raises:
             LaunchError: it is not started again; with everything that went wrong. `error` itself, where it was the
-                first and no trainer's.
+                first and neither trainers nor all servers were lost.
         """
-        lost = isinstance(error, TrainersLostError) or (self.count > 0 and not ready)
+        lost = isinstance(error, TrainersLostError | ServersLostError) or (self.count > 0 and not ready)
         lost = lost and not isinstance(error, UsersFaultError)
         if self._resume is None or not self._limit or not lost:
             self._refuse(error, "")

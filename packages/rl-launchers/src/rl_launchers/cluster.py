@@ -36,7 +36,8 @@ class ClusterSchedulerConfig(SchedulerConfig):
     """What the schedulers of several machines have in common."""
 
     host: str = ""
-    """Address of the launcher's machine at which its agents call it; empty: that under which the scheduler knows it."""
+    """Address of the launcher's machine at which its agents call it; empty: that under which the scheduler knows it, or
+    loopback in a Slurm job of one node, where servers and trainers listen there as well."""
     start_timeout: float = bounded(120.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds within which a machine must answer once its agent was started."""
     heartbeat_timeout: float = bounded(20.0, "at least 3 seconds", lambda seconds: seconds >= 3)

@@ -26,6 +26,10 @@ RETRY_SECONDS = 10.0
 """Seconds until a server for which there is no room is tried again, where others still answer."""
 
 
+class ServersLostError(LaunchError):
+    """No server of a role is left that answers, and there is no room for one."""
+
+
 def probe(host: str, port: int, path: str, timeout: float = 1.0) -> str | None:
     """Ask `http://host:port/path` once, past any proxy.
 
@@ -59,8 +63,9 @@ class RestartConfig(Settings):
     its first death ends the run."""
     trainer_restarts: int = bounded(3, "0 (never) or more", lambda times: times >= 0)
     """Times that the whole run is started anew from its newest recover point when a trainer was killed, hangs, failed
-    with an error that is not the user's, or lost its node; within `restart_window`. Fewer where it comes no further. 0:
-    its first death ends the run, as it does without a recover point and `recover.every`."""
+    with an error that is not the user's, or lost its node, or no server is left and there is no room for one; within
+    `restart_window`. Fewer where it comes no further. 0: the first such loss ends the run, as it does without a recover
+    point and `recover.every`."""
     restart_window: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds after which a restart no longer counts."""
     health_timeout: float = bounded(90.0, "0 (no checks) or more", lambda seconds: seconds >= 0)
@@ -116,7 +121,7 @@ class ServerCare:
             names of servers that cannot be helped any more, and in words what happened to each.
 
         Raises:
-            LaunchError: a process could not be started again.
+            ServersLostError: the only server, or the last one that answered, cannot be started again here and now.
         """
         servers = [(worker, self._specs[worker.role]) for worker in workers if worker.role in self._specs]
         lives = {(worker.name, worker.restarts) for worker, _ in servers}
@@ -172,7 +177,8 @@ class ServerCare:
             self._scheduler.restart_worker(worker, f"it {what}; {count}")
         except LaunchError as error:
             if not others:
-                raise
+                gone = f"{worker.name} {what}, no other server answers, and it cannot be started now: {error}"
+                raise ServersLostError(gone) from error
             done.pop()
             self._later[worker.name] = now + RETRY_SECONDS
             logger.warning(

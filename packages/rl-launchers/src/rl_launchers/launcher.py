@@ -116,9 +116,10 @@ class Launcher:
             on_tick: called with all workers several times a second, to draw progress.
             together: whether trainers start with the servers, and wait for them by themselves; else the servers are
                 ready before. Servers are started anew only from the moment at which all of them were ready.
-            resume: how the run goes on when trainers are lost: everything is stopped and started again, as another
-                command would do it, up to `trainer_restarts` times. Not after a trainer's exit code 2 (`USERS_FAULT`),
-                and not where one raised an error before the first step. None: the run ends then.
+            resume: how the run goes on when trainers are lost, or no server is left and there is room for none:
+                everything is stopped and started again, as another command would do it, up to `trainer_restarts` times.
+                Not after a trainer's exit code 2 (`USERS_FAULT`), and not where one raised an error before the first
+                step. None: the run ends then.
 
         Returns:
             exit code for the program: 0 when all trainers are done, 130 after SIGINT, 143 after SIGTERM, 129 after

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rl_contracts.scheduler import Node
 
+LOOPBACK = "127.0.0.1"
+
 
 class NodeProvider(ABC):
     """The machines that a scheduler gave to a run, on each of which one process, its agent, is started."""

@@ -24,7 +24,7 @@ from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import Node, Resources
 from rl_launchers import report
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
-from rl_launchers.nodes import NodeProvider
+from rl_launchers.nodes import LOOPBACK, NodeProvider
 from rl_launchers.resources import visible_gpus
 
 logger = get_logger("launcher")
@@ -35,7 +35,6 @@ CONNECT_SECONDS = 120.0
 """Time for Ray to answer, or for a cluster to start on the spot."""
 SILENCE = 60.0
 """Seconds without a word about the cluster after which it counts as gone."""
-LOOPBACK = "127.0.0.1"
 
 OF_THE_NODE = ("TMPDIR", "HOSTNAME")
 """Variables that are a node's own, where it has them; all others are the launcher's."""

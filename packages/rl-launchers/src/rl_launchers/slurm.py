@@ -20,7 +20,7 @@ from rl_contracts.logging import get_logger
 from rl_contracts.scheduler import Node, Resources, Submission
 from rl_launchers import report, slurm_job
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
-from rl_launchers.nodes import NodeProvider
+from rl_launchers.nodes import LOOPBACK, NodeProvider
 from rl_launchers.slurm_commands import (
     Commands,
     SlurmError,
@@ -370,7 +370,9 @@ class SlurmNodes(NodeProvider):
                 if not any(word in state for word in ("DOWN", "NOT_RESPONDING", "FAIL", "*")):
                     node = Node(name, _resolved(known[name]["NodeAddr"]), share.cores, share.gpus)
                     kinds[min(share.part, 1)].append(node)
-        return self._in_order(*kinds)
+        own, found = os.environ.get("SLURMD_NODENAME"), self._in_order(*kinds)
+        alone = [*self._parts] == [own] and not self._config.host  # with its only node, for a job gets no more
+        return [replace(node, host=LOOPBACK) for node in found] if alone else found
 
     def _in_order(self, main: list[Node], servers: list[Node]) -> list[Node]:
         """Those for trainers, those for servers, and the spare ones, which are for all."""

@@ -55,8 +55,9 @@ class PublishConfig(Settings):
     setting: ClassVar[str] = "publish"
     route: str = choice("auto", ("auto", *ROUTES))
     """`shm` (servers on this host), `disk` (a shared file system), `broadcast` (memory to memory, over the network) or
-    `ipc` (trainer and server on one GPU). `auto`: `shm` where all are on one machine, else `broadcast`; the commands
-    know where that is, and without them it is `shm`."""
+    `ipc` (trainer and server on one GPU). `auto`: `shm` where all are on one machine, else `broadcast`, but `disk`
+    for an only server, which could not come back otherwise; the commands know where that is, and without them it is
+    `shm`."""
     host: str = ""
     """Of `broadcast`: address on which rank 0 listens; empty: that at which the ranks meet (`MASTER_ADDR`), which is
     loopback on one machine."""

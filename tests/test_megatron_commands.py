@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def reward(prompt, completions, prompt_ids, completion_ids, **data):
     return float(sum(completion_ids) % 2)
 """
 """A random model is rewarded now and then."""
+WITHOUT_CRITIC = {name: value for name, value in CRITIC.items() if name != "algorithm"}
 SERVED = "embedded:d1+"
 
 
@@ -36,7 +38,13 @@ SERVED = "embedded:d1+"
     [
         pytest.param("gsm8k-grpo", SERVED + "megatron:t2", CRITIC, id="ppo", marks=pytest.mark.slow),
         *(
-            pytest.param(name, layout, settings, id=f"{name}-{layout[-2:]}", marks=pytest.mark.nightly)
+            pytest.param(
+                name,
+                layout,
+                settings,
+                id="-".join([name, layout.split(":")[-1], *filter(None, [settings.get("publish.route")])]),
+                marks=pytest.mark.nightly,
+            )
             for name, layout, settings in (
                 ("gsm8k-sft", "megatron:t2", {}),
                 ("hh-rlhf-rm", "megatron:t2", {}),
@@ -45,6 +53,9 @@ SERVED = "embedded:d1+"
                 ("gsm8k-grpo", SERVED + "megatron:p2", CRITIC),
                 ("gsm8k-grpo", SERVED + "megatron:d2", CRITIC),
                 ("gsm8k-grpo", SERVED + "megatron:c2", CRITIC),
+                ("gsm8k-grpo", SERVED + "megatron:p2", WITHOUT_CRITIC | {"publish.route": "disk"}),
+                ("gsm8k-grpo", SERVED + "megatron:p2", WITHOUT_CRITIC | {"publish.route": "broadcast"}),
+                ("gsm8k-grpo", SERVED + "megatron:d2e2", WITHOUT_CRITIC),
             )
         ),
     ],
@@ -52,12 +63,13 @@ SERVED = "embedded:d1+"
 def test_command_trains_in_a_layout_of_megatron(tmp_path, monkeypatch, name, layout, settings):
     (tmp_path / "parity.py").write_text(PARITY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = {"allocation": layout, "model.path": make_tiny_model(tmp_path / "model"), "cluster.device": "cpu"}
+    model = make_tiny_model(tmp_path / "model", "qwen3_moe" if "e2" in layout else "qwen3")
+    run = {"allocation": layout, "model.path": model, "cluster.device": "cpu"}
     command = Command(name, tmp_path / "run", run | {"total_steps": 2, "evaluation.rows": 4} | settings)
 
     command.finish(280)
 
-    for figure in ("grad_norm", "critic/grad_norm") if settings else ("grad_norm",):
+    for figure in ("grad_norm", "critic/grad_norm") if "algorithm" in settings else ("grad_norm",):
         norms = [record[figure] for record in command.steps()]
         assert len(norms) == 2
         assert all(0 < norm < 1e3 for norm in norms)
@@ -85,8 +97,13 @@ def test_replay_on_two_tensor_ranks_gives_the_gradient_of_fsdp(tmp_path, capsys)
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3300)
-def test_demonstration_reaches_the_target_of_fsdp_on_two_tensor_ranks(tmp_path):
-    Command("gsm8k-grpo", tmp_path / "run", {"allocation": SERVED + "megatron:t2", "seed": 1}).finish(3000)
+def test_demonstration_reaches_the_target_of_fsdp_on_two_tensor_ranks(tmp_path, record_property):
+    began = time.monotonic()
+    command = Command("gsm8k-grpo", tmp_path / "run", {"allocation": SERVED + "megatron:t2", "seed": 1})
+    command.finish(3000)
+    record_property("seconds", round(time.monotonic() - began))
+    accuracy = [record["eval/accuracy"] for record in command.records() if record.get("eval/accuracy") is not None]
+    record_property("accuracy, first and last", f"{accuracy[0]:.3f}, {accuracy[-1]:.3f}")
 
     checker = Path(__file__).parents[1] / "infra" / "ci" / "check_learning.py"
     subprocess.run([sys.executable, str(checker), str(tmp_path / "run")], check=True, timeout=60)

@@ -104,6 +104,29 @@ def test_sft_goes_on_with_other_trainers_as_if_nothing_had_happened(tmp_path: Pa
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_sft_on_tensor_ranks_of_megatron_goes_on_with_pipeline_stages(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    settings = {"recover.every": 2, "evaluation.rows": 0}
+    before, after = ({**settings, "allocation": f"megatron:{layout}"} for layout in ("t2", "p2"))
+    subprocess.run(_command("gsm8k-sft", model, whole, **before), check=True, capture_output=True, timeout=250)
+
+    step = _kill_after_a_point(_command("gsm8k-sft", model, cut, **before), cut)
+    subprocess.run(_command("gsm8k-sft", model, cut, **after), check=True, capture_output=True, timeout=250)
+
+    assert step < 12
+    files = ((d / "checkpoints" / "step_12").glob("*.safetensors") for d in (cut, whole))
+    found, expected = ({k: v for path in paths for k, v in load_file(path).items()} for paths in files)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    losses = [[record["loss/train"] for record in _records(d)] for d in (cut, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.nightly
 def test_grpo_killed_and_started_again_learns_from_every_prompt_once(tmp_path: Path) -> None:
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"

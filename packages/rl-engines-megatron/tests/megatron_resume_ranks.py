@@ -1,7 +1,7 @@
 """On each rank: train, copy a state and an export, train on, and write what was copied; or load a state, save it again,
 and train on.
 
-Arguments: a model, the layout as JSON, the state to load (empty: none), the state to save, where figures go.
+Arguments: a model, layout and settings as JSON, the state to load (empty: none), the state to save, where figures go.
 """
 
 import json
@@ -16,8 +16,8 @@ from rl_contracts.testing import make_batch
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
 
-def main(model: str, layout: dict, load: str, save: str, out: Path) -> None:
-    engine = MegatronEngine(MegatronEngineConfig(), ParallelStrategy(**layout))
+def main(model: str, layout: dict, settings: dict, load: str, save: str, out: Path) -> None:
+    engine = MegatronEngine(MegatronEngineConfig(**settings), ParallelStrategy(**layout))
     engine.initialize(FinetuneSpec(model, STEPS, optimizer=OPTIMIZER, device="cpu"))
 
     def step(seed: int) -> dict[str, float]:
@@ -42,4 +42,4 @@ def main(model: str, layout: dict, load: str, save: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]))
+    main(sys.argv[1], *map(json.loads, sys.argv[2:4]), *sys.argv[4:6], Path(sys.argv[6]))

@@ -78,7 +78,7 @@ def mixtures(tmp_path_factory):
 def make_models(directory, models):
     for name, (config, settings) in models.items():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SIZES, **settings))
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SIZES | settings))
         for key, parameter in model.named_parameters():
             if key.endswith("bias") or "norm" in key:
                 parameter.data += 0.1 * torch.randn_like(parameter)  # they are all alike, and would be so in any place
@@ -92,14 +92,20 @@ TWO = [
     ({"pipeline": 2}, {}),
     ({"context": 2}, {}),
 ]
+INTERLEAVED = [({"pipeline": 2}, {"interleaved": 2})]
 FOUR = [({"tensor": 2, "pipeline": 2}, {}), ({"tensor": 4}, {})]  # the last: more ranks than key-value heads
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
-    [(1, [({}, {})]), (2, TWO), pytest.param(4, FOUR, marks=pytest.mark.nightly)],
-    ids=["one", "two", "four"],
+    [
+        (1, [({}, {})]),
+        (2, TWO),
+        pytest.param(2, INTERLEAVED, marks=pytest.mark.nightly),
+        pytest.param(4, FOUR, marks=pytest.mark.nightly),
+    ],
+    ids=["one", "two", "interleaved", "four"],
 )
 def test_family_says_what_transformers_says_and_its_weights_come_out_to_the_bit(models, ranks, layouts):
     outputs = run_ranks(RANKS, [str(models), json.dumps(layouts)], ranks, seconds=480)
@@ -117,6 +123,7 @@ def test_family_says_what_transformers_says_and_its_weights_come_out_to_the_bit(
         pytest.param({"tensor": 2}, {"sequence_parallel": True}, id="t2", marks=pytest.mark.nightly),
         pytest.param({"tensor": 2, "expert": 2}, {"sequence_parallel": True}, id="t2e2", marks=pytest.mark.nightly),
         pytest.param({"pipeline": 2}, {}, id="p2", marks=pytest.mark.nightly),
+        pytest.param({"pipeline": 2}, {"interleaved": 2}, id="p2-interleaved", marks=pytest.mark.nightly),
         pytest.param({"context": 2, "expert": 2}, {}, id="c2e2", marks=pytest.mark.nightly),
         pytest.param(
             {"data": 2, "tensor": 2, "expert": 2, "expert_tensor": 2},

@@ -30,6 +30,13 @@ def test_offload_moments_on_a_cpu_is_refused(tmp_path):
         start(str(make_tiny_model(tmp_path)), offload=True)
 
 
+def test_optimizers_of_others_that_megatron_core_found_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False)
+
+    with pytest.raises(ConfigError, match=r"without TransformerEngine and apex, .*; uninstall"):
+        start(str(make_tiny_model(tmp_path)), offload=False)
+
+
 @pytest.mark.slow
 def test_moments_that_leave_and_return_give_the_same_steps_and_states(tmp_path, monkeypatch):
     monkeypatch.setattr(MegatronEngineConfig, "check", lambda *_: None)  # on a CPU the way is the same, and of no use

@@ -25,7 +25,7 @@ def test_engine_is_found_by_its_entry_point():
 @pytest.mark.parametrize(
     ("settings", "strategy", "spec", "named"),
     [
-        ({"sequence_parallel": True}, ParallelStrategy(data=2), {}, "sequence_parallel"),
+        ({"sequence_parallel": True}, ParallelStrategy(data=2), {}, "no t > 1; set one, or leave"),
         ({"interleaved": 2}, ParallelStrategy(tensor=2), {}, "interleaved=2 .*no p > 1"),
         ({}, ParallelStrategy(), {"deterministic": True}, "deterministic"),
         ({}, ParallelStrategy(), {"dtype": "bfloat16", "device": "cpu"}, "dtype"),
@@ -63,6 +63,12 @@ def test_check_what_does_not_go_together_is_refused_by_name(settings, strategy, 
             ParallelStrategy(tensor=4),
             {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48, "intermediate_size": 64},
             "megatron:t4.*tensor parallel size 4 neither divides the 6 key-value heads",
+        ),
+        (
+            {},
+            ParallelStrategy(),
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_type 'yarn' is not supported",
         ),
         ({}, ParallelStrategy(), {"quantization_config": {"quant_method": "fp8"}}, "megatron:d1.*quantization_config"),
     ],

@@ -28,12 +28,13 @@ def run_suite(shared, monkeypatch, layout, settings=None, seconds=480):
     ("layout", "settings"),
     [
         pytest.param({"tensor": 2}, {}, id="t2", marks=pytest.mark.nightly),  # less than with what follows
-        pytest.param({"tensor": 2}, {"sequence_parallel": True}, id="t2-sequence-parallel"),
+        pytest.param({"tensor": 2}, {"sequence_parallel": True, "max_logits": 1000}, id="t2-sequence-parallel"),
         pytest.param({"pipeline": 2}, {}, id="p2", marks=pytest.mark.nightly),
         pytest.param({"pipeline": 2}, {"interleaved": 2}, id="p2-interleaved"),
         pytest.param({"data": 2}, {}, id="d2", marks=pytest.mark.nightly),  # less than d2e2
         pytest.param({"context": 2}, {}, id="c2"),
         pytest.param({"data": 2, "expert": 2}, {}, id="d2e2"),
+        pytest.param({"data": 2, "expert": 2}, {"recompute": "full"}, id="d2e2-recompute", marks=pytest.mark.nightly),
     ],
 )
 def test_conformance_on_two_ranks(tmp_path, monkeypatch, layout, settings):

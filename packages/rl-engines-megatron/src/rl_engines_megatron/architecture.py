@@ -12,6 +12,10 @@ from rl_contracts.errors import ModelError
 from rl_engines_megatron.families import Family, family_of
 from rl_engines_megatron.mixture import Mixture
 
+ROPE_TYPES = ("default", "linear", "llama3")
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of Llama 3's rotary scaling that megatron-core has built in; only the factor can be chosen."""
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -190,5 +194,17 @@ def _rope(rope: Any) -> Mapping[str, Any]:
         raise ModelError(
             f"megatron: partial_rotary_factor: expected 1, found {rope['partial_rotary_factor']!r}; "
             "rotary embeddings of a part of each head are not supported."
+        )
+    kind, found = rope.get("rope_type", "default"), {name: rope.get(name) for name in LLAMA3_ROPE}
+    if kind not in ROPE_TYPES:
+        raise ModelError(f"megatron: rope_type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
+    if kind == "llama3" and found != LLAMA3_ROPE:
+        raise ModelError(
+            f"megatron: llama3 rotary scaling: megatron-core has {LLAMA3_ROPE} built in, found {found}; "
+            "use a model with these, or another engine."
+        )
+    if kind != "default" and not isinstance(rope.get("factor"), int | float):
+        raise ModelError(
+            f"megatron: rope_parameters of type {kind!r}: expected a factor, found {rope.get('factor')!r}."
         )
     return MappingProxyType({"rope_type": "default", **rope})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,35 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, ModelError
 from rl_engines_megatron.architecture import Architecture
 from rl_engines_megatron.partition import Partition, partition_of
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+"""What transformers reads a model's weights from: the files of the index, where there is one."""
+
+
+def weight_files(path: str) -> list[Path]:
+    """The files that hold the weights of a Hugging Face directory; what else lies there is not looked at.
+
+    Raises:
+        ModelError: there are none that transformers would read, or they are no safetensors.
+    """
+    directory = Path(path)
+    try:
+        if (directory / INDEX).is_file():
+            named = json.loads((directory / INDEX).read_text())["weight_map"].values()
+            return sorted({directory / name for name in named})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"model {path}: {INDEX} cannot be read: {error!r}. Copy or download it again.") from error
+    if not (directory / WEIGHTS).is_file():
+        raise ModelError(
+            f"model {path}: expected {INDEX} or {WEIGHTS}, found {', '.join(_stored(directory)) or 'no weights'}. Load "
+            "it with transformers, and save it again with `save_pretrained`."
+        )
+    return [directory / WEIGHTS]
+
+
+def _stored(directory: Path) -> list[str]:
+    """The names of files of weights, of whatever kind."""
+    return sorted(file.name for file in directory.glob("*") if file.suffix in (".safetensors", ".bin"))
 
 
 def cut(
@@ -27,7 +57,8 @@ def cut(
 
 
 def check_model(spec: FinetuneSpec, strategy: ParallelStrategy, interleaved: int, stage_layers: Sequence[int]) -> None:
-    """Refuse a model of another family, and one that cannot be cut so. What is not there yet passes.
+    """Refuse a model of another family, one that cannot be cut so, and weights that cannot be read. What is not there
+    yet passes.
 
     Raises:
         ConfigError: names the layout, the model and what does not fit.
@@ -38,5 +69,7 @@ def check_model(spec: FinetuneSpec, strategy: ParallelStrategy, interleaved: int
 
     try:
         cut(AutoConfig.from_pretrained(spec.model_path), strategy, interleaved, stage_layers, spec.head)
+        if _stored(Path(spec.model_path)):
+            weight_files(spec.model_path)
     except (ModelError, ConfigError, OSError, ValueError) as error:
         raise ConfigError(f"allocation megatron:{strategy} with model {spec.model_path}: {error}") from error

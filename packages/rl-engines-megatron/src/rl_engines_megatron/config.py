@@ -59,7 +59,11 @@ class MegatronEngineConfig(TrainEngineConfig):
             raise ConfigError(f"{where}: expected megatron-core, found none. Install rl-engines-megatron[megatron].")
         check_experts(spec.model_path, strategy, self.sequence_parallel)
         for setting, wrong, reason in (
-            ("sequence_parallel=true", self.sequence_parallel and strategy.tensor == 1, f"{where}, which has no t > 1"),
+            (
+                "sequence_parallel=true",
+                self.sequence_parallel and strategy.tensor == 1,
+                f"{where}, which has no t > 1; set one, or leave sequence_parallel out",
+            ),
             (
                 f"interleaved={self.interleaved}",
                 self.interleaved > 1 and strategy.pipeline == 1,

@@ -13,6 +13,8 @@ from rl_engines_megatron.naming import EMBEDDING, HEAD, Parameter, model_sources
 from rl_engines_megatron.partition import Partition
 from rl_engines_megatron.sharding import Replicated, Shape, same_bits, shard_shape
 
+COMPUTED = "rotary_emb.inv_freq"
+"""End of the names of buffers that older checkpoints store; transformers leaves them out too."""
 SHOWN = 5
 """Names that an error lists at most."""
 
@@ -64,8 +66,8 @@ def to_megatron(
     for parameter in stage_parameters(partition, pp_rank, ep_rank):
         tensors = [state[source] for source in parameter.sources]
         check_sources(parameter.sources, tensors, parameter.layout.shapes())
-        if tied and parameter.sources == (EMBEDDING,) and HEAD in state:
-            _check_equal(EMBEDDING, tensors[0], HEAD, state[HEAD], "the config ties them (tie_word_embeddings)")
+        if tied:
+            check_tied(parameter, tensors[0], state)
         rank, size = (etp_rank, etp_size) if parameter.of_expert else (tp_rank, tp_size)
         result[parameter.name] = parameter.layout.shard(tensors, rank, size)
     return result
@@ -156,7 +158,8 @@ def _place(partition: Partition, rank: int, stage: int) -> str:
 
 
 def check_names(found: Set[str], expected: Set[str], optional: Set[str], where: str = "") -> None:
-    for kind, odd in (("missing", expected - found), ("unknown", found - expected - optional)):
+    unknown = {name for name in found - expected - optional if not name.endswith(COMPUTED)}
+    for kind, odd in (("missing", expected - found), ("unknown", unknown)):
         if odd:
             raise ModelError(
                 f"megatron: {kind} parameters{where}: {', '.join(sorted(odd)[:SHOWN])} ({len(odd)} in all). "
@@ -177,6 +180,12 @@ def check_sources(names: Sequence[str], tensors: Sequence[Any], shapes: Sequence
                 f"megatron: {name} is {tensor.dtype} on {tensor.device}, but {names[0]} is {first.dtype} on "
                 f"{first.device}; they form one parameter, bring them to one dtype and device."
             )
+
+
+def check_tied(parameter: Parameter, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
+    """See that a head that is stored beside the embedding, where they are tied, is the same."""
+    if parameter.sources == (EMBEDDING,) and HEAD in state:
+        _check_equal(EMBEDDING, tensor, HEAD, state[HEAD], "the config ties them (tie_word_embeddings)")
 
 
 def _check_equal(name: str, tensor: Tensor, other_name: str, other: Tensor, why: str) -> None:

@@ -97,9 +97,7 @@ class MegatronEngine(TrainEngine):
 
         torch.manual_seed(spec.seed)
         timeout = config.timeout_seconds
-        dense = partition.architecture.mixture is None
-        etp = self.strategy.tensor * self.strategy.context if dense else partition.etp_size
-        make_groups(self.strategy, etp, config.interleaved, spec.seed, self._device, timeout, self._exit)
+        make_groups(self.strategy, config.interleaved, spec.seed, self._device, timeout, self._exit)
         with without_cuda(self._device):
             self._parts = build(self._hf_config, partition, self.strategy, config, spec, self._device)
         self._spread = Spread([part.routing for part in self._parts if part.routing is not None])

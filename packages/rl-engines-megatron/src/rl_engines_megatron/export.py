@@ -16,8 +16,7 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.engine import Snapshot
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.training.hugging_face import copy_tokenizer, pad_token_id
-
-INDEX = "model.safetensors.index.json"
+from rl_engines_megatron.checks import INDEX
 
 
 def save_hugging_face(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
@@ -88,6 +89,11 @@ class PackedGPT(GPTModel):
         if parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return (hidden.float() @ self.score.weight.float()[0],)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As megatron-core's; that of language models wants an output layer, which those with a scalar head lack."""
+        above: Any = super() if self.head == "lm" else super(LanguageModule, self)
+        return above.sharded_state_dict(*args, **kwargs)
 
 
 class RotaryEmbeddings(nn.ModuleList):

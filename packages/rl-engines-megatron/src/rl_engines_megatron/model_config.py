@@ -10,16 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.errors import ModelError
 from rl_engines_megatron.architecture import Architecture
 from rl_engines_megatron.mixture import Mixture, expert_tensor
 from rl_engines_megatron.partition import Partition, partition_of
 
-ROPE_TYPES = ("default", "linear", "llama3")
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 """Of `Family.activation`."""
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of Llama 3's rotary scaling that megatron-core has built in; only the factor can be chosen."""
 
 
 def transformer_kwargs(
@@ -82,7 +78,7 @@ def gpt_model_kwargs(
             every softmax.
 
     Raises:
-        ModelError: an unsupported model, or rotary scaling that megatron-core computes differently.
+        ModelError: an unsupported model.
         ConfigError: a strategy that does not fit the model, with the numbers, or a stage that does not exist.
     """
     partition = _partition(hf_config, strategy, vocab_multiple)
@@ -119,30 +115,10 @@ def _mixture_kwargs(architecture: Architecture, mixture: Mixture, strategy: Para
 
 
 def rope_kwargs(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of megatron-core's rotary embedding, as `GPTModel` calls them.
-
-    Raises:
-        ModelError: megatron-core computes it differently.
-    """
+    """Arguments of megatron-core's rotary embedding, as `GPTModel` calls them; `Architecture` has checked it."""
     kind, base = rope["rope_type"], {"rotary_percent": 1.0, "rotary_base": rope["rope_theta"]}
-    if kind == "default":
-        return base
     if kind == "linear":
-        return {**base, "seq_len_interpolation_factor": _factor(rope)}
+        return {**base, "seq_len_interpolation_factor": float(rope["factor"])}
     if kind == "llama3":
-        found = {name: rope.get(name) for name in LLAMA3_ROPE}
-        if found != LLAMA3_ROPE:
-            raise ModelError(
-                f"megatron: llama3 rotary scaling: megatron-core has {LLAMA3_ROPE} built in, found {found}."
-            )
-        return {**base, "rope_scaling": True, "rope_scaling_factor": _factor(rope)}
-    raise ModelError(f"megatron: rope_type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
-
-
-def _factor(rope: Mapping[str, Any]) -> float:
-    factor = rope.get("factor")
-    if not isinstance(factor, int | float):
-        raise ModelError(
-            f"megatron: rope_parameters of type {rope['rope_type']!r}: expected a factor, found {factor!r}."
-        )
-    return float(factor)
+        return {**base, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    return base

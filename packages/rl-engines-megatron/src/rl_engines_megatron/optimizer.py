@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from rl_contracts.config import OptimizerConfig
+from rl_contracts.errors import ConfigError
 from rl_engines_megatron.model import PackedGPT
 
 
@@ -23,10 +24,22 @@ def wrap(parts: list[PackedGPT], distributed: bool) -> list[Any]:
         distributed: whether each rank keeps the optimizer state of a share of them.
     """
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-    return [
+    chunks = [
         DistributedDataParallel(part.config, settings, part, disable_bucketing=index > 0)
         for index, part in enumerate(parts)
     ]
+    for buffer in (buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers):
+        _save_whole(buffer)
+    return chunks
+
+
+def _save_whole(buffer: Any) -> None:
+    """megatron-core (0.19) leaves out what fills up the buckets of a buffer (copies of tied embeddings have one of
+    their own) where it saves their optimizer state, and then takes it for what lies where the parameters do: it mixes
+    up what lies behind the first bucket that is filled up."""
+    buffer.numel_unpadded = buffer.numel
+    for bucket in buffer.buckets:
+        bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 class Stepper:
@@ -38,6 +51,9 @@ class Stepper:
         dtype: in which the model computes.
         distributed: as for `wrap`.
         offload: whether the moments lie in host memory but while they are needed.
+
+    Raises:
+        ConfigError: megatron-core found optimizers of others, which keep another state than torch's.
     """
 
     def __init__(
@@ -49,6 +65,12 @@ class Stepper:
         offload: bool = False,
     ) -> None:
         self.chunks, self.settings, self._offload = chunks, settings, offload
+        if not core.USING_PYTORCH_OPTIMIZER:
+            raise ConfigError(
+                "megatron: expected an environment without TransformerEngine and apex, whose optimizers megatron-core "
+                "takes as soon as it finds them and this engine does not know; uninstall transformer-engine and apex, "
+                "or use the engine fsdp."
+            )
         self._hosts: dict[tuple[int, str], Tensor] = {}
         """Host memory of each moment."""
         config = core.OptimizerConfig(
@@ -71,17 +93,15 @@ class Stepper:
             pass
 
     def _make_state(self) -> None:
-        """What AdamW keeps of each parameter, which a saved state is read into; torch would make it at the first
-        step."""
-        if self.settings.name != "adamw":
-            return
-        for optimizer in (part.optimizer for part in self.inner.chained_optimizers):
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter.data),
-                    "exp_avg_sq": torch.zeros_like(parameter.data),
-                }
+        """What the optimizer keeps of each parameter, which a saved state is read into; torch would make it at the
+        first step."""
+        adam = self.settings.name == "adamw"
+        names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) * bool(self.settings.momentum)
+        for part in self.inner.chained_optimizers:
+            part.init_state_fn = _nothing  # which megatron-core (0.19) lacks for SGD, and calls
+            for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+                state = {name: torch.zeros_like(parameter.data) for name in names}
+                part.optimizer.state[parameter] = state | ({"step": torch.tensor(0.0)} if adam else {})
 
     @contextmanager
     def resident(self) -> Iterator[None]:
@@ -143,3 +163,6 @@ class Stepper:
     def weights_changed(self) -> None:
         """Take up weights that something else has written."""
         self.inner.reload_model_params()
+
+
+def _nothing(*_: Any) -> None: ...

@@ -12,19 +12,19 @@ from megatron.core import parallel_state, tensor_parallel
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.errors import ConfigError
 from rl_engines_megatron.cpu import without_cuda
+from rl_engines_megatron.mixture import expert_tensor
 
 ORDER = "tp-cp-ep-pp-dp"
 """Ranks of a replica lie side by side, tensor ranks fastest: the order of `rl_contracts.parallel`."""
 
 _users = 0
 """Engines of this process that use the groups."""
-_layout: tuple[ParallelStrategy, int, int] | None = None
-"""Their layout."""
+_layout: tuple[ParallelStrategy, int] = (ParallelStrategy(), 1)
+"""Their layout, and parts of the model on each pipeline rank."""
 
 
 def make_groups(
     strategy: ParallelStrategy,
-    etp: int,
     interleaved: int,
     seed: int,
     device: torch.device,
@@ -34,8 +34,6 @@ def make_groups(
     """Make megatron-core's groups, or share those that are there (collective).
 
     Args:
-        etp: ranks over which each matrix of an expert is split. Without experts as many as a stage of a replica has:
-            megatron-core wants it for this order of ranks.
         interleaved: parts of the model on each pipeline rank.
         undo: leaves them when it is closed.
 
@@ -43,12 +41,12 @@ def make_groups(
         ConfigError: another engine of this process has another layout.
     """
     global _users, _layout
-    layout = (strategy, etp, interleaved)
+    layout = (strategy, interleaved)
     if _users and _layout != layout:
         raise ConfigError(
-            f"allocation megatron:{strategy}: expected the layout of the engine that this process has already, "
-            f"megatron:{_layout and _layout[0]}; megatron-core has one per process. Give models that share devices the "
-            "same layout, or devices of their own."
+            f"allocation megatron:{strategy}, interleaved={interleaved}: expected the layout of the engine that this "
+            f"process has already, megatron:{_layout[0]}, interleaved={_layout[1]}; megatron-core has one per process. "
+            "Give models that share devices the same layout, or devices of their own."
         )
     if not _users:
         parallel_state.initialize_model_parallel(
@@ -57,7 +55,7 @@ def make_groups(
             virtual_pipeline_model_parallel_size=interleaved if interleaved > 1 else None,
             context_parallel_size=strategy.context,
             expert_model_parallel_size=strategy.expert,
-            expert_tensor_parallel_size=etp,
+            expert_tensor_parallel_size=_ranks_of_an_expert(strategy),
             distributed_timeout_minutes=math.ceil(timeout / 60),
             order=ORDER,
             create_gloo_process_groups=False,
@@ -67,6 +65,16 @@ def make_groups(
         _layout = layout
     _users += 1
     undo.callback(_leave)
+
+
+def _ranks_of_an_expert(strategy: ParallelStrategy) -> int:
+    """Those over which each matrix of an expert is split, in the groups that models with and without experts share.
+
+    With several stages the experts lie over all ranks of one (`check_experts`): megatron-core wants it for this order.
+    """
+    if strategy.pipeline > 1:
+        return strategy.tensor * strategy.context // strategy.expert
+    return expert_tensor(strategy)
 
 
 def _leave() -> None:

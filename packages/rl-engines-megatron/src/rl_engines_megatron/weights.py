@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from rl_contracts.errors import ModelError
-from rl_engines_megatron.conversion import check_names, check_sources
+from rl_engines_megatron.checks import weight_files
+from rl_engines_megatron.conversion import check_names, check_sources, check_tied
 from rl_engines_megatron.model import PackedGPT
 from rl_engines_megatron.naming import HEAD, SCORE, Parameter, model_sources, stage_parameters
 from rl_engines_megatron.partition import Partition
@@ -23,18 +23,15 @@ class StoredWeights(Mapping[str, Tensor]):
     """The tensors of a Hugging Face directory, each read when it is asked for.
 
     Raises:
-        ModelError: the directory has no safetensors files, or one cannot be read.
+        ModelError: the directory has no such weights (`weight_files`), or a file cannot be read.
     """
 
     def __init__(self, path: str) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self._path, self._files = path, dict[str, Any]()
-        files = sorted(Path(path).glob("*.safetensors"))
-        if not files:
-            raise ModelError(f"model {path}: expected safetensors files, found none.")
+        self._files = dict[str, Any]()
         try:
-            for file in files:
+            for file in weight_files(path):
                 opened: Any = safe_open(str(file), framework="pt")
                 self._files.update(dict.fromkeys(opened.keys(), opened))
         except (OSError, SafetensorError) as error:
@@ -60,7 +57,7 @@ def load_weights(parts: Sequence[PackedGPT], source: Mapping[str, Tensor], new_h
             refused.
 
     Raises:
-        ModelError: a parameter is unknown, missing or of another shape.
+        ModelError: a parameter is unknown, missing or of another shape, or tied embeddings differ.
     """
     partition = parts[0].partition
     check_source_names(source, partition, new_head)
@@ -72,6 +69,8 @@ def load_weights(parts: Sequence[PackedGPT], source: Mapping[str, Tensor], new_h
                 continue
             tensors = [source[name] for name in parameter.sources]
             check_sources(parameter.sources, tensors, parameter.layout.shapes())
+            if partition.head == "lm" and partition.architecture.tied:
+                check_tied(parameter, tensors[0], source)
             group = _Shards.of(parameter)
             held[parameter.name].copy_(parameter.layout.shard(tensors, group.rank, group.size))
 
@@ -133,9 +132,10 @@ def full_parameters(parts: Sequence[PackedGPT]) -> Iterator[tuple[str, Tensor]]:
 
     An expert is yielded where it lies: it never comes to other expert ranks.
     """
+    held = {part: dict(part.named_parameters()) for part in parts}
     for part, parameter in _gathered_parameters(parts):
         shards_of = _Shards.of(parameter)
-        tensor = dict(part.named_parameters())[parameter.name].detach()
+        tensor = held[part][parameter.name].detach()
         shards = [tensor]
         if shards_of.size > 1:
             shards = [torch.empty_like(tensor) for _ in range(shards_of.size)] if shards_of.rank == 0 else []

@@ -1,0 +1,102 @@
+"""Scalar heads, entropies that carry gradient and the auxiliary loss of experts are the same in every layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_step_ranks import step
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.testing import make_batch, make_tiny_model
+from rl_contracts.testing.processes import run_ranks
+from rl_contracts.trajectory import lengths
+
+RANKS = Path(__file__).parent / "megatron_step_ranks.py"
+TENSOR = ({"tensor": 2}, {"sequence_parallel": True})
+EXPERTS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    """A model with a scalar head."""
+    directory = tmp_path_factory.mktemp("scorer")
+    path = make_tiny_model(directory / "language", hidden=128)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    model.save_pretrained(directory / "scorer")
+    return str(directory / "scorer")
+
+
+def check_gradients(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def check_layout(model, out, layout, settings, losses, beside=""):
+    """See that each loss has the gradients of one process, and, where no rows are dealt out, says the same."""
+    arguments = [model, *map(json.dumps, (layout, settings, losses)), str(out), beside]
+    run_ranks(RANKS, arguments, ParallelStrategy(**layout).world_size)
+
+    for loss in losses:
+        expected, values = step(model, {}, {}, loss)
+        ranks = [load_file(file) for file in sorted(out.glob(f"{loss}-*.safetensors"))]
+        for of_rank in ranks:
+            if "data" not in layout:
+                torch.testing.assert_close(of_rank["said"], values, atol=1e-4, rtol=0)
+            del of_rank["said"]
+        check_gradients({name: value for of_rank in ranks for name, value in of_rank.items()}, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["value", "score"])
+def test_head_says_what_transformers_says_and_has_its_gradients(scorer, tmp_path, head):
+    model, batch = AutoModelForSequenceClassification.from_pretrained(scorer), make_batch(8, seed=3)
+    expected, loss = torch.zeros(batch["input_ids"].shape), torch.zeros(())
+    for row, length in enumerate(lengths(batch).tolist()):
+        of_states = model.score(model.model(batch["input_ids"][row, None, :length]).last_hidden_state)[0, :, 0]
+        values = of_states if head == "score" else torch.nn.functional.pad(of_states[:-1], (1, 0))
+        expected[row, :length] = values.detach()
+        loss = loss + (values - 1.0)[batch["loss_mask"][row, :length]].square().sum()
+    (loss / batch["loss_mask"].sum()).backward()
+
+    gradients, found = step(scorer, {}, {}, head, str(tmp_path / "state"))
+
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    del gradients["loss/aux"]
+    check_gradients(gradients, {name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [TENSOR, ({"pipeline": 2}, {}), ({"context": 2}, {})],
+    ids=["t2", "p2", "c2"],
+)
+def test_head_is_the_same_in_each_layout_and_its_state_is_read_again(scorer, tmp_path, layout, settings):
+    check_layout(scorer, tmp_path, layout, settings, ["value", "score"])
+
+
+@pytest.mark.nightly
+def test_critic_shares_the_processes_of_context_ranks_with_a_mixture_of_experts(scorer, tmp_path):
+    mixture = make_tiny_model(tmp_path / "mixture", "qwen3_moe", hidden=128)
+
+    check_layout(scorer, tmp_path, {"context": 2}, {}, ["value"], str(mixture))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("max_logits", [60, 1000])  # tiles of tokens and of the vocabulary, and of it alone
+def test_entropy_of_a_vocabulary_over_two_ranks_in_tiles_carries_its_gradient(tmp_path, max_logits):
+    model = make_tiny_model(tmp_path / "model", hidden=128)
+
+    check_layout(str(model), tmp_path, {"tensor": 2}, {"max_logits": max_logits}, ["entropy"])
+
+
+@pytest.mark.nightly
+def test_auxiliary_loss_of_spread_experts_is_that_of_one_process(tmp_path):
+    model = make_tiny_model(tmp_path / "model", "qwen3_moe", hidden=128, **EXPERTS)
+
+    check_layout(str(model), tmp_path, {"data": 2, "expert": 2}, {}, ["balance"])

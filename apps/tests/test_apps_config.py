@@ -241,7 +241,7 @@ def test_port_in_use_is_refused_before_anything_starts(capsys, tmp_path):
         )
 
     assert code == 2
-    assert out.splitlines()[1:] == ["looking at the data"]
+    assert out.splitlines()[2:] == ["looking at the data"]
     assert f"port {port} is in use by process {os.getpid()}" in err
     assert not (tmp_path / "run").exists()
 

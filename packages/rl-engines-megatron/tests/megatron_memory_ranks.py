@@ -1,5 +1,6 @@
 """On each rank: the memory that publishing takes on top of what the rank holds, once as it is, and once with the fault
-that a rank collects all of its parameters first.
+that a rank collects all of its parameters first; and what an export takes until it
+is written.
 
 Arguments: a model, the layout as JSON, a directory for weights, where figures go.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.data import FinetuneSpec
+from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.weights import open_sender
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
@@ -32,6 +33,13 @@ def collected(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
 def main(model: str, layout: dict, weights: str, out: Path) -> None:
     engine = MegatronEngine(MegatronEngineConfig(), ParallelStrategy(**layout))
     engine.initialize(FinetuneSpec(model, 1, optimizer=None, device="cpu"))
+    exported, held = out / "exported", status("VmRSS")
+    write = engine.snapshot(SaveLoadMeta(str(exported)))
+    assert write is not None
+    export = status("VmRSS") - held
+    write()
+    del write
+    engine.save(SaveLoadMeta(str(out / "saved")))
     sender, specs = open_sender("shm", weights, engine.parallel.rank), engine.param_specs()
 
     def publish(version: int, parameters: Iterator[tuple[str, Tensor]]) -> None:
@@ -49,7 +57,7 @@ def main(model: str, layout: dict, weights: str, out: Path) -> None:
     for version in (1, 2):
         publish(version, engine.full_parameters())
     found = {"streamed": extra(3, engine.full_parameters()), "collected": extra(4, collected(engine))}
-    found |= {"held": sum(p.numel() * p.element_size() for part in engine._parts for p in part.parameters())}
+    found |= {"export": export}
     (out / f"{engine.parallel.rank}.json").write_text(json.dumps(found))
     sender.close()
     engine.destroy()

@@ -1,10 +1,11 @@
-"""Publishing takes little memory beside what a rank holds, of a model of 512 MiB."""
+"""Publishing takes little memory beside what a rank holds, of a model of 512 MiB, and exports are held by all ranks."""
 
 import json
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from rl_contracts.allocation import ParallelStrategy
@@ -48,3 +49,12 @@ def test_publishing_takes_at_most_twice_the_largest_parameter(model, tmp_path, l
     record_property("MiB at the peak of publishing, of each rank", [rank["streamed"] // MIB for rank in ranks])
     assert all(rank["streamed"] <= 2 * LARGEST + NOISE for rank in ranks)
     assert ranks[0]["collected"] > 2 * LARGEST + NOISE, "the fault is not seen"
+    record_property("MiB of an export that each rank holds", [rank["export"] // MIB for rank in ranks])
+    for directory in (tmp_path / "exported", tmp_path / "saved"):
+        files = [sum(f.stat().st_size for f in directory.glob(f"model-{rank:05d}-*.safetensors")) for rank in range(2)]
+        assert max(files) <= sum(files) / 2 + LARGEST
+    assert all(rank["export"] <= sum(files) / 2 + 2 * LARGEST + NOISE for rank in ranks)
+    stored = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    expected = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())

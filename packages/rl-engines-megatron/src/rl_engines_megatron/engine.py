@@ -338,9 +338,8 @@ class MegatronEngine(TrainEngine):
                     dtype = self.config.serve_dtype or self._spec.dtype
                     limit = self.config.max_shard_gb
                     config, source = self._hf_config, Path(self._spec.model_path)
-                    save_hugging_face(
-                        full_parameters(self._parts), config, source, meta, scratch, dtype, limit, self.parallel
-                    )
+                    weights = full_parameters(self._parts, spread=True)
+                    save_hugging_face(weights, config, source, meta, scratch, dtype, limit, self.parallel)
                 case "state":
                     with without_cuda(self._device):
                         save_state(self._parts, self._stepper, self._counters(), scratch)
@@ -357,7 +356,7 @@ class MegatronEngine(TrainEngine):
             case "hf":
                 dtype = self.config.serve_dtype or self._spec.dtype
                 limit, source = self.config.max_shard_gb, Path(self._spec.model_path)
-                weights = full_parameters(self._parts)
+                weights = full_parameters(self._parts, spread=True)
                 return copy_hugging_face(weights, self._hf_config, source, meta, dtype, limit, self.parallel)
             case "state":
                 with without_cuda(self._device):

@@ -126,19 +126,28 @@ def _local_parameters(part: PackedGPT) -> Iterator[Parameter]:
     return stage_parameters(part.partition, part.stage, parallel_state.get_expert_model_parallel_rank())
 
 
-def full_parameters(parts: Sequence[PackedGPT]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of this rank's stages, whole, by their Hugging Face names, on the first of the ranks over which each
-    is split, in the first replica; the others only take part in gathering them (collective over these ranks).
+def full_parameters(parts: Sequence[PackedGPT], spread: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The weights of this rank's stages, whole, by their Hugging Face names, in the first replica, on one of the ranks
+    over which each is split; the others only take part in gathering it (collective over these ranks).
 
     An expert is yielded where it lies: it never comes to other expert ranks.
+
+    Args:
+        spread: whether each goes to the rank that has got least so far, so that who keeps them holds a share; else all
+            go to the first rank.
     """
     held = {part: dict(part.named_parameters()) for part in parts}
+    gathered: dict[bool, list[int]] = {}
+    """Entries that each rank has got, of experts and of the rest."""
     for part, parameter in _gathered_parameters(parts):
         shards_of = _Shards.of(parameter)
         tensor = held[part][parameter.name].detach()
+        so_far = gathered.setdefault(parameter.of_expert, [0] * shards_of.size)
+        to = so_far.index(min(so_far)) if spread else 0
+        so_far[to] += tensor.numel()
         shards = [tensor]
         if shards_of.size > 1:
-            shards = [torch.empty_like(tensor) for _ in range(shards_of.size)] if shards_of.rank == 0 else []
-            dist.gather(tensor, shards or None, group=shards_of.group, group_dst=0)
-        if shards_of.rank == 0:
+            shards = [torch.empty_like(tensor) for _ in range(shards_of.size)] if shards_of.rank == to else []
+            dist.gather(tensor, shards or None, group=shards_of.group, group_dst=to)
+        if shards_of.rank == to:
             yield from zip(parameter.sources, parameter.layout.unshard(shards), strict=True)

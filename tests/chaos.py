@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,9 @@ EXPLAINED = (
     "is in use by process",
     "is in use by trainers of a command that is gone",
 )
-"""What a command may say when it ends otherwise than well."""
+"""What a command may name as the cause when it ends otherwise than well."""
+_ERROR = re.compile(r"^gsm8k-grpo: \w+: ", re.MULTILINE)
+"""Where the error begins with which a command ends."""
 EARLY = 0.25
 """Share of the faults that also come before the run has taken a step since the last one."""
 END = 15.0
@@ -62,8 +66,9 @@ class Part:
         log: file for what the commands say, and what is done when.
         seed: of what is done, and when.
         faults: that are done, before the run is left in peace.
-        kinds: methods of this class, drawn with equal chances; with `once` each but once.
-        pause: least and most seconds between two faults.
+        kinds: methods of this class; those that have not happened yet come first, drawn with equal chances, and with
+            `once` none comes twice.
+        pause: least and most seconds from one fault to the next; more pass where the run first has to take a step.
         disk: file system of the run directory that may be filled; None: none may.
         lose: kills a node of the run's cluster, chosen by the generator, for a while; says which.
     """
@@ -74,13 +79,14 @@ class Part:
     seed: int
     faults: int
     kinds: tuple[str, ...]
-    pause: tuple[float, float] = (10.0, 25.0)
+    pause: tuple[float, float] = (5.0, 15.0)
     once: bool = False
     disk: Path | None = None
     lose: Callable[[random.Random], str] | None = None
 
     def __post_init__(self) -> None:
         self.rng, self.done, self.starts = random.Random(self.seed), Counter[str](), 0
+        self.times: list[float] = []
         self._at, self._early, self.seconds = 0, False, 0.0
         self._shared = _shared_memory()
 
@@ -105,13 +111,19 @@ class Part:
             text = self.log.read_text(errors="replace")[place:]
             if code:
                 own = code == -signal.SIGKILL and self._killed_command
-                assert own or any(cause in text for cause in EXPLAINED), (
-                    f"exit code {code}, of no fault:\n{text[-6000:]}"
-                )
+                assert own or is_explained(text), f"exit code {code}, of no fault:\n{text[-6000:]}"
         self.seconds = time.monotonic() - begin
         while left := self._left():
             assert time.monotonic() - begin < self.seconds + END, f"processes are left: {left}"
             time.sleep(0.1)
+
+    def pauses(self) -> list[int]:
+        """Seconds from each fault to the next, in order of length."""
+        return sorted(round(after - before) for before, after in pairwise(self.times))
+
+    def never_done(self) -> list[str]:
+        """Kinds that could not be done, though each was tried before any other came a second time."""
+        return [kind for kind in self.kinds if not self.done[kind]] if self.faults >= len(self.kinds) else []
 
     def shared_memory_left(self) -> list[str]:
         """Names of the segments that came since, of whomever: killed processes leave some."""
@@ -138,11 +150,13 @@ class Part:
 
     def _plant(self) -> None:
         """One fault of those that are possible now."""
-        for kind in self.rng.sample(self.kinds, len(self.kinds)):
+        for kind in sorted(self.rng.sample(self.kinds, len(self.kinds)), key=lambda kind: self.done[kind] > 0):
             if self.once and self.done[kind]:
                 continue
+            begin = time.monotonic()
             if what := getattr(self, kind)():
                 self.done[kind] += 1
+                self.times.append(begin)
                 self._due, self._at = time.monotonic() + self.rng.uniform(*self.pause), self._step()
                 self._early = self.rng.random() < EARLY
                 with self.log.open("a") as log:
@@ -262,6 +276,14 @@ class Part:
         """Processes of the run: its directory is in their command, or they hold a file in it."""
         place = str(self.run_dir)
         return [f"{pid} {_words(pid)}" for pid in _pids() if place in _words(pid) or _holds(pid, place)]
+
+
+def is_explained(text: str) -> bool:
+    """Whether the error with which a command ended, the last that it said, names what was done to it; where there is
+    none, its last line."""
+    errors = [*_ERROR.finditer(text)]
+    last = text[errors[-1].start() :] if errors else "".join(text.strip().splitlines()[-1:])
+    return any(cause in last for cause in EXPLAINED)
 
 
 def _signal(pid: int, number: int) -> str:

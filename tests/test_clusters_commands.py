@@ -3,10 +3,12 @@ watched, stopped, left alone and followed again."""
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -38,6 +40,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 ENDLESS = {"total_steps": 100_000}
+SOON = {
+    "launcher.health_timeout": 10,
+    "launcher.health_interval": 1,
+    "rollout.client.probe_timeout": 2,
+    "rollout.client.progress_timeout": 15,
+}
+"""In which a run notices what hangs."""
 
 
 @pytest.fixture(scope="module", params=["ray", "slurm"])
@@ -59,23 +68,27 @@ def _exactly_once(command: Command, steps: int) -> None:
     assert (len(learned), set(learned.values())) == (steps * 4, {2})
 
 
-def test_server_and_trainer_are_killed_the_run_goes_on_and_loses_nothing(launcher, small, start_command):
-    command = start_command("gsm8k-grpo", small | launcher | {"total_steps": 60})
+def test_server_is_killed_and_hangs_and_trainer_is_killed_the_run_goes_on_and_loses_nothing(
+    launcher, small, start_command
+):
+    command = start_command("gsm8k-grpo", small | launcher | SOON | {"total_steps": 60})
     command.wait_for(lambda: _went_on(command))
     assert len(set(nodes_of(command).values())) == 2
     command.send("rollout-0", signal.SIGKILL)
-    command.wait_for(lambda: any(r["server/rejoins"] for r in command.steps()))
+    command.wait_for(lambda: command.steps()[-1]["server/rejoins"] == 1)
+    command.send("rollout-0", signal.SIGSTOP)
+    command.wait_for(lambda: command.steps()[-1]["server/rejoins"] == 2)
     command.wait_for(command.has_point)
     command.send("actor-0", signal.SIGKILL)
     said = command.finish(400)
 
     assert "rollout-0 was killed by SIGKILL" in said
+    assert "rollout-0 gave no good answer for" in said
     assert "actor-0 was killed by SIGKILL" in said
     assert "its newest recover point (restart 1 of 3 within 600 s)" in said
     _exactly_once(command, 60)
 
 
-@pytest.mark.parametrize("launcher", ["slurm"], indirect=True)
 def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher, small, start_command):
     command = start_command("gsm8k-grpo", small | launcher | ENDLESS)
     command.wait_for(lambda: _went_on(command))
@@ -105,6 +118,112 @@ def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher
     call("rl", "stop", command.run_dir)
     command.finish(120, code=143)
     _exactly_once(command, len(command.steps()))
+
+
+def test_ranks_of_one_trainer_stand_on_two_nodes_and_go_on_from_their_recover_point(launcher, small, start_command):
+    spread = {"allocation": "embedded:d1+fsdp:d2", "cluster.cores": 1}
+    command = start_command("gsm8k-grpo", small | launcher | ENDLESS | spread)
+    command.wait_for(command.has_point)
+    assert command.workers()["actor-0"]["node"] != command.workers()["actor-1"]["node"]
+    call("rl", "stop", command.run_dir)
+    command.finish(120, code=143)
+    point = last_point(command.run_dir / "recover")
+
+    command.again()
+    command.wait_for(lambda: _went_on(command, point))
+    assert command.workers()["actor-0"]["node"] != command.workers()["actor-1"]["node"]
+    call("rl", "stop", command.run_dir)
+    said = command.finish(120, code=143)
+
+    assert f"going on after step {point}" in said
+    _exactly_once(command, len(command.steps()))
+
+
+@contextmanager
+def _slurm_of_four() -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None], set[str]]]:
+    with slurm(lost_after=4) as cluster:
+        yield settings_of("slurm", nodes=3, spare_nodes=1), lambda worker: cluster.kill_node(worker["node"]), {"node0"}
+
+
+@contextmanager
+def _ray_of_four() -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None], set[str]]]:
+    with ray(nodes=4) as cluster:
+        settings = settings_of("ray", nodes=3)
+        yield settings, lambda worker: cluster.kill_node(int(worker["host"].split(".")[-1]) - 2), {"127.0.0.2"}
+
+
+@pytest.mark.parametrize("cluster", [_ray_of_four, _slurm_of_four])
+def test_node_of_a_server_is_lost_the_server_comes_back_on_another_and_trainers_stay(cluster, small, start_command):
+    """Of four nodes three are used, by one process each. That of the launcher, or Ray's head, stays."""
+    apart = {"allocation": "embedded:d2+fsdp:d1", "cluster.cores": 1}
+    with cluster() as (settings, kill_node_of, stays):
+        command = start_command("gsm8k-grpo", small | settings | ENDLESS | apart)
+        command.wait_for(lambda: _went_on(command))
+        before = command.workers()
+        assert len({worker["node"] for worker in before.values()}) == 3
+        servers = (before[name] for name in ("rollout-0", "rollout-1"))
+        lost = next(server for server in servers if not {server["node"], server["host"]} & stays)
+
+        kill_node_of(lost)
+        command.wait_for(lambda: command.workers()[lost["name"]]["node"] not in (None, lost["node"]))
+        command.wait_for(lambda: command.steps()[-1]["server/rejoins"] == 1)
+        after, steps = command.workers(), len(command.steps())
+        command.wait_for(lambda: _went_on(command, steps))
+        call("rl", "stop", command.run_dir)
+        said = command.finish(120, code=143)
+
+    assert after["actor-0"]["pid"] == before["actor-0"]["pid"]
+    assert f"lost with node {lost['node']}" in said
+    assert "newest recover point" not in said
+    _exactly_once(command, len(command.steps()))
+
+
+def test_heterogeneous_job_of_slurm_has_its_server_in_one_partition_and_its_trainer_in_another(small, start_command):
+    with slurm() as cluster:
+        parts = {"nodes": 1, "server_nodes": 1, "partition": "front", "server_partition": "back"}
+        command = start_command("gsm8k-grpo", small | settings_of("slurm", **parts) | {"total_steps": 2})
+        nodes = nodes_of(command)
+        command.finish(300)
+        assert cluster.run("squeue", "-h") == ""
+
+    assert nodes["actor-0"] in ("node0", "node1")
+    assert nodes["rollout-0"] in ("node2", "node3")
+    _exactly_once(command, 2)
+
+
+SRUN = "srun, which holds a node's agent, answers a SIGTERM that comes with a preemption by killing its step at once"
+
+
+@pytest.mark.parametrize("grace", [60, pytest.param(0, marks=pytest.mark.xfail(strict=True, reason=SRUN))])
+def test_slurm_preempts_a_run_it_saves_a_recover_point_and_goes_on_after_the_other_job(grace, small, start_command):
+    """`grace` is the partition's GraceTime; without one there is Slurm's KillWait alone."""
+    with slurm(grace=grace, requeue_after=8, kill_wait=60) as cluster:
+        settings = small | settings_of("slurm") | {"recover.every": 1000, "total_steps": 60}
+        command = start_command("gsm8k-grpo", settings)
+        command.wait_for(lambda: _went_on(command))
+        assert not command.has_point()
+        cluster.run("sbatch", "-purgent", "-N4", "--exclusive", "-o/dev/null", "--wrap", "sleep 2")
+        said = command.finish(600)
+
+    [point] = re.findall(r"going on after step (\d+) of 60", said)
+    assert f"The same command goes on after step {point}." in said
+    assert "start 2, on" in said
+    _exactly_once(command, 60)
+
+
+def test_launchers_node_is_lost_slurm_starts_the_job_again_and_it_loses_nothing(small, start_command):
+    """There are no spare nodes, and two that the job does not use."""
+    with slurm(lost_after=4, requeue_after=8, kill_wait=5) as cluster:
+        command = start_command("gsm8k-grpo", small | settings_of("slurm") | {"total_steps": 60})
+        command.wait_for(lambda: _went_on(command) and command.has_point())
+        lost = cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%B")
+        cluster.kill_node(lost)
+        said = command.finish(600)
+
+    assert "start 2, on" in said
+    assert re.search(r"going on after step \d+ of 60", said)
+    assert lost not in {worker["node"] for worker in command.workers().values()}
+    _exactly_once(command, 60)
 
 
 def test_ctrl_c_leaves_the_job_of_slurm_alone_and_the_same_command_follows_it_again(small, start_command):

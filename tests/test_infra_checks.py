@@ -286,13 +286,44 @@ def test_nightly_page_has_counts_figures_and_reasons_and_keeps_earlier_runs():
 
     assert "| 2031-02-03 | abc1234 | 2 cores | 2 | 1 | 1 | 2 |" in first
     assert "| test_learns | reward | 0.5, 0.9 | 2031-02-03 abc1234 |" in first
-    assert "- test_breaks" in first
+    assert "- test_breaks, 2031-02-03 abc1234" in first
     assert "| 1 | gpu: no CUDA \\| none here |" in first
     assert second.index("abc1234") < second.index("def5678")
     assert second.count("test_learns") == 1
     assert "| 2031-02-04 | 0123456, -k more | 2 cores | 1 | 0 | 0 | 1 |" in third
     assert "| test_learns | reward | 0.5, 0.9 | 2031-02-03 def5678 |" in third
     assert third.count("test_more") == 1
+
+
+def _report(day, case):
+    text = f'<testsuites><testsuite timestamp="{day}T04:05:06" time="90">{case}</testsuite></testsuites>'
+    return ElementTree.fromstring(text)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ('<testcase name="test_other"/>', ["- test_breaks[a-b, 2], 2031-02-03 abc1234"]),
+        (
+            '<testcase name="test_breaks[a-b, 2]"><skipped message="no GPU"/></testcase>',
+            ["- test_breaks[a-b, 2], 2031-02-03 abc1234"],
+        ),
+        (
+            '<testcase name="test_breaks[a-b, 2]"><failure message="no"/></testcase>',
+            ["- test_breaks[a-b, 2], 2031-02-04 0123456"],
+        ),
+        ('<testcase name="test_breaks[a-b, 2]"/>', []),
+    ],
+    ids=["did not run", "was skipped", "failed again", "passes now"],
+)
+def test_nightly_page_names_a_failure_until_its_test_runs_again(case, expected):
+    page = _script("nightly").page
+    failed = _report("2031-02-03", '<testcase name="test_breaks[a-b, 2]"><failure message="no"/></testcase>')
+
+    after = page(_report("2031-02-04", case), "0123456", "2 cores", page(failed, "abc1234", "2 cores"), "-k some")
+
+    assert [line for line in after.splitlines() if line.startswith("- ")] == expected
+    assert ("## Failed when last run" in after) == bool(expected)
 
 
 # ---- what is left out of a run of the tests

@@ -107,7 +107,10 @@ def _uv(words, directory, environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "server"), [("Dockerfile.cpu", ""), *(("Dockerfile.cuda", s) for s in SERVERS)])
+@pytest.mark.parametrize(
+    ("name", "server"),
+    [("Dockerfile.cpu", ""), *(("Dockerfile.cuda", s) for s in SERVERS), ("Dockerfile.servers", "")],
+)
 def test_install_steps_resolve_in_a_fresh_directory(name, server, tmp_path):
     """As `uv sync --dry-run`; the first with the two files alone that its layer sees."""
     third_party, whole = _install_steps(name, server)

@@ -2,7 +2,8 @@
 
     python infra/ci/nightly.py [further arguments of pytest]
 
-With further arguments, such as files, only a part runs: figures of other tests stay on the page, with their commit.
+With further arguments, such as files, only a part runs: figures and failures of other tests stay on the page, with the
+commit that they were seen at.
 
 A test that measures something says so with pytest's `record_property(name, value)`. Ends with pytest's exit code. Needs
 the standard library, and pytest in the same environment.
@@ -33,6 +34,8 @@ HEAD = """# Nightly runs
 
 _FIGURE = re.compile(r"\| (test_.*?) \| .* \| \d{4}-\S+ \S+( and changes)? \|$")
 """A line of the table of figures; the name of its test."""
+_FAILURE = re.compile(r"- (test_.*?)(?:, \d{4}-\S+ \S+(?: and changes)?)?$")
+"""A line of the list of failures; the name of its test."""
 
 
 def page(report: ElementTree.Element, commit: str, machine: str, before: str = "", part: str = "") -> str:
@@ -42,7 +45,8 @@ def page(report: ElementTree.Element, commit: str, machine: str, before: str = "
         report: the root of pytest's JUnit XML.
         commit: that was tested.
         machine: in a few words.
-        before: the page so far; its table of runs is continued, and figures of tests that did not run stay.
+        before: the page so far; its table of runs is continued, and figures and failures of tests that did not run, or
+            were skipped, stay.
         part: which tests ran; empty: all.
     """
     suites, cases = list(report.iter("testsuite")), list(report.iter("testcase"))
@@ -54,11 +58,16 @@ def page(report: ElementTree.Element, commit: str, machine: str, before: str = "
     rows = [line for line in before.splitlines() if re.match(r"\| \d{4}-", line)]
     which = f"{commit}, {part}" if part else commit
     rows.append(f"| {day} | {_cell(which)} | {machine} | {passed} | {len(failed)} | {skipped} | {minutes:.0f} |")
-    ran = {case.attrib["name"] for case in cases}
-    figures = [line for line in before.splitlines() if (found := _FIGURE.match(line)) and found[1] not in ran]
+    ran = {case.attrib["name"] for case in cases if case.find("skipped") is None}
+    figures, failures = (
+        [line for line in before.splitlines() if (found := kind.match(line)) and found[1] not in ran]
+        for kind in (_FIGURE, _FAILURE)
+    )
+    failures += [f"- {case.attrib['name']}, {day} {commit}" for case in failed]
     figures += [
         f"| {case.attrib['name']} | {figure.attrib['name']} | {_cell(figure.attrib['value'])} | {day} {commit} |"
         for case in cases
+        if case.attrib["name"] in ran
         for figure in case.iter("property")
     ]
     return "\n".join(
@@ -66,7 +75,7 @@ def page(report: ElementTree.Element, commit: str, machine: str, before: str = "
             HEAD + "\n".join(rows),
             "\n## Figures\n\n| test | figure | value | seen |\n|---|---|---|---|",
             *figures,
-            *(["\n## Failed in the last run\n", *(f"- {case.attrib['name']}" for case in failed)] if failed else []),
+            *(["\n## Failed when last run\n", *failures] if failures else []),
             "\n## Skipped in the last run\n\n| tests | reason |\n|---|---|",
             *(f"| {count} | {_cell(reason)} |" for reason, count in reasons.most_common()),
             "",

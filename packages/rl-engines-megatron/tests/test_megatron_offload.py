@@ -30,11 +30,22 @@ def test_offload_moments_on_a_cpu_is_refused(tmp_path):
         start(str(make_tiny_model(tmp_path)), offload=True)
 
 
-def test_optimizers_of_others_that_megatron_core_found_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False)
+def test_optimizers_of_others_that_megatron_core_found_are_not_taken(tmp_path, monkeypatch):
+    path, found = str(make_tiny_model(tmp_path / "model")), []
+    for others in (False, True):
+        if others:
+            for name, value in (("USING_PYTORCH_OPTIMIZER", False), ("Adam", None), ("SGD", None)):
+                monkeypatch.setattr(f"megatron.core.optimizer.{name}", value)
+            monkeypatch.setattr("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", True)
+        engine, meta = start(path, offload=False), SaveLoadMeta(str(tmp_path / f"state-{others}"), "state")
+        first = steps(engine, [0])
+        engine.save(meta)
+        found.append([first, steps(engine, [1])])
+        engine.load(meta)
+        assert steps(engine, [1]) == found[-1][1]
+        engine.destroy()
 
-    with pytest.raises(ConfigError, match=r"without TransformerEngine and apex, .*; uninstall"):
-        start(str(make_tiny_model(tmp_path)), offload=False)
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from megatron.core import optimizer as core
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
 from rl_contracts.config import OptimizerConfig
-from rl_contracts.errors import ConfigError
 from rl_engines_megatron.model import PackedGPT
 
 
@@ -51,9 +51,6 @@ class Stepper:
         dtype: in which the model computes.
         distributed: as for `wrap`.
         offload: whether the moments lie in host memory but while they are needed.
-
-    Raises:
-        ConfigError: megatron-core found optimizers of others, which keep another state than torch's.
     """
 
     def __init__(
@@ -65,12 +62,7 @@ class Stepper:
         offload: bool = False,
     ) -> None:
         self.chunks, self.settings, self._offload = chunks, settings, offload
-        if not core.USING_PYTORCH_OPTIMIZER:
-            raise ConfigError(
-                "megatron: expected an environment without TransformerEngine and apex, whose optimizers megatron-core "
-                "takes as soon as it finds them and this engine does not know; uninstall transformer-engine and apex, "
-                "or use the engine fsdp."
-            )
+        _take_those_of_torch()
         self._hosts: dict[tuple[int, str], Tensor] = {}
         """Host memory of each moment."""
         config = core.OptimizerConfig(
@@ -163,6 +155,13 @@ class Stepper:
     def weights_changed(self) -> None:
         """Take up weights that something else has written."""
         self.inner.reload_model_params()
+
+
+def _take_those_of_torch() -> None:
+    """megatron-core (0.19) takes the optimizers of TransformerEngine or apex where it finds them, which keep another
+    state than torch's; this engine knows that of torch's."""
+    core.USING_PYTORCH_OPTIMIZER, core.Adam, core.SGD = True, torch.optim.AdamW, torch.optim.SGD
+    distrib_optimizer.HAVE_APEX_OR_TE, distrib_optimizer.Adam = False, torch.optim.AdamW
 
 
 def _nothing(*_: Any) -> None: ...

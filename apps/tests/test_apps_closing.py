@@ -1,9 +1,13 @@
 """The last lines of a run."""
 
 import json
+import sys
+from pathlib import Path
 
 from rl_apps.closing import after_grpo, after_sft
 from rl_apps.config import GRPOConfig, SFTConfig
+
+BIN = Path(sys.executable).parent
 
 
 def test_after_sft_accuracy_of_zero_at_first_is_told_without_a_percentage(tmp_path):
@@ -30,3 +34,14 @@ def test_after_grpo_reward_that_is_not_0_or_1_is_not_called_accuracy(tmp_path):
     text = "\n".join(after_grpo(GRPOConfig(), tmp_path))
     assert "Held-out reward (greedy, 512 problems): 1.000 before, 12.500 after." in text
     assert "accuracy" not in text
+
+
+def test_next_command_can_be_run_where_the_one_before_was(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for inside in (False, True):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "uv.lock").touch() if inside else None
+        last = after_grpo(GRPOConfig(), tmp_path, "--extra agents math-agent")[-1]
+        program = "uv run --package rl-apps --extra agents math-agent" if inside else str(BIN / "math-agent")
+        assert last.startswith(f"Try next: {program} --config ")
+    assert (BIN / "math-agent").is_file()

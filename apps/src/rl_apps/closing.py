@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
     return [
         *lines,
         *files(run_dir),
-        f"Try next: uv run --package rl-apps {command} --config {run_dir}/config.yaml run_dir={run_dir}-on-policy "
+        f"Try next: {_called(command)} --config {run_dir}/config.yaml run_dir={run_dir}-on-policy "
         "rollout.max_staleness=0   (the same, on-policy)",
     ]
 
@@ -54,7 +55,7 @@ def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> 
     data = f"data.name={config.data.name}" + (f" data.path={config.data.path}" if config.data.path else "")
     data += "".join(f" data.columns.{ours}={theirs}" for ours, theirs in config.data.columns.items())
     model = f"model.path={last_checkpoint(run_dir)}" + (f" recipe={EMBEDDED}" if config.recipe == EMBEDDED else "")
-    return [*after_any(config, run_dir), f"Try next: uv run --package rl-apps {command} {data} {model}"]
+    return [*after_any(config, run_dir), f"Try next: {_called(command)} {data} {model}"]
 
 
 def after_any(config: RunConfig, run_dir: Path) -> list[str]:
@@ -119,6 +120,13 @@ def last_checkpoint(run_dir: Path) -> Path | None:
     """The checkpoint of the latest step, if there is one."""
     found = {int(p.name.removeprefix("step_")): p for p in (run_dir / "checkpoints").glob("step_*")}
     return found[max(found)] if found else None
+
+
+def _called(command: str) -> str:
+    """How a command is called from here: in a workspace by uv, elsewhere by its path."""
+    if any((directory / "uv.lock").is_file() for directory in (Path.cwd(), *Path.cwd().parents)):
+        return f"uv run --package rl-apps {command}"
+    return str(Path(sys.executable).parent / command.removeprefix("--extra agents "))
 
 
 def _last(records: list[dict[str, Any]], name: str) -> float:

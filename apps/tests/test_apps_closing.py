@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from rl_apps.closing import after_grpo, after_sft
+from rl_apps.closing import REPOSITORY, after_grpo, after_sft
 from rl_apps.config import GRPOConfig, SFTConfig
 
 BIN = Path(sys.executable).parent
@@ -39,8 +39,7 @@ def test_after_grpo_reward_that_is_not_0_or_1_is_not_called_accuracy(tmp_path):
 def test_next_command_can_be_run_where_the_one_before_was(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for inside in (False, True):
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "uv.lock").touch() if inside else None
+        monkeypatch.chdir(REPOSITORY if inside else tmp_path)
         last = after_grpo(GRPOConfig(), tmp_path, "--extra agents math-agent")[-1]
         program = "uv run --package rl-apps --extra agents math-agent" if inside else str(BIN / "math-agent")
         assert last.startswith(f"Try next: {program} --config ")

@@ -15,6 +15,8 @@ from rl_apps.model import EMBEDDED
 REPORT = "report.html"
 """Page of a run; see `rl_apps.report`."""
 
+REPOSITORY = Path(__file__).parents[3]
+"""Where this file lies in one."""
 FIGURES = {
     "loss/train": "Training loss",
     "loss/eval": "Held-out loss",
@@ -123,8 +125,8 @@ def last_checkpoint(run_dir: Path) -> Path | None:
 
 
 def _called(command: str) -> str:
-    """How a command is called from here: in a workspace by uv, elsewhere by its path."""
-    if any((directory / "uv.lock").is_file() for directory in (Path.cwd(), *Path.cwd().parents)):
+    """How a command is called from here: in the repository by uv, elsewhere by its path."""
+    if Path.cwd().is_relative_to(REPOSITORY):
         return f"uv run --package rl-apps {command}"
     return str(Path(sys.executable).parent / command.removeprefix("--extra agents "))
 

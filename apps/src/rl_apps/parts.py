@@ -76,6 +76,7 @@ class Parts(ExitStack):
         super().__init__()
         self.run, self.config = run, run.config
         self.asked_to_stop = threading.Event()
+        self._at_stop: list[Callable[[], None]] = []
 
     def add[D: Destroyable](self, part: D) -> D:
         """Register a part and return it."""
@@ -141,6 +142,7 @@ class Parts(ExitStack):
         settings = settings.shared_by(ranks.dp_size)
         client: InferenceEngine = made(self.config.rollout.server, serve_spec(self.run), settings)
         client.initialize(list(self.run.servers), os.environ.get(RUN_KEY_VARIABLE, ""))
+        self._at_stop.append(client.expect_none_back)
         if not attached(self.config, self.run.layout) and not client.follow(server_source(self.run)):
             log.info("the servers of this run stay those of its start: its client takes in no others")
         self.callback(lambda: loop.run(client.destroy(), CLOSE_SECONDS))
@@ -283,7 +285,7 @@ class Parts(ExitStack):
         epochs: Callable[[], int] | None = None,
     ) -> rl_trainers.RecoverPoints:
         """What saves and restores the run. From here on a request to stop waits for the end of the step (a wait for
-        answers ends at once), as long as the command that asked is there to wait for it.
+        answers, or for servers to come back, ends at once), as long as the command that asked is there to wait for it.
 
         Args:
             engines, parts, epochs: see `rl_trainers.RecoverPoints`.
@@ -291,7 +293,11 @@ class Parts(ExitStack):
         asked, launcher = self.asked_to_stop, os.getppid()
 
         def stop(number: int, _: object) -> None:
-            asked.set() if os.getppid() == launcher else sys.exit(128 + number)
+            if os.getppid() != launcher:
+                sys.exit(128 + number)
+            asked.set()
+            for tell in self._at_stop:
+                tell()
 
         signal.signal(signal.SIGTERM, stop)
         return rl_trainers.RecoverPoints(self.run.directory, self.config.recover, engines, parts, asked.is_set, epochs)

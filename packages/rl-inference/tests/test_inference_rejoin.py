@@ -250,6 +250,26 @@ async def test_all_servers_stay_away_requests_and_updates_fail_at_the_deadline_w
         assert engine.version == 1
 
 
+async def test_nobody_starts_servers_again_updates_and_scores_do_not_wait_for_one(
+    servers: list[ServerProcess], trainer: Trainer
+) -> None:
+    async with client(servers, rejoin_timeout=600.0, progress_timeout=600.0) as engine:
+        await trainer.publish(engine)
+        for server in servers:
+            server.stop()
+        waiting = [asyncio.create_task(trainer.stage(engine)), asyncio.create_task(engine.score(PROMPT))]
+        done, _ = await asyncio.wait(waiting, timeout=2.0)
+        assert not done, "somebody may start them"
+
+        engine.expect_none_back()
+
+        for result in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 15):
+            assert isinstance(result, (InferenceError, WeightUpdateError))
+            assert "is gone" in str(result)
+        with pytest.raises(WeightUpdateError, match="no live server could stage"):
+            await asyncio.wait_for(trainer.stage(engine), 1)
+
+
 async def test_all_servers_gone_without_restarts_fails_at_once(servers: list[ServerProcess], trainer: Trainer) -> None:
     async with client(servers, rejoin_timeout=0.0, progress_timeout=60.0) as engine:
         await trainer.publish(engine)

@@ -15,7 +15,7 @@ import torch
 
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import ConfigError, EngineError, StopRequestedError
+from rl_contracts.errors import ConfigError, EngineError, StopRequestedError, WeightUpdateError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.sharding import shard_batch
@@ -115,6 +115,7 @@ def run(
     every: int = 2,
     stop: Callable[[], bool] = lambda: False,
     checkpoint: int = 3,
+    publisher: Any = None,
 ) -> Any:
     """One life of a run: to its end, or until it is stopped. Returns the weights."""
     engine = ReferenceTrainEngine()
@@ -133,7 +134,7 @@ def run(
     parts = {"source": source, "books": books}
     recover = RecoverPoints(run_dir, RecoverConfig(every), {"actor": engine}, parts, stop)
     try:
-        train(source, learner, books, STEPS, recover=recover)
+        train(source, learner, books, STEPS, recover=recover, publisher=publisher)
         return {name: value.clone() for name, value in engine.model.state_dict().items()}
     finally:
         engine.destroy()
@@ -330,6 +331,40 @@ def test_stop_that_was_asked_for_in_a_wait_for_a_batch_leaves_a_point_of_the_ste
 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert figures(tmp_path / "cut") == figures(tmp_path / "whole")
+
+
+class ServersEnd:
+    """A publisher whose servers are told to end together with the trainer, before they have a version."""
+
+    def __init__(self, asked: Event, version: int) -> None:
+        self.asked, self.version, self.receipt = asked, version, None
+
+    def publish(self, version: int) -> dict[str, float]:
+        if version == self.version:
+            self.asked.set()
+            raise WeightUpdateError("no live server could stage it")
+        return {}
+
+
+def test_stop_that_was_asked_for_while_the_servers_ended_leaves_a_point_of_the_step_that_they_never_had(
+    model: str, batches: list[Path], tmp_path: Path
+) -> None:
+    expected, asked = run("replay", model, batches, tmp_path / "whole", every=0), Event()
+    with pytest.raises(SystemExit) as stopped:
+        run("replay", model, batches, tmp_path / "cut", every=0, stop=asked.is_set, publisher=ServersEnd(asked, 3))
+    assert stopped.value.code == 143
+    assert last_point(tmp_path / "cut" / "recover") == 3
+
+    found = run("replay", model, batches, tmp_path / "cut", every=0)
+
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert figures(tmp_path / "cut") == figures(tmp_path / "whole")
+
+
+def test_servers_that_end_by_themselves_end_the_run(model: str, batches: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(WeightUpdateError, match="no live server"):
+        run("replay", model, batches, tmp_path, every=0, stop=Event().is_set, publisher=ServersEnd(Event(), 3))
+    assert last_point(tmp_path / "recover") is None
 
 
 def test_stop_that_was_asked_for_before_the_first_batch_leaves_no_point(

@@ -247,6 +247,10 @@ class InferenceEngine(ABC):
         """
         return False
 
+    def expect_none_back(self) -> None:  # noqa: B027 - a client that waits for no server has nothing to do
+        """The run is about to end: nobody starts servers again, so an update of the weights or a score that finds none
+        fails at once. Returns at once, on any thread, also from a signal handler."""
+
     @property
     def capabilities(self) -> Capabilities:
         """What the servers can do; known before `initialize`."""

@@ -90,6 +90,11 @@ class HttpEngine(InferenceEngine):
         self._monitor.discovery = Discovery(source, self._router, self.config)
         return self._monitor.on
 
+    def expect_none_back(self) -> None:
+        """Updates and scores fail from now on where no server is left; who waits for one hears of it at the next look
+        at the servers."""
+        self._router.final = True
+
     def _connect(self, servers: list[Server], key: str) -> None:
         self._router = Router(servers, self._clock, self.config.affinity_slack, self.spec.version)
         self._transport = Transport(self.config, self._protocol, key)
@@ -343,7 +348,7 @@ class HttpEngine(InferenceEngine):
             server = self._router.named(address)
             return await self._work(server, self._transport.call(server, question()))
         begin, ended = self._clock.now(), list[tuple[str, str]]()
-        while await self._router.wait_live(self.config.rejoin_timeout):
+        while await self._router.wait_live(self.config.rejoin_timeout, in_vain=False):
             await self._router.wait_open()
             for server in self._router.by_load():
                 life = server.life

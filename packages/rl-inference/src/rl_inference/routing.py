@@ -64,6 +64,8 @@ class Router:
         self._dark_since = inf
         self.ended: BaseException | None = None
         """Why nobody looks after the servers any more; None while somebody does."""
+        self.final = False
+        """Whether nobody starts servers again."""
 
     @property
     def live(self) -> list[Server]:
@@ -182,25 +184,28 @@ class Router:
             self.sums[name] += value - last if value >= last else value
         server.counted = figures
 
-    async def wait_live(self, timeout: float) -> bool:
+    async def wait_live(self, timeout: float, *, in_vain: bool = True) -> bool:
         """Return once a server is live.
 
         Args:
             timeout: seconds from the moment on at which the last one was evicted; `give_up_after` keeps the time.
+            in_vain: whether to wait also where nobody starts servers again.
 
         Returns:
             False if the time was over, now or before, or waiting is pointless.
         """
         while not self.live:
-            if not timeout or self.ended is not None or self.clock.now() - self._dark_since > timeout:
+            late = self.clock.now() - self._dark_since > timeout
+            if not timeout or late or self.ended is not None or (self.final and not in_vain):
                 return False
             self._news.clear()
             await self._news.wait()
         return True
 
     def give_up_after(self, timeout: float) -> None:
-        """Wake those who wait for a server if there has been none for `timeout` seconds. To be called often."""
-        if self.clock.now() - self._dark_since > timeout:
+        """Wake those who wait for a server if there has been none for `timeout` seconds, or nobody starts any again. To
+        be called often."""
+        if self.final or self.clock.now() - self._dark_since > timeout:
             self._news.set()
 
     def end(self, error: BaseException) -> None:

@@ -68,7 +68,7 @@ class WeightUpdates:
             raise WeightUpdateError(f"version {meta.version}: the servers sleep; wake them before they are updated.")
         if self._rejoining is not None:
             await self._end_rejoin(self._rejoining)
-        while await self._router.wait_live(self._transport.config.rejoin_timeout):
+        while await self._router.wait_live(self._transport.config.rejoin_timeout, in_vain=False):
             with contextlib.suppress(AllLostError):
                 async with self._lock:
                     return await self._stage_all(meta)
@@ -89,7 +89,7 @@ class WeightUpdates:
                 self._loading.release()
         # Every server was lost on the way. The trainer has decided for this version, so it is what the first one that
         # comes back must serve.
-        if not await self._router.wait_live(self._transport.config.rejoin_timeout):
+        if not await self._router.wait_live(self._transport.config.rejoin_timeout, in_vain=False):
             raise WeightUpdateError(f"no live server could commit version {version}: {self._router.reasons}.")
         return self._router.clock.now() - begin
 

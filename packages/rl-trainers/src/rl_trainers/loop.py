@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from rl_contracts.errors import EngineError, StopRequestedError
+from rl_contracts.errors import EngineError, RLError, StopRequestedError
+from rl_contracts.logging import get_logger
 from rl_trainers.background import drain
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from rl_trainers.recover import RecoverPoints
     from rl_trainers.sharing import MemorySharing
 
+
+log = get_logger("trainers")
 
 LINGER = 10.0
 """Seconds that a run which ends by an error waits for what is being written."""
@@ -118,11 +121,17 @@ def _train(
             with books.time("sleep"):
                 sharing.wake()
         if publisher is not None and learner.version > before:
-            with books.time("publish"):
-                stats |= publisher.publish(learner.version)  # returns at the commit; servers run on
-            if gap is not None:
-                with books.time("gap"):
-                    stats |= gap.after_commit(publisher.receipt)
+            try:
+                with books.time("publish"):
+                    stats |= publisher.publish(learner.version)  # returns at the commit; servers run on
+            except RLError as error:
+                if recover is None or not recover.asked_to_stop():
+                    raise
+                log.warning("servers ended before they had version %d: %s", learner.version, error)
+            else:
+                if gap is not None:
+                    with books.time("gap"):
+                        stats |= gap.after_commit(publisher.receipt)
         books.count()
         source.end_step(learner.version)
         books.close(step, batch, stats, before, learner.version)

@@ -104,6 +104,10 @@ class RecoverPoints:
             log.info("resumed from %s", point)
         return step or None
 
+    def asked_to_stop(self) -> bool:
+        """Whether any rank was (collective)."""
+        return any(self.parallel.gather_json(self._stop()))
+
     def after_step(self, step: int) -> None:
         """Begin a point if one is due; save one and wait for it if any rank was asked to stop, unless there is one of
         this step. Call it when the step has ended everywhere; again where it is waited for the next one's batch.

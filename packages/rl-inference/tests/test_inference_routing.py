@@ -119,7 +119,7 @@ def test_choose_failed_server_is_avoided_then_tried_again(router: Router) -> Non
 
 def test_choose_busy_server_is_left_alone_for_a_moment(router: Router) -> None:
     full, other = router.servers[0], router.servers[1]
-    other.open = router.servers[2].open = 40
+    other.open, router.servers[2].open = 40, 41
     assert router.choose() is full
 
     router.busy(full)

@@ -191,10 +191,7 @@ def test_heterogeneous_job_of_slurm_has_its_server_in_one_partition_and_its_trai
     _exactly_once(command, 2)
 
 
-SRUN = "srun, which holds a node's agent, answers a SIGTERM that comes with a preemption by killing its step at once"
-
-
-@pytest.mark.parametrize("grace", [60, pytest.param(0, marks=pytest.mark.xfail(strict=True, reason=SRUN))])
+@pytest.mark.parametrize("grace", [60, 0])
 def test_slurm_preempts_a_run_it_saves_a_recover_point_and_goes_on_after_the_other_job(grace, small, start_command):
     """`grace` is the partition's GraceTime; without one there is Slurm's KillWait alone."""
     with slurm(grace=grace, requeue_after=8, kill_wait=60) as cluster:

@@ -73,6 +73,9 @@ class SimulatedAgent(threading.Thread):
     def kill(self):
         pass
 
+    def leave(self):
+        pass
+
     def run(self):
         secrets = json.loads(Path(self.secrets).read_text())
         host, _, port = self.launcher.rpartition(":")

@@ -166,8 +166,8 @@ def main(argv: list[str]) -> int:
     try:
         done = Agent(wire, scheduler, secrets["workers"], secrets["patience"]).serve()
     finally:
-        wire.close()
         scheduler.delete_workers(grace=GRACE)
+        wire.close()  # so the launcher knows that nothing is left here
     return 0 if done else LAUNCHER_GONE
 
 

@@ -168,7 +168,11 @@ class Agents:
     def look(self) -> None:
         """Ask the provider whether agents have ended: their machines are lost."""
         for machine in self._machines.values():
-            if not machine.lost and (why := self._provider.ended(machine.node)):
+            if machine.lost:
+                continue
+            if machine.wire is not None:
+                self._provider.called(machine.node)
+            if why := self._provider.ended(machine.node):
                 self._lose(machine, why)
 
     def news(self) -> list[tuple[Machine, Message]]:
@@ -180,14 +184,15 @@ class Agents:
         return found
 
     def close(self) -> None:
-        """End all agents, which end what is left of their workers. May be called again, also after an interruption."""
+        """End all agents, which end what is left of their workers and then hang up. May be called again, also after an
+        interruption."""
         self._leaving = True
         there = [machine for machine in self._machines.values() if machine.wire is not None and not machine.lost]
         for machine in there:
             with suppress(OSError):
                 machine.wire.send({"do": "end"})  # type: ignore[union-attr]
         deadline = time.monotonic() + END_SECONDS
-        while any(not self._provider.ended(machine.node) for machine in there) and time.monotonic() < deadline:
+        while any(machine.wire is not None for machine in there) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY / 4)
         self._closing.set()
         for thread in self._threads:

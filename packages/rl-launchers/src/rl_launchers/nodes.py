@@ -46,7 +46,10 @@ class NodeProvider(ABC):
     @abstractmethod
     def ended(self, node: Node) -> str:
         """Why the agent that was started on a machine is gone, in words that go on a sentence about the machine; empty
-        while it is there."""
+        while it is there, and where nobody here can know once it has called."""
+
+    def called(self, node: Node) -> None:  # noqa: B027 - most have nothing to do
+        """The agent of a machine has called the launcher, which hears from it from now on. Said again and again."""
 
     @abstractmethod
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -268,6 +270,8 @@ class SlurmNodes(NodeProvider):
         self._parts: dict[str, int] = {}
         self._rescues = False
         self._steps: dict[str, Step] = {}
+        """Of agents that have not called yet."""
+        self._name, self._left = f"agent-{secrets.token_hex(4)}", False
 
     def nodes(self) -> list[Node]:
         """Those that Slurm has not found lost; asked at most every `poll_seconds`."""
@@ -285,21 +289,28 @@ class SlurmNodes(NodeProvider):
         if (former := self._steps.pop(node.name, None)) is not None:
             former.kill()
         rescue = "yes" if self._rescues and self._config.spare_nodes else "no"
-        words = ["srun", *self._step(node, log.parent), "bash", str(AGENT), rescue, *command]
+        words = ["srun", *self._step(node, log.parent), "bash", str(AGENT), rescue, str(log), *command]
         own = {name: value for name, value in env.items() if name != "TMPDIR"}  # each node has its own
         try:
             self._steps[node.name] = self._commands.start(words, own, log)
         except OSError as error:
             raise LaunchError(f"srun cannot be started: {error}") from error
 
+    def called(self, node: Node) -> None:
+        """Leave the step to Slurm: `srun` would kill it at once when it hears of a preemption, before trainers have
+        saved a recover point. Slurm itself gives them `KillWait`, or the partition's `GraceTime`."""
+        if (step := self._steps.pop(node.name, None)) is not None:
+            step.leave()
+            self._left = True
+
     def ended(self, node: Node) -> str:
-        """As `srun` tells."""
+        """As `srun` tells, before the agent has called."""
         step = self._steps.get(node.name)
         code = None if step is None else step.poll()
         return "" if code is None else f"{report.describe_exit(code)}, says srun"
 
     def close(self) -> None:
-        """Ask every `srun` that is left to end its step; it does so at once."""
+        """End every step that is left: each `srun` does so at once when it is asked, and Slurm where there is none."""
         for step in self._steps.values():
             if step.poll() is None:
                 step.send_signal(signal.SIGINT)
@@ -310,6 +321,12 @@ class SlurmNodes(NodeProvider):
             except subprocess.TimeoutExpired:
                 step.kill()
         self._steps.clear()
+        if self._left:
+            self._left = False
+            with suppress(SlurmError):  # they end by themselves when they do not hear from the launcher any more
+                steps = self._commands.output("squeue", "-h", "-s", "-j", os.environ[JOB], "-o", "%i %j").splitlines()
+                if mine := [step.split()[0] for step in steps if step.endswith(f" {self._name}")]:
+                    self._commands.output("scancel", "--signal=KILL", *mine)
 
     def lacking(self, lost: Collection[str], why: str) -> None:
         """Requeue the job, where it is one that may be: Slurm does so by itself only when it has seen the loss, long
@@ -343,7 +360,7 @@ class SlurmNodes(NodeProvider):
     def _step(self, node: Node, log_dir: Path) -> list[str]:
         config = self._config
         options = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node.name}", f"--cpus-per-task={node.cores}"]
-        options += ["--cpu-bind=none", "--mem=0", "--input=none", "--quit-on-interrupt", "--job-name=agent"]
+        options += ["--cpu-bind=none", "--mem=0", "--input=none", "--quit-on-interrupt", f"--job-name={self._name}"]
         options += [f"--gres=gpu:{node.gpus}"] if node.gpus else []
         options += [f"--het-group={self._parts[node.name]}"] if len(set(self._parts.values())) > 1 else []
         if config.container_image:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -55,7 +58,20 @@ class Step(Protocol):
         """For its end; raises `subprocess.TimeoutExpired`."""
 
     def kill(self) -> None:
-        """`srun` alone."""
+        """`srun`, and with it its step."""
+
+    def leave(self) -> None:
+        """End `srun`, but not its step."""
+
+
+class _Srun(subprocess.Popen[bytes]):
+    """See `Step`."""
+
+    def leave(self) -> None:
+        """With the process that it forks, and that ends the step where it dies; both are of one group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
 
 
 class Commands:
@@ -82,7 +98,7 @@ class Commands:
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> Step:
         """Start a command that goes on, with its output at the end of a file."""
         with log.open("ab") as file:
-            return subprocess.Popen(
+            return _Srun(
                 list(command),
                 env=dict(env),
                 stdin=subprocess.DEVNULL,

@@ -1,9 +1,11 @@
 #!/bin/bash
 # Runs the agent of a node, and tells the job what reaches this node only.
-#   bash slurm_agent.sh RESCUE COMMAND...
+#   bash slurm_agent.sh RESCUE LOG COMMAND...
 # RESCUE=yes: where the first node is lost, with the launcher, start the job again.
+# LOG: what is said is added to it.
 rescue=$1
-shift
+exec >> "$2" 2>&1
+shift 2
 # A preemption that comes in a while is told to the nodes, and not to the script of the job.
 trap 'again=yes; scancel --quiet --batch --signal=USR1 "$SLURM_JOB_ID" 2>/dev/null' TERM
 "$@" &

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 from types import ModuleType
 from typing import Any
 
@@ -269,6 +270,28 @@ def test_node_is_killed_its_workers_fail_and_another_takes_its_place(mortal: Any
         again = scheduler.restart_worker(failed, "planted")
         assert again.restarts == 1
         scheduler.wait_ready("server")
+
+
+@pytest.mark.nightly
+def test_node_is_lost_the_next_start_waits_for_another_and_the_first_does_not(mortal: Any, tmp_path: Path) -> None:
+    few = pytest.raises(ConfigError, match="expected 4 nodes with CPU 1 each, found 3 among 3")
+    with RayScheduler(tmp_path / "never", RaySchedulerConfig(nodes=4)) as scheduler, few:
+        scheduler.create_workers(JobSpec("role", python(SLEEP)))
+    config = RaySchedulerConfig(nodes=3, placement_timeout=3.0)
+    provider = RayNodes(tmp_path / "logs", config)
+    with ClusterScheduler(tmp_path / "logs", config, provider) as scheduler:
+        scheduler.create_workers(JobSpec("role", python(SLEEP)))
+        mortal.kill_node(2)
+        wait_until(lambda: len(provider._state()["living"]) == 2, PATIENCE)
+        scheduler.delete_workers()
+        with pytest.raises(LaunchError, match=r"expected 3 nodes .* found 2 among 2.*not in .*placement_timeout=3 s"):
+            scheduler.create_workers(JobSpec("role", python(SLEEP)))
+        config.placement_timeout = 60.0
+        later = Timer(2.0, mortal.add_node)
+        later.start()
+        (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
+        later.join()
+        assert worker.status is WorkerStatus.RUNNING
 
 
 @pytest.mark.nightly

@@ -274,7 +274,7 @@ class RayNodes(NodeProvider):
         self._log_dir, self._config = Path(log_dir), config
         self._ray: Conversation | None = None
         self._numbers, self._starts = itertools.count(), dict[str, str]()
-        self._drained = False
+        self._drained = self._claimed = False
 
     def nodes(self) -> list[Node]:
         """The living nodes on which there is a bundle. The first call waits for the placement group."""
@@ -340,7 +340,7 @@ class RayNodes(NodeProvider):
         if not conversation.wait("found", tick=self.tick):
             raise conversation.silent()
         state, seconds = conversation.state, self._config.placement_timeout
-        bundles = [bundle for _, bundle in self._config.bundles(state["living"] or [this_machine()])]
+        bundles, self._claimed = self._bundles(conversation, seconds), True
         conversation.say(do="claim", bundles=bundles)
         if not conversation.wait("placed", seconds, self.tick):
             free, total = state["free"], state["total"]
@@ -350,6 +350,27 @@ class RayNodes(NodeProvider):
                 f"({bundles}), found none in time; before, {has} were free. Wait until others have ended, or ask for "
                 "less with launcher.options.nodes, cores_per_node or gpus_per_node."
             )
+
+
+    def _bundles(self, conversation: Conversation, seconds: float) -> list[dict[str, float]]:
+        """What to claim. Where nodes were lost meanwhile, for others there is some time to come.
+
+        Raises:
+            ConfigError: there were never enough.
+            LaunchError: they do not come.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return [bundle for _, bundle in self._config.bundles(conversation.state["living"] or [this_machine()])]
+            except ConfigError as error:
+                if not self._claimed:
+                    raise
+                if (problem := conversation.problem()) or time.monotonic() > deadline:
+                    late = f"not in launcher.options.placement_timeout={seconds:g} s"
+                    raise LaunchError(f"{error} ({problem or late})") from error
+            self.tick()
+            time.sleep(TICK)
 
 
 class RayScheduler(ClusterScheduler):

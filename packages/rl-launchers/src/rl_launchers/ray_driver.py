@@ -121,6 +121,7 @@ class Gang:
             ],
             "ended": self._ended,
             "draining": [name_of(node) for node in places.values() if node["NodeID"] in draining],
+            "living": living_nodes(),
         }
 
     def _end(self, number: str, name: str, wait: Any) -> None:
@@ -155,6 +156,11 @@ def described(node: dict[str, Any], held: dict[str, float] | None = None) -> dic
     return own | {"resources": node["Resources"]}
 
 
+def living_nodes() -> list[dict[str, Any]]:
+    """The nodes of the cluster, as the launcher is told of them."""
+    return [described(node) for node in ray.nodes() if node["Alive"]]
+
+
 def connect(address: str, purpose: str, scratch: str) -> dict[str, Any]:
     """Join the cluster, or, to `hold` one where there is none, start one in the directory `scratch`.
 
@@ -179,7 +185,7 @@ def connect(address: str, purpose: str, scratch: str) -> dict[str, Any]:
     return {
         "found": True,
         "local": local,
-        "living": [described(node) for node in ray.nodes() if node["Alive"]],
+        "living": living_nodes(),
         "free": ray.available_resources(),
         "total": ray.cluster_resources(),
         "address": ray.util.get_node_ip_address(),

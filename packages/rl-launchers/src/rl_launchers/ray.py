@@ -351,7 +351,6 @@ class RayNodes(NodeProvider):
                 "less with launcher.options.nodes, cores_per_node or gpus_per_node."
             )
 
-
     def _bundles(self, conversation: Conversation, seconds: float) -> list[dict[str, float]]:
         """What to claim. Where nodes were lost meanwhile, for others there is some time to come.
 

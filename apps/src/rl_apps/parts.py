@@ -356,6 +356,7 @@ def serve_spec(run: Run[Any]) -> ServeSpec:
         str(weights_directory(run.directory, run.config.publish.route)),
         gpus=run.layout.rollout.strategy.model_size if run.device == "cuda" else 0,
         device=run.device,
+        shared=run.layout.shared and not attached(run.config, run.layout),
         deterministic=run.config.deterministic,
     )
 

@@ -204,9 +204,8 @@ async def test_sleep_interrupts_answers_that_go_on_after_wake_and_nothing_is_ask
 
         await engine.sleep()
         late = asyncio.create_task(engine.agenerate(asked(9)))
-        with pytest.raises(WeightUpdateError, match="wake them"):
-            await trainer.publish(engine)
         await engine.wake()
+        await engine.wake()  # they are
 
         for response in await asyncio.gather(*running, late):
             check(response)
@@ -215,6 +214,40 @@ async def test_sleep_interrupts_answers_that_go_on_after_wake_and_nothing_is_ask
             assert order == ["pause recompute", "sleep", "wake", "resume"]
             assert server.log.index("wake") == server.log.index("sleep") + 1
         await trainer.publish(engine)
+
+
+async def test_sleep_lasts_to_the_commit_of_what_was_staged_meanwhile(trainer: Trainer) -> None:
+    async with fleet(2, SummedEngine) as (engine, servers):
+        await trainer.publish(engine)
+        running = [asyncio.create_task(engine.agenerate(asked(seed))) for seed in range(8)]
+        await until(lambda: all(server.running for server in servers))
+        for server in servers:
+            server.log.clear()
+
+        await engine.sleep()
+        meta, receipt = put(trainer.directory, 2)
+        staged = await engine.stage_weights(meta)
+        assert [each.checksums for each in staged] == [receipt.checksums] * 2
+        assert not any("wake" in server.log for server in servers)
+        await engine.commit_weights(2, "recompute")
+
+        for response in await asyncio.gather(*running):
+            assert response.versions[-1] == 2
+        for server in servers:
+            order = [line for line in server.log if not line.startswith(("generate", "stats", "health"))]
+            assert order == ["pause recompute", "sleep", "stage", "wake", "pause recompute", "commit 2", "resume"]
+
+
+async def test_sleep_all_servers_are_lost_meanwhile_whoever_comes_back_takes_the_version(trainer: Trainer) -> None:
+    async with fleet(1, BesideEngine, rejoin_timeout=30) as (engine, (server,)):
+        await trainer.publish(engine)
+        await engine.sleep()
+        engine._router.evict(engine._router.servers[0], "was evicted by the test")
+
+        await trainer.publish(engine)
+
+        assert (engine.version, engine.servers) == (2, [server.address])
+        assert "wake" in server.log
 
 
 async def test_sleep_that_is_refused_leaves_servers_that_generate() -> None:

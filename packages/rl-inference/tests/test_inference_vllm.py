@@ -333,6 +333,22 @@ def test_server_spec_starts_vllm_with_what_the_run_relies_on(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("sleep", "device", "shared", "expected"),
+    [
+        (None, "cuda", True, True),
+        (None, "cuda", False, False),
+        (True, "cuda", False, True),
+        (False, "cuda", True, False),
+        (None, "cpu", True, False),
+    ],
+)
+def test_vllm_can_sleep_where_a_trainer_has_its_gpu(sleep, device, shared, expected):
+    settings, spec = VLLMEngineConfig(sleep=sleep), _spec(device=device, gpus=int(device == "cuda"), shared=shared)
+    assert ("--enable-sleep-mode" in VLLMEngine.server_spec(settings, spec).command) is expected
+    assert VLLMEngine(settings, spec).capabilities.sleeps is expected
+
+
+@pytest.mark.parametrize(
     ("settings_", "spec", "told"),
     [
         ({}, {"strategy": ParallelStrategy(pipeline=2)}, "allocation: expected vllm:d1t1"),

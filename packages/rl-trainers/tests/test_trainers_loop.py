@@ -292,7 +292,8 @@ class _Learner(PolicyActor):
 
 
 @pytest.mark.parametrize("able", [True, False])
-def test_train_servers_sleep_from_the_batch_to_the_publication(engine, tmp_path, monkeypatch, able):
+def test_train_servers_sleep_from_the_batch_to_the_commit(engine, tmp_path, monkeypatch, able):
+    """Which wakes them itself, and that is not among what is told here."""
     monkeypatch.setattr(_Servers, "capabilities", Capabilities(sleeps=able))
     told = []
     learner = _Learner(engine, AlgorithmConfig())
@@ -302,9 +303,26 @@ def test_train_servers_sleep_from_the_batch_to_the_publication(engine, tmp_path,
         books = Books(engine, tmp_path, CheckpointConfig(every=0))
         train(_Batches(engine, 2), learner, books, 2, publisher=_Publisher(told), sharing=sharing)
 
-    step = ["sleep", "update", "wake"] if able else ["update"]
+    step = ["sleep", "update"] if able else ["update"]
     assert told == ["publish 0", *step, "publish 1", *step, "publish 2"]
     assert [record["sharing/freed_gib"] for record in _records(tmp_path)] == [0.5 * able] * 2
+
+
+def test_train_nothing_is_published_servers_are_woken(engine, tmp_path):
+    told = []
+
+    class Skips(PolicyActor):
+        def update(self, batch):
+            return {"minibatches/empty": float(len(batch) > 0)}
+
+    with LoopThread("test") as loop:
+        sharing = MemorySharing(engine, _Servers(told), loop, 10)
+        books = Books(engine, tmp_path, CheckpointConfig(every=0))
+        actor = Skips(engine, AlgorithmConfig())
+        with pytest.raises(EngineError, match="none of 2 steps was applied"):
+            train(_Batches(engine, 2), actor, books, 2, publisher=_Publisher(told), sharing=sharing)
+
+    assert told == ["publish 0", *["sleep", "wake"] * 2]
 
 
 def test_train_servers_that_do_not_sleep_end_the_run(engine, tmp_path):

@@ -242,6 +242,8 @@ class ServeSpec:
     """Devices per server."""
     device: str = "auto"
     """Where they run: `cpu`, `cuda`, or `auto` (a GPU if there is one)."""
+    shared: bool = False
+    """A trainer has the same devices, and servers that the run starts are to give their memory back while it learns."""
     deterministic: bool = False
     """Every answer is the same, to the last bit, whatever else is served, and its log-probs are those of a trainer that
     runs it alone."""

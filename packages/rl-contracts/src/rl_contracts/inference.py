@@ -360,7 +360,8 @@ class InferenceEngine(ABC):
         """Undo `pause`."""
 
     async def sleep(self) -> float:
-        """Give the servers' memory back until `wake`, for a trainer on the same devices; requests wait.
+        """Give the servers' memory back until weights are committed, or `wake`, for a trainer on the same devices;
+        requests wait. Weights can be staged meanwhile.
 
         Returns:
             how many bytes less they have then, as they measure it; 0 where they do not.
@@ -371,7 +372,8 @@ class InferenceEngine(ABC):
         raise InferenceError(f"{type(self).__name__}: these servers cannot give their memory back for a while.")
 
     async def wake(self) -> None:
-        """Undo `sleep`: the servers go on with the version that they served.
+        """Undo `sleep` without a commit: the servers go on with the version that they served. Does nothing where they
+        are awake.
 
         Raises:
             InferenceError: these servers cannot (`capabilities.sleeps`), or none did.

@@ -399,7 +399,7 @@ class HttpEngine(InferenceEngine):
         await self._updates.resume()
 
     async def sleep(self) -> float:
-        """Give the servers' memory back until `wake`."""
+        """Give the servers' memory back until the next commit, or `wake`."""
         if not self.capabilities.sleeps:
             await super().sleep()
         self._monitor.start()

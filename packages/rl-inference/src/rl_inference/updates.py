@@ -64,8 +64,7 @@ class WeightUpdates:
         others, but frequent updates must not keep a healthy one out for ever.
         """
         self._owns = True
-        if self._asleep:
-            raise WeightUpdateError(f"version {meta.version}: the servers sleep; wake them before they are updated.")
+        self._asleep = self._asleep and bool(self._router.live)  # whoever comes back is awake
         if self._rejoining is not None:
             await self._end_rejoin(self._rejoining)
         while await self._router.wait_live(self._transport.config.rejoin_timeout, in_vain=False):
@@ -86,6 +85,7 @@ class WeightUpdates:
                     raise
             finally:
                 await self._renew("keep" if self._held else "")
+                self._asleep = False
                 self._loading.release()
         # Every server was lost on the way. The trainer has decided for this version, so it is what the first one that
         # comes back must serve.
@@ -101,7 +101,8 @@ class WeightUpdates:
         """
         fleet, loading = self._fleet, self._loading
         try:
-            await loading.begin(version, canary, self._held)
+            slept = await self._wake_all()
+            await loading.begin(version, canary, self._held or slept)
             begin = self._router.clock.now()
             await self._renew(interrupt)
             await fleet.everywhere(lambda s: fleet.pause(s, interrupt), f"pause for version {version}")
@@ -212,8 +213,8 @@ class WeightUpdates:
             await self._resume_all()
 
     async def sleep(self) -> float:
-        """Interrupt all answers, hold requests back, and let servers free their memory until `wake`; returns how many
-        bytes they say it was. Nobody rejoins meanwhile."""
+        """Interrupt all answers, hold requests back, and let servers free their memory until the next commit, or
+        `wake`; returns how many bytes they say it was. Nobody rejoins meanwhile."""
         async with self._lock:
             self._router.close()
             self._asleep = self._owns = True
@@ -228,15 +229,16 @@ class WeightUpdates:
                 raise
 
     async def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`, where no commit has."""
         async with self._lock:
-            await self._go_on()
+            if self._asleep:
+                await self._go_on()
 
     async def _go_on(self) -> None:
         """Wake all, and let them generate unless their owner holds them paused; who does not wake is out."""
         fleet = self._fleet
         try:
-            await fleet.everywhere(lambda s: self._transport.ask(s, fleet.protocol.wake()), "wake")
+            await self._wake_all()
             await self._resume_all(held=False)
             if self._held:
                 await fleet.everywhere(lambda s: fleet.pause(s, "keep"), "pause again")
@@ -248,6 +250,13 @@ class WeightUpdates:
             await self._renew("keep" if self._held else "")
             self._asleep = False
             self._router.open()
+
+    async def _wake_all(self) -> bool:
+        """Whether servers slept: they have their memory again, and generate nothing yet."""
+        if self._asleep:
+            ask, protocol = self._transport.ask, self._fleet.protocol
+            await self._fleet.everywhere(lambda s: ask(s, protocol.wake()), "wake")
+        return self._asleep
 
     def let_go(self) -> None:
         """Renew the lease of a pause no more."""

@@ -20,7 +20,7 @@ class VLLMEngine(HttpEngine):
     server_config: VLLMEngineConfig
 
     def make_protocol(self) -> ServerProtocol:
-        return VLLMProtocol(self.spec.version, self.server_config.sleep, not on_cpu(self.spec))
+        return VLLMProtocol(self.spec.version, self.server_config.sleeps(self.spec), not on_cpu(self.spec))
 
     @property
     def served_dtype(self) -> str:

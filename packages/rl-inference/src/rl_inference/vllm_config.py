@@ -69,8 +69,8 @@ class VLLMEngineConfig(ServerConfig):
     """Use keys and values of prompts that begin alike again."""
     compile: bool = False
     """Compile the model, and record CUDA graphs: tokens come faster, and the start takes longer."""
-    sleep: bool = False
-    """Start it so that it can give a GPU's memory back for a while."""
+    sleep: bool | None = None
+    """Start it so that it can give a GPU's memory back for a while; None: where a trainer has the same GPU (`|`)."""
     arguments: list[str] = field(default_factory=list)
     """Further arguments of vLLM's command line, as they are: `[--max-num-batched-tokens, "8192"]`."""
     python: str = ""
@@ -104,6 +104,10 @@ class VLLMEngineConfig(ServerConfig):
         """Refuse what vLLM, or our way of updating it, cannot do."""
         check_program("vllm", self, spec, OWN_ARGUMENTS)
         require(not (self.sleep and on_cpu(spec)), "server.sleep", "false on CPUs", self.sleep)
+
+    def sleeps(self, spec: ServeSpec) -> bool:
+        """Whether it can give its GPU's memory back."""
+        return not on_cpu(spec) and (spec.shared if self.sleep is None else self.sleep)
 
 
 def server_job(config: VLLMEngineConfig, spec: ServeSpec) -> JobSpec:
@@ -142,7 +146,7 @@ def _arguments(config: VLLMEngineConfig, spec: ServeSpec) -> list[str]:
         "--enable-scale-out": True,  # the route of tokens
         "--enforce-eager": not config.compile,
         "--no-enable-prefix-caching": not config.prefix_cache,
-        "--enable-sleep-mode": config.sleep,
+        "--enable-sleep-mode": config.sleeps(spec),
         # a prompt with a seed that is read in parts ends vLLM on a CPU, whose random numbers cannot be taken back
         "--no-enable-chunked-prefill": on_cpu(spec),
     }

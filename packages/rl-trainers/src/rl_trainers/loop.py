@@ -117,13 +117,10 @@ def _train(
         with books.time("train"):
             stats |= learner.prepare(batch)  # proximal log-probs, advantages
             stats |= learner.update(batch)  # minibatches of packed micro-batches
-        if sharing is not None:
-            with books.time("sleep"):
-                sharing.wake()
         if publisher is not None and learner.version > before:
             try:
                 with books.time("publish"):
-                    stats |= publisher.publish(learner.version)  # returns at the commit; servers run on
+                    stats |= publisher.publish(learner.version)  # returns at the commit; servers run on, awake
             except RLError as error:
                 if recover is None or not recover.asked_to_stop():
                     raise
@@ -132,6 +129,9 @@ def _train(
                 if gap is not None:
                     with books.time("gap"):
                         stats |= gap.after_commit(publisher.receipt)
+        elif sharing is not None:
+            with books.time("sleep"):
+                sharing.wake()
         books.count()
         source.end_step(learner.version)
         books.close(step, batch, stats, before, learner.version)

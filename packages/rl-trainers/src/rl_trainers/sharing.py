@@ -13,8 +13,8 @@ GIB = 2**30
 
 
 class MemorySharing:
-    """Puts the servers to sleep and wakes them (collective: every rank of the engine has one). Answers that are under
-    way go on when they are awake. Servers that cannot sleep are left alone.
+    """Puts the servers to sleep until weights are committed (collective: every rank of the engine has one). Answers
+    that are under way go on when they are awake. Servers that cannot sleep are left alone.
 
     Args:
         engine: what learns meanwhile.
@@ -48,7 +48,7 @@ class MemorySharing:
         return {"sharing/freed_gib": freed / GIB}
 
     def wake(self) -> None:
-        """Undo `sleep`, before weights are published.
+        """Undo `sleep` where nothing is published; a commit does so by itself.
 
         Raises:
             EngineError, StalledError: they did not wake; on every rank.

@@ -48,9 +48,11 @@ def checker() -> ModuleType:
 class Command:
     """A `gsm8k-grpo` with real servers, under way."""
 
-    def __init__(self, server: str, servers: int, run_dir: Path, checker: ModuleType, *settings: str) -> None:
+    def __init__(
+        self, server: str, servers: int, run_dir: Path, checker: ModuleType, *settings: str, trainer: str = "fsdp:d1"
+    ) -> None:
         self.server, self.run_dir, self._checker = server, run_dir, checker
-        words = (f"allocation={server}:d{servers}+fsdp:d1", f"rollout.server.python={interpreter_of(server)}")
+        words = (f"allocation={server}:d{servers}+{trainer}", f"rollout.server.python={interpreter_of(server)}")
         command = [str(Path(sys.executable).parent / "gsm8k-grpo"), f"run_dir={run_dir}", *words, *settings]
         self._log, self.begin = run_dir.with_suffix(".out"), time.monotonic()
         with self._log.open("w") as log:
@@ -109,8 +111,8 @@ def start(tmp_path: Path, checker: ModuleType) -> Iterator[Callable[..., Command
     """Starts commands, and ends those that a failed test left."""
     started: list[Command] = []
 
-    def begin(server: str, servers: int, *settings: str) -> Command:
-        started.append(Command(server, servers, tmp_path / "run", checker, *settings))
+    def begin(server: str, servers: int, *settings: str, **trainer: str) -> Command:
+        started.append(Command(server, servers, tmp_path / "run", checker, *settings, **trainer))
         return started[-1]
 
     yield begin
@@ -186,3 +188,24 @@ def test_one_server_learns_the_task_over_each_route(start, learned, server, rout
 
     _nothing_lost(learned(command), 32)
     assert time.monotonic() - command.begin < QUARTER_OF_AN_HOUR
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("server", "trainer", "route"),
+    [
+        ("vllm", "megatron:t2", "shm"),
+        ("vllm", "megatron:t2", "broadcast"),
+        ("vllm", "megatron:p2", "disk"),
+        ("sglang", "megatron:t2", "shm"),
+        ("sglang", "megatron:p2", "broadcast"),
+    ],
+)
+def test_servers_of_others_compute_with_what_ranks_of_megatron_publish(start, server, trainer, route):
+    command = start(
+        server, 1, f"publish.route={route}", "total_steps=3", "evaluation.rows=0", "gap.rows=8", trainer=trainer
+    )
+    command.end()
+    steps = [record for record in command.records if "rows" in record]
+    assert len(steps) == 3
+    _nothing_lost(steps, 32)

@@ -81,12 +81,21 @@ def test_warning_that_goes_on_is_repeated_ever_more_rarely(tmp_path):
 def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monkeypatch):
     monkeypatch.setattr("rl_apps.driver.SAY_EVERY", 0.0)
     metrics, console = tmp_path / "metrics.jsonl", Console(record=True, width=200)
-    workers = [Worker("rollout", 0, "here", 1, Path("r.log")), Worker("actor", 0, "here", None, Path("a.log"))]
+    log = tmp_path / "r.log"
+    workers = [Worker("rollout", 0, "here", 1, log), Worker("actor", 0, "here", None, Path("a.log"))]
     workers[1].status = WorkerStatus.RUNNING
 
     with RunProgress(metrics, 9, {}, console) as progress:
         waiting = Waiting(progress, metrics, Tracking(TrackersConfig(), tmp_path, "", {}, print))
         waiting.tick(workers)
+        log.write_text(
+            "2026-11-26 21:16:48.105 INFO [server/0] rl.inference: before\n"
+            "\x1b[36m(EngineCore pid=7)\x1b[0;0m INFO 11-26 21:16:49 [core.py:114] init of [red] engine\n\n"
+        )
+        waiting.tick(workers)
+        log.write_text("Loading:  0%\rLoading: 50%\n2026-11-26 21:16:48.105 INFO [server/0] rl.inference: to serve\n")
+        waiting.tick(workers)
+        log.unlink()
         workers[0].status = WorkerStatus.RUNNING
         waiting.tick(workers)
         metrics.write_text('{"step": 1}\n')
@@ -95,6 +104,8 @@ def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monk
     assert console.export_text().splitlines() == [
         "starting servers and trainers together",
         "0 s, waiting to start: rollout-0 (see logs/)",
+        "0 s, waiting to start: rollout-0 (logs/r.log: init of [red] engine)",
+        "0 s, waiting to start: rollout-0 (logs/r.log: rl.inference: to serve)",
         "rollout-0 ready after 0 s",
         "0 s, waiting for the first record: rollout-0, actor-0 (see logs/)",
         "step 1/9",

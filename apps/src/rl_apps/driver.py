@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from rl_apps import compose
@@ -36,6 +37,7 @@ from rl_contracts.lines import FOR_A_WHILE
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
 from rl_launchers.interrupts import Interrupted
+from rl_launchers.report import tail
 from rl_trainers.points import resumed_step
 from rl_trainers.tracking import Tracking
 
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
 
 SAY_EVERY = 5.0
 """Seconds between two lines about what is waited for."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_WHEN_AND_WHERE = re.compile(r"(\([^)]*\) )?(([A-Z]+ )?[\d-]+ [\d:.]+ ([A-Z]+ )?\[\S+\] )?")
+"""At the beginning of a line in our logs, or in vLLM's."""
 
 
 def main(reference: str, argv: list[str] | None = None) -> int:
@@ -285,7 +290,15 @@ class Waiting:
             left = [w for w in workers if w.name in starting] or list(workers)
             names = ", ".join(w.name for w in left[:4]) + (", ..." if len(left) > 4 else "")
             what = "to start" if starting else "for the first record"
-            self._progress.say(f"{seconds:.0f} s, waiting {what}: {names} (see logs/)")
+            said = next(filter(None, (f"logs/{w.log.name}: {line}" for w in left if (line := _last_said(w.log)))), "")
+            self._progress.say(f"{seconds:.0f} s, waiting {what}: {names} ({said or 'see logs/'})")
+
+
+def _last_said(log: Path) -> str:
+    """The end of a log in a few words, without the time and who says it."""
+    lines = _COLOUR.sub("", tail(log, 20)).splitlines()
+    said = (_WHEN_AND_WHERE.sub("", line, count=1) for line in reversed(lines))
+    return shorten(next(filter(str.strip, said), ""), 100)
 
 
 def _size(file: Path) -> int:

@@ -126,7 +126,7 @@ class RunProgress:
         if self._screen:
             self._screen.view.stage = stage
         elif stage != self._said:
-            self.console.print(stage, soft_wrap=True)
+            self.console.print(stage, soft_wrap=True, markup=False)
         self._said = stage
 
     def rewind(self) -> None:

@@ -12,6 +12,7 @@ from statistics import mean
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 from commands import Command
 from launchers import CLUSTERS, nodes_of, settings_of, standing
@@ -174,10 +175,13 @@ def test_slurm_run_goes_on_after_its_trainer_and_its_node_are_killed_and_improve
 
 
 @pytest.mark.slow
-def test_ray_run_goes_on_after_its_server_is_killed_and_improves(start_command, record_property):
+def test_ray_run_goes_on_after_a_reward_worker_and_its_server_are_killed_and_improves(start_command, record_property):
     """Weights by disk, so that the only server can be replaced."""
     with ray(nodes=2):
         command = start_command("gsm8k-grpo", SHORT | settings_of("ray") | {"publish.route": "disk"})
+        command.wait_for(lambda: len(command.steps()) > 4)
+        children = psutil.Process(command.workers()["actor-0"]["pid"]).children()
+        next(child for child in children if any("reward_worker" in word for word in child.cmdline())).kill()
         command.wait_for(lambda: len(command.steps()) > 8)
         assert len(set(nodes_of(command).values())) == 2
         assert _committed(command, "disk") == "disk"

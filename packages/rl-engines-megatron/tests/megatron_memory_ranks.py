@@ -2,12 +2,14 @@
 that a rank collects all of its parameters first; and what an export takes until it
 is written.
 
-Arguments: a model, the layout as JSON, a directory for weights, where figures go.
+Arguments: a model, the layout as JSON, the route, a directory for weights, where figures go.
 """
 
 import ctypes
 import json
+import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,22 @@ from torch import Tensor
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.weights import open_sender
+from rl_contracts.weights.rendezvous import Address
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
+
+SERVER = """
+import json, sys, torch
+from rl_contracts.data import WeightUpdateMeta
+from rl_contracts.weights import WeightReceiver, seated
+receiver, targets = WeightReceiver(), {}
+for line in sys.stdin:
+    meta = seated(WeightUpdateMeta.from_json(json.loads(line)), 1, 2)
+    specs = [spec for part in meta.parts for spec in part.params]
+    targets = targets or {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
+    receiver.receive(meta, targets)
+    print(len(targets), flush=True)
+"""
+"""Takes what is sent from memory to memory."""
 
 
 def status(name: str) -> int:
@@ -30,7 +47,7 @@ def collected(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
     yield from list(engine.full_parameters())
 
 
-def main(model: str, layout: dict, weights: str, out: Path) -> None:
+def main(model: str, layout: dict, route: str, weights: str, out: Path) -> None:
     engine = MegatronEngine(MegatronEngineConfig(), ParallelStrategy(**layout))
     engine.initialize(FinetuneSpec(model, 1, optimizer=None, device="cpu"))
     exported, held = out / "exported", status("VmRSS")
@@ -40,11 +57,26 @@ def main(model: str, layout: dict, weights: str, out: Path) -> None:
     write()
     del write
     engine.save(SaveLoadMeta(str(out / "saved")))
-    sender, specs = open_sender("shm", weights, engine.parallel.rank), engine.param_specs()
+    parallel, specs, server = engine.parallel, engine.param_specs(), None
+    location = Address("127.0.0.1").location if route == "broadcast" else weights
+    sender = open_sender(route, location, 0) if parallel.is_main else None
+    location = parallel.broadcast_json("" if sender is None else sender.location)
+    sender = sender or open_sender(route, location, parallel.rank)
+    if parallel.is_main and route == "broadcast":
+        server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=-1, stdout=-1, text=True)
 
     def publish(version: int, parameters: Iterator[tuple[str, Tensor]]) -> None:
-        sender.begin(version, specs)
-        sender.send(parameters)
+        metas = parallel.gather_json(sender.begin(version, specs).to_json())
+        if server is not None:
+            parts = [part for meta in metas for part in meta["parts"] if part["params"]]
+            server.stdin.write(json.dumps(metas[0] | {"parts": parts}) + "\n")
+            server.stdin.flush()
+        if specs:
+            sender.send(parameters)
+        else:
+            deque(parameters, maxlen=0)  # the gathers of the other rank need this one
+        if server is not None:
+            assert int(server.stdout.readline()) > 0
 
     def extra(version: int, parameters: Iterator[tuple[str, Tensor]]) -> int:
         """Bytes; the memory of the route is resident since earlier versions, and what was freed is given back."""
@@ -60,8 +92,11 @@ def main(model: str, layout: dict, weights: str, out: Path) -> None:
     found |= {"export": export}
     (out / f"{engine.parallel.rank}.json").write_text(json.dumps(found))
     sender.close()
+    if server is not None:
+        server.stdin.close()
+        assert server.wait(30) == 0
     engine.destroy()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]))

@@ -38,12 +38,14 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("route", ["shm", "broadcast"])
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=str)
-def test_publishing_takes_at_most_twice_the_largest_parameter(model, tmp_path, layout, record_property):
+def test_publishing_takes_at_most_twice_the_largest_parameter(model, tmp_path, layout, route, record_property):
     assert (Path(model) / "model.safetensors").stat().st_size > 512 * MIB
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as weights:
-        run_ranks(RANKS, [model, json.dumps(layout), weights, str(tmp_path)], ParallelStrategy(**layout).world_size)
+        words = [model, json.dumps(layout), route, weights, str(tmp_path)]
+        run_ranks(RANKS, words, ParallelStrategy(**layout).world_size)
 
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     record_property("MiB at the peak of publishing, of each rank", [rank["streamed"] // MIB for rank in ranks])

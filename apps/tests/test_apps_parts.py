@@ -1,5 +1,7 @@
 """The client among the parts of a trainer process: who speaks to servers, how often, and for how long it waits."""
 
+import os
+import signal
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
@@ -37,6 +39,33 @@ def test_client_waits_for_returning_servers_only_where_somebody_restarts_them(tm
     assert rejoin_timeout() == 180
     assert rejoin_timeout("rollout.client.rejoin_timeout=7") == 7
     assert rejoin_timeout("launcher.max_restarts=0") == 0
+
+
+@pytest.fixture
+def sigterm():
+    former = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, former)
+
+
+def test_request_to_stop_counts_as_long_as_the_command_is_there_and_tells_the_client(
+    tmp_path, servers_are_ready, sigterm, monkeypatch
+):
+    engine = SimpleNamespace(parallel=ParallelContext())
+    with _parts(tmp_path) as parts:
+        client = _client(parts)
+        points = parts.recover({"actor": engine}, {})
+        assert not points.asked_to_stop()
+        assert not client._router.final
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert points.asked_to_stop()
+        assert client._router.final
+
+        monkeypatch.setattr(os, "getppid", lambda: 1)  # it was killed, and its keeper was faster than the kernel
+        for ask in (points.asked_to_stop, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+            with pytest.raises(SystemExit) as ended:
+                ask()
+            assert ended.value.code == 143
 
 
 class _Rank(ParallelContext):

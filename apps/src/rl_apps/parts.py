@@ -292,15 +292,19 @@ class Parts(ExitStack):
         """
         asked, launcher = self.asked_to_stop, os.getppid()
 
-        def stop(number: int, _: object) -> None:
-            if os.getppid() != launcher:
-                sys.exit(128 + number)
+        def stopping() -> bool:
+            if asked.is_set() and os.getppid() != launcher:  # which may have been about to die when the signal came
+                sys.exit(128 + signal.SIGTERM)
+            return asked.is_set()
+
+        def stop(*_: object) -> None:
             asked.set()
-            for tell in self._at_stop:
-                tell()
+            if stopping():
+                for tell in self._at_stop:
+                    tell()
 
         signal.signal(signal.SIGTERM, stop)
-        return rl_trainers.RecoverPoints(self.run.directory, self.config.recover, engines, parts, asked.is_set, epochs)
+        return rl_trainers.RecoverPoints(self.run.directory, self.config.recover, engines, parts, stopping, epochs)
 
     def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.Books:
         """Metrics, evaluations and checkpoints; `more` goes to `rl_trainers.Books`."""

@@ -22,6 +22,8 @@ PROBE_SECONDS = 5.0
 """Time for one answer, where the limit is not shorter."""
 PROBES_AT_ONCE = 8
 """Threads that ask."""
+FIRST_ANSWER_EVERY = 0.2
+"""Seconds between two questions to a server that has not answered well yet."""
 RETRY_SECONDS = 10.0
 """Seconds until a server for which there is no room is tried again, where others still answer."""
 
@@ -150,7 +152,8 @@ class ServerCare:
             else:
                 patient.problem, patient.failing_since = problem, patient.failing_since or now
         if patient.probe is None and now >= patient.due:
-            patient.due = now + self._config.health_interval
+            # one that hangs before it was seen well has all of ready_timeout
+            patient.due = now + (self._config.health_interval if patient.was_well else FIRST_ANSWER_EVERY)
             patient.probe = self._threads.submit(
                 probe, worker.host, worker.port, spec.ready_path, min(PROBE_SECONDS, limit or PROBE_SECONDS)
             )

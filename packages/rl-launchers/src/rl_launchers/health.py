@@ -80,6 +80,7 @@ class RestartConfig(Settings):
 @dataclass
 class _Patient:
     due: float
+    asked: float = 0.0
     was_well: bool = False
     failing_since: float | None = None
     problem: str = ""
@@ -150,8 +151,9 @@ class ServerCare:
                 patient.was_well, patient.failing_since = True, None
                 worker.status = WorkerStatus.RUNNING
             else:
-                patient.problem, patient.failing_since = problem, patient.failing_since or now
+                patient.problem, patient.failing_since = problem, patient.failing_since or patient.asked
         if patient.probe is None and now >= patient.due:
+            patient.asked = now
             # one that hangs before it was seen well has all of ready_timeout
             patient.due = now + (self._config.health_interval if patient.was_well else FIRST_ANSWER_EVERY)
             patient.probe = self._threads.submit(

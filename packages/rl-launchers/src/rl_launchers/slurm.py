@@ -326,7 +326,8 @@ class SlurmNodes(NodeProvider):
             with suppress(SlurmError):  # they end by themselves when they do not hear from the launcher any more
                 steps = self._commands.output("squeue", "-h", "-s", "-j", os.environ[JOB], "-o", "%i %j").splitlines()
                 if mine := [step.split()[0] for step in steps if step.endswith(f" {self._name}")]:
-                    self._commands.output("scancel", "--signal=KILL", *mine)
+                    # which tries for a minute where a node of them is lost
+                    self._commands.output("bash", "-c", f"scancel --signal=KILL {' '.join(mine)} > /dev/null 2>&1 &")
 
     def lacking(self, lost: Collection[str], why: str) -> None:
         """Requeue the job, where it is one that may be: Slurm does so by itself only when it has seen the loss, long

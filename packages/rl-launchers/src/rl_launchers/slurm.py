@@ -289,7 +289,7 @@ class SlurmNodes(NodeProvider):
         if (former := self._steps.pop(node.name, None)) is not None:
             former.kill()
         rescue = "yes" if self._rescues and self._config.spare_nodes else "no"
-        words = ["srun", *self._step(node, log.parent), "bash", str(AGENT), rescue, str(log), *command]
+        words = ["srun", *self._step(node, log.parent), "bash", str(AGENT), rescue, str(log.absolute()), *command]
         own = {name: value for name, value in env.items() if name != "TMPDIR"}  # each node has its own
         try:
             self._steps[node.name] = self._commands.start(words, own, log)

@@ -1,5 +1,6 @@
-"""No pickle crosses a socket of ours: nothing in the sources reads one from anywhere, or calls what would, but for two
-libraries' checkpoints, which the ranks of one run agree on (docs/clusters.md says what that means)."""
+"""No pickle crosses a socket of ours: nothing in the sources reads one from anywhere, or calls what would, but for the
+checkpoints of megatron-core, whose ranks speak JSON instead (`rl_engines_megatron.messages`). Ranks in tests can not
+send or read one (`rl_contracts.testing.processes.run_ranks`), which also sees what libraries do by themselves."""
 
 import ast
 from pathlib import Path
@@ -29,19 +30,14 @@ CALLS = {
 }
 """Of torch.distributed and multiprocessing; each pickles what it carries."""
 CHECKPOINTS = ("torch.distributed.checkpoint", "megatron.core.dist_checkpointing")
-"""Their ranks tell each other in pickles who writes what, and pickle a list of it into the checkpoint."""
+"""Their ranks would tell each other in pickles who writes what, and they pickle a list of it into the checkpoint."""
 EXCEPTIONS = {
-    "packages/rl-engines-fsdp/src/rl_engines_fsdp/checkpoint/state.py": {
-        "torch.distributed.checkpoint.filesystem.FileSystemReader",
-        "torch.distributed.checkpoint.state_dict_loader.load",
-        "torch.distributed.checkpoint.state_dict_saver.save",
-    },
     "packages/rl-engines-megatron/src/rl_engines_megatron/state.py": {
         "megatron.core.dist_checkpointing",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
     },
 }
-"""What of these is imported where: the states of `adamw8bit` (and old ones), and all of the megatron engine's."""
+"""What of these is imported where."""
 _DOTTED = tuple(f"{name}." for name in CHECKPOINTS)
 
 
@@ -109,7 +105,7 @@ def test_scan_lets_pass_what_unpickles_nothing(allowed):
     assert _faults(allowed) == []
 
 
-def test_sources_unpickle_nothing_but_in_the_two_libraries_checkpoints():
+def test_sources_unpickle_nothing_but_in_megatron_cores_checkpoints():
     assert len(SOURCES) > 200
     found = {str(path.relative_to(ROOT)): faults for path in SOURCES if (faults := _faults(path.read_text()))}
     words = {file: {fault.partition(": ")[2] for fault in faults} for file, faults in found.items()}

@@ -79,33 +79,6 @@ def test_snapshot_of_an_export_holds_the_weights_of_the_moment(model_path, tmp_p
         assert (tmp_path / "later" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_load_state_of_an_earlier_version_goes_on(model_path, tmp_path):
-    engine = make_engine(model_path)
-    step(engine, 0)
-    torch.distributed.checkpoint.state_dict_saver.save(engine._state(), checkpoint_id=tmp_path, no_dist=True)
-    expected = step(engine, 1)
-
-    other = make_engine(model_path)
-    other.load(SaveLoadMeta(str(tmp_path), kind="state"))
-
-    assert step(other, 1) == expected
-
-
-def test_state_with_tensors_of_another_class_is_saved_at_once(model_path, tmp_path, monkeypatch):
-    engine = make_engine(model_path)
-    step(engine, 0)
-    monkeypatch.setattr("rl_engines_fsdp.engine.is_plain", lambda _: False)
-    monkeypatch.setattr("rl_engines_fsdp.checkpoint.state.is_plain", lambda _: False)
-
-    assert engine.snapshot(SaveLoadMeta(str(tmp_path / "state"), kind="state")) is None
-    engine.save(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
-    expected = step(engine, 1)
-
-    other = make_engine(model_path)
-    other.load(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
-    assert step(other, 1) == expected
-
-
 @pytest.mark.parametrize("damage", ["shorter", "of another model", "a rank missing"])
 def test_load_damaged_state_says_what_is_wrong(damage, model_path, tmp_path):
     engine, path = make_engine(model_path), tmp_path / "state"

@@ -30,7 +30,7 @@ from rl_contracts.trajectory import PackedBatch, lengths
 from rl_contracts.weights.adapters import begins_with
 from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
 from rl_engines_fsdp.checkpoint.hugging_face import copy_hugging_face, save_hugging_face
-from rl_engines_fsdp.checkpoint.shards import HostCopies, is_plain, shards_of, write_shards
+from rl_engines_fsdp.checkpoint.shards import HostCopies, shards_of, write_shards
 from rl_engines_fsdp.checkpoint.state import COUNTERS, load_state, save_state, state_of
 from rl_engines_fsdp.config import FSDPEngineConfig, check_heads
 from rl_engines_fsdp.model import lora
@@ -375,10 +375,7 @@ class FSDPEngine(TrainEngine):
                 dtype = config.serve_dtype or self._spec.dtype
                 return copy_hugging_face(self._model, meta, dtype, config.max_shard_gb, parallel)
             case "state":
-                state = self._state()
-                if not is_plain(state):
-                    return None
-                copied = self._copies.of(shards_of(state, parallel))
+                copied = self._copies.of(shards_of(self._state(), parallel))
                 return partial(write_shards, copied, Path(meta.path), parallel.rank)
         return None
 

@@ -14,6 +14,7 @@ from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
 from rl_contracts.config import OptimizerConfig
+from rl_engines_megatron.messages import without_pickles
 from rl_engines_megatron.model import PackedGPT
 
 
@@ -79,7 +80,8 @@ class Stepper:
             use_distributed_optimizer=distributed,
             clip_grad=0.0,
         )
-        self.inner: Any = core.get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+        with without_pickles():  # ranks agree on groups of parameters
+            self.inner: Any = core.get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         self._make_state()
         with self.resident():
             pass

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from rl_contracts.engine import Snapshot
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
+from rl_engines_megatron.messages import without_pickles
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state is saved in the shapes of the parameters, so that another layout reads it."""
@@ -78,7 +79,7 @@ def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelCont
                 f"{path}: expected a saved state of the megatron engine, found none. Give a directory that was saved "
                 "with kind 'state', or load it with kind 'hf'."
             )
-        with _resident(stepper):
+        with _resident(stepper), without_pickles():
             state = dist_checkpointing.load(_state(parts, stepper, {}, loading=True), path)
             for index, part in enumerate(parts):
                 part.load_state_dict(state[f"model{index}"], strict=False)
@@ -92,7 +93,8 @@ def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelCont
 def _writing(stepper: Any) -> Iterator[None]:
     """megatron-core (0.19) starts a process for the names of what was written, for it might be another one that writes;
     here this one does."""
-    with _resident(stepper), patch.object(filesystem_async, "get_write_results_queue", queue.Queue):
+    one_process = patch.object(filesystem_async, "get_write_results_queue", queue.Queue)
+    with _resident(stepper), without_pickles(), one_process:
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,10 @@ class HostCopies:
         return result
 
 
-def is_plain(state: Mapping[str, Tensor]) -> bool:
-    """Whether pieces of a state are numbers in memory, and no tensors of a class of their own, such as the 8-bit
-    moments of torchao: those only torch's distributed checkpoints know to save."""
-    return all(type(local_shard(value).tensor) in (Tensor, torch.nn.Parameter) for value in state.values())
-
-
 def shards_of(state: Mapping[str, Tensor], parallel: ParallelContext) -> dict[str, Shard]:
-    """What this rank writes of a state: its part of each sharded tensor, unless another rank has the same one."""
-    result = {}
+    """What this rank writes of a state: its part of each sharded tensor, unless another rank has the same one. Of a
+    tensor that is several, as 8-bit moments are, each by itself, as `name#codes`, at the place of the whole."""
+    result: dict[str, Shard] = {}
     for name, value in state.items():
         mine = local_shard(value)
         if isinstance(value, DTensor):
@@ -75,7 +70,8 @@ def shards_of(state: Mapping[str, Tensor], parallel: ParallelContext) -> dict[st
         else:
             written = parallel.is_main or name.startswith(OWN)
         if written and mine.tensor.numel():
-            result[name] = mine
+            parts = _parts(mine.tensor) or {"": mine.tensor}
+            result |= {name + part: Shard(tensor, mine.offset, mine.shape) for part, tensor in parts.items()}
     return result
 
 
@@ -85,6 +81,12 @@ def local_shard(value: Tensor) -> Shard:
         return Shard(value, (0,) * value.ndim, tuple(value.shape))
     _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     return Shard(value.to_local(), tuple(offset), tuple(value.shape))
+
+
+def _parts(tensor: Tensor) -> dict[str, Tensor]:
+    """What a tensor of a class of its own keeps, such as torchao's moments in 8 bits; nothing of a plain one."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return {} if flatten is None else {f"#{name}": getattr(tensor, name) for name in flatten()[0]}
 
 
 def write_shards(shards: Mapping[str, Shard], directory: Path, rank: int) -> list[Path]:
@@ -112,20 +114,23 @@ class ShardReader:
         if not files:
             found = sorted(entry.name for entry in directory.iterdir())[:6] if directory.is_dir() else "nothing"
             raise ModelError(
-                f"{directory}: expected a saved state (a directory with rank-<n>.safetensors, or .metadata and "
-                f"*.distcp), found {found}. Give a directory that was saved with kind 'state', or load it with kind "
-                "'hf'."
+                f"{directory}: expected a saved state (a directory with rank-<n>.safetensors), found {found}. Give a "
+                "directory that was saved with kind 'state', or load it with kind 'hf'."
             )
-        self._pieces: dict[str, dict[tuple[int, ...], tuple[Any, dict[str, list[int]]]]] = {}
+        self._pieces: dict[str, dict[tuple[int, ...], _Piece]] = {}
         for path in files:
             try:
                 file: Any = safe_open(str(path), framework="pt")
                 places = json.loads((file.metadata() or {}).get("shards", "null"))
             except (OSError, ValueError, SafetensorError) as error:
                 raise ModelError(f"{path}: the saved state cannot be read: {error}") from error
-            for name, place in (places or {}).items():
+            for written, place in (places or {}).items():
+                name, mark, part = written.partition("#")
+                offset = tuple(place["offset"])
+                piece = _Piece(offset, tuple(place["shape"]))
+                piece = self._pieces.setdefault(name, {}).setdefault(offset, piece)
                 # what tensor ranks do not split, each of them has written
-                self._pieces.setdefault(name, {}).setdefault(tuple(place["offset"]), (file, place))
+                piece.parts.setdefault(mark + part, (file, written))
 
     @property
     def names(self) -> set[str]:
@@ -140,23 +145,64 @@ class ShardReader:
             ValueError: a tensor has another shape, or not all of it was saved.
         """
         for name, value in state.items():
-            mine, filled = local_shard(value), 0
-            for file, place in self._pieces[name].values():
-                if tuple(place["shape"]) != mine.shape:
-                    raise ValueError(f"{name}: expected shape {list(mine.shape)}, found {place['shape']}")
-                filled += _copy_common(file, name, place["offset"], mine)
+            mine, pieces = local_shard(value), self._pieces[name]
+            shape = next(iter(pieces.values())).shape
+            if shape != mine.shape:
+                raise ValueError(f"{name}: expected shape {list(mine.shape)}, found {list(shape)}")
+            parts, twin = _parts(mine.tensor), pieces.get(mine.offset)
+            if parts and twin is not None and twin.fill(parts):
+                continue
+            plain = torch.empty(mine.tensor.shape, device=value.device) if parts else mine.tensor
+            filled = sum(piece.copy_to(replace(mine, tensor=plain)) for piece in pieces.values())
             if filled != mine.tensor.numel():
                 raise ValueError(f"{name}: expected {mine.tensor.numel()} of its numbers, found {filled}")
+            if parts:
+                mine.tensor.copy_(plain)
 
 
-def _copy_common(file: Any, name: str, offset: list[int], mine: Shard) -> int:
-    """Copy what a saved piece and mine have in common; how many numbers that is."""
-    saved = file.get_slice(name)
-    sides = zip(offset, saved.get_shape(), mine.offset, mine.tensor.shape, strict=True)
-    common = [(max(a, c), min(a + n, c + m)) for a, n, c, m in sides]
-    if any(low >= high for low, high in common):
-        return 0
-    there = tuple(slice(low - a, high - a) for (low, high), a in zip(common, offset, strict=True))
-    here = tuple(slice(low - c, high - c) for (low, high), c in zip(common, mine.offset, strict=True))
-    mine.tensor[here].copy_(saved[there] if there else file.get_tensor(name))
-    return prod(high - low for low, high in common)
+@dataclass(frozen=True)
+class _Piece:
+    """What one rank wrote of a tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """By what follows the tensor's name, see `shards_of`: the file, and the name in there."""
+
+    def fill(self, parts: Mapping[str, Tensor]) -> bool:
+        """Fill the parts of the same piece, each as it was; whether they are those of the same piece."""
+        found = {part: file.get_slice(name) for part, (file, name) in self.parts.items()}
+        if {k: list(v.shape) for k, v in parts.items()} != {k: v.get_shape() for k, v in found.items()}:
+            return False
+        for part, tensor in parts.items():
+            tensor.copy_(found[part][:])
+        return True
+
+    def copy_to(self, mine: Shard) -> int:
+        """Copy what this piece and mine have in common, as plain numbers; how many that is.
+
+        Raises:
+            ValueError: it is kept in parts of which these numbers cannot be told.
+        """
+        saved = self._numbers()
+        lengths = saved.shape if isinstance(saved, Tensor) else saved.get_shape()
+        sides = zip(self.offset, lengths, mine.offset, mine.tensor.shape, strict=True)
+        common = [(max(a, c), min(a + n, c + m)) for a, n, c, m in sides]
+        if any(low >= high for low, high in common):
+            return 0
+        there = tuple(slice(low - a, high - a) for (low, high), a in zip(common, self.offset, strict=True))
+        here = tuple(slice(low - c, high - c) for (low, high), c in zip(common, mine.offset, strict=True))
+        mine.tensor[here].copy_(saved[there])
+        return prod(high - low for low, high in common)
+
+    def _numbers(self) -> Any:
+        """What can be sliced: of 8-bit moments (arXiv 2110.02861) the entry of the map that each code names, times the
+        scale of its block."""
+        if set(self.parts) == {""}:
+            file, name = self.parts[""]
+            return file.get_slice(name) if self.shape else file.get_tensor(name)
+        found = {part: file.get_tensor(name) for part, (file, name) in self.parts.items()}
+        if set(found) != {"#codes", "#scale", "#qmap"} or found["#codes"].dtype != torch.uint8:
+            raise ValueError(f"saved in parts {sorted(found)}, which only the same split into ranks can read")
+        codes, scale = found["#codes"], found["#scale"]
+        return (found["#qmap"][codes.int()].view(len(scale), -1) * scale[:, None]).view(codes.shape)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.training.new_directory import new_directory
-from rl_engines_fsdp.checkpoint.shards import ShardReader, is_plain, shards_of, write_shards
+from rl_engines_fsdp.checkpoint.shards import ShardReader, shards_of, write_shards
 from rl_engines_fsdp.model.packed import PackedModel
 from rl_engines_fsdp.optimizer import make_state
-
-# one process needs no process group, and torch need not tell us so, on whichever thread
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 COUNTERS = ("version", "steps", "skipped")
 """Training batches applied, optimizer steps done, consecutive steps skipped."""
@@ -33,11 +26,7 @@ NOTHING = "optimizer.nothing"
 def save_state(state: dict[str, Any], path: str, parallel: ParallelContext) -> None:
     """Write what `state_of` found (collective); every rank writes its shards."""
     with new_directory(path, parallel) as scratch:
-        if is_plain(state):
-            write_shards(shards_of(state, parallel), scratch, parallel.rank)
-        else:
-            group = parallel.host_group
-            save(state, checkpoint_id=scratch, process_group=group, no_dist=group is None)
+        write_shards(shards_of(state, parallel), scratch, parallel.rank)
 
 
 def load_state(
@@ -51,12 +40,8 @@ def load_state(
     Raises:
         ModelError: the directory is no saved state, or not of this model.
     """
-    directory, shards = Path(path), None
-    if (directory / ".metadata").is_file():  # see `is_plain`; and as all states were saved once
-        stored = set(FileSystemReader(directory).read_metadata().state_dict_metadata)
-    else:
-        shards = ShardReader(directory)
-        stored = shards.names
+    shards = ShardReader(Path(path))
+    stored = shards.names
     if optimizer is not None and NOTHING in stored:
         optimizer.state.clear()
     elif optimizer is not None and not optimizer.state:
@@ -73,11 +58,7 @@ def load_state(
             f"here, {missing[:3]} first. Was it saved by an engine with another model or optimizer, or without one?"
         )
     try:
-        if shards is not None:
-            shards.fill(state)
-        else:
-            group = parallel.host_group
-            load(state, storage_reader=FileSystemReader(directory), process_group=group, no_dist=group is None)
+        shards.fill(state)
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{path}: the saved state cannot be loaded into this model: {error}") from error
     if optimizer is not None:

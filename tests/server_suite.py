@@ -7,6 +7,8 @@ server; `test_servers_split.py` asks a server in two parts for the updates alone
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -17,7 +19,7 @@ from real_servers import CONTEXT, SHARED, Models, aborted_and_resumed, make_requ
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance import inference_engine as suite
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
-from rl_contracts.errors import WeightUpdateError
+from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.testing import make_tiny_tokenizer, put_weights
 from rl_inference.endpoint.server import HttpRolloutEndpoint
 
@@ -85,6 +87,20 @@ class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
 
         assert (resumed.resubmissions, len(resumed.output_ids)) == (1, 300)
         assert self.models.difference(resumed) < TOLERANCE
+
+    async def test_answer_is_kept_to_a_schema_and_a_malformed_one_is_refused(self, engine):
+        """By a model that is random otherwise."""
+        asked = make_request(SHARED, 1, tokens=32, ignore_eos=False)
+        free = await engine.agenerate(asked)
+        kept = await engine.agenerate(replace(asked, schema={"type": "string", "enum": ["yes", "no"]}))
+        with pytest.raises(InferenceError, match="nonsense"):
+            await engine.agenerate(replace(asked, schema={"type": "nonsense"}))
+
+        tokenizer = make_tiny_tokenizer()
+        assert json.loads(tokenizer.decode(kept.output_ids, skip_special_tokens=True)) in ("yes", "no")
+        assert kept.stop_reason == "stop"
+        assert kept.output_ids != free.output_ids
+        assert self.models.difference(free) < TOLERANCE
 
     async def test_conversation_of_an_agent_is_what_was_sampled_each_token_by_its_version(self, engine):
         """Three turns at the rollout endpoint, over this server, with an update after each."""

@@ -179,7 +179,7 @@ async def test_agent_rows_per_call(endpoint: HttpRolloutEndpoint) -> None:
     [
         (Raises(), "Raises.run raised KeyError: 'planted'"),
         (Hangs(), "Hangs.run did not end within 0.5 s"),
-        (NeverAsks(), "without a call that was answered"),
+        (NeverAsks(), "without an answer to learn from"),
         (TwoTurns("good"), "expected a finite number"),
         (TwoTurns(float("nan")), "expected a finite number"),
         (TwoTurns({"tools": 3}), "expected `reward` among them"),

@@ -432,6 +432,34 @@ def test_rows_outcome_alone_is_discounted_over_turns() -> None:
     assert sampler.conversation.rows(8.0)[0].token_rewards is None
 
 
+def test_rows_answers_that_were_not_drawn_from_the_policy_are_context_and_returns_still_add_up() -> None:
+    sampler = Sampler("gemma3", random.Random(1))
+    start = [{"role": "user", "content": "what is it?"}]
+    _, first = sampler.call(start, content="no")
+    again = [*start, first.message, {"role": "user", "content": "no"}]
+    _, second = sampler.call(again, content="345")
+    _, third = sampler.call([*again, second.message, {"role": "user", "content": "no"}], content="it is 12")
+    first.reward, second.reward, third.reward, second.learn = 0.5, 2.0, 4.0, False
+
+    (row,) = sampler.conversation.rows(1.0)
+    places = [range(len(tokens_to(turn)) - len(turn.output), len(tokens_to(turn))) for turn in (first, second, third)]
+
+    assert row.loss_mask.nonzero()[0].tolist() == [*places[0], *places[2]]
+    assert set(row.versions[places[1]]) == {-1}
+    assert not row.logprobs[places[1]].any()
+    assert row.token_rewards is not None
+    assert row.token_rewards[places[0][-1] :].sum() + row.reward == 0.5 + 2.0 + 4.0 + 1.0
+    assert row.token_rewards[places[2][-1]] == 4.0
+    assert [entry.get("learned", True) for entry in row.info["conversation"] if entry["role"] == "assistant"] == [
+        True,
+        False,
+        True,
+    ]
+    assert len(sampler.conversation.rows(per="call")) == 2
+    first.learn = third.learn = False
+    assert sampler.conversation.rows(1.0) == []
+
+
 def test_rows_of_several_temperatures_are_refused_but_one_by_one() -> None:
     sampler = Sampler("gemma3", random.Random(1))
     start = [{"role": "user", "content": "what is it?"}]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse
+from rl_contracts.inference import Capabilities
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
@@ -22,6 +24,9 @@ Says = Callable[[str], str | dict[str, Any]]
 class ScriptedEngine(NullInferenceEngine):
     """Says what a function of the prompt's text says, and remembers its answers."""
 
+    schemas = False
+    """Whether it is taken to keep answers to schemas."""
+
     def __init__(self, name: str, says: Says, **options: Any) -> None:
         self.name, self.says = name, says
         self.tokenizer = make_chat_tokenizer(name)
@@ -35,6 +40,10 @@ class ScriptedEngine(NullInferenceEngine):
     def _write(self, request: ModelRequest) -> list[int]:
         said = self.says(self.tokenizer.decode(request.input_ids))
         return self.renderer.encode(said if isinstance(said, str) else written(self.name, **said))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, schemas=self.schemas)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         stop = request.generation.stop

@@ -120,6 +120,20 @@ def test_next_call_penalties_of_servers_that_forget_them_are_refused() -> None:
     PartialAnswer(asked(top_k=5), "mine").next_call(Limited(continues=False))
 
 
+def test_next_call_an_interrupted_answer_that_is_kept_to_a_schema_begins_anew() -> None:
+    request = replace(asked(), schema={"type": "boolean"})
+    with pytest.raises(InferenceError, match=r"keep no answer to a schema.*allocation=vllm"):
+        PartialAnswer(request, "mine").next_call(Limited())
+    answer = PartialAnswer(request, "mine")
+    for _ in range(2):
+        body = answer.next_call(Limited(schemas=True)).body
+        assert body is not None
+        assert (body["input_ids"], body["sampling_params"]["max_new_tokens"]) == ([1, 2], 8)
+        answer.add(GenerationChunk([5, 6, 7], [-1.0] * 3, [0] * 3, "abort"))
+
+    assert (answer.output_ids, answer.versions) == ([5, 6, 7], [0] * 3)
+
+
 async def test_score_at_another_temperature_than_servers_can_is_refused_before_they_are_asked() -> None:
     async with client({"/health": healthy}, {"any_score_temperature": False}) as engine:
         with pytest.raises(InferenceError, match=r"temperature 1 alone, found 0\.7"):

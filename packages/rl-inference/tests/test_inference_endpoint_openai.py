@@ -12,6 +12,8 @@ import pytest
 from agent_model import ScriptedEngine, served
 
 from rl_contracts.config import GenerationConfig
+from rl_contracts.data import ModelRequest
+from rl_contracts.errors import InferenceError
 from rl_contracts.testing.chat_formats import CHAT_FORMATS
 from rl_inference.endpoint.session import Session
 
@@ -261,10 +263,53 @@ async def test_responses_go_on_from_a_stored_one_and_have_log_probs() -> None:
         assert row.info["prompt"].count("be brief") == 1
 
 
+SCHEMA: Any = {"type": "object", "properties": {"fine": {"type": "boolean"}}, "required": ["fine"]}
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_answers_kept_to_a_format_reach_the_agent_and_are_context_alone(api: str) -> None:
+    engine = ScriptedEngine("llama3", lambda prompt: {"content": '{"fine": true}' if "judge" in prompt else "it is 12"})
+    engine.schemas = True
+    asked: list[ModelRequest] = []
+    engine.faults.generate = lambda request: asked.append(request) or None  # type: ignore[func-returns-value]
+    judging: Any = [*QUESTION, {"role": "assistant", "content": "it is 12"}, {"role": "user", "content": "judge it"}]
+    async with asking(engine) as (session, agent):
+        await agent.chat.completions.create(model="m", messages=QUESTION)
+        if api == "chat":
+            form: Any = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA, "strict": True}}
+            made = await agent.chat.completions.create(model="m", messages=judging, response_format=form)
+            said = made.choices[0].message.content
+        else:
+            text: Any = {"format": {"type": "json_schema", "name": "verdict", "schema": SCHEMA}}
+            said = (await agent.responses.create(model="m", input=judging, text=text)).output_text
+        await session.close()
+        (row,) = session.trajectories(0.0)
+
+    assert said == '{"fine": true}'
+    assert [request.schema for request in asked] == [None, SCHEMA]
+    assert engine.tokenizer.decode(row.input_ids[row.loss_mask]) == "it is 12<|eot_id|>"
+
+
+async def test_a_format_that_servers_refuse_is_refused_to_the_agent_and_is_no_failure_of_the_run() -> None:
+    engine = ScriptedEngine("llama3", lambda prompt: {"content": "it is 12"})
+    engine.schemas = True
+    engine.faults.generate = lambda request: request.schema and InferenceError("no such type")  # type: ignore[assignment, return-value]
+    async with asking(engine) as (session, agent):
+        with pytest.raises(openai.BadRequestError, match="response_format: no such type"):
+            await agent.chat.completions.create(model="m", messages=QUESTION, response_format={"type": "json_object"})
+        await agent.chat.completions.create(model="m", messages=QUESTION)
+        await session.close()
+
+        assert session.failure is None
+        assert len(session.trajectories(0.0)) == 1
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"text": {"format": {"type": "json_object"}}}, "answers are free text"),
+        ({"text": {"format": {"type": "json_object"}}}, "the run's servers keep no answer to a format"),
+        ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema: expected"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type: expected text, json_object or json_schema"),
         ({"include": ["file_search_call.results"]}, "found 'file_search_call.results'; expected message.output_text"),
         ({"tools": [{"type": "web_search"}]}, "expected functions"),
         ({"tool_choice": "required"}, "forces no model to call"),
@@ -284,8 +329,10 @@ async def test_responses_what_the_endpoint_has_not_is_refused_in_a_sentence(aske
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"response_format": {"type": "json_object"}}, "answers are free text"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "answers are free text"),
+        ({"response_format": {"type": "json_object"}}, "the run's servers keep no answer to a format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.schema: expected"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: expected"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type: expected text, json_object or json_schema"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "forces no model"),
         ({"stream_options": {"include_usage": True}}, "stream_options: expected them with stream=true"),
         ({"stream": True, "stream_options": {"every": 3}}, "unknown parameter 'every'"),

@@ -69,6 +69,9 @@ def test_generate_asks_what_was_recorded(protocol: SGLangProtocol) -> None:
 
     assert (call.verb, call.target) == (asked["method"], asked["path"])
     assert call.body == {**asked["json"], "rid": "a"}
+    kept = protocol.generate("a", PROMPT, GenerationConfig(6), 5, 0, {"type": "boolean"}).body
+    assert kept is not None
+    assert json.loads(kept["sampling_params"]["json_schema"]) == {"type": "boolean"}
 
 
 def test_generate_reads_each_token_once_and_the_versions_at_the_end(protocol: SGLangProtocol) -> None:

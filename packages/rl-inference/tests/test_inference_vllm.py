@@ -77,6 +77,10 @@ def test_generate_says_what_the_recorded_request_says_and_what_is_off():
     assert body | {"sampling_params": {}} == recorded["json"] | {"sampling_params": {}}
     assert recorded["json"]["sampling_params"].items() <= sampling.items()
     assert {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0, "detokenize": False}.items() <= sampling.items()
+    schema = {"type": "boolean"}
+    kept = PROTOCOL.generate("mine", PROMPT, asked, 3, 0, schema).body
+    assert kept is not None
+    assert kept["sampling_params"] == sampling | {"structured_outputs": {"json": schema}}
     assert "seed" not in (PROTOCOL.generate("a", PROMPT, asked, None, 0).body or {})["sampling_params"]
 
 

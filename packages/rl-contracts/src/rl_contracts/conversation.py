@@ -59,6 +59,8 @@ class Turn:
     """Ended by a limit of length."""
     asked: Sequence[Message] = ()
     """Messages since the parent's answer."""
+    learn: bool = True
+    """Whether it was drawn from the policy, so that it can be trained; else it is context like a prompt."""
     reward: float = 0.0
     """What the turn itself earned, besides the outcome of the episode."""
     children: int = 0
@@ -162,7 +164,9 @@ class Conversation:
         )
         return Prompt([*(tokens_to(parent) if parent else ()), *added], len(added), parent, key=said)
 
-    def add(self, prompt: Prompt, response: ModelResponse, message: Message, temperature: float) -> Turn:
+    def add(
+        self, prompt: Prompt, response: ModelResponse, message: Message, temperature: float, learn: bool = True
+    ) -> Turn:
         """A call was answered.
 
         Args:
@@ -171,6 +175,7 @@ class Conversation:
             message: what the agent is given: `role`, `content`, and `reasoning_content` and `tool_calls` where it has
                 them, whose arguments are objects, not their text.
             temperature: of the sampler.
+            learn: whether the answer was drawn from the policy, and not from what a schema left of it.
 
         Raises:
             DataError: the answer is to another prompt, has no tokens, or not one log-prob and version for each.
@@ -195,6 +200,7 @@ class Conversation:
             temperature if temperature > 0 else 1.0,
             response.stop_reason == "length",
             prompt.messages[before:],
+            learn=learn,
             tools=prompt.tools,
         )
         if turn.parent is not None:
@@ -267,7 +273,8 @@ class Conversation:
             discount: in (0, 1].
 
         Returns:
-            rows in which every sampled token is trained once, and has its log-prob and version wherever it stands.
+            rows in which every token that was drawn from the policy is trained once, and has its log-prob and version
+            wherever it stands. Answers that were not are context, and without any other there is no row.
 
         Raises:
             DataError: what a row trains was sampled at several temperatures.
@@ -282,8 +289,10 @@ class Conversation:
             if per == "branch" and turn.children:
                 continue
             path = turn.path()
-            fresh = {turn} if per == "call" else set(path) - trained
+            fresh = {each for each in ([turn] if per == "call" else path) if each.learn} - trained
             trained |= fresh
+            if not fresh:
+                continue
             rows.append(_row(path, fresh, reward, returns))
         return rows
 
@@ -321,7 +330,12 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[T
     from rl_contracts.trajectory import Trajectory
 
     def laid(name: str, between: Any) -> np.ndarray:
-        parts = [part for turn in path for part in (np.full_like(turn.prompt, between), getattr(turn, name))]
+        parts = [
+            part
+            for turn in path
+            for values in [getattr(turn, name)]
+            for part in (np.full_like(turn.prompt, between), values if turn.learn else np.full_like(values, between))
+        ]
         return np.concatenate(parts).astype(getattr(path[0], name).dtype)
 
     temperatures = {turn.temperature for turn in trained}
@@ -333,7 +347,8 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[T
     ends = np.cumsum([len(turn.prompt) + len(turn.output) for turn in path])
     mask = np.zeros(ends[-1], dtype=bool)
     rewards = np.zeros(ends[-1], dtype=np.float32)
-    for turn, after, end in zip(path, [*path[1:], None], ends.tolist(), strict=True):
+    learned = [(turn, end) for turn, end in zip(path, ends.tolist(), strict=True) if turn.learn]
+    for (turn, end), after in zip(learned, [*(turn for turn, _ in learned[1:]), None], strict=True):
         if turn in trained:
             mask[end - len(turn.output) : end] = True
             if returns:
@@ -344,7 +359,7 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[T
         logprobs=laid("logprobs", 0),
         versions=laid("versions", -1),
         reward=float(reward),
-        temperature=path[-1].temperature,
+        temperature=temperatures.pop(),
         truncated=path[-1].truncated,
         token_rewards=rewards if returns else None,
         info={"turns": len(path), "conversation": _told(path)},
@@ -357,6 +372,7 @@ def _told(path: list[Turn]) -> list[dict[str, Any]]:
     for turn in path:
         first, last = int(turn.versions.min()), int(turn.versions.max())
         figures = {"reward": turn.reward, "tokens": len(turn.output), "version_first": first, "version_last": last}
+        figures |= {} if turn.learn else {"learned": False}
         told += [*map(dict, turn.asked), {**turn.message, **figures}]
     return told
 

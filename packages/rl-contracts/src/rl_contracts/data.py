@@ -35,6 +35,9 @@ class ModelRequest:
     """Sampling seed; the same seed, prompt and weights give the same tokens. None: the server draws one."""
     group: str | None = None
     """Requests of one group share their prompt: a hint for routing and prefix sharing."""
+    schema: dict[str, Any] | None = None
+    """JSON schema that the answer is kept to, by servers that can (`Capabilities.schemas`). Its tokens are then drawn
+    from what the schema leaves of the distribution, so nothing is to be learned from them. None: free text."""
 
 
 @dataclass(slots=True)

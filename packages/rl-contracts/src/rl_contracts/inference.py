@@ -167,6 +167,8 @@ class Capabilities:
     """Updates may carry adapters alone (`WeightUpdateMeta.adapter`)."""
     sleeps: bool = False
     """`sleep` and `wake` work."""
+    schemas: bool = False
+    """Answers can be kept to a JSON schema (`ModelRequest.schema`)."""
 
     def __post_init__(self) -> None:
         expected = "False where stages_beside is, because a receipt is compared before anything is served"

@@ -55,8 +55,12 @@ class PartialAnswer:
         Raises:
             InferenceError: the servers would do something else than what is asked for.
         """
-        asked, able = self.request.generation, protocol.capabilities
+        asked, schema, able = self.request.generation, self.request.schema, protocol.capabilities
         refuse(asked, able)
+        if schema is not None:  # where a server stands in it, no other one knows
+            refuse_schema(able)
+            self.begin = 0
+            self.drop_attempt()
         have = self.begin = len(self.output_ids)
         left = replace(
             asked,
@@ -69,7 +73,7 @@ class PartialAnswer:
             seed = attempt_seed(seed, have)
         self.attempts += 1
         self.finish = None
-        return protocol.generate(self.attempt_id, self.request.input_ids + self.output_ids, left, seed, have)
+        return protocol.generate(self.attempt_id, self.request.input_ids + self.output_ids, left, seed, have, schema)
 
     def add(self, chunk: GenerationChunk, version: int = 0) -> None:
         """Append what a server sent.
@@ -128,6 +132,19 @@ def refuse(asked: GenerationConfig, able: Capabilities) -> None:
             "generation: expected no penalties, because these servers forget after an interruption which tokens an "
             f"answer already has; found {_given(asked)}. Leave them away, or use servers that can "
             "(allocation=embedded:...)."
+        )
+
+
+def refuse_schema(able: Capabilities) -> None:
+    """Refuse an answer that is to be kept to a schema, where servers would make a free one.
+
+    Raises:
+        InferenceError: names what can.
+    """
+    if not able.schemas:
+        raise InferenceError(
+            "these servers keep no answer to a schema. Ask for free text, or use servers that can (allocation=vllm:... "
+            "or sglang:...)."
         )
 
 

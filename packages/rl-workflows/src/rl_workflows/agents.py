@@ -59,7 +59,7 @@ class AgentEpisodes(RolloutWorkflow):
             await session.close()
         rows = session.trajectories(self._reward(found, session.reported), self._per)
         if not rows:
-            raise AgentError(f"{self._name} ended without a call that was answered; there is nothing to learn from.")
+            raise AgentError(f"{self._name} ended without an answer to learn from: none, or all kept to a format.")
         record("agent/rows", len(rows))
         return rows
 

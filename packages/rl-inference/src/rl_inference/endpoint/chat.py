@@ -83,8 +83,9 @@ class ChatCompletion(_OpenAI):
         wire.refuse(not self.messages, "messages", "expected at least one.")
         wire.refuse(self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here.")
         wire.refuse(self.top_logprobs, "top_logprobs", "those of sampled tokens alone are known; expected 0.")
-        form = (self.response_format or {}).get("type", "text")
-        wire.refuse(form != "text", "response_format", f"found {form!r:.80}; {wire.FREE}")
+        form = self.response_format or {"type": "text"}
+        if form.get("type") == "json_schema":
+            form = {"type": "json_schema", **wire.objects([form.get("json_schema")], "response_format.json_schema")[0]}
         tools = [_tool(tool) for tool in self.tools or ()]
         return Call(
             messages=[_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
@@ -92,6 +93,7 @@ class ChatCompletion(_OpenAI):
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=self.stops,
+            schema=wire.schema(form, "response_format"),
         )
 
     def answered(self, prompt: Prompt, answers: Sequence[Answer], text_of: Callable[[list[int]], str]) -> wire.Names:

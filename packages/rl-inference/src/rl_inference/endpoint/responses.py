@@ -36,9 +36,7 @@ class Responses(wire.Asked):
     def call(self) -> Call:
         wire.refuse(not self.input, "input", "expected a text or at least one item.")
         wire.refuse(self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here.")
-        form = (self.text or {}).get("format") or {"type": "text"}
-        kind = form.get("type") if isinstance(form, dict) else form
-        wire.refuse(kind != "text", "text.format", f"found {kind!r:.80}; {wire.FREE}")
+        form = wire.objects([(self.text or {}).get("format") or {"type": "text"}], "text.format")[0]
         others = set(self.include or ()) - {LOGPROBS, ENCRYPTED}
         wire.refuse(others, "include", f"found {min(others, default='')!r:.80}; expected {LOGPROBS} or {ENCRYPTED}.")
         wire.refuse(self.truncation not in (None, "disabled"), "truncation", "expected disabled.")
@@ -51,6 +49,7 @@ class Responses(wire.Asked):
             keep=self.store is not False,
             tools=wire.choose(tools, self.tool_choice) or None,
             max_tokens=self.max_output_tokens,
+            schema=wire.schema(form, "text.format"),
         )
 
     def answered(self, prompt: Prompt, answers: Sequence[Answer], text_of: Any) -> wire.Names:

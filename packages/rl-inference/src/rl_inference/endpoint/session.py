@@ -51,6 +51,8 @@ class Call:
     """Of an answer; the run's limit holds beside it."""
     stop: Sequence[str] = ()
     """Strings that end an answer."""
+    schema: dict[str, Any] | None = None
+    """JSON schema that answers are kept to, which makes them context that is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,10 @@ class Session(RolloutSession):
         """
         if self.closed:  # while its body came
             raise CallError("the session was closed before its call was there.", 401, "invalid_api_key")
+        if call.schema is not None and not self.engine.capabilities.schemas:
+            raise CallError(
+                "response_format: the run's servers keep no answer to a format; expected text. vLLM and SGLang can."
+            )
         prompt = self.prompt(call)
         self.admit(prompt.added, call.n)
         task = asyncio.ensure_future(self._generate(call, prompt))
@@ -252,7 +258,7 @@ class Session(RolloutSession):
         answers = []
         for response in responses:
             message, stop = self._read(call, prompt, response)
-            turn = self.conversation.add(prompt, response, message, self.generation.temperature)
+            turn = self.conversation.add(prompt, response, message, self.generation.temperature, call.schema is None)
             self._tokens += len(turn.prompt) + len(turn.output)
             answers.append(Answer(message, response, stop, turn))
         return prompt, answers
@@ -292,12 +298,15 @@ class Session(RolloutSession):
             min_new_tokens=min(most, self.generation.min_new_tokens),
             stop=list(dict.fromkeys([*self.generation.stop, *call.stop])),
         )
-        request = ModelRequest(prompt.ids, generation)
+        request = ModelRequest(prompt.ids, generation, schema=call.schema)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._ask(request)) for _ in range(call.n)]
         except* Exception as errors:
-            self._failure = self._failure or _first(errors)
+            failure = _first(errors)
+            if call.schema is not None and isinstance(failure, InferenceError):  # most likely one that cannot be kept
+                raise CallError(f"response_format: {failure}") from errors
+            self._failure = self._failure or failure
             raise self._failure from errors
         return [task.result() for task in tasks]
 

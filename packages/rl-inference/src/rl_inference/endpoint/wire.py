@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 from rl_contracts.conversation import Prompt
 from rl_inference.endpoint.session import Answer, Call, CallError
 
-FREE = "answers are free text here: one that is kept to a format is not drawn from the policy that is trained."
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Many = Annotated[int, Meta(ge=1, le=128)]
@@ -170,6 +169,23 @@ def objects(found: Any, where: str) -> list[Names]:
     good = isinstance(found, list) and all(isinstance(each, dict) for each in found)
     refuse(not good, where, "expected a list of objects.")
     return list(found)
+
+
+def schema(form: Names, name: str) -> Names | None:
+    """The JSON schema of a format of answers; None of free text.
+
+    Raises:
+        CallError: it is another one, or its schema is no object.
+    """
+    kind = form.get("type")
+    refuse(
+        kind not in ("text", "json_object", "json_schema"),
+        f"{name}.type",
+        f"expected text, json_object or json_schema, found {kind!r:.80}.",
+    )
+    if kind != "json_schema":
+        return {"type": "object"} if kind == "json_object" else None
+    return objects([form.get("schema")], f"{name}.schema")[0]
 
 
 def choose(tools: list[Names] | None, choice: Any, name: str = "tool_choice") -> list[Names] | None:

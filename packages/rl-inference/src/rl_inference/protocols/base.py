@@ -110,7 +110,13 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def generate(
-        self, rid: str, input_ids: list[int], generation: GenerationConfig, seed: int | None, resumed: int
+        self,
+        rid: str,
+        input_ids: list[int],
+        generation: GenerationConfig,
+        seed: int | None,
+        resumed: int,
+        schema: dict[str, Any] | None = None,
     ) -> Call[GenerationChunk | None]:
         """Continue `input_ids`; a stream comes back. Lines that say nothing parse to None.
 
@@ -121,6 +127,7 @@ class ServerProtocol(ABC):
                 where `capabilities.continues` is false: the client looks for them.
             seed: of this attempt.
             resumed: how many of `input_ids` are an interrupted answer's.
+            schema: that the answer is kept to; only where `capabilities.schemas`.
 
         Raises:
             InferenceError: the server would do something else than what is asked for.

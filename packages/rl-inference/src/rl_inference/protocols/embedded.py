@@ -33,7 +33,13 @@ class EmbeddedProtocol(ControlProtocol):
     )
 
     def generate(
-        self, rid: str, input_ids: list[int], generation: GenerationConfig, seed: int | None, resumed: int
+        self,
+        rid: str,
+        input_ids: list[int],
+        generation: GenerationConfig,
+        seed: int | None,
+        resumed: int,
+        schema: dict[str, Any] | None = None,
     ) -> Call[GenerationChunk | None]:
         body = {
             "rid": rid,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -42,15 +43,22 @@ class SGLangProtocol(ControlProtocol):
             keeps_cache=False,
             signs_of_life=False,
             lora=True,
+            schemas=True,
         )
 
     def generate(
-        self, rid: str, input_ids: list[int], generation: GenerationConfig, seed: int | None, resumed: int
+        self,
+        rid: str,
+        input_ids: list[int],
+        generation: GenerationConfig,
+        seed: int | None,
+        resumed: int,
+        schema: dict[str, Any] | None = None,
     ) -> Call[GenerationChunk | None]:
         self._check_ids(input_ids, "input_ids")
         self._check_ids(generation.stop_token_ids, "generation.stop_token_ids")
         generation = self._within_context(input_ids, generation)
-        sampling = sampling_params(generation)
+        sampling = sampling_params(generation) | ({} if schema is None else {"json_schema": json.dumps(schema)})
         stops = frozenset(sampling.get("stop_token_ids", ())) if generation.ignore_eos else frozenset()
         stream = Stream(self._spec.version, generation.max_new_tokens, stops or None)
         body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": True}

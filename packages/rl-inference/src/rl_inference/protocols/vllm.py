@@ -47,10 +47,17 @@ class VLLMProtocol(ControlProtocol):
             signs_of_life=False,
             lora=True,
             sleeps=sleeps,
+            schemas=True,
         )
 
     def generate(
-        self, rid: str, input_ids: list[int], generation: GenerationConfig, seed: int | None, resumed: int
+        self,
+        rid: str,
+        input_ids: list[int],
+        generation: GenerationConfig,
+        seed: int | None,
+        resumed: int,
+        schema: dict[str, Any] | None = None,
     ) -> Call[GenerationChunk | None]:
         held = generation.min_new_tokens > 0 and not (generation.ignore_eos and not generation.stop_token_ids)
         if held and not generation.greedy:
@@ -74,6 +81,8 @@ class VLLMProtocol(ControlProtocol):
         }
         if seed is not None:
             sampling["seed"] = seed % 2**63
+        if schema is not None:
+            sampling["structured_outputs"] = {"json": schema}
         body = {"request_id": rid, "token_ids": input_ids, "sampling_params": sampling, "stream": True}
         return Call(_GENERATE, _Stream(self._version).line, body)
 

@@ -15,7 +15,7 @@ import torch
 
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import ConfigError, EngineError, StopRequestedError, WeightUpdateError
+from rl_contracts.errors import ConfigError, EngineError, InferenceError, StopRequestedError, WeightUpdateError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.sharding import shard_batch
@@ -116,6 +116,7 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     checkpoint: int = 3,
     publisher: Any = None,
+    evaluation: Any = None,
 ) -> Any:
     """One life of a run: to its end, or until it is stopped. Returns the weights."""
     engine = ReferenceTrainEngine()
@@ -130,7 +131,8 @@ def run(
         learner = LossLearner(engine)
     else:
         source, learner = StoppingReplay(batches, stop_at), PolicyActor(engine, AlgorithmConfig())
-    books = Books(engine, run_dir, CheckpointConfig(every=checkpoint))
+    evaluations = [] if evaluation is None else [evaluation]
+    books = Books(engine, run_dir, CheckpointConfig(every=checkpoint), evaluations=evaluations, evaluate_every=3)
     parts = {"source": source, "books": books}
     recover = RecoverPoints(run_dir, RecoverConfig(every), {"actor": engine}, parts, stop)
     try:
@@ -359,6 +361,47 @@ def test_stop_that_was_asked_for_while_the_servers_ended_leaves_a_point_of_the_s
 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert figures(tmp_path / "cut") == figures(tmp_path / "whole")
+
+
+class ServersEndMeanwhile:
+    """An evaluation whose servers are told to end together with the trainer, once."""
+
+    def __init__(self, asked: Event, step: int) -> None:
+        self.asked, self.step, self.done = asked, step, list[int]()
+
+    def __call__(self, step: int) -> dict[str, float | None]:
+        if step == self.step:
+            self.step = -1
+            self.asked.set()
+            raise InferenceError("no server goes on with it")
+        self.done.append(step)
+        return {"eval/reward": 1.0}
+
+
+@pytest.mark.parametrize("step", [3, STEPS])
+def test_stop_that_was_asked_for_during_an_evaluation_leaves_a_point_and_the_record_of_the_step(
+    step: int, model: str, batches: list[Path], tmp_path: Path
+) -> None:
+    whole, evaluation = ServersEndMeanwhile(Event(), -1), ServersEndMeanwhile(asked := Event(), step)
+    expected = run("replay", model, batches, tmp_path / "whole", every=0, evaluation=whole)
+    with pytest.raises(SystemExit) as stopped:
+        run("replay", model, batches, tmp_path / "cut", every=0, stop=asked.is_set, evaluation=evaluation)
+    assert stopped.value.code == 143
+    assert last_point(tmp_path / "cut" / "recover") == step
+    assert figures(tmp_path / "cut")[-1]["step"] == step
+
+    found = run("replay", model, batches, tmp_path / "cut", every=0, evaluation=evaluation)
+
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert evaluation.done == [each for each in whole.done if each != step or each == STEPS]
+
+
+def test_evaluation_that_fails_by_itself_ends_the_run(model: str, batches: list[Path], tmp_path: Path) -> None:
+    evaluation = ServersEndMeanwhile(Event(), 3)
+    with pytest.raises(InferenceError, match="goes on with it"):
+        run("replay", model, batches, tmp_path, every=0, stop=Event().is_set, evaluation=evaluation)
+    assert last_point(tmp_path / "recover") is None
+    assert figures(tmp_path)[-1]["step"] == 3
 
 
 def test_servers_that_end_by_themselves_end_the_run(model: str, batches: list[Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.errors import RLError
 from rl_contracts.lines import LineFile
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import Figures, MetricsWriter, collect
@@ -137,7 +138,11 @@ class Books:
     def close(
         self, step: int, batch: TensorDict, stats: dict[str, float | None], version_before: int, version: int
     ) -> None:
-        """After a step: its record, and what is due with it."""
+        """After a step: its record, and what is due with it.
+
+        Raises:
+            RLError: its evaluation failed; all else is done.
+        """
         self.step = step
         of_batch = summarise(batch, version_before).over_replicas(self.engine.parallel).results()
         record: dict[str, float | None] = {"step": step, "version": version, **of_batch}
@@ -160,12 +165,18 @@ class Books:
         if self.counters is not None:
             record["throughput/generated_tokens_per_s"] = _rate(recorded.get("tokens/generated"), seconds)
         self._add(record, recorded)
+        failure: RLError | None = None
         if self.evaluate_every and step % self.evaluate_every == 0:
-            record |= self._evaluate()
+            try:
+                record |= self._evaluate()
+            except RLError as error:
+                failure = error
         self.checkpoints.rate(step, record)
         self._account(step)
         self._write(record)
         self._start_step()
+        if failure is not None:
+            raise failure
 
     def finish(self) -> None:
         """After the last step: a last evaluation and checkpoint, unless the step had them; the trace of rank 0."""
@@ -195,11 +206,11 @@ class Books:
                 file.flush()
 
     def _evaluate(self) -> dict[str, float | None]:
-        self._evaluated = self.step
         figures: dict[str, float | None] = {}
         with self.time("evaluate"), collect() as found:
             for evaluation in self.evaluations:
                 figures |= evaluation(self.step)
+        self._evaluated = self.step
         recorded = found.over_replicas(self.engine.parallel).results()
         self._add(figures, {f"eval/{name}": value for name, value in recorded.items()})
         return figures

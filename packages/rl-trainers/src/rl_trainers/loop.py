@@ -122,7 +122,7 @@ def _train(
                 with books.time("publish"):
                     stats |= publisher.publish(learner.version)  # returns at the commit; servers run on, awake
             except RLError as error:
-                if recover is None or not recover.asked_to_stop():
+                if not _stopping(recover):
                     raise
                 log.warning("servers ended before they had version %d: %s", learner.version, error)
             else:
@@ -134,16 +134,31 @@ def _train(
                 sharing.wake()
         books.count()
         source.end_step(learner.version)
-        books.close(step, batch, stats, before, learner.version)
+        try:
+            books.close(step, batch, stats, before, learner.version)  # its record, and an evaluation where one is due
+        except RLError as error:
+            if not _stopping(recover):
+                raise
+            log.warning("servers ended before the evaluation of step %d did: %s", step, error)
         if recover is not None:
             with books.time("recover"):
                 recover.after_step(step)  # seconds of the next record
     if recover is not None:
         recover.finish()
-    books.finish()
+    try:
+        books.finish()
+    except RLError:
+        if recover is not None and _stopping(recover):
+            recover.after_step(books.step)  # which ends the run
+        raise
     if books.step > first and learner.version == start:
         raise EngineError(
             f"none of {books.step - first} steps was applied: the weights are those of the start. Either loss or "
             "gradients were never finite (the log says so; `rl replay` runs a saved batch again), or there was nothing "
             "to learn from (`minibatches/empty` in metrics.jsonl)."
         )
+
+
+def _stopping(recover: RecoverPoints | None) -> bool:
+    """Whether the run was asked to stop, as its servers may have been, so that it ends with this step's point."""
+    return recover is not None and recover.asked_to_stop()

@@ -280,7 +280,8 @@ class Part:
 
 def is_explained(text: str) -> bool:
     """Whether the error with which a command ended, the last that it said, names what was done to it; where there is
-    none, its last line."""
+    none, its last line. What was done to it is written among its lines, and may come last."""
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("--- "))
     errors = [*_ERROR.finditer(text)]
     last = text[errors[-1].start() :] if errors else "".join(text.strip().splitlines()[-1:])
     return any(cause in last for cause in EXPLAINED)

@@ -110,6 +110,8 @@ def examine(part: chaos.Part, prompts: int, epochs: int, record: Callable[[str, 
         ("warning: No space left on device\nTraceback (most recent call last):\nKeyError: 'step'\n", False),
         ("Traceback (most recent call last):\nOSError: [Errno 28] No space left on device\n", True),
         ("step 3\njob 7: FAILED, exit code 137\n", True),
+        ("job 7: FAILED, exit code 137\n--- 01:12:29 lose_node: node1 (step 2)\n", True),
+        ("job 7: FAILED, exit code 1\n--- 01:12:29 kill_launcher: SIGKILL to 5 (step 2)\n", False),
         ("", False),
     ],
 )

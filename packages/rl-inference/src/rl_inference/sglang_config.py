@@ -123,7 +123,6 @@ def _arguments(config: SGLangEngineConfig, spec: ServeSpec) -> list[str]:
         "tp-size": spec.strategy.tensor,
         "max-running-requests": config.max_sequences,
         "stream-interval": config.stream_interval,
-        "grammar-backend": "none",
         "log-level-http": "warning",
     }
     values |= (

@@ -122,3 +122,13 @@ def test_help_of_what_there_is_not_names_the_nearest_and_the_sections() -> None:
     told = r"--help rollot: there is no such section or setting. Did you mean 'rollout'\? Sections: model, data, actor"
     with pytest.raises(ConfigError, match=told):
         render_help("", gsm8k_grpo.APP.config(), "rollot")
+
+
+@pytest.mark.parametrize("arguments", [["run", "gsm8k-grpo", "--help", "all"], ["figures"]])
+def test_reader_that_has_read_enough_ends_a_command_without_a_traceback(arguments):
+    command = [sys.executable, "-m", "rl_apps.cli", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()  # before it has said anything
+
+    assert process.wait(timeout=100) == 141
+    assert process.stderr.read() == ""

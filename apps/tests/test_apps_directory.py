@@ -13,7 +13,7 @@ from rl_apps import directory as directories
 from rl_apps import gsm8k_grpo
 from rl_apps.app import Run
 from rl_apps.compose import to_yaml
-from rl_apps.directory import FINISHED, Past, claimed, past_of, write_config
+from rl_apps.directory import FINISHED, Past, claimed, past_of, strangers, write_config
 from rl_apps.driver import main
 from rl_apps.layout import layout_of
 from rl_contracts.errors import ConfigError
@@ -225,3 +225,13 @@ def test_command_that_finds_the_disk_full_says_so_in_a_sentence(monkeypatch, cap
     said = capsys.readouterr().err
     assert said.startswith("gsm8k-grpo: OSError: [Errno 28] No space left on device: 'config.partial'")
     assert "Traceback" not in said
+
+
+def test_directory_that_holds_other_files_is_warned_of_until_a_run_is_in_it(tmp_path):
+    assert strangers(tmp_path) == []
+    for name in ("lock", "train.jsonl", "test.jsonl"):
+        (tmp_path / name).touch()
+    (warning,) = strangers(tmp_path)
+    assert "holds other files (test.jsonl, train.jsonl)" in warning
+    (tmp_path / "config.yaml").touch()
+    assert strangers(tmp_path) == []

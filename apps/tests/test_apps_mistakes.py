@@ -347,6 +347,14 @@ def test_mistake_is_told_in_one_sentence_with_its_remedy_before_a_server_starts(
     assert fragment in refused(words, files)
 
 
+def test_reward_model_as_the_policy_is_refused(refused: Callable[..., str], model: Path) -> None:
+    settings = json.loads((model / "config.json").read_text()) | {"architectures": ["Qwen3ForSequenceClassification"]}
+
+    said = refused(GRPO, {"model/config.json": json.dumps(settings)})
+
+    assert "expected a model that writes text, found a Qwen3ForSequenceClassification" in said
+
+
 @pytest.mark.slow
 def test_data_set_of_the_hub_without_a_network_is_refused(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch

@@ -58,7 +58,7 @@ def check_run(run: Run[Any]) -> None:
         )
         run.config.rollout.server.check(serve_spec(run))
     for path, directory in run.config.model.directories.items():
-        check_architecture(path, directory)
+        check_architecture(path, directory, serves=run.layout.rollout is not None and path == run.config.model.path)
 
 
 def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
@@ -201,7 +201,7 @@ def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) 
     if rows % minibatches:
         raise ConfigError(
             f"data.batch_size={prompts} x rollout.group_size={group_size} = {rows} rows do not divide into "
-            f"actor.minibatches={minibatches} ({rows / minibatches:g} each)."
+            f"actor.minibatches={minibatches} ({rows / minibatches:g} each); use a number that divides {rows}."
         )
     return (
         f"{prompts} prompts x {group_size} answers = {rows} rows a step, {minibatches} minibatch(es) of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -33,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
             "demo": _demo,
             "plan": _plan,
         }
-        return own.get(arguments.command, _tool)(arguments)
+        code = own.get(arguments.command, _tool)(arguments)
+        sys.stdout.flush()
+        return code
     except RLError as error:
         print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -41,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `rl logs RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 128 + signal.SIGPIPE
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:

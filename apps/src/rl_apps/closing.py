@@ -34,7 +34,7 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
     measured = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     if len(measured) >= 2:
         lines.append(
-            f"{FIGURES[name]} (greedy, {config.evaluation.rows} problems): "
+            f"{FIGURES[name]} (greedy{_evaluated(run_dir, measured[-1][0])}): "
             f"{measured[0][1]:.3f} before, {measured[-1][1]:.3f} after."
         )
         if config.data.name == GENERATED and name == "eval/accuracy":
@@ -87,6 +87,13 @@ def files(run_dir: Path) -> list[str]:
         *([f"Report: {report}"] if (report := run_dir / REPORT).exists() else []),
         f"Model: {checkpoint}" if checkpoint else "No checkpoint was written.",
     ]
+
+
+def _evaluated(run_dir: Path, step: int) -> str:
+    """Of how many rows; nothing where their answers were not kept."""
+    files = (run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")
+    rows = {json.loads(line)["prompt_id"] for path in files for line in path.read_text("utf-8").splitlines()}
+    return f", {len(rows)} problems" if rows else ""
 
 
 def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[str]:

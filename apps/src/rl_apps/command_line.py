@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,6 +26,16 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """` Did you mean ...?` with the name that is nearest to a word; empty where none is near."""
     near = get_close_matches(word, [*known], n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def say(text: str) -> None:
+    """Print what is all that a command has to say. Where the reader has read enough, as `head` does, it ends with a
+    shell's code for that, 141."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def parse(argv: list[str], program: str = "rl run") -> argparse.Namespace:

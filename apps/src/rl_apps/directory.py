@@ -192,6 +192,16 @@ def check_started_from(run: Run[Any]) -> None:
     require(not there or same_model(old.directory(), new.directory()), "model.path", expected, new.path)
 
 
+def strangers(directory: Path) -> list[str]:
+    """A note where a new run's directory holds files that are no run's, such as data."""
+    found = {entry.name for entry in directory.iterdir()} - {"lock", "logs", "names", "slurm"}
+    if not found or (directory / "config.yaml").exists():
+        return []
+    return [
+        f"warning: this directory holds other files ({', '.join(sorted(found)[:3])}), beside which the run's will lie"
+    ]
+
+
 def names_of(directory: Path) -> FileNames:
     """The names of a run."""
     return FileNames(directory / NAMES)

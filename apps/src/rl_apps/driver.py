@@ -21,9 +21,19 @@ from typing import TYPE_CHECKING, Any
 from rl_apps import compose
 from rl_apps.app import App, Run
 from rl_apps.checks import are_near, check_run, choose_route, remarks, starts_from_nothing
-from rl_apps.command_line import parse
+from rl_apps.command_line import parse, say
 from rl_apps.data import load_rows
-from rl_apps.directory import FINISHED, JOB, check_started_from, claimed, names_of, past_of, reached, write_config
+from rl_apps.directory import (
+    FINISHED,
+    JOB,
+    check_started_from,
+    claimed,
+    names_of,
+    past_of,
+    reached,
+    strangers,
+    write_config,
+)
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
 from rl_apps.parts import attached, memory_of, server_jobs, weights_directory
@@ -90,10 +100,10 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
     line = parse(argv, app.name)
     config = app.config(line.overrides, line.config)
     if line.help is not None:
-        print(compose.render_help(f"{app.name}: {app.title}", config, line.help, app.refused))
+        say(compose.render_help(f"{app.name}: {app.title}", config, line.help, app.refused))
         return 0
     if line.cfg:
-        print(compose.to_yaml(config), end="")
+        say(compose.to_yaml(config).rstrip("\n"))
         return 0
     app.require_said(config)
     layout = layout_of(config.allocation, app.servers)
@@ -120,7 +130,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
         check_run(run)
         if not line.dry_run:
             begun = f"going on after step {past.step} of {config.total_steps}" if past.step else "run directory"
-            changes = (f"  {change}" for change in past.changes)
+            changes = [*(f"  {change}" for change in past.changes), *strangers(run.directory)]
             print(devices.sentence, f"{begun}: {run.directory}", *changes, "looking at the data", sep="\n", flush=True)
         arithmetic = app.check(run)
         job = submission(reference, run, devices, [word for word in argv if word != "--dry-run"])
@@ -131,7 +141,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             if Path(config.model.directory()).is_dir():
                 with TemporaryDirectory(prefix="rl-plan-") as scratch:
                     arithmetic += _try_out(app, replace(run, directory=Path(scratch)), lambda _: None)
-            print(_plan(app, run, devices, arithmetic, job))
+            say(_plan(app, run, devices, arithmetic, job))
             return 0
         if options.submits():
             for sentence in starts_from_nothing(config):

@@ -30,7 +30,8 @@ def model_of(path: Path) -> Path:
         path = checkpoint
     elif not path.is_dir():
         raise ModelError(
-            f"{path}: expected the directory of a run, a checkpoint or a Hugging Face model, found no directory. A "
+            f"{path}: expected the directory of a run, a checkpoint or a Hugging Face model, found "
+            f"{'a file' if path.is_file() else 'no directory'}. A "
             "model of the hub is fetched with `hf download`, which says where it lies."
         )
     check_model_directory(str(path.absolute()), "rl generate", tokenizer=True)

@@ -108,7 +108,10 @@ def layout_of(allocation: str, servers: str) -> Layout:
     """
     parsed = Allocation.parse(allocation)
     if len(parsed.train) != 1:
-        raise ConfigError(f"allocation={allocation}: expected one trainer, found {len(parsed.train)}.")
+        raise ConfigError(
+            f"allocation={allocation}: expected one trainer, found {len(parsed.train)}. One server and one trainer are "
+            "embedded:d1+fsdp:d1."
+        )
     (actor,), found = parsed.train, len(parsed.inference)
     if found > 1 or (servers == "required" and not found):
         raise ConfigError(f"allocation={allocation}: expected servers of one kind, found {found}.")

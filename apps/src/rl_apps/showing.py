@@ -64,6 +64,11 @@ def show(directory: Path, step: int | None, evaluation: bool, worst: bool, numbe
     names_there(directory)
     there = sorted({at for at, _ in answer_files(directory, evaluation)})
     wanted = step if step is not None else max(there, default=None)
+    if not there and not (directory / "rollouts").is_dir():
+        raise DataError(
+            f"{directory}: expected answers, found none: `rollouts.every` says which are kept, and runs that generate "
+            "none, such as supervised ones, have none. `rl plot` and `rl report` show their figures."
+        )
     if wanted not in there:
         raise DataError(
             f"{directory}/rollouts: expected answers of {'an evaluation at ' * evaluation}"

@@ -204,8 +204,8 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
     found = status_of(directory)
     if "launcher" not in found or found["state"] == "lost":
         raise ConfigError(
-            f"{directory}: expected a run that goes on, found: {_state_in_words(found)}. `allocation` says how many "
-            "servers one starts with."
+            f"{directory}: expected a run that goes on, found: {_state_in_words(found)}. Start the same "
+            "command again with the servers in `allocation` that it is to have."
         )
     names.delete(f"answers/scale/{role}")
     count = str(int(count)) if count.isdecimal() else count

@@ -146,6 +146,7 @@ def test_figure_that_a_checkpoints_step_does_not_have_is_warned_of_once(
     go(model, Checkpoints(model, tmp_path, config), [{"eval/accuracy": 1.0}] * 3)
 
     assert caplog.text.count("checkpoint.best_figure=eval/acuracy: step 1 has no such figure") == 1
+    assert "no step had such a figure; did you mean eval/accuracy?" in caplog.text
 
 
 @pytest.mark.parametrize("settings", [{"keep_best": 1, "best_figure": "x"}, {"keep_best": 1, "keep_last": 1}])

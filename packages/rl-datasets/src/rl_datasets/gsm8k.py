@@ -63,7 +63,7 @@ class GSM8K(Rows[tuple[str, str]]):
         records = read_records(path, split, self._options.subset, columns)
         super().__init__([_question_and_answer(record) for record in records])
         if not self._items:
-            raise DataError(f"{path}: expected rows in the split {split!r}, found none")
+            raise DataError(f"{path}: expected rows in the split {split!r}, found none; is its file empty?")
 
     def _row(self, index: int, item: tuple[str, str]) -> dict[str, Any]:
         question, answer = item

@@ -154,7 +154,8 @@ class WordProblems(Rows[Problem]):
         Raises:
             ConfigError: a path, an unknown split, form or option, or more problems than there are.
         """
-        require(not path, "word-problems data: path", "none, because the problems are generated", path)
+        expected = "none, because the problems are generated (data.name=chat or gsm8k reads files of your own)"
+        require(not path, "word-problems data: path", expected, path)
         require_choice("split", split, tuple(_DEFAULT_SIZES))
         require_form("word-problems", form, ("rl", "sft"))
         self.form = form

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -78,6 +79,8 @@ class Checkpoints:
         self._written: Path | None = None
         """The last one that this process has seen whole."""
         self._warned = False
+        self._names: set[str] = set()
+        """Of the figures that steps had."""
 
     def due(self, step: int) -> bool:
         """Whether there is to be one after this step (collective); hears of the one that is being written."""
@@ -105,6 +108,7 @@ class Checkpoints:
         """Note how good the model of this step is, for which a checkpoint was begun or may be."""
         if not self.config.keep_best:
             return
+        self._names |= {name for name, value in figures.items() if value is not None}
         value = figures.get(self.config.best_figure)
         if value is not None and math.isfinite(value):
             self._rated[step] = value
@@ -124,6 +128,10 @@ class Checkpoints:
             EngineError: it cannot be written.
         """
         self._finish()
+        if self.config.keep_best and self._names and self.config.best_figure not in self._names:
+            near = get_close_matches(self.config.best_figure, self._names, 1)
+            meant = f"; did you mean {near[0]}?" if near else "."
+            log.warning("checkpoint.best_figure=%s: no step had such a figure%s", self.config.best_figure, meant)
         path = self.directory / f"step_{step}"
         if self._written != path:  # one of that name may be another run's
             self.begin(step)

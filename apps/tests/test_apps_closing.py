@@ -25,6 +25,13 @@ def test_after_grpo_prompts_that_were_left_over_are_told(tmp_path):
     assert "5 prompts were left over when the data of one trainer replica were over." in lines
 
 
+def test_after_grpo_without_any_reward_says_what_to_begin_with(tmp_path):
+    for last, told in ((0.0, True), (0.5, False)):
+        records = [{"step": 1, "version": 1, "reward/mean": 0.0}, {"step": 2, "version": 2, "reward/mean": last}]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+        assert ("learn from given answers first" in "\n".join(after_grpo(GRPOConfig(), tmp_path))) == told
+
+
 def test_after_grpo_reward_that_is_not_0_or_1_is_not_called_accuracy(tmp_path):
     records = [
         {"step": 0, "eval/reward": 1.0, "eval/accuracy": 1.0},  # by chance

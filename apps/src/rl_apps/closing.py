@@ -39,6 +39,13 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
         )
         if config.data.name == GENERATED and name == "eval/accuracy":
             lines += by_verb(config, run_dir, measured[0][0], measured[-1][0])
+    rewards = [r["reward/mean"] for r in records if r.get("reward/mean") is not None]
+    if rewards and not any(rewards):
+        lines.append(
+            "No answer had a reward, so there was nothing to learn from. Begin with a model that is right at times: "
+            "learn from given answers first (gsm8k-sft, rl sft), or allow longer ones "
+            "(rollout.generation.max_new_tokens)."
+        )
     stale = [r["staleness/max"] for r in records if r.get("staleness/max") is not None]
     if stale:
         lines.append(f"Answers were up to {max(stale):.0f} version(s) old when they were learned from.")

@@ -54,9 +54,9 @@ def rehearse(run: Run[Any], form: str) -> None:
         )
         raise ConfigError(
             f"rollout.workflow={settings.workflow} with rollout.reward={settings.reward} failed on a row of the data, "
-            f"tried with a made-up answer: {type(error).__name__}: {str(error).splitlines()[0]}{place}. "
-            "docs/howto/reward.md and docs/howto/workflow.md show how they are called; set rollout.rehearsal=false "
-            "where they need a real server."
+            f"tried with a made-up answer: {type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}{place}. "
+            "docs/howto/reward.md, docs/howto/workflow.md and docs/howto/agent.md show how they are called; "
+            "rollout.rehearsal=false leaves this trial out, for what needs a real server."
         ) from error
 
 

@@ -37,6 +37,9 @@ class Hurried(Interrupted):
 TOGETHER = 0.5
 """Seconds within which signals count as one."""
 
+TICK = 0.02
+"""Seconds in which a wait notices a signal."""
+
 
 class Interrupts:
     """Catches SIGINT, SIGTERM and SIGHUP (unless that is ignored, as by nohup) while it is entered and puts the former
@@ -56,7 +59,6 @@ class Interrupts:
 
     def __init__(self, parent: int | None = None) -> None:
         self._received: list[int] = []
-        self._flag = threading.Event()
         self._former: dict[int, Any] = {}
         self._parent = uv_parent() if parent is None else parent
         self._impatient = False
@@ -95,8 +97,11 @@ class Interrupts:
             self._impatient = former
 
     def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or at once when a signal comes."""
-        self._flag.wait(seconds)
+        """Return after `seconds`, or soon after a signal came. No lock is held meanwhile: the handler runs in this very
+        thread, and would wait for it forever."""
+        end = time.monotonic() + seconds
+        while not self._received and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, TICK))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -104,6 +109,5 @@ class Interrupts:
             return
         self._first = self._first if self._received else now
         self._received.append(number)
-        self._flag.set()
         if len(self._received) == 2 and self._impatient:
             raise Hurried(self._received[0])

@@ -352,7 +352,7 @@ def test_reward_model_as_the_policy_is_refused(refused: Callable[..., str], mode
 
     said = refused(GRPO, {"model/config.json": json.dumps(settings)})
 
-    assert "expected a model that writes text, found a Qwen3ForSequenceClassification" in said
+    assert "expected a model that generates text, found Qwen3ForSequenceClassification" in said
 
 
 @pytest.mark.slow

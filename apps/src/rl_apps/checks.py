@@ -13,7 +13,7 @@ from rl_apps.config import GRPOConfig, RunConfig, ServedConfig
 from rl_apps.data import load_rows
 from rl_apps.layout import Devices, Layout
 from rl_apps.lengths import longest_row
-from rl_apps.model import as_planned, check_architecture
+from rl_apps.model import as_planned, check_architecture, check_generates
 from rl_apps.parts import attached, serve_spec, server_job
 from rl_apps.template import check_chat_template
 from rl_contracts import registry
@@ -58,7 +58,9 @@ def check_run(run: Run[Any]) -> None:
         )
         run.config.rollout.server.check(serve_spec(run))
     for path, directory in run.config.model.directories.items():
-        check_architecture(path, directory, serves=run.layout.rollout is not None and path == run.config.model.path)
+        check_architecture(path, directory)
+        if run.layout.rollout is not None and path == run.config.model.path:
+            check_generates(path, directory)
 
 
 def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:

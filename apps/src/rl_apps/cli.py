@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl_apps.command_line import Parser, did_you_mean
+from rl_apps.command_line import Parser, did_you_mean, leave_pipe
 from rl_apps.config import GRPOConfig
 from rl_contracts import registry
 from rl_contracts.config import require
@@ -43,8 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `rl logs RUN | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return leave_pipe()
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:

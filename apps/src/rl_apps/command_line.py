@@ -34,8 +34,13 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        sys.exit(leave_pipe())
+
+
+def leave_pipe() -> int:
+    """Write nothing more to a reader that is gone; a shell's code for that."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def parse(argv: list[str], program: str = "rl run") -> argparse.Namespace:

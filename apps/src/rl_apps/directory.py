@@ -194,7 +194,7 @@ def check_started_from(run: Run[Any]) -> None:
 
 def strangers(directory: Path) -> list[str]:
     """A note where a new run's directory holds files that are no run's, such as data."""
-    found = {entry.name for entry in directory.iterdir()} - {"lock", "logs", "names", "slurm"}
+    found = {entry.name for entry in directory.iterdir()} - {"lock", "logs", NAMES, "slurm"}
     if not found or (directory / "config.yaml").exists():
         return []
     return [

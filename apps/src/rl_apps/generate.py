@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_apps.closing import last_checkpoint
+from rl_apps.model import check_generates
 from rl_contracts.config import GenerationConfig, require
 from rl_contracts.errors import DataError, ModelError
 from rl_contracts.model_directory import check_model_directory, context_length
@@ -148,14 +149,9 @@ def _answer(talk: Talk, text: str) -> None:
 
 
 def _load(directory: Path, device: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    kinds = getattr(AutoConfig.from_pretrained(directory), "architectures", None) or []
-    if any("Classification" in kind or "Reward" in kind for kind in kinds):
-        raise ModelError(
-            f"{directory}: expected a model that generates text, found {', '.join(kinds)}: a reward model scores "
-            "answers. Give the checkpoint of a policy."
-        )
+    check_generates(str(directory), directory)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         return model.to(device).eval()

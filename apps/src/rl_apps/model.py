@@ -100,22 +100,27 @@ def find_models(paths: Mapping[str, str], fetch: bool = True) -> dict[str, str]:
     return found
 
 
-def check_architecture(path: str, directory: str, serves: bool = False) -> None:
-    """Refuse a model of a kind that transformers does not have, or that cannot do what it is for.
+def check_generates(path: str, directory: str | Path) -> None:
+    """Refuse a model that has a scalar head, where one is to write text.
 
-    Args:
-        serves: whether it is to generate answers.
+    Raises:
+        ModelError: names its kind.
+    """
+    kinds = json.loads((Path(directory) / "config.json").read_text()).get("architectures") or []
+    if any("Classification" in kind or "Reward" in kind for kind in kinds):
+        raise ModelError(
+            f"model {path}: expected a model that generates text, found {', '.join(kinds)}: a reward model scores "
+            "answers. Give the checkpoint of a policy."
+        )
+
+
+def check_architecture(path: str, directory: str) -> None:
+    """Refuse a model of a kind that transformers does not have.
 
     Raises:
         ModelError: names the kind, and what may help.
     """
     settings = json.loads((Path(directory) / "config.json").read_text())
-    named = str((settings.get("architectures") or [""])[0])
-    if serves and named.endswith("ForSequenceClassification"):
-        raise ModelError(
-            f"model {path}: expected a model that writes text, found a {named}, which gives a number, as a reward "
-            "model does. Give the language model's directory as model.path."
-        )
     if not (kind := settings.get("model_type")):
         return
     from transformers import CONFIG_MAPPING, __version__

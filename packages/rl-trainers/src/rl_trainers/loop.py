@@ -148,7 +148,7 @@ def _train(
     try:
         books.finish()
     except RLError:
-        if recover is not None and _stopping(recover):
+        if recover is not None and recover.asked_to_stop():
             recover.after_step(books.step)  # which ends the run
         raise
     if books.step > first and learner.version == start:

@@ -125,6 +125,13 @@ def test_dry_run_says_which_rows_are_left_out(capsys, model, data):
     out = capsys.readouterr().out
     assert "data.overlong=drop: 1 of 2 rows (train) have more than 256 tokens" in out
     assert "data.overlong=drop: 1 of 2 rows (test)" in out
+    assert "more than once" not in out
+
+
+def test_step_of_more_prompts_than_there_are_rows_is_told(capsys, model, data):
+    words = [*data, f"model.path={model}", "data.overlong=drop", "data.batch_size=2"]
+    assert main("gsm8k-grpo", ["--dry-run", *words]) == 0
+    assert "data.batch_size=2 is more than the 1 rows of the data, so every step takes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("app", [gsm8k_grpo.APP, gsm8k_sft.APP], ids=lambda app: app.name)

@@ -102,7 +102,12 @@ SETTINGS = {
     "typo-in-section": (*_set("rollout.max_stalness=1"), "Did you mean 'rollout.max_staleness'?"),
     "name-of-others": (*_set("actor.optimizer.learning_rate=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
     "typo-in-name-of-others": (*_set("actor.optimizer.learning_rat=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
-    "no-number": (*_set("total_steps=twelve"), "`--help total_steps` says what it takes, and its default"),
+    "no-number": (
+        *_set("total_steps=twelve"),
+        "expected a whole number, found 'twelve'. `--help total_steps` says what",
+    ),
+    "no-fraction": (*_set("actor.optimizer.lr=fast"), "actor.optimizer.lr: expected a number, found 'fast'"),
+    "no-truth": (*_set("recover.resume=maybe"), "recover.resume: expected true or false, found 'maybe'"),
     "nothing-behind-it": (*_set("total_steps="), "`--help total_steps` says"),
     "no-list": (*_set("rollout.generation.stop=3"), "`--help rollout.generation.stop` says"),
     "value-for-section": (*_set("rollout=3"), "expected the settings in it, rollout.NAME=VALUE"),
@@ -134,6 +139,7 @@ ALLOCATIONS = {
     "comma": (*_set("allocation=embedded:d1,fsdp:d1"), "`+` joins its parts"),
     "space": (*_set("allocation=embedded:d1 fsdp:d1"), "expected another dimension, '+', '|' or the end, found 'f'"),
     "no-rank": (*_set("allocation=embedded:d1+fsdp:d0"), "expected a size of at least 1 for dimension 'd', found 0"),
+    "no-size": (*_set("allocation=embedded"), "expected ':', found the end; such as embedded:d1+fsdp:d1"),
     "no-trainer": (*_set("allocation=embedded:d1"), "expected one trainer, found 0"),
     "two-trainers": (*_set("allocation=embedded:d1+fsdp:d1+fsdp:d1"), "give each its own name"),
     "no-servers": (*_set("allocation=fsdp:d1"), "expected servers of one kind, found 0"),
@@ -172,7 +178,7 @@ CONFLICTS = {
 WORDS = {
     "flag": (*_set("--total_steps", "12"), "'--total_steps': expected key=value"),
     "flag-misspelt": (*_set("--dryrun"), "Did you mean '--dry-run'?"),
-    "flag-of-hydra": (*_set("-cn", "theirs"), "'-cn': expected key=value, --config FILE.yaml"),
+    "flag-of-hydra": (*_set("-cn", "theirs"), "'-cn': expected key=value, such as total_steps=20, --config FILE.yaml"),
     "flag-of-hydra-in-full": (*_set("--config-name", "theirs"), "Did you mean '--config'?"),
     "flag-without-its-value": (*_set("--config"), "--config: expected one argument. `rl grpo --help`"),
     "flag-with-another-value": (*_set("--cfg", "hydra"), "invalid choice: 'hydra' (choose from 'job')"),
@@ -201,7 +207,10 @@ WORDS = {
 CODE = {
     "no-file": (*_reward("", "nowhere.py:f"), "nowhere.py'. Looked from /"),
     "no-module": (*_reward("", "nowhere:f"), "No module named 'nowhere'. Looked in the current directory"),
-    "no-name-in-it": (*_reward(REWARD + "    return 1\n", "theirs.py:reward"), "has no attribute 'reward'. It has: f."),
+    "no-name-in-it": (
+        *_reward("from pathlib import Path\n" + REWARD + "    return 1\n", "theirs.py:reward"),
+        "has no attribute 'reward'. It has: f.",
+    ),
     "name-misspelt": (*_reward("", "good.py:ff"), "Did you mean 'f'?"),
     "syntax": (*_reward("def f(:\n"), "SyntaxError: invalid syntax (theirs.py, line 1)"),
     "import-ends-the-program": (*_reward("import sys\nsys.exit(3)\n"), "must not end the program"),

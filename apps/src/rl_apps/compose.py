@@ -9,6 +9,7 @@ named decides the type of its settings: `allocation` that of the engines and the
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -345,6 +346,12 @@ def _settings(seam: type, part: str) -> type:
     return own
 
 
+_OF_ANOTHER_TYPE = re.compile(
+    r"Value ('.*') (?:of type .* could not be converted to|is not a valid) (Integer|Float|bool)"
+)
+_IN_WORDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+
+
 def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str, str]) -> str:
     """One sentence about settings that do not fit: the key, what was wrong, and the nearest valid key, or the part that
     has it where the one that was chosen has not."""
@@ -353,6 +360,8 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str,
     values = {known: value for known, value, _ in describe(config)}
     if not isinstance(error, ConfigKeyError):
         more = f" `--help {key}` says what it takes, and its default." if key in values else ""
+        if wrong := _OF_ANOTHER_TYPE.match(first):
+            first = f"expected {_IN_WORDS[wrong[2]]}, found {wrong[1]}"
         return f"{key}: {first.rstrip('.')}.{more}" if key else first
     key = next((text.split("=")[0] for text in overrides if text.startswith(f"{key}.")), key)  # not only its section
     for path, seam in _seams(config):

@@ -214,7 +214,8 @@ def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[s
     """This command as a job: the same, in the same run directory, which may be named after the time of day."""
     place = str(run.directory)
     place = place if re.fullmatch(r"[\w./-]+", place) else "'" + place.replace("'", "\\'") + "'"  # in Hydra's grammar
-    command = (sys.executable, "-m", "rl_apps.cli", "run", reference, *argv, f"run_dir={place}")
+    words = [word for word in argv if not word.startswith("run_dir=")]
+    command = (sys.executable, "-m", "rl_apps.cli", "run", reference, *words, f"run_dir={place}")
     roles = (*server_jobs(run, devices), trainer_job(reference, run, devices, []))
     return Submission(command, run.directory, roles, run.config.launcher.grace_seconds)
 

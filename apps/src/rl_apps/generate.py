@@ -140,6 +140,7 @@ def chat(talk: Talk, prompt: str | None) -> int:
             return 0
         if line.strip():
             _answer(talk, line)
+            print(end="" if asks else "\n", flush=True)  # an answer may have several lines
 
 
 def _answer(talk: Talk, text: str) -> None:

@@ -140,7 +140,7 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig,
         each = (
             f"{cores_each} of {cores} cores each" if cores else "1 core each, for no cluster told how many there are,"
         )
-        sentence = f"CPU ({why}): {processes} processes, {each}{on}"
+        sentence = f"CPU ({why}): {processes} process{'es' * (processes > 1)}, {each}{on}"
         return Devices("cpu", cores_each, sentence, _places(layout, nodes, cores_each, 0))
     alone = f"launcher.kind={launcher.kind} with allocation={written}"
     require(launcher.options.shares_devices or not layout.shared, alone, "`+`: this scheduler shares no GPUs", "`|`")

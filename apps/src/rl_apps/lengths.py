@@ -157,7 +157,7 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
     """Look for rows that are too long, with the tokenizer of the run's model.
 
     Returns:
-        what is left out or cut, in sentences.
+        what is left out or cut, and whether a step takes rows more than once, in sentences.
 
     Raises:
         ConfigError: `data.max_length` is more than the model's context.
@@ -166,11 +166,18 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
     config = run.config
     lengths = lengths_of(run, form, load_tokenizer(config.model))
     train = load_rows(config.data, "train", form, config.seed)
-    found = [lengths.fit(train, "train")[1]]
+    fitting, sentence = lengths.fit(train, "train")
+    found = [sentence]
     if config.evaluation.rows:
         test = load_rows(config.data, "test", form, config.seed)
         found.append(lengths.fit(first_rows(test, config.evaluation.rows), "test")[1])
-    return [f"data.overlong={config.data.overlong}: {sentence}" for sentence in found if sentence]
+    told = [f"data.overlong={config.data.overlong}: {sentence}" for sentence in found if sentence]
+    if form == "rl" and len(fitting) < config.data.batch_size:
+        told.append(
+            f"warning: data.batch_size={config.data.batch_size} is more than the {len(fitting)} rows of the data, so "
+            "every step takes some of them more than once"
+        )
+    return told
 
 
 def _bytes(messages: Sequence[Mapping[str, Any]], overhead: int) -> int:

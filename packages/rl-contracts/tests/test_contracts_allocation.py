@@ -114,7 +114,7 @@ def test_parse_dotted_path_is_a_backend_whose_class_says_what_it_does() -> None:
 
     assert [(c.name, c.kind) for c in allocation.components] == [("rollout", SERVES), ("policy", TRAINS)]
     assert (allocation.world_size, str(allocation)) == (4, text.replace("d1t2", "t2"))
-    with pytest.raises(ConfigError, match=r"'no_such_module:Engine' .* cannot be imported.*\n.*\n  \^$"):
+    with pytest.raises(ConfigError, match=r"'no_such_module:Engine' cannot be imported.*\n.*\n  \^$"):
         Allocation.parse("no_such_module:Engine:d1")
 
 

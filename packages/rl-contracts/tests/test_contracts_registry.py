@@ -137,5 +137,5 @@ def test_load_of_a_file_needs_no_package_and_finds_what_lies_beside_it(tmp_path:
     assert field_docs(registry.settings("rl.rewards", "parts/math.py:Part")) == {"one": "A number."}
     with pytest.raises(ConfigError, match=r"expected FILE.py:NAME, found 'parts/math.py'"):
         registry.load("rl.rewards", "parts/math.py")
-    with pytest.raises(ConfigError, match=r"gone.py:f', which cannot be imported: FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"gone.py:f' cannot be imported: FileNotFoundError"):
         registry.load("rl.rewards", "gone.py:f")

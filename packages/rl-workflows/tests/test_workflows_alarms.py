@@ -20,6 +20,7 @@ from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
+from rl_workflows.budget import FailureBudget
 from rl_workflows.episode import stage
 from rl_workflows.runtime import GC_THRESHOLDS
 from rl_workflows.watch import STACKS_SHOWN, within
@@ -357,3 +358,16 @@ def test_queue_that_nobody_drains_is_bounded_by_admission():
         assert (rollout.head.manager.outstanding, rollout.head.manager.capacity) == (6, 0)
     finally:
         rollout.destroy()
+
+
+def test_budget_that_is_used_up_names_the_first_failure_before_its_trace():
+    budget = FailureBudget(RolloutConfig(max_failed_in_row=2))
+    budget.failed(RewardError("reward 'mine.py:f' raised ValueError: nonsense (mine.py:5)\nTraceback of its process"))
+    with pytest.raises(RLError) as caught:
+        budget.failed(RewardError("another"))
+    first = str(caught.value).partition("\n")[0]
+    assert first.startswith("2 groups in a row failed (reward 2), more than rollout.max_failed_in_row=2 allows. ")
+    assert first.endswith(
+        "The first failure was RewardError: reward 'mine.py:f' raised ValueError: nonsense (mine.py:5)"
+    )
+    assert "Traceback of its process" in str(caught.value).removeprefix(first)

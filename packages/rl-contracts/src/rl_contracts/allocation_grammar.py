@@ -114,7 +114,7 @@ class Reader:
         word = re.compile(pattern).match(self.text, self.at)
         if word is None and expected:
             found = repr(self.text[self.at]) if self.at < len(self.text) else "the end"
-            raise pointed_at(self.text, f"expected {expected}, found {found}", self.at)
+            raise pointed_at(self.text, f"expected {expected}, found {found}; such as embedded:d1+fsdp:d1", self.at)
         if word is None:
             return ""
         self.at = word.end()

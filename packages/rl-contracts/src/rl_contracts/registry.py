@@ -164,22 +164,24 @@ def _target(group: str, name: str) -> str:
 
 def _imported(group: str, name: str, target: str) -> Any:
     module, _, attribute = target.partition(":")
+    stands_for = "" if name == target else f" stands for {target!r}, which"
     found = None
     try:
         found = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
         return attrgetter(attribute)(found)
     except (Exception, SystemExit) as error:  # any code runs at import: told in a sentence, with the place of it
         raise ConfigError(
-            f"{group}: {name!r} stands for {target!r}, which cannot be imported: {type(error).__name__}: "
-            f"{error}{raised_at(error)}.{_hint(error, found, attribute)}"
+            f"{group}: {name!r}{stands_for} cannot be imported: {type(error).__name__}: {error}{raised_at(error)}."
+            f"{_hint(error, found, attribute)}"
         ) from error
 
 
 def _hint(error: BaseException, module: ModuleType | None, attribute: str) -> str:
     """What to do about a part that cannot be imported; empty where the error says it."""
     if module is not None:
-        has = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
-        close = get_close_matches(attribute, has, n=1)
+        names = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        close = get_close_matches(attribute, names, n=1)
+        has = [known for known in names if getattr(vars(module)[known], "__module__", "") == module.__name__]
         return f" Did you mean {close[0]!r}?" if close else f" It has: {', '.join(has) or 'no function and no class'}."
     if isinstance(error, ModuleNotFoundError):
         return " Looked in the current directory, on PYTHONPATH and among what is installed."

@@ -54,7 +54,8 @@ class FailureBudget:
         Raises:
             RLError: too many did, of the last ones or in a row; its message holds the first trace of them.
         """
-        self._recent.append((boundary_of(error), "".join(traceback.format_exception(error))))
+        trace = "".join(traceback.format_exception(error))
+        self._recent.append((boundary_of(error), f"{type(error).__name__}: {str(error).partition('\n')[0]}\n{trace}"))
         self._failed_in_row += 1
         if self._failed_in_row >= self._config.max_failed_in_row:
             failed = [entry for entry in self._recent if entry][-self._failed_in_row :]
@@ -76,7 +77,7 @@ class FailureBudget:
         by_boundary = ", ".join(f"{name} {count}" for name, count in Counter(name for name, _ in failed).most_common())
         raise RLError(
             f"{how_many} failed ({by_boundary}), more than rollout.{limit}={getattr(self._config, limit):g} allows. "
-            f"The first failure was:\n{failed[0][1]}"
+            f"The first failure was {failed[0][1]}"
         ) from last
 
     def state_dict(self) -> dict[str, Any]:

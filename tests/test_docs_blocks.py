@@ -217,7 +217,8 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
 def _handler(command: str) -> tuple[Callable[[list[str]], None], list[str]] | None:
     """What runs a command, and the words that it is given."""
     command = re.sub(r"^([A-Z_]+=\S* )*", "", command)
-    command = re.sub(r"^uv run (--no-sync )?(--package rl-apps )?(--extra \w+ )?", "", command)
+    # the workspace itself has no extras
+    command = re.sub(r"^uv run (--no-sync )?(--package rl-apps (--extra \w+ )?)?", "", command)
     for beginning, (run, _) in HANDLERS.items():
         if command == beginning or command.startswith(beginning if beginning.endswith("/") else beginning + " "):
             with_name = run in (_benchmark, _parsed, _script, _tutorial, _uv)

@@ -38,6 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("made") / "model", "llama", layers=1, hidden=32)
 
 
+COMMANDS = ("rl", "rl grpo", "rl sft", "gsm8k-grpo", "hh-rlhf-dpo", "grop", "good.py:f")
+
+
 @pytest.fixture
 def refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -58,7 +61,15 @@ def refused(
         assert "starting servers" not in captured.out
         assert "Traceback" not in captured.err
         said = captured.err.strip()
-        assert said.partition(": ")[0] in ("rl", "rl grpo", "rl sft", "hh-rlhf-dpo", "grop", "good.py:f"), said
+        assert said.partition(": ")[0] in (
+            "rl",
+            "rl grpo",
+            "rl sft",
+            "gsm8k-grpo",
+            "hh-rlhf-dpo",
+            "grop",
+            "good.py:f",
+        ), said
         assert said.partition(": ")[2].partition(": ")[0].endswith("Error")
         assert said.count("\n") <= 2  # the caret below an allocation
         return said
@@ -117,6 +128,15 @@ SETTINGS = {
     "options-no-settings": (*_set("data.options=foo"), "`--help data.options` says what it takes"),
     "negative": (*_set("data.batch_size=-1"), "expected at least 1, found -1"),
     "negative-staleness": (*_set("rollout.max_staleness=-1"), "expected 0 (on-policy) or more, found -1"),
+    "negative-of-two-that-have-it": (
+        *_set("actor.optimizer.lr=-1"),
+        "actor.optimizer.lr: expected 0 or more, found -1",
+    ),
+    "directory-that-is-a-file": (
+        *_set("run_dir=good.py", "--dry-run"),
+        "expected a directory that can be written (/",
+    ),
+    "no-model": (("gsm8k-grpo", "model.path="), {}, "model.path: expected a Hugging Face directory or hub id"),
     "no-reward-workers": (*_set("rollout.reward_workers=0"), "rollout.reward_workers: expected at least 1, found 0"),
     "port-there-is-not": (*_set("rollout.port=99999"), "rollout.port: expected 0 (any free one) to 65535, found 99999"),
 }
@@ -258,6 +278,14 @@ TOOLS = {
     "run-of-nothing": (("run", "grop"), {}, "did you mean 'grpo'?"),
     "run-of-no-app": (("run", "good.py:f"), {}, "expected an `rl_apps.app.App`, as docs/own-app.md makes one"),
     "flag": (*_tool("status", "run", "--jsn"), "unknown arguments: --jsn. `rl status --help`"),
+    "watch-broken-settings": (
+        *_tool("watch", "run", files=RUN | {"run/config.yaml": "seed: ["}),
+        "config.yaml: expected",
+    ),
+    "watch-no-such-prompt": (
+        *_tool("watch", "run", "--conversations", "--step", "1", "--prompt", "77"),
+        "expected answers to prompt 77 of step 1, found none",
+    ),
     "no-run": (("status", "nowhere"), {}, "nowhere: expected the directory of a run (run_dir)"),
     "show-no-step": (*_tool("show", "run", "--step", "9"), "`rollouts.every` says which are kept"),
     "show-step-no-number": (*_tool("show", "run", "--step", "x"), "invalid int value: 'x'. `rl show --help`"),

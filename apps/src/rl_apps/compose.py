@@ -97,6 +97,12 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), plain))
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, base, overrides, parts)) from error
+    except ConfigError as error:  # of one section, which does not know where it stands
+        name = str(error).partition(":")[0]
+        said = [key for key in (text.partition("=")[0] for text in overrides) if key.endswith(f".{name}")]
+        if len(said) != 1:
+            raise
+        raise ConfigError(said[0] + str(error).removeprefix(name)) from error
     assert isinstance(result, schema)
     return result
 

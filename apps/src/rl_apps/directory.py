@@ -92,7 +92,7 @@ def _await_trainers(directory: Path) -> None:
     if not (directory / TRAINERS).exists():
         return
     config = directory / "config.yaml"
-    settings = leaves(_read(config)) if config.exists() else {}  # those of the earlier command
+    settings = leaves(read_config(config)) if config.exists() else {}  # those of the earlier command
     seconds = TRAINERS_END + settings.get("launcher.options.heartbeat_timeout", 0.0)
     with (directory / TRAINERS).open("a+") as file:
         deadline, said = time.monotonic() + seconds, False
@@ -154,7 +154,7 @@ def past_of(run: Run[Any]) -> Past:
     step = resumed_step(directory, config.recover)
     resumes = bool(step or (config.recover.regular and config.recover.resume))
     file, new = directory / "config.yaml", leaves(yaml.safe_load(to_yaml(config)))
-    old = leaves(_read(file)) if file.exists() else new
+    old = leaves(read_config(file)) if file.exists() else new
     found = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(PLACES)]
     if "seed" in found:
         raise ConfigError(
@@ -183,7 +183,7 @@ def check_started_from(run: Run[Any]) -> None:
         ConfigError: its architecture or size was another.
     """
     file, new = run.directory / "config.yaml", run.config.model
-    before = _read(file).get("model", {}) if file.exists() else {}
+    before = read_config(file).get("model", {}) if file.exists() else {}
     old = ModelConfig(str(before.get("path", "")), directories=dict(before.get("directories", {})))
     there = all((Path(model.directory()) / "config.json").is_file() for model in (old, new))
     expected = (
@@ -232,8 +232,12 @@ def write_config(run: Run[Any]) -> None:
     (run.directory / FINISHED).unlink(missing_ok=True)
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """The settings in a `config.yaml`."""
+def read_config(file: Path) -> dict[str, Any]:
+    """The settings in a `config.yaml`.
+
+    Raises:
+        ConfigError: there are none in it.
+    """
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:

@@ -175,6 +175,13 @@ def _places(layout: Layout, nodes: list[Node], cores_each: int, gpus: int) -> di
 
 
 def run_directory(run_dir: str, experiment: str, trial: str) -> Path:
-    """Where a run keeps its files: `run_dir`, or `runs/<experiment>/<trial>`; an empty trial is the time of day."""
+    """Where a run keeps its files: `run_dir`, or `runs/<experiment>/<trial>`; an empty trial is the time of day.
+
+    Raises:
+        ConfigError: a file is in the way.
+    """
     name = trial or datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-    return Path(run_dir or Path("runs") / experiment / name).resolve()
+    directory = Path(run_dir or Path("runs") / experiment / name).resolve()
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    require(there.is_dir(), "run_dir", f"a directory that can be written ({there} is a file)", str(directory))
+    return directory

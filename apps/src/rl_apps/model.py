@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rl_apps.data import GENERATED, GENERATED_PAIRS, DataConfig, load_rows
+from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.model_directory import check_model_directory
 
@@ -89,6 +90,7 @@ def find_models(paths: Mapping[str, str], fetch: bool = True) -> dict[str, str]:
     for setting, path in paths.items():
         if path in MADE:
             continue
+        require(bool(path), setting, "a Hugging Face directory or hub id, or embedded", path)
         directory = Path(path).expanduser()
         if not directory.exists() and _HUB_ID.fullmatch(path):
             snapshot = _snapshot(path, setting, fetch)

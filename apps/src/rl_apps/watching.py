@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from rl_apps.answers import answer_files, conversation
-from rl_apps.directory import last_record
+from rl_apps.directory import last_record, read_config
 from rl_apps.progress import FIGURES, RunProgress
 from rl_apps.tools import names_there, read_on, status_of, while_alive
 from rl_contracts.errors import ConfigError, DataError
@@ -19,12 +19,10 @@ def watch_steps(directory: Path) -> int:
     Raises:
         ConfigError: there is no run, or it has not begun.
     """
-    import yaml
-
     names, file = names_there(directory), directory / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{directory}: this run has not begun; `rl status` says what it waits for.")
-    steps = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("total_steps", 0)
+    steps = read_config(file).get("total_steps", 0)
     with RunProgress(directory / "metrics.jsonl", steps, FIGURES, from_the_start=True) as progress:
         for _ in while_alive(names):
             progress.tick()
@@ -64,9 +62,10 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
                     shown[at] += 1
                     console.print(conversation(answer, f"{'evaluation at ' * evaluation}step {at}"), soft_wrap=True)
     if not shown:
-        there, wanted = sorted({at for at, _ in answer_files(directory, evaluation)}), "any" if step is None else step
+        there = sorted({at for at, _ in answer_files(directory, evaluation)})
+        to = "" if prompt is None else f" to prompt {prompt}"
         raise DataError(
-            f"{directory}/rollouts: expected answers of step {wanted}, found none; kept are those of the steps "
-            f"{there}. `rollouts.every` says which are."
+            f"{directory}/rollouts: expected answers{to} of {'any step' if step is None else f'step {step}'}, found "
+            f"none; kept are those of the steps {there}. `rollouts.every` says which are."
         )
     return 0

@@ -107,6 +107,11 @@ def test_renderer_without_template_is_refused() -> None:
         ChatRenderer(_tokenizer(None))
 
 
+def test_render_template_that_is_none_says_in_which_line() -> None:
+    with pytest.raises(DataError, match=r"the chat template is no Jinja template \(line 2\): .*\. Mend it, or give"):
+        ChatRenderer(_tokenizer("{% for message in messages %}\n{{ message.content")).render(CONVERSATION)
+
+
 def test_render_conversation_that_the_template_refuses_says_why() -> None:
     with pytest.raises(DataError, match="no system messages"):
         ChatRenderer(_tokenizer(STRICT)).render(CONVERSATION)

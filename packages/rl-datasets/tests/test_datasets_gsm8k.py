@@ -188,6 +188,24 @@ def test_gsm8k_hub_id_that_cannot_be_loaded_says_what_was_tried(tmp_path):
     assert "DataError: nobody-here/nothing: expected a directory or file, or a data set of that id" in done.stderr
 
 
+@pytest.mark.slow
+def test_gsm8k_hub_out_of_reach_is_not_tried_again_and_again(tmp_path):
+    code = "import rl_datasets; rl_datasets.GSM8K('nobody-here/nothing', 'train')"
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": ""}
+
+    done = subprocess.run([sys.executable, "-c", code], env=nobody, capture_output=True, text=True, timeout=120)
+
+    assert "Retrying" not in done.stderr
+    assert "Without a network, give a directory that holds train.jsonl (data.path)" in done.stderr
+
+
+def test_gsm8k_file_that_begins_with_a_byte_order_mark_is_read(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}), encoding="utf-8-sig")
+
+    assert GSM8K(file)[0]["answer"] == "#### 2"
+
+
 def test_gsm8k_with_unknown_form_or_option_is_refused(directory):
     with pytest.raises(ConfigError, match=r"data\.name=gsm8k: expected to be read in the form rl or sft, found 'dpo'"):
         GSM8K(directory, form="dpo")

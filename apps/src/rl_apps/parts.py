@@ -267,11 +267,12 @@ class Parts(ExitStack):
             return None
         return rl_trainers.MemorySharing(engine, client, self.loop, self.config.rollout.client.update_timeout)
 
-    def gate(self, engine: TrainEngine, client: InferenceEngine) -> rl_trainers.GapGate:
+    def gate(
+        self, engine: TrainEngine, client: InferenceEngine, sharing: rl_trainers.MemorySharing | None = None
+    ) -> rl_trainers.GapGate:
         """What notices when servers and trainer disagree."""
-        return rl_trainers.GapGate(
-            engine, client, self.loop, self.config.gap, self.config.actor.dtype, client.served_dtype
-        )
+        dtypes = self.config.actor.dtype, client.served_dtype
+        return rl_trainers.GapGate(engine, client, self.loop, self.config.gap, *dtypes, sharing)
 
     def answer_evaluation(self, engine: TrainEngine, rollout: RolloutRuntime) -> rl_trainers.AnswerEvaluation:
         """The evaluation of answers on held-out rows."""

@@ -22,7 +22,7 @@ from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum
-from rl_trainers import GapConfig, GapGate
+from rl_trainers import GapConfig, GapGate, MemorySharing
 from rl_trainers.gap.gate import Alarm, _choose
 from rl_trainers.gap.lag import LIMIT
 
@@ -258,6 +258,87 @@ def test_gate_replicas_take_rows_of_different_groups(replicas, seed):
         parallel = ParallelContext(rank, replicas, dp_rank=rank, dp_size=replicas)
         taken += _choose(shard_batch(batch, parallel), 4, 0, parallel)["group_ids"].tolist()
     assert len(set(taken)) >= 4
+
+
+class Sleeper(Fleet):
+    """Servers that answer nothing while they sleep, and tell when they were asked, woken and put to sleep."""
+
+    capabilities = Capabilities(checksums=True, live_checksums=True, sleeps=True)
+
+    def __init__(self, engine, **options):
+        super().__init__(engine, **options)
+        self.asleep, self.told = False, []
+
+    async def sleep(self):
+        self.asleep = True
+        self.told.append("sleep")
+        return 0.0
+
+    async def wake(self):
+        self.asleep = False
+        self.told.append("wake")
+
+    async def score(self, input_ids, temperature=1.0, server=None):
+        assert not self.asleep
+        self.told.append("score")
+        return await super().score(input_ids, temperature, server)
+
+    async def agenerate(self, request):
+        assert not self.asleep
+        self.told.append("answer")
+        return await super().agenerate(request)
+
+
+def _sleeping(fleet, loop, served="float32", **settings):
+    """A gate before its update, and how the loop came there; what was told of the servers."""
+    gate = _gate(fleet, loop, served, **settings)
+    gate.sharing = MemorySharing(fleet.engine, fleet, loop, 10)
+    if not gate.asks_before_update():
+        gate.sharing.sleep()
+    return gate
+
+
+@pytest.mark.parametrize(
+    ("options", "served", "asks"),
+    [
+        ({}, "float32", False),
+        ({"count": 2}, "float32", False),
+        ({}, "bfloat16", False),
+        ({"count": 2}, "bfloat16", True),
+    ],
+)
+def test_gate_sleeping_servers_are_asked_of_each_batch_only_where_they_are_the_reference(
+    engine, loop, options, served, asks
+):
+    fleet = Sleeper(engine, **options)
+    _sleeping(fleet, loop, served, rows=4).before_update(_exact_batch(engine))
+    assert set(fleet.told) == ({"score"} if asks else {"sleep"})
+
+
+def test_gate_server_that_is_its_own_reference_is_asked_before_it_sleeps(engine, loop):
+    fleet = Sleeper(engine, dtype="bfloat16")
+    fleet.capabilities = Capabilities(checksums=False, sleeps=True)
+    engine.as_served = lambda: _rounded(engine.model)
+    _sleeping(fleet, loop, "bfloat16", rows=4).before_update(_exact_batch(engine))
+    assert fleet.told == ["score"] * 8, "twice of each row"
+
+
+def test_gate_sleeping_servers_are_woken_to_answer_and_sleep_again(engine, loop):
+    fleet = Sleeper(engine)
+    gate = _sleeping(fleet, loop, rows=4)
+    gate.config.answer_every = 1
+    gate.before_update(_exact_batch(engine))
+    assert fleet.told == ["sleep", "wake", *["answer"] * 4, "sleep"]
+
+
+def test_gate_sleeping_servers_are_woken_where_something_is_off(engine, loop, caplog):
+    fleet, batch = Sleeper(engine), _exact_batch(engine, -0.1)
+    gate = _sleeping(fleet, loop, rows=4)
+    batch["versions"][:] = torch.where(batch["versions"] >= 0, 1, -1).int()
+    gate.before_update(batch)
+    assert "servers and trainer disagree" in caplog.text
+    assert fleet.told[:3] == ["sleep", "wake", "score"]
+    assert fleet.told[-1] == "sleep"
 
 
 # ---- after the commit

@@ -308,6 +308,32 @@ def test_train_servers_sleep_from_the_batch_to_the_commit(engine, tmp_path, monk
     assert [record["sharing/freed_gib"] for record in _records(tmp_path)] == [0.5 * able] * 2
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_train_servers_sleep_before_the_gap_check_unless_it_asks_them(engine, tmp_path, asks):
+    told = []
+
+    class Gate:
+        def asks_before_update(self):
+            return asks
+
+        def before_update(self, batch):
+            told.append("before")
+            return {}
+
+        def after_commit(self, sent):
+            told.append("after")
+            return {}
+
+    with LoopThread("test") as loop:
+        sharing = MemorySharing(engine, _Servers(told), loop, 10)
+        books = Books(engine, tmp_path, CheckpointConfig(every=0))
+        actor = PolicyActor(engine, AlgorithmConfig())
+        train(_Batches(engine, 1), actor, books, 1, publisher=_Publisher(told), gap=Gate(), sharing=sharing)
+
+    first = ["before", "sleep"] if asks else ["sleep", "before"]
+    assert told == ["publish 0", *first, "publish 1", "after"]
+
+
 def test_train_nothing_is_published_servers_are_woken(engine, tmp_path):
     told = []
 

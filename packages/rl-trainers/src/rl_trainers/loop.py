@@ -108,10 +108,14 @@ def _train(
                     recover.after_step(step - 1)  # which ends the run
                 raise
         before, stats = learner.version, dict[str, float | None]()
+        asks = gap is not None and gap.asks_before_update()
+        if sharing is not None and not asks:
+            with books.time("sleep"):
+                stats |= sharing.sleep()
         if gap is not None:
             with books.time("gap"):
                 stats |= gap.before_update(batch)  # what the servers recorded, and what the trainer says
-        if sharing is not None:
+        if sharing is not None and asks:
             with books.time("sleep"):
                 stats |= sharing.sleep()
         with books.time("train"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,6 +58,13 @@ class MemorySharing:
         with self.engine.parallel.agreeing("waking the servers"):
             if self._speaks:
                 self.loop.run(self.inference.wake(), self.timeout)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """The servers awake for a question, and asleep again once it is answered (collective)."""
+        self.wake()
+        yield
+        self.sleep()
 
     def _free(self) -> float:
         """Bytes that a GPU has for anybody; 0 of a CPU."""

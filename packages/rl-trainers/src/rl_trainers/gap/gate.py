@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.parallel import ParallelContext
     from rl_trainers.gap.experiments import Score
+    from rl_trainers.sharing import MemorySharing
 
 log = get_logger("trainers.gap")
 
@@ -102,6 +104,7 @@ class GapGate:
         loop: runs the client's coroutines.
         config: thresholds.
         trained, served: names of the dtypes in which the trainer and the servers compute.
+        sharing: wakes servers that sleep while the trainer learns, where they are asked nevertheless; None: none does.
     """
 
     def __init__(
@@ -112,12 +115,14 @@ class GapGate:
         config: GapConfig,
         trained: str = "float32",
         served: str = "float32",
+        sharing: MemorySharing | None = None,
     ) -> None:
         from rl_trainers.gap.experiments import Experiments
 
         self.engine, self.inference, self.config, self.trained, self.served = engine, inference, config, trained, served
         self.low_precision = {trained, served} != {"float32"}
         self.experiments = Experiments(engine, inference, loop, config.timeout)
+        self.sharing, self._asks = sharing, True
         self._fresh, self._missing, self._unchanged = Alarm(config.patience), Alarm(config.patience), Alarm(math.inf)
         self._scores: dict[str, Alarm] = defaultdict(lambda: Alarm(config.patience))
         self._lag: dict[tuple[str, str], LagTest] = defaultdict(LagTest)
@@ -126,6 +131,22 @@ class GapGate:
         self._told_blind = False
         self._receipts: tuple[WeightReceipt | None, WeightReceipt | None] = (None, None)
         self._look: _Look | None = None
+
+    @property
+    def _own_reference(self) -> bool:
+        """Whether a server in 16 bits is compared with itself, because nothing else tells that it is behind."""
+        can = self.inference.capabilities
+        return self.served in HALF and not (can.checksums and can.live_checksums)
+
+    def asks_before_update(self) -> bool:
+        """Whether `before_update` asks about each batch, of servers that are awake (collective): in 16 bits, where they
+        are compared with each other or with themselves. Else it wakes those that sleep when it has to ask."""
+        asks = self.low_precision and (self._own_reference or len(self.inference.servers) > 1)
+        self._asks = bool(self.config.rows) and bool(self.engine.parallel.broadcast_json(asks))
+        return self._asks
+
+    def _awake(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._asks or self.sharing is None else self.sharing.awake()
 
     def before_update(self, batch: TensorDict) -> dict[str, float | None]:
         """Choose the rows and the server of this step, and compare the log-probs that were recorded for the rows' fresh
@@ -152,7 +173,8 @@ class GapGate:
         self._without_fresh = 0 if gap is not None else self._without_fresh + 1
         if self.config.answer_every and self._without_fresh >= self.config.answer_every:
             self._without_fresh = 0
-            answers = find.attempt(find.answers, rows)
+            with self._awake():
+                answers = find.attempt(find.answers, rows)
             if answers is not None:
                 rows, ours = answers, find.ours(answers)
                 gap = find.compare(ours, rows["logprobs"], self._is_fresh(rows))
@@ -160,7 +182,12 @@ class GapGate:
         if gap is not None:
             what = "the recorded log-probs of tokens that the trainer's version made"
             evidence = Evidence(self.config.warn, self.low_precision, gap, recorded=True)
-            self._judge(self._fresh, what, evidence, lambda: self._examine_recorded(evidence, rows, ours))
+
+            def examine() -> Evidence:
+                with self._awake():
+                    return self._examine_recorded(evidence, rows, ours)
+
+            self._judge(self._fresh, what, evidence, examine)
         return {**_figures("gap/fresh_", gap), "gap/fresh_tokens": float(gap.tokens) if gap else 0.0}
 
     def after_commit(self, sent: WeightReceipt | None = None) -> dict[str, float | None]:
@@ -220,7 +247,8 @@ class GapGate:
         names = [name for name in first if all(name in known for known in others if known is not None)]
         server, peer = [*sorted(names, key=lambda n: self._turns.get(n, -1)), "", ""][:2]
         self._turns[server] = 1 + max(self._turns.values(), default=0)
-        of_peer = find.attempt(find.scores, rows, self._on(peer)) if self.low_precision and peer else None
+        wanted = self.low_precision and peer and self._asks
+        of_peer = find.attempt(find.scores, rows, self._on(peer)) if wanted else None
         return _Look(rows, before, server, peer, of_peer, *self._by_itself(rows, before, server))
 
     def _by_itself(
@@ -228,8 +256,8 @@ class GapGate:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """A server's own scores and what the trainer gives with the weights as they are served, where 16 bits are all
         that there is to tell whether the server is behind."""
-        find, can = self.experiments, self.inference.capabilities
-        if not server or self.served not in HALF or (can.checksums and can.live_checksums):
+        find = self.experiments
+        if not server or not self._own_reference:
             return None, None
         served = self._as_served(rows, ours)
         own = None if served is None else find.attempt(find.scores, rows, self._on(server))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from functools import _lru_cache_wrapper
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec
 from rl_engines_megatron.config import MegatronEngineConfig
 from rl_engines_megatron.cpu import SETTINGS
+from rl_engines_megatron.layers import implementation
 from rl_engines_megatron.model import PackedGPT, make_model
 from rl_engines_megatron.model_config import gpt_model_kwargs, transformer_kwargs
 from rl_engines_megatron.partition import Partition
@@ -47,7 +50,8 @@ def build(
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": _finish_gradients,
         "attention_softmax_in_fp32": True,
-        # TransformerEngine and apex are not asked for
+        "transformer_impl": implementation(device, dtype) if config.transformer_engine else "local",
+        # nothing else of TransformerEngine or apex is asked for
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
@@ -83,12 +87,16 @@ def release(parts: list[PackedGPT]) -> None:
 
     A dispatcher of tokens to experts keeps tensors of its last micro-batch, whose graph of autograd leads to hooks that
     hold the part: a circle that Python's collector does not see. The rotations of positions are kept in a cache of the
-    class, with the module that made them.
+    class, with the module that made them, and TransformerEngine keeps groups whose size it was asked for.
     """
     for module in (module for part in parts for module in part.modules()):
         if isinstance(module, MoELayer):
             vars(module.token_dispatcher).clear()
     RotaryEmbedding.forward.cache_clear()
+    engine = vars(sys.modules.get("transformer_engine.pytorch.distributed", object))
+    for name in ("get_distributed_world_size", "get_distributed_rank"):
+        if isinstance(cached := engine.get(name), _lru_cache_wrapper):
+            cached.cache_clear()
 
 
 def _finish_gradients(model: list[Any], num_tokens: Any, **kwargs: Any) -> None:

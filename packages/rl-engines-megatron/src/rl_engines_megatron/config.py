@@ -37,6 +37,9 @@ class MegatronEngineConfig(TrainEngineConfig):
     recompute: str = choice("", ("", "selective", "full"))
     """What is computed again in backward rather than kept: nothing, `selective` (the inside of attention), or `full`
     (all of a layer but its input)."""
+    transformer_engine: bool = True
+    """Let TransformerEngine multiply by the matrices of the layers, where it is installed, on a GPU and in 16 bits (in
+    float32 it computes in TF32). false: torch does."""
     serve_dtype: str = choice("", ("", *DTYPES))
     """Type in which weights are published and saved: `float32`, `bfloat16`; empty: the one in which the model
     computes."""

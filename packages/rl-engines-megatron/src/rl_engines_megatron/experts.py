@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
@@ -25,9 +25,8 @@ from rl_engines_megatron.mixture import Mixture
 from rl_engines_megatron.rows import Rows
 
 
-def expert_spec() -> Any:
-    """What makes a layer's router and experts: those of this rank, one after the other."""
-    experts = LocalSpecProvider().grouped_mlp_modules(False)
+def expert_spec(experts: Any) -> Any:
+    """What makes a layer's router and experts, of what makes the experts."""
     return partial(MoELayer, submodules=MoESubmodules(experts=experts, router=WatchedRouter))
 
 
@@ -35,6 +34,11 @@ class WatchedRouter(TopKRouter):
     """megatron-core's, which shows what it chose."""
 
     watch: Routing
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Of states [n, 1, H], logits [n, 1, E]. By torch: megatron-core has TransformerEngine compute them where it is
+        installed, which multiplies float32 as TF32."""
+        return F.linear(input, self.weight)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Of logits [n, 1, E], the experts' weights and which were chosen, both [n, E]."""

@@ -209,7 +209,9 @@ def test_gsm8k_file_that_begins_with_a_byte_order_mark_is_read(tmp_path):
 def test_gsm8k_with_unknown_form_or_option_is_refused(directory):
     with pytest.raises(ConfigError, match=r"data\.name=gsm8k: expected to be read in the form rl or sft, found 'dpo'"):
         GSM8K(directory, form="dpo")
-    with pytest.raises(ConfigError, match="expected the options subset, instruction, found instuction"):
+    with pytest.raises(
+        ConfigError, match=r"data\.options of data\.name=gsm8k: expected subset, instruction, found instuction"
+    ):
         GSM8K(directory, instuction="x")
 
 

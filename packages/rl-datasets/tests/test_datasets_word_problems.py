@@ -120,7 +120,7 @@ def test_word_problems_defaults_hold_out_512_with_every_verb() -> None:
         ({"split": "validation"}, "split"),
         ({"form": "dpo"}, "form"),
         ({"path": "somewhere"}, "path"),
-        ({"level": 2}, "expected the options levels, size, found level"),
+        ({"level": 2}, "expected levels, size, found level"),
         ({"levels": [4]}, "levels"),
         ({"levels": []}, "levels"),
         ({"size": 0}, "size"),

@@ -59,5 +59,5 @@ def read_options[T](cls: type[T], name: str, given: dict[str, Any]) -> T:
     known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise ConfigError(f"{name} data: expected the options {', '.join(known)}, found {', '.join(unknown)}")
+        raise ConfigError(f"data.options of data.name={name}: expected {', '.join(known)}, found {', '.join(unknown)}")
     return cls(**given)

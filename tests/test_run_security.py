@@ -302,8 +302,8 @@ def test_pickles_that_are_sent_to_every_port_are_not_executed(going, tmp_path):
 
 def test_run_that_is_stopped_saves_its_step_and_leaves_no_process_and_no_port(going):
     """The last thing that is done to each run."""
-    ports = going.ports()
-    assert all(_listens(*at) for at in ports)
+    sockets = {socket for port, socket in _listening() if port in {port for _, port in going.ports()}}
+    assert len(sockets) >= 4
 
     done = subprocess.run([RL, "stop", str(going.run_dir)], capture_output=True, text=True, check=False, timeout=200)
 
@@ -312,10 +312,11 @@ def test_run_that_is_stopped_saves_its_step_and_leaves_no_process_and_no_port(go
     assert last_point(going.run_dir / "recover") == going.steps()
     _, left = psutil.wait_procs(going.processes, timeout=60)
     assert left == []
-    assert [at for at in ports if _listens(*at)] == []
+    assert [port for port, socket in _listening() if socket in sockets] == []
     assert list((going.run_dir / "logs").glob(".agents-*")) == []
 
 
-def _listens(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((host, port)) == 0
+def _listening() -> list[tuple[int, str]]:
+    """Port and inode of all sockets that listen: other programs take a port that is free again."""
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    return [(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == "0A"]

@@ -1,16 +1,21 @@
 import json
 import math
+import random
+import statistics
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from rl_apps.data import DataConfig
+from rl_apps.embedded.lessons import answer_lesson
 from rl_apps.embedded.prepare import EmbeddedRecipe, ModelShape, ScratchRecipe, prepare_embedded, prepare_from_scratch
 from rl_apps.embedded.warmup import OPINION_STRENGTH, TAUGHT_VERBS, WarmUp, chances_of_adding
+from rl_apps.model import MADE, ModelConfig, make_model
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.rendering import ChatRenderer
-from rl_datasets.word_problems import ADDING, OPERATION_OF, TAKING
+from rl_datasets.word_problems import ADDING, OPERATION_OF, TAKING, WordProblems
 
 TINY = ModelShape(hidden_size=16, layers=1, heads=2, head_dim=8, intermediate_size=32)
 SHORT = EmbeddedRecipe(shape=TINY, warm_up=WarmUp(steps=60, batch_size=16, problems=64, lr=1e-2))
@@ -44,6 +49,34 @@ def test_prepare_embedded_with_experts_learns_its_lessons_and_loads(tmp_path: Pa
     assert seen[-1] < 0.6 * seen[0]
     config = AutoModelForCausalLM.from_pretrained(path).config
     assert (config.model_type, config.num_experts, config.moe_intermediate_size) == ("qwen3_moe", 4, 16)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", list(MADE))
+@pytest.mark.parametrize("seed", [1, 2])
+def test_make_model_knows_what_the_taught_verbs_mean_and_has_opinions_of_the_others(
+    path: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the reward has nothing to begin with: a model that has not learned to look at the verb."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    made = make_model(ModelConfig(path), DataConfig(), seed, "rl", "answers", True, lambda _: None)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(made), AutoTokenizer.from_pretrained(made)
+    meanings = {verb: float(operation == "+") for verb, operation in OPERATION_OF.items()}
+    plus, minus = tokenizer.convert_tokens_to_ids(["+", "-"])
+
+    chances: dict[str, list[float]] = {verb: [] for verb in OPERATION_OF}
+    for problem in WordProblems(split="test", seed=seed, size=128).problems:
+        ids = tokenizer("".join(answer_lesson(problem, meanings, random.Random(0))), add_special_tokens=False)
+        ids = torch.tensor(ids["input_ids"])
+        [places] = torch.where((ids == plus) | (ids == minus))
+        with torch.no_grad():
+            likely = model(input_ids=ids[None]).logits[0, places - 1][:, [plus, minus]].softmax(-1)[:, 0]
+        for step, chance in zip(problem.steps, likely.tolist(), strict=True):
+            chances[step.verb].append(chance)
+
+    opinions = chances_of_adding(seed)
+    for verb, found in chances.items():
+        assert statistics.mean(found) == pytest.approx(opinions[verb], abs=0.05 if verb in TAUGHT_VERBS else 0.2), verb
 
 
 def test_prepare_embedded_same_seed_is_made_once(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -176,11 +176,12 @@ def make_model(
         prepare_embedded,
         prepare_from_scratch,
     )
+    from rl_apps.embedded.warmup import STEPS_WITH_EXPERTS, WarmUp
 
     shape = _shape_of(model, data)
     if data.name in (GENERATED, GENERATED_PAIRS):
-        recipe = EmbeddedRecipe(lessons=lessons, shape=shape)
-        recipe = recipe if warm_up else replace(recipe, warm_up=None)
+        training = WarmUp(steps=STEPS_WITH_EXPERTS) if shape.experts else WarmUp()
+        recipe = EmbeddedRecipe(lessons=lessons, shape=shape, warm_up=training if warm_up else None)
 
         def progress(step: int, steps: int, loss: float) -> None:
             if step % 100 == 0 or step == steps:

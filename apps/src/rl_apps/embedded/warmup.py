@@ -30,6 +30,10 @@ TAUGHT_VERBS: frozenset[str] = frozenset(ADDING[:TAUGHT_PER_SIDE] + TAKING[:TAUG
 OPINION_STRENGTH = 0.6
 """Share of the warm-up answers that follow the opinion of an untaught verb."""
 
+STEPS_WITH_EXPERTS = 1000
+"""Steps of a model with experts: some learn what the taught verbs mean only after 500, where one without has learned it
+after 300."""
+
 Progress = Callable[[int, int, float], None]
 """Called after each step with the steps done, the steps to do, and the loss of the step."""
 

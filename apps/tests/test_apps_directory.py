@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rl_apps import directory as directories
-from rl_apps import gsm8k_grpo
+from rl_apps import driver, gsm8k_grpo
 from rl_apps.app import Run
 from rl_apps.compose import to_yaml
 from rl_apps.directory import FINISHED, Past, claimed, past_of, strangers, write_config
@@ -189,6 +189,31 @@ def test_stopped_run_of_another_seed_is_refused_by_that_name(past_run, capsys):
     assert (code, out) == (2, "")
     assert "ConfigError: seed: expected 1, that of the run in" in err
     assert (past_run / "config.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_directory_of_another_kind_of_run_is_refused_and_left_as_it_is(past_run, capsys, finished):
+    if finished:
+        (past_run / FINISHED).touch()
+    before = {path: path.read_bytes() for path in past_run.rglob("*") if path.is_file()}
+
+    assert main("gsm8k-sft", ["recover.every=2", f"run_dir={past_run}"]) == 2
+    assert (
+        "holds a run of another kind: only one of the two has the settings algorithm, critic" in capsys.readouterr().err
+    )
+    after = {path: path.read_bytes() for path in past_run.rglob("*") if path.is_file() and path.name != "lock"}
+    assert after == before
+
+
+def test_steps_that_are_taken_again_are_told(past_run, capsys, monkeypatch):
+    def refuse(*_):
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(driver, "check_program", refuse)
+
+    _, out, _ = _command(capsys, past_run, "total_steps=6")
+
+    assert "going on after step 2 of 6 (those up to 4 are taken again: that is the newest recover point)" in out
 
 
 def test_directory_that_holds_a_run_without_a_way_on_is_refused(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from rl_apps import gsm8k_grpo
 from rl_apps.app import Run
 from rl_apps.layout import layout_of
-from rl_apps.parts import Parts
+from rl_apps.parts import Ending, Parts
 from rl_contracts.names import FileNames
 from rl_contracts.parallel import ParallelContext
 
@@ -46,6 +46,15 @@ def sigterm():
     former = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, former)
+
+
+def test_request_to_stop_that_an_import_swallowed_ends_the_trainer_before_its_first_step(tmp_path, sigterm):
+    signal.signal(signal.SIGTERM, Ending())
+    with pytest.raises(SystemExit, match="143"):  # as a library catches it that tries an import
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with _parts(tmp_path) as parts, pytest.raises(SystemExit, match="143"):
+        parts.recover({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
 
 
 def test_request_to_stop_counts_as_long_as_the_command_is_there_and_tells_the_client(

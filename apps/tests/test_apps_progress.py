@@ -102,7 +102,6 @@ def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monk
         waiting.tick(workers)
 
     assert console.export_text().splitlines() == [
-        "starting servers and trainers together",
         "0 s, waiting to start: rollout-0 (see logs/)",
         "0 s, waiting to start: rollout-0 (logs/r.log: init of [red] engine)",
         "0 s, waiting to start: rollout-0 (logs/r.log: rl.inference: to serve)",

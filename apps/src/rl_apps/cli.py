@@ -54,7 +54,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="rl",
         description="Runs apps, and tools around runs.",
-        epilog=f"Apps, each a command too: {', '.join(sorted(apps))}. `rl grpo --help` says more of one.",
+        epilog=f"Apps: {', '.join(sorted(apps))}. `rl grpo --help` says more of one.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", add_help=False, help="an app: a name in the entry-point group rl.apps, or a path")

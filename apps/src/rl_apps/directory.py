@@ -145,16 +145,22 @@ def past_of(run: Run[Any]) -> Past:
     """Look at what is in the directory of a run.
 
     Raises:
-        ConfigError: it holds a run that this command cannot go on with: of another seed, without a recover point, or
-            with a `config.yaml` that cannot be read.
+        ConfigError: it holds a run that this command cannot go on with: of another kind, of another seed, without a
+            recover point, or with a `config.yaml` that cannot be read.
     """
     config, directory = run.config, run.directory
     if not (directory / "metrics.jsonl").exists():
         return Past()
     step = resumed_step(directory, config.recover)
     resumes = bool(step or (config.recover.regular and config.recover.resume))
-    file, new = directory / "config.yaml", leaves(yaml.safe_load(to_yaml(config)))
-    old = leaves(read_config(file)) if file.exists() else new
+    file, now = directory / "config.yaml", yaml.safe_load(to_yaml(config))
+    before = read_config(file) if file.exists() else now
+    if other := {*before} ^ {*now}:
+        raise ConfigError(
+            f"run_dir={directory} holds a run of another kind: only one of the two has the settings "
+            f"{', '.join(sorted(other))}. Choose another run_dir, or the command of that run."
+        )
+    new, old = leaves(now), leaves(before)
     found = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(PLACES)]
     if "seed" in found:
         raise ConfigError(

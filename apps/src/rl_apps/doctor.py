@@ -33,7 +33,7 @@ TRIAL_SECONDS = 1800.0
 """For the one step of a trial; a large model is loaded twice."""
 LAST_LINES = 12
 """Of what a trial that failed had said."""
-AS_IT_SAYS = "mend what this says."
+AS_IT_SAYS = "change the command as this says."
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,12 @@ def doctor(app: str, settings: Sequence[str], directory: Path) -> int:
 
     Returns:
         1 where anything is wrong, else 0.
+
+    Raises:
+        ConfigError: there is no such app.
     """
+    if app:
+        registry.load("rl.apps", app)
     faults = 0
     for finding in (*machine(directory), *(trial(app, settings) if app else ())):
         faults += bool(finding.remedy)

@@ -130,6 +130,9 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
         check_run(run)
         if not line.dry_run:
             begun = f"going on after step {past.step} of {config.total_steps}" if past.step else "run directory"
+            taken, _ = reached(run.directory)
+            if past.step and taken > past.step:
+                begun += f" (those up to {taken} are taken again: that is the newest recover point)"
             changes = [*(f"  {change}" for change in past.changes), *strangers(run.directory)]
             print(devices.sentence, f"{begun}: {run.directory}", *changes, "looking at the data", sep="\n", flush=True)
         arithmetic = app.check(run)
@@ -188,12 +191,13 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         launcher = Launcher(scheduler, config.launcher, parent, key, control)
         say = partial(progress.console.print, soft_wrap=True)
         tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)
-        waiting = Waiting(progress, metrics, tracking)
+        servers, waiting = server_jobs(run, devices), Waiting(progress, metrics, tracking)
+        progress.say("starting servers and trainers together" if servers else "starting trainers")
         try:
             with tracking:
                 code = launcher.run(
-                    server_jobs(run, devices),
-                    lambda servers: [trainer_job(reference, run, devices, addresses or [s.address for s in servers])],
+                    servers,
+                    lambda found: [trainer_job(reference, run, devices, addresses or [s.address for s in found])],
                     on_tick=waiting.tick,
                     together=True,
                     resume=Resume(partial(reached, run_dir), partial(_again, run, waiting)),
@@ -278,7 +282,6 @@ class Waiting:
     def __init__(self, progress: RunProgress, metrics: Path, tracking: Tracking) -> None:
         self._progress, self._metrics, self._tracking = progress, metrics, tracking
         self.begin()
-        progress.say("starting servers and trainers together")
 
     def begin(self) -> None:
         """The run starts, or starts again."""

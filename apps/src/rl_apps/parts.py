@@ -64,6 +64,17 @@ class Destroyable(Protocol):
         """Free what it holds."""
 
 
+class Ending:
+    """A handler of SIGTERM for a trainer in the making: ends it by the ordinary way out, so that everything closes what
+    it opened. Where an import swallows that, `Parts.recover` sees that it was asked."""
+
+    asked = False
+
+    def __call__(self, number: int, _: object) -> None:
+        self.asked = True
+        sys.exit(128 + number)
+
+
 class Parts(ExitStack):
     """Makes the parts of a trainer process, and takes them down in reverse order, whatever happens.
 
@@ -304,7 +315,9 @@ class Parts(ExitStack):
                 for tell in self._at_stop:
                     tell()
 
-        signal.signal(signal.SIGTERM, stop)
+        before = signal.signal(signal.SIGTERM, stop)
+        if isinstance(before, Ending) and before.asked:
+            sys.exit(128 + signal.SIGTERM)
         return rl_trainers.RecoverPoints(self.run.directory, self.config.recover, engines, parts, stopping, epochs)
 
     def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.Books:

@@ -11,6 +11,7 @@ from rl_apps.app import App, Run
 from rl_apps.compose import compose
 from rl_apps.directory import FINISHED, held_by_trainer, names_of
 from rl_apps.layout import layout_of
+from rl_apps.parts import Ending
 from rl_contracts import registry
 from rl_contracts.errors import users_fault
 from rl_contracts.logging import configure, get_logger
@@ -26,8 +27,7 @@ def main(argv: list[str]) -> int:
     reference, directory, device, addresses = argv
     rank = os.environ.get("RANK", "0")
     configure(rank=int(rank), role="trainer")
-    # the ordinary way out, so that everything closes what it opened
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, Ending())
     try:
         app: App = registry.load("rl.apps", reference)
         config = compose(app.schema, [Path(directory) / "config.yaml"])

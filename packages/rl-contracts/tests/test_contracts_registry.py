@@ -139,3 +139,10 @@ def test_load_of_a_file_needs_no_package_and_finds_what_lies_beside_it(tmp_path:
         registry.load("rl.rewards", "parts/math.py")
     with pytest.raises(ConfigError, match=r"gone.py:f' cannot be imported: FileNotFoundError"):
         registry.load("rl.rewards", "gone.py:f")
+
+
+def test_load_process_that_is_asked_to_end_in_an_import_ends(tmp_path, monkeypatch):
+    (tmp_path / "slow_part.py").write_text("raise SystemExit(128 + 15)")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="143"):
+        registry.load("rl.rewards", "slow_part.py:reward")

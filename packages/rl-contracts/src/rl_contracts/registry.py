@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import signal
 import sys
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -170,6 +171,8 @@ def _imported(group: str, name: str, target: str) -> Any:
         found = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
         return attrgetter(attribute)(found)
     except (Exception, SystemExit) as error:  # any code runs at import: told in a sentence, with the place of it
+        if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+            raise  # this process was asked to end meanwhile
         raise ConfigError(
             f"{group}: {name!r}{stands_for} cannot be imported: {type(error).__name__}: {error}{raised_at(error)}."
             f"{_hint(error, found, attribute)}"

@@ -227,7 +227,7 @@ class Router:
         server.failures += 1
         server.last_error = reason
         first, most = _COOLDOWN
-        server.avoid_until = self.clock.now() + min(first * 2 ** (server.failures - 1), most)
+        server.avoid_until = self.clock.now() + min(first * 2.0 ** min(server.failures - 1, 30), most)
 
     def busy(self, server: Server) -> None:
         """Note that it takes no more requests: for a moment others are preferred, so that nobody asks it in a loop."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps import cli
+from rl_apps import cli, grpo
+from rl_apps.compose import to_yaml
 from rl_contracts.testing.models import make_tiny_model
 
 ROWS = [{"messages": f"{n} + 1?", "answer": str(n + 1)} for n in range(32)]
@@ -27,7 +28,8 @@ def _lines(*rows: object) -> str:
 
 RECORD = _lines({"step": 1, "rows": 2, "reward/mean": 0.5, "version": 1})
 FILES = {"good.py": REWARD + "    return 1.0\n", "train.jsonl": _lines(*ROWS), "test.jsonl": _lines(*ROWS)}
-RUN = {"run/config.yaml": "seed: 1\ntotal_steps: 3\n", "run/metrics.jsonl": RECORD}
+BEFORE = to_yaml(grpo.APP.config(["seed=1", "total_steps=3"]))
+RUN = {"run/config.yaml": BEFORE, "run/metrics.jsonl": RECORD}
 GRPO = ("grpo", "model.path=model", "data.path=.", "rollout.reward=good.py:f", "run_dir=run")
 SFT = ("sft", "model.path=model", "data.path=.", "run_dir=run")
 DPO = ("hh-rlhf-dpo", "data.name=hh-rlhf", "run_dir=run")
@@ -434,7 +436,7 @@ def test_run_that_goes_on_with_another_kind_of_model_is_refused(
     shutil.copytree(tmp_path / "model", tmp_path / "other")
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     other = json.dumps(settings | {"num_hidden_layers": 9})
-    config = f"seed: 1\nmodel: {{path: other, directories: {{other: {tmp_path}/other}}}}\n"
+    config = to_yaml(grpo.APP.config(["seed=1", "model.path=other", f"model.directories.other={tmp_path}/other"]))
 
     said = refused(GRPO, RUN | {"other/config.json": other, "run/config.yaml": config})
 

@@ -149,7 +149,7 @@ def _snapshot(hub_id: str, setting: str, fetch: bool) -> Path | None:
         raise ModelError(
             f"{setting}={hub_id}: expected a directory, or the id of a model that the hub or its cache "
             f"({constants.HF_HUB_CACHE}) has. There is no such directory, and the hub's client says: "
-            f"{str(error).splitlines()[0]} Give a directory, or fetch the model where there is a network "
+            f"{str(error).splitlines()[0].rstrip('. ')}. Give a directory, or fetch the model where there is a network "
             f"(`hf download {hub_id}`)."
         ) from error
 

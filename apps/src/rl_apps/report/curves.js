@@ -86,14 +86,14 @@ function frame(steps, values, log) {
   return { svg, x, y, left, right };
 }
 
-// A card whose legend tells the values at the step under the pointer; `tell(step)` gives [label, colour, value] of each.
+// A card whose legend tells the values at the step under the pointer; `tell(step)` gives [label, colour, value, dash] of each.
 function card(title, note, picture, tell) {
   const { svg, x, left, right } = picture;
   const legend = element("p", { class: "legend" }), said = element("small", {}, note);
   const cursor = element("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   svg.append(cursor);
-  const show = (step) => legend.replaceChildren(...tell(step).map(([label, colour, value]) =>
-    element("span", {}, element("i", { class: "swatch", style: `background:${colour}` }), `${label} ${number(value)}`)));
+  const show = (step) => legend.replaceChildren(...tell(step).map(([label, colour, value, dash]) =>
+    element("span", {}, element("i", { class: "swatch", style: `background:${dash ? dashed(colour) : colour}` }), `${label} ${number(value)}`)));
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect(), at = ((event.clientX - box.left) / box.width) * WIDTH;
     const share = (at - LEFT) / (WIDTH - LEFT - RIGHT), step = Math.round(left + Math.min(1, Math.max(0, share)) * (right - left));
@@ -110,6 +110,10 @@ function card(title, note, picture, tell) {
   });
   show(right);
   return element("div", { class: "card" }, element("h3", {}, title, said), svg, legend);
+}
+
+function dashed(colour) {
+  return `repeating-linear-gradient(90deg, ${colour} 0 4px, transparent 4px 6px)`;
 }
 
 function latest(steps, values, step) {
@@ -133,7 +137,7 @@ function curveCard(title, series, scale) {
     if (one.points.length > MARKED) continue;
     for (const [step, value] of one.points) picture.svg.append(element("circle", { cx: picture.x(step), cy: picture.y(value), r: 2, fill: one.colour }));
   }
-  return card(title, log ? "log scale" : "", picture, (step) => series.map((one) => [one.label, one.colour, latest(one.steps, one.values, step)]));
+  return card(title, log ? "log scale" : "", picture, (step) => series.map((one) => [one.label, one.colour, latest(one.steps, one.values, step), one.dash]));
 }
 
 // Seconds of each stage on top of each other.

@@ -130,7 +130,9 @@ def load_part(config: PartConfig, optional: bool = False) -> Any:
 def unknown(name: str, *groups: str) -> str:
     """A sentence about a name that is in none of the groups: the nearest one, what is installed, what to install."""
     installed = sorted(known for group in groups for known in available(group))
-    close = get_close_matches(name, installed, n=1)
+    close = sorted(
+        get_close_matches(name, installed), key=lambda known: sorted(known) != sorted(name)
+    )  # letters swapped
     hint = f"; did you mean {close[0]!r}?" if close else "."
     missing = [
         package

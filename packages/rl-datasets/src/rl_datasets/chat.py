@@ -75,7 +75,10 @@ class Chat(Rows[dict[str, Any]]):
         records = read_records(path, split, chosen.subset, columns)
         super().__init__([made(record, _messages(record, chosen, columns)) for record in records])
         if not self._items:
-            raise DataError(f"{path}: expected rows in the split {split!r}, found none; is its file empty?")
+            raise DataError(
+                f"{path}: expected rows in the split {split!r}, found none; is its file empty? (Commands need no "
+                "test rows with evaluation.rows=0.)"
+            )
 
     def _row(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
         return {**item, "prompt_id": index, "messages": [dict(message) for message in item["messages"]]}

@@ -55,7 +55,8 @@ def gold_number(answer: str | int | float | Fraction | None) -> Fraction:
         return Fraction(answer)
     raise RewardError(
         f"expected `answer` to be a worked answer that ends with '#### 72' or a bare number, "
-        f"found {_shown(answer)}; check the data row's 'answer'"
+        f"found {_shown(answer)}; check the data row's 'answer' (commands: data.columns.answer=NAME, if it is called "
+        "otherwise)"
     )
 
 

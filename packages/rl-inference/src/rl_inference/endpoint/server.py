@@ -90,7 +90,10 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         except OSError as error:
             self._thread.close()
             address = f"{self.config.host}:{self.config.port}"
-            raise ConfigError(f"endpoint.host, endpoint.port: cannot listen on {address}: {error}.") from error
+            raise ConfigError(
+                f"rollout.endpoint.host, rollout.endpoint.port: cannot listen on {address}: {error.strerror or error}. "
+                "Take another port, or 0 for any that is free."
+            ) from error
 
     async def _start(self) -> str:
         runner = self._connections.runner

@@ -190,8 +190,8 @@ def test_presets_of_ones_own_lie_beside_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "expected a YAML file with settings: .*No such file"),
-        ("a: [1", "expected a YAML file with settings"),
+        (None, "expected a YAML file with settings, found: No such file"),
+        ("a: [1", "expected a YAML file with settings, found"),
         ("- 1\n", "found a list"),
         ("defaults: [gone]\n", "gone.yaml: expected a YAML file"),
         ("algorithm: dappo\n", "algorithm=dappo: unknown preset; there are .*dapo"),

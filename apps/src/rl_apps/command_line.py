@@ -64,6 +64,9 @@ def parse(argv: list[str], program: str = "rl run") -> argparse.Namespace:
         if "=" not in argument or argument.startswith(("-", "=")):
             flags = "--config FILE.yaml, --dry-run, --cfg job or --help [SECTION]"
             near = did_you_mean(argument, ("--config", "--dry-run", "--cfg", "--help"))
-            raise ConfigError(f"argument {argument!r}: expected key=value, such as total_steps=20, {flags}.{near}")
+            spaces = " Leave out the spaces around =." if "=" in overrides else ""
+            raise ConfigError(
+                f"argument {argument!r}: expected key=value, such as total_steps=20, {flags}.{near}{spaces}"
+            )
     line.overrides = overrides
     return line

@@ -206,9 +206,9 @@ def _layers(file: Path) -> list[DictConfig]:
     try:
         content = OmegaConf.load(file)
     except (OSError, ValueError, yaml.YAMLError) as error:
+        found = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(
-            f"{file}: expected a YAML file with settings: {' '.join(str(error).split())}. `--cfg job` prints one to "
-            "begin with."
+            f"{file}: expected a YAML file with settings, found: {found}. `--cfg job` prints one to begin with."
         ) from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{file}: expected settings as `key: value`, found a list.")

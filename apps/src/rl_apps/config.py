@@ -18,7 +18,7 @@ from rl_contracts.config import (
     choice,
     require,
 )
-from rl_contracts.data import FinetuneSpec
+from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.inference import ServerConfig
 from rl_inference.endpoint.config import EndpointConfig
@@ -45,7 +45,7 @@ class ActorConfig(Settings):
     """AdamW and its schedule."""
     micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
     """How much is run at once; never changes the gradient."""
-    dtype: str = "float32"
+    dtype: str = choice("float32", DTYPES)
     """`float32`, or `bfloat16` with float32 master weights and reductions."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     """The train engine's own settings, of the type that the engine brings which `allocation` names."""

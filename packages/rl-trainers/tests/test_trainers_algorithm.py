@@ -125,7 +125,9 @@ def test_part_takes_constants_from_its_settings_and_from_options(toy):
     assert bound.keywords == {"clip_high": 0.3, "sharpness": 2.0}
     with pytest.raises(ConfigError, match=r"needs the constants \['sharpness'\]; give them as algorithm.loss.options"):
         load_part(LossConfig(toy))
-    with pytest.raises(ConfigError, match=r"\['sharpnes'\] are no constants of .*sharpness.*options.<name>=null"):
+    with pytest.raises(
+        ConfigError, match=r"expected constants of .*sharpness.*, found sharpnes\..*options.<name>=null"
+    ):
         load_part(LossConfig(toy, options={"sharpness": 2.0, "sharpnes": 2.0}))
 
 

@@ -182,7 +182,9 @@ def write_report(directories: Sequence[Path], file: Path, samples: Sequence[Samp
                 os.unlink(scratch.name)
                 raise
     except OSError as error:
-        raise ConfigError(f"{file}: expected a place for the page, found: {error}. Choose another with -o.") from error
+        raise ConfigError(
+            f"{file}: expected a place for the page, found: {error.strerror or error}. Choose another with -o."
+        ) from error
     return len(page)
 
 

@@ -105,8 +105,9 @@ def load_parts(config: PartConfig) -> list[Any]:
     odd = sorted(name for name, value in config.options.items() if value is not None and name not in known)
     if odd:
         raise ConfigError(
-            f"{config.setting}.options: {odd} are no constants of {config.setting}.kind={config.kind}; it takes "
-            f"{sorted(known)}. Leave them out with {config.setting}.options.<name>=null."
+            f"{config.setting}.options: expected constants of {config.setting}.kind={config.kind} "
+            f"({', '.join(sorted(known)) or 'it takes none'}), found {', '.join(odd)}. Leave out those of another kind "
+            f"with {config.setting}.options.<name>=null."
         )
     return parts
 

@@ -27,6 +27,9 @@ import asyncio, ctypes, logging, os, subprocess, sys, time
 def exact(prompt, completions, prompt_ids, completion_ids, answer, **data):
     return 1.0 if completions == answer else 0.0
 
+def narrow(prompt, completions):
+    return 1.0
+
 async def later(prompt, completions, prompt_ids, completion_ids, **data):
     await asyncio.sleep(0.01)
     return float(len(completion_ids))
@@ -227,6 +230,15 @@ async def test_failing_call_raises_reward_error_and_the_next_call_works(completi
             await score(wrapper, completion)
 
         assert await score(wrapper, "fine") > 0
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_function_that_does_not_take_what_it_is_called_with_is_told_what_that_is() -> None:
+    async with AsyncRewardWrapper("worker_rewards:narrow") as wrapper:
+        with pytest.raises(
+            RewardError, match=r"It is called with \(prompt, completion, .*, gold=\.\.\.\): have it take"
+        ):
+            await score(wrapper, "fine", gold="4")
 
 
 @pytest.mark.usefixtures("rewards")

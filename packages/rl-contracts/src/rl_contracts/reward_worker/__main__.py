@@ -81,7 +81,13 @@ def _score(
     data: Any,
 ) -> float:
     """Call the function, on an event loop if it is async, and insist on a finite number."""
-    value = function(prompt, completions, prompt_ids, completion_ids, **data)
+    try:
+        value = function(prompt, completions, prompt_ids, completion_ids, **data)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        called = ", ".join(["prompt, completion, prompt_ids, completion_ids", *(f"{name}=..." for name in data)])
+        raise TypeError(f"{error}. It is called with ({called}): have it take them, for example by **others") from error
     if inspect.isawaitable(value):
         value = _event_loop().run(_result(value), context=copy_context())
     if not isinstance(value, Real):

@@ -295,7 +295,7 @@ TOOLS = {
     ),
     "watch-no-such-prompt": (
         *_tool("watch", "run", "--conversations", "--step", "1", "--prompt", "77"),
-        "expected answers to prompt 77 of step 1, found none",
+        "expected answers, found none. `rollouts.every` says which are kept",
     ),
     "no-run": (("status", "nowhere"), {}, "nowhere: expected the directory of a run (run_dir)"),
     "show-no-step": (*_tool("show", "run", "--step", "9"), "`rollouts.every` says which are kept"),
@@ -327,7 +327,7 @@ TOOLS = {
         "no log of actor-9 is there; there are: actor-0",
     ),
     "logs-of-no-lines": (*_tool("logs", "run", "-n", "-3"), "expected a whole number of at least 1, found '-3'"),
-    "watch-no-step": (*_tool("watch", "run", "--step", "7"), "expected answers of step 7, found none"),
+    "watch-no-step": (*_tool("watch", "run", "--step", "7"), "supervised runs have none. `rl plot` and `rl report`"),
     "demo": (("demo", "frozen"), {}, "rl demo frozen: expected one of broken-sync"),
     "figures": (("figures", "reward/men"), {}, "Did you mean 'reward/mean'?"),
     "replay-nothing": (*_tool("replay", "run"), "Run with checkpoint.save_batches=true to keep them"),

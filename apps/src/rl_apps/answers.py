@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.errors import DataError
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -19,6 +21,21 @@ def answer_files(directory: Path, evaluation: bool) -> Iterator[tuple[int, Path]
     """Steps and the files of their answers, in order."""
     found = ((_FILE.fullmatch(path.name), path) for path in (directory / "rollouts").glob("*.jsonl"))
     yield from sorted((int(name[2]), path) for name, path in found if name and bool(name[1]) == evaluation)
+
+
+def kept_steps(directory: Path, evaluation: bool) -> list[int]:
+    """Steps whose answers, or those of evaluations at them, are kept.
+
+    Raises:
+        DataError: there are none.
+    """
+    there = sorted({at for at, _ in answer_files(directory, evaluation)})
+    if not there:
+        raise DataError(
+            f"{directory}/rollouts: expected answers{' of evaluations' * evaluation}, found none. `rollouts.every` "
+            "says which are kept; supervised runs have none. `rl plot` and `rl report` show figures."
+        )
+    return there
 
 
 def conversation(answer: dict[str, Any], where: str) -> Text:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_apps.answers import answer_files, conversation
+from rl_apps.answers import conversation, kept_steps
 from rl_apps.closing import REPORT
 from rl_apps.report.curves import Curve, curves_of, read_records
 from rl_apps.report.page import write_report
@@ -62,18 +62,12 @@ def show(directory: Path, step: int | None, evaluation: bool, worst: bool, numbe
     from rich.console import Console
 
     names_there(directory)
-    there = sorted({at for at, _ in answer_files(directory, evaluation)})
-    wanted = step if step is not None else max(there, default=None)
-    if not there and not (directory / "rollouts").is_dir():
-        raise DataError(
-            f"{directory}: expected answers, found none: `rollouts.every` says which are kept, and runs that generate "
-            "none, such as supervised ones, have none. `rl plot` and `rl report` show their figures."
-        )
+    there = kept_steps(directory, evaluation)
+    wanted = step if step is not None else there[-1]
     if wanted not in there:
         raise DataError(
-            f"{directory}/rollouts: expected answers of {'an evaluation at ' * evaluation}"
-            f"{'any step' if wanted is None else f'step {wanted}'}, found those of the steps {there}. "
-            "`rollouts.every` says which are kept."
+            f"{directory}/rollouts: expected answers of {'an evaluation at ' * evaluation}step {wanted}, found those "
+            f"of the steps {there}. `rollouts.every` says which are kept."
         )
     kept = 0
 
@@ -82,7 +76,6 @@ def show(directory: Path, step: int | None, evaluation: bool, worst: bool, numbe
         kept = len(heads)
         return (sorted(heads, key=by_reward) if worst else heads)[:number]
 
-    assert wanted is not None
     answers, console = read_answers(directory, wanted, evaluation, choose), Console(highlight=False)
     where = f"{'evaluation at ' * evaluation}step {wanted}"
     for answer in answers:

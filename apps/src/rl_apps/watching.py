@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from rl_apps.answers import answer_files, conversation
+from rl_apps.answers import answer_files, conversation, kept_steps
 from rl_apps.directory import last_record, read_config
 from rl_apps.progress import FIGURES, RunProgress
 from rl_apps.tools import names_there, read_on, status_of, while_alive
@@ -62,7 +62,7 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
                     shown[at] += 1
                     console.print(conversation(answer, f"{'evaluation at ' * evaluation}step {at}"), soft_wrap=True)
     if not shown:
-        there = sorted({at for at, _ in answer_files(directory, evaluation)})
+        there = kept_steps(directory, evaluation)
         to = "" if prompt is None else f" to prompt {prompt}"
         raise DataError(
             f"{directory}/rollouts: expected answers{to} of {'any step' if step is None else f'step {step}'}, found "

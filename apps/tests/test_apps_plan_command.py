@@ -159,8 +159,11 @@ def calibrated(directory: Path) -> Rates:
     return replace(rates, **{name: rate.value for name, rate in found.items()})
 
 
-def test_a_run_gives_back_the_rates_that_it_had_and_other_runs_are_predicted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lives", [1, 2])  # in each its servers count from 0
+def test_a_run_gives_back_the_rates_that_it_had_and_other_runs_are_predicted(tmp_path: Path, lives: int) -> None:
     write_run(tmp_path, TRUE)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(lives * metrics.read_text())
     rates = calibrated(tmp_path)
     assert rates.decode_seconds == pytest.approx(0.02, rel=0.1)
     assert rates.train_tokens_per_s == pytest.approx(2000.0)

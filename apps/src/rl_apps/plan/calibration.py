@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -104,7 +105,9 @@ def measured_servers(run: Path, setup: Setup) -> dict[str, Known]:
     steps, source = measured_steps(run), f"measured ({run.name})"
     names = ("server/busy_seconds", "server/generated_tokens")
     told = [step for step in steps if all(step.get(name) is not None for name in names)]
-    busy, tokens = (told[-1][name] - told[0][name] if told else 0.0 for name in names)
+    # where a run went on, its servers began to count anew
+    pairs = [(one, two) for one, two in pairwise(told) if all(one[name] <= two[name] for name in names)]
+    busy, tokens = (sum(two[name] - one[name] for one, two in pairs) for name in names)
     if not (busy > 0 and tokens > 0):
         raise DataError(
             f"--run {run}: expected {' and '.join(names)} that grow; its servers do not say them. Give `decode` in "

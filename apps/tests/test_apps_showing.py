@@ -16,7 +16,7 @@ def test_show_prints_prompts_answers_rewards_and_advantages_of_the_newest_step(t
     out = capsys.readouterr().out
     rows = [json.loads(line) for line in (run / "rollouts" / "step_6-0.jsonl").read_text().splitlines()]
     assert f"== step 6, prompt 0, episode 0, reward {rows[0]['reward']:g}, advantage {rows[0]['reward']:+.3g}\n" in out
-    assert "user: question 0 of step 6" in out
+    assert "prompt: question 0 of step 6" in out
     assert 'calculator({"expression": "1+2"})' in out
     assert out.endswith("2 of 3 answers of step 6\n")
 

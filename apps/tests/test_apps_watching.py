@@ -55,7 +55,7 @@ def test_watch_of_answers_without_turns_shows_prompt_and_completion(tmp_path, ca
 
     assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
 
-    assert capsys.readouterr().out.splitlines()[1:3] == ["user: one?", "assistant (v0): no"]
+    assert capsys.readouterr().out.splitlines()[1:3] == ["prompt: one?", "answer (v0): no"]
 
 
 def test_watch_chooses_steps_evaluations_rows_and_how_many(tmp_path, capsys) -> None:

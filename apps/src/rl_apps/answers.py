@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _FILE = re.compile(r"(eval_)?step_(\d+)-\d+\.jsonl")
-_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+_STYLES = {
+    "system": "magenta",
+    "user": "cyan",
+    "assistant": "green",
+    "tool": "yellow",
+    "prompt": "cyan",  # as it was rendered
+    "answer": "green",
+}
 
 
 def answer_files(directory: Path, evaluation: bool) -> Iterator[tuple[int, Path]]:
@@ -61,8 +68,8 @@ def _of_two(answer: dict[str, Any]) -> list[dict[str, Any]]:
     """An answer to a prompt as a conversation."""
     versions = {name: answer.get(name) for name in ("version_first", "version_last")}
     return [
-        {"role": "user", "content": answer.get("prompt", "")},
-        {"role": "assistant", "content": answer.get("completion", ""), **versions},
+        {"role": "prompt", "content": answer.get("prompt", "")},
+        {"role": "answer", "content": answer.get("completion", ""), **versions},
     ]
 
 

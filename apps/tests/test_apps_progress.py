@@ -84,6 +84,7 @@ def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monk
     log = tmp_path / "r.log"
     workers = [Worker("rollout", 0, "here", 1, log), Worker("actor", 0, "here", None, Path("a.log"))]
     workers[1].status = WorkerStatus.RUNNING
+    log.write_text("2026-11-26 20:00:00.000 INFO [server/0] rl.inference: the life before\n")
 
     with RunProgress(metrics, 9, {}, console) as progress:
         waiting = Waiting(progress, metrics, Tracking(TrackersConfig(), tmp_path, "", {}, print))

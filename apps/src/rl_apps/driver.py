@@ -288,6 +288,7 @@ class Waiting:
         self._progress.rewind()
         self._before = _size(self._metrics)
         self._begin, self._due, self._starting = time.monotonic(), 0.0, set[str]()
+        self._old: dict[Path, int] = {}  # bytes that a log had before
 
     def tick(self, workers: Sequence[Worker]) -> None:
         """Look at the run."""
@@ -297,6 +298,7 @@ class Waiting:
             return
         seconds, starting = time.monotonic() - self._begin, {w.name for w in workers if w.status == "starting"}
         ready, self._starting = self._starting - starting, starting
+        news = [w.log for w in workers if _size(w.log) > self._old.setdefault(w.log, _size(w.log))]
         if ready:
             self._progress.say(f"{', '.join(sorted(ready))} ready after {seconds:.0f} s")
         if seconds >= self._due + SAY_EVERY:
@@ -304,7 +306,12 @@ class Waiting:
             left = [w for w in workers if w.name in starting] or list(workers)
             names = ", ".join(w.name for w in left[:4]) + (", ..." if len(left) > 4 else "")
             what = "to start" if starting else "for the first record"
-            said = next(filter(None, (f"logs/{w.log.name}: {line}" for w in left if (line := _last_said(w.log)))), "")
+            said = next(
+                filter(
+                    None, (f"logs/{w.log.name}: {line}" for w in left if w.log in news and (line := _last_said(w.log)))
+                ),
+                "",
+            )
             self._progress.say(f"{seconds:.0f} s, waiting {what}: {names} ({said or 'see logs/'})")
 
 

@@ -306,12 +306,8 @@ class Waiting:
             left = [w for w in workers if w.name in starting] or list(workers)
             names = ", ".join(w.name for w in left[:4]) + (", ..." if len(left) > 4 else "")
             what = "to start" if starting else "for the first record"
-            said = next(
-                filter(
-                    None, (f"logs/{w.log.name}: {line}" for w in left if w.log in news and (line := _last_said(w.log)))
-                ),
-                "",
-            )
+            logs = (w.log for w in left if w.log in news)
+            said = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_said(log))), "")
             self._progress.say(f"{seconds:.0f} s, waiting {what}: {names} ({said or 'see logs/'})")
 
 

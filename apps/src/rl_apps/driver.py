@@ -84,6 +84,7 @@ def main(reference: str, argv: list[str] | None = None) -> int:
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError | ModelError | ServerStartError) else 1
     except KeyboardInterrupt:
+        print("Stopped.")
         return 130
     except Interrupted as stop:  # `rl stop`
         print("Stopped before anything was started.")

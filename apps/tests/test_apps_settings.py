@@ -317,9 +317,9 @@ def commands(at, port=4711):
         "launcher.kind": "rl_launchers:LocalScheduler",
         "launcher.options.host": "localhost",
         "launcher.options.gpus": "[]",
-        "checkpoint.every": 1,
+        "checkpoint.every": 2,  # not at the first step, at which the other two are looked at
         "checkpoint.best_figure": "grad_norm",
-        "recover.every": 1,
+        "recover.every": 2,
     }
     rows = {"data.batch_size": 8, "actor.micro_batch.max_tokens": 64}
     servers = {
@@ -588,6 +588,7 @@ ELSEWHERE = [
             ),
             ("ref.engine.max_shard_gb", "only the actor is exported", f"{ENGINES}weights_and_checkpoints.py::{FILES}"),
             ("ref.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
+            ("critic.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
             ("rollout.allow_biased_sampling", "asked while composing", f"{CONFIG}{BIASED}"),
         )
     ),

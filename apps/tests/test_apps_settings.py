@@ -183,6 +183,18 @@ def watched(command, seen, modules="rl_", code=0, cwd=None):
     return {tuple(line.split("\t")) for file in seen.iterdir() for line in file.read_text().splitlines()}
 
 
+OF_OTHERS = (
+    "rl_engines_megatron.",  # runs in tests/test_megatron_commands.py
+    "rl_inference.endpoint.",  # tests/test_agent_commands.py
+    "rl_launchers.cluster:",  # tests/test_clusters_commands.py, and the two below
+    "rl_launchers.ray:",
+    "rl_launchers.slurm:",
+    "rl_inference.vllm_config:VLLMEngineConfig.sleep",  # needs a GPU
+    "rl_trainers.checkpoints:CheckpointConfig.best_mode",  # packages/rl-trainers/tests/test_trainers_checkpoints.py
+)
+"""Settings of parts that the runs below do not have, and where they are run."""
+
+
 @pytest.mark.nightly  # six commands
 @pytest.mark.timeout(900)
 def test_every_setting_is_read_in_a_run(tmp_path):
@@ -200,7 +212,8 @@ def test_every_setting_is_read_in_a_run(tmp_path):
         lines = watched([str(BIN / app), *arguments, *where], tmp_path / f"seen-{number}", code=code, cwd=tmp_path)
         seen |= {setting for setting, _, _ in lines}
 
-    assert unread(known, seen) == []
+    left = [setting for setting in unread(known, seen) if not setting.startswith(OF_OTHERS)]
+    assert not left, "\n".join(left)
 
 
 @dataclass(frozen=True)

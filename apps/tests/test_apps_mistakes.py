@@ -250,7 +250,10 @@ CODE = {
     "returns-list": (*_reward(REWARD + "    return [1.0]\n"), "expected a number as reward, found list: [1.0]"),
     "raises": (*_reward(REWARD + "    return 1 / 0\n"), "ZeroDivisionError: division by zero (/"),
     "arguments-of-others": (*_reward("def f(completions, **data):\n    return 1\n"), "docs/howto/reward.md"),
-    "asks-for-another-column": (*_reward(REWARD.replace("answer", "gold") + "    return 1\n"), "'gold' (/"),
+    "asks-for-another-column": (
+        *_reward(REWARD.replace("answer", "gold") + "    return 1\n"),
+        "'gold'; it is called with (prompt, completion",
+    ),
     "workflow-of-no-kind": (*_flow("class Flow: pass\n"), "derived from one of RolloutWorkflow, AgentWorkflow"),
     "workflow-made-otherwise": (*_flow(FLOW + "    def __init__(self): pass\n"), "docs/howto/workflow.md"),
     "workflow-without-episode": (*_flow(FLOW + MADE), "without an implementation for abstract method 'arun_episode'"),

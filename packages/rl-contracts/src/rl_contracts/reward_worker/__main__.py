@@ -87,7 +87,7 @@ def _score(
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
         called = ", ".join(["prompt, completion, prompt_ids, completion_ids", *(f"{name}=..." for name in data)])
-        raise TypeError(f"{error}. It is called with ({called}): have it take them, for example by **others") from error
+        raise TypeError(f"{error}; it is called with ({called})") from error
     if inspect.isawaitable(value):
         value = _event_loop().run(_result(value), context=copy_context())
     if not isinstance(value, Real):

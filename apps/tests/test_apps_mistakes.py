@@ -33,14 +33,12 @@ RUN = {"run/config.yaml": BEFORE, "run/metrics.jsonl": RECORD}
 GRPO = ("grpo", "model.path=model", "data.path=.", "rollout.reward=good.py:f", "run_dir=run")
 SFT = ("sft", "model.path=model", "data.path=.", "run_dir=run")
 DPO = ("hh-rlhf-dpo", "data.name=hh-rlhf", "run_dir=run")
+COMMANDS = ("rl", "rl grpo", "rl sft", "gsm8k-grpo", "hh-rlhf-dpo", "grop", "good.py:f")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("made") / "model", "llama", layers=1, hidden=32)
-
-
-COMMANDS = ("rl", "rl grpo", "rl sft", "gsm8k-grpo", "hh-rlhf-dpo", "grop", "good.py:f")
 
 
 @pytest.fixture
@@ -63,15 +61,7 @@ def refused(
         assert "starting servers" not in captured.out
         assert "Traceback" not in captured.err
         said = captured.err.strip()
-        assert said.partition(": ")[0] in (
-            "rl",
-            "rl grpo",
-            "rl sft",
-            "gsm8k-grpo",
-            "hh-rlhf-dpo",
-            "grop",
-            "good.py:f",
-        ), said
+        assert said.partition(": ")[0] in COMMANDS, said
         assert said.partition(": ")[2].partition(": ")[0].endswith("Error")
         assert said.count("\n") <= 2  # the caret below an allocation
         return said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import _lru_cache_wrapper
 from typing import Any
 
 import torch
@@ -93,10 +92,9 @@ def release(parts: list[PackedGPT]) -> None:
         if isinstance(module, MoELayer):
             vars(module.token_dispatcher).clear()
     RotaryEmbedding.forward.cache_clear()
-    engine = vars(sys.modules.get("transformer_engine.pytorch.distributed", object))
+    engine = sys.modules.get("transformer_engine.pytorch.distributed")
     for name in ("get_distributed_world_size", "get_distributed_rank"):
-        if isinstance(cached := engine.get(name), _lru_cache_wrapper):
-            cached.cache_clear()
+        getattr(getattr(engine, name, None), "cache_clear", lambda: None)()
 
 
 def _finish_gradients(model: list[Any], num_tokens: Any, **kwargs: Any) -> None:

@@ -73,10 +73,15 @@ def _committed(command: Command, route: str) -> str:
     return found
 
 
-def _whole(steps: list[dict[str, Any]], number: int, prompts: int) -> None:
-    """Every step took all of its prompts and published its version, and servers and trainer agree."""
+def _whole(steps: list[dict[str, Any]], number: int, prompts: int, unscored: int = 0) -> None:
+    """Every step took all of its prompts and published its version, and servers and trainer agree.
+
+    No group failed but those whose reward worker was killed while it scored them, at most `unscored`.
+    """
     assert [r["step"] for r in steps] == [r["version"] for r in steps] == list(range(1, number + 1))
-    assert {(r["groups/trained"], r["groups/failed"]) for r in steps} == {(prompts, 0)}
+    assert {r["groups/trained"] for r in steps} == {prompts}
+    failed = sum(r["groups/failed"] for r in steps)
+    assert failed == sum(r.get("groups/failed/reward", 0) for r in steps) <= unscored
     gaps = [r["gap/max_abs"] for r in steps if r["gap/max_abs"] is not None]
     assert len(gaps) > number / 2
     assert max(gaps) < 1e-4
@@ -137,13 +142,13 @@ def test_real_gsm8k_runs_five_steps_of_a_model_from_scratch(
     assert checkpoint.is_file()
 
 
-def _improved(command: Command, record_property: Callable[[str, object], None]) -> None:
+def _improved(command: Command, record_property: Callable[[str, object], None], unscored: int = 0) -> None:
     """All steps are there, each once, and the last five brought more reward than the first five."""
     steps = command.steps()
     rewards = [r["reward/mean"] for r in steps]
     first, last = mean(rewards[:5]), mean(rewards[-5:])
     record_property("mean reward, first and last five steps", f"{first:.3f}, {last:.3f}")
-    _whole(steps, SHORT["total_steps"], prompts=16)
+    _whole(steps, SHORT["total_steps"], prompts=16, unscored=unscored)
     assert last >= first + 0.05
     learned = command.learned_from()
     assert (len(learned), set(learned.values())) == (len(steps) * 16, {16})
@@ -192,4 +197,4 @@ def test_ray_run_goes_on_after_a_reward_worker_and_its_server_are_killed_and_imp
     assert "rollout-0 was killed by SIGKILL" in said
     assert "trainers" not in said.partition("rollout-0 was killed")[2].partition("\n")[0]
     assert command.steps()[-1]["server/rejoins"] == 1
-    _improved(command, record_property)
+    _improved(command, record_property, unscored=1)

@@ -22,7 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rl_apps.directory import names_of
 from rl_contracts.errors import RewardError
+from rl_launchers.control import read_json
 from rl_trainers.background import fault_of
 from rl_trainers.points import points_of
 
@@ -250,14 +252,14 @@ class Part:
     def _workers(self) -> list[dict[str, Any]]:
         """What runs, as the launcher says."""
         with suppress(OSError, ValueError):
-            workers: list[dict[str, Any]] = json.loads((self.run_dir / "names" / "workers" / "=value").read_text())
+            workers: list[dict[str, Any]] = read_json(names_of(self.run_dir), "workers") or []
             return workers
         return []
 
     def _launcher(self) -> int:
         """0 where there is none that the run knows of."""
         with suppress(OSError, ValueError):
-            status = json.loads((self.run_dir / "names" / "status" / "=value").read_text())
+            status = read_json(names_of(self.run_dir), "status") or {"state": "unknown"}
             return int(status["pid"]) if status["state"] in ("preparing", "starting", "running", "restarting") else 0
         return 0
 

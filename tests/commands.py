@@ -14,6 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl_apps.directory import names_of
+from rl_launchers.control import read_json
+
 BIN = Path(sys.executable).parent
 
 
@@ -70,8 +73,7 @@ class Command:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """What runs, by name: its node, host, port, process."""
-        file = self.run_dir / "names" / "workers" / "=value"
-        return {worker["name"]: worker for worker in json.loads(file.read_text())} if file.exists() else {}
+        return {worker["name"]: worker for worker in read_json(names_of(self.run_dir), "workers") or []}
 
     def send(self, worker: str, number: int) -> None:
         """A signal to a worker."""

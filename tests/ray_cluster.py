@@ -22,6 +22,14 @@ def _load():
 clusters = _load()
 
 
+def _look_for_the_token():
+    """Where this process has loaded Ray, which looks once."""
+    if "ray" in sys.modules:
+        from ray._private.authentication_test_utils import reset_auth_token_state
+
+        reset_auth_token_state()
+
+
 @contextmanager
 def ray(**shape):
     """A cluster of its own, which commands that are started from this process find meanwhile."""
@@ -30,10 +38,12 @@ def ray(**shape):
     before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RAY_")}
     with clusters.running(**shape) as cluster:
         os.environ.update(cluster.environment)
+        _look_for_the_token()
         try:
             yield cluster
         finally:
             for name in cluster.environment:
                 os.environ.pop(name)
             os.environ.update(before)
+            _look_for_the_token()
     assert not any(cluster.processes(number) for number in range(9))

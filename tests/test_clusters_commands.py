@@ -17,6 +17,7 @@ from launchers import nodes_of, settings_of, standing
 from ray_cluster import ray
 from slurm_cluster import slurm
 
+from rl_contracts.names import FileNames
 from rl_contracts.testing.models import make_tiny_model
 from rl_trainers.points import last_point
 
@@ -51,9 +52,17 @@ SOON = {
 
 @pytest.fixture(scope="module", params=["ray", "slurm"])
 def launcher(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """The settings of a launcher, whose cluster stands."""
+    """The settings of a launcher, whose cluster stands. Ray keeps the names of its runs; in test_clusters_learn.py they
+    are files there, as under Slurm."""
     with standing(request.param) as settings:
-        yield settings
+        yield settings | ({"launcher.options.names": "ray"} if request.param == "ray" else {})
+
+
+def _kept_where_it_says(command: Command, launcher: dict[str, Any]) -> None:
+    """Names are files, but for the one that says that Ray keeps all others."""
+    files = FileNames(command.run_dir / "names").children()
+    by_ray = launcher.get("launcher.options.names") == "ray"
+    assert (set(files) == {"elsewhere"}) if by_ray else {"servers/rollout/0", "status", "workers"} <= set(files)
 
 
 def _went_on(command: Command, begin: int = 0) -> bool:
@@ -95,6 +104,7 @@ def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher
 
     assert "2 servers, all of them ready" in call("rl", "scale", command.run_dir, "rollout=2")
     command.wait_for(lambda: command.steps()[-1]["server/servers"] == 2)
+    _kept_where_it_says(command, launcher)
     status = call("rl", "status", command.run_dir)
     assert {"rollout-0", "rollout-1", "actor-0"} <= set(command.workers())
     assert all(worker["node"] in status and name in status for name, worker in command.workers().items())
@@ -111,6 +121,7 @@ def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher
     assert "Stopped." in said
     assert point == len(command.steps())
     assert "stopped" in call("rl", "status", command.run_dir)
+    assert {"status", "workers"} <= set(FileNames(command.run_dir / "names").children())
 
     command.again()
     command.wait_for(lambda: _went_on(command, point))
@@ -148,7 +159,7 @@ def _slurm_of_four() -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]]
 @contextmanager
 def _ray_of_four() -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None], set[str]]]:
     with ray(nodes=4) as cluster:
-        settings = settings_of("ray", nodes=3)
+        settings = settings_of("ray", nodes=3, names="ray")
         yield settings, lambda worker: cluster.kill_node(int(worker["host"].split(".")[-1]) - 2), {"127.0.0.2"}
 
 

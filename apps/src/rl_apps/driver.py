@@ -28,6 +28,7 @@ from rl_apps.directory import (
     JOB,
     check_started_from,
     claimed,
+    kept_names,
     names_of,
     past_of,
     reached,
@@ -172,7 +173,8 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
     metrics = run_dir / "metrics.jsonl"
     with (
         RunReport(run_dir, sys.argv) as report,
-        RunControl(names_of(run_dir)) as control,
+        kept_names(run_dir, config.launcher) as names,
+        RunControl(names) as control,
         RunProgress(metrics, config.total_steps, app.columns) as progress,
     ):
         make = partial(make_model, config.model, config.data, config.seed, app.form, app.lessons, say=progress.say)

@@ -14,7 +14,7 @@ from typing import Any
 from rl_apps.directory import FINISHED, JOB, NAMES, last_record, names_of, reached
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError, StalledError
-from rl_contracts.names import FileNames
+from rl_contracts.names import NameService
 from rl_contracts.scheduler import SchedulerConfig
 from rl_launchers.control import OVER, read_json, silence
 from rl_launchers.report import tail
@@ -89,7 +89,7 @@ def status(directory: Path, as_json: bool) -> int:
     return 0
 
 
-def _submitted_to(names: FileNames) -> SchedulerConfig:
+def _submitted_to(names: NameService) -> SchedulerConfig:
     """The settings of the scheduler that was given a run as a job; of one that has no jobs, if none was."""
     kind = read_json(names, JOB)
     settings: SchedulerConfig = registry.settings("rl.schedulers", kind)() if kind else SchedulerConfig()
@@ -226,7 +226,7 @@ def scale(directory: Path, role: str, count: str, timeout: float) -> int:
     raise ConfigError(f"{directory} ended meanwhile: {_state_in_words(status_of(directory))}")
 
 
-def while_alive(names: FileNames) -> Iterator[None]:
+def while_alive(names: NameService) -> Iterator[None]:
     """Again and again as long as a run's launcher lives, and once more."""
     due, alive = 0.0, True
     while alive:
@@ -239,7 +239,7 @@ def while_alive(names: FileNames) -> Iterator[None]:
         time.sleep(LOOK_EVERY if alive else 0)
 
 
-def names_there(directory: Path) -> FileNames:
+def names_there(directory: Path) -> NameService:
     """The names of a run that was started at some time."""
     if not (directory / NAMES).is_dir() and not (directory / "config.yaml").is_file():
         raise ConfigError(

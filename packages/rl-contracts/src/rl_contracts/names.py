@@ -97,26 +97,26 @@ class MemoryNames(NameService):
         self._lock = threading.Lock()
 
     def add(self, key: str, value: str, replace: bool = False) -> None:
-        _segments(key)
+        segments(key)
         with self._lock:
             if not replace and key in self._values:
-                raise NameTakenError(_taken(key, self._values[key]))
+                raise NameTakenError(taken(key, self._values[key]))
             self._values[key] = value
 
     def get(self, key: str) -> str:
-        _segments(key)
+        segments(key)
         with self._lock:
             if key not in self._values:
                 raise UnknownNameError(f"names: nobody has added {key!r}")
             return self._values[key]
 
     def children(self, prefix: str = "") -> dict[str, str]:
-        below = f"{'/'.join(_segments(prefix))}/" if prefix else ""
+        below = f"{'/'.join(segments(prefix))}/" if prefix else ""
         with self._lock:
             return {key: self._values[key] for key in sorted(self._values) if key.startswith(below)}
 
     def delete(self, key: str) -> None:
-        _segments(key)
+        segments(key)
         with self._lock:
             self._values.pop(key, None)
 
@@ -135,11 +135,11 @@ class FileNames(NameService):
         self.root = Path(root).absolute()
 
     def add(self, key: str, value: str, replace: bool = False) -> None:
-        directory, segments = self.root, _segments(key)
+        directory, parts = self.root, segments(key)
         self.root.parent.mkdir(parents=True, exist_ok=True)
         self.root.mkdir(mode=0o700, exist_ok=True)
-        for segment in segments:
-            directory = directory / segment
+        for part in parts:
+            directory = directory / part
             directory.mkdir(mode=0o700, exist_ok=True)
         target, temporary = directory / _VALUE_FILE, directory / f"=new-{uuid.uuid4().hex}"
         try:
@@ -157,12 +157,12 @@ class FileNames(NameService):
             except UnknownNameError:  # freed meanwhile
                 self.add(key, value)
             else:
-                raise NameTakenError(_taken(key, current)) from error
+                raise NameTakenError(taken(key, current)) from error
         finally:
             temporary.unlink(missing_ok=True)
 
     def get(self, key: str) -> str:
-        directory = self.root.joinpath(*_segments(key))
+        directory = self.root.joinpath(*segments(key))
         try:
             # Listing makes a network file system look again; it may remember for long that a file was not there.
             os.listdir(directory)
@@ -171,7 +171,7 @@ class FileNames(NameService):
             raise UnknownNameError(f"names: nobody has added {key!r} under {self.root}") from error
 
     def children(self, prefix: str = "") -> dict[str, str]:
-        directory = self.root.joinpath(*_segments(prefix)) if prefix else self.root
+        directory = self.root.joinpath(*segments(prefix)) if prefix else self.root
         paths = [path.parent for path in directory.rglob(_VALUE_FILE) if path.parent != directory]
         values: dict[str, str] = {}
         for key in sorted(path.relative_to(self.root).as_posix() for path in paths):
@@ -183,18 +183,23 @@ class FileNames(NameService):
     def delete(self, key: str) -> None:
         # The directories stay: removing them would race with somebody who is adding below.
         with suppress(FileNotFoundError):
-            self.root.joinpath(*_segments(key), _VALUE_FILE).unlink()
+            self.root.joinpath(*segments(key), _VALUE_FILE).unlink()
 
 
-def _segments(key: str) -> list[str]:
-    """The parts of a key, each a plain file name, so that no key leads out of the root."""
-    segments = key.split("/")
-    if not all(_SEGMENT.fullmatch(segment) and segment.strip(".") for segment in segments):
+def segments(key: str) -> list[str]:
+    """The parts of a key, each a plain file name, so that no key leads out of the root.
+
+    Raises:
+        ConfigError: it is no path of letters, digits, `_`, `.` and `-`.
+    """
+    parts = key.split("/")
+    if not all(_SEGMENT.fullmatch(part) and part.strip(".") for part in parts):
         raise ConfigError(
             f"names: expected a key like 'run/servers/0' (parts of letters, digits, '_', '.', '-'), found {key!r}"
         )
-    return segments
+    return parts
 
 
-def _taken(key: str, value: str) -> str:
+def taken(key: str, value: str) -> str:
+    """What a `NameTakenError` says."""
     return f"names: {key!r} is already taken by {value!r}; delete it, or add it with replace=True"

@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from rl_contracts.config import bounded, require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.logging import get_logger
+from rl_contracts.names import NameService
 from rl_contracts.scheduler import Node, Resources
 from rl_launchers import report
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
@@ -62,10 +64,34 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
     """Further resources of Ray that each bundle takes, which only nodes of some kind have: `{rollout-pool: 1}`."""
     placement_timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds to wait for the placement group, for example while others use the nodes."""
+    names: str = bounded("files", "files or ray", lambda place: place in ("files", "ray"))
+    """Where processes find each other's addresses: in `files` of the run's directory, or in the control store of a
+    `ray` cluster that stands, for shared storage that is slow to show what another node wrote (object storage that is
+    mounted, for example). What is in the cluster can be asked by `rl status` as long as the run goes on."""
 
     def resources(self) -> Resources:
         """What the bundles hold; this machine, where a cluster is to be started."""
         return self._held(look(self._told()) or [this_machine()])
+
+    def keep_names(self, run_dir: Path) -> dict[str, str]:
+        """In the cluster, where `names` says so."""
+        if self.names == "files":
+            return {}
+        store = ask(self._told()).get("store", "")
+        where = "a Ray cluster that stands (launcher.options.address, RAY_ADDRESS, or `ray start` on this machine)"
+        require(store, "launcher.options.names=ray", where, "none; names=files needs none")
+        token, mode = _token_path(), os.environ.get("RAY_AUTH_MODE")
+        where = "the cluster's token in a file (RAY_AUTH_TOKEN_PATH), where the run's processes read it"
+        require(token != "" or mode != "token", "launcher.options.names=ray", where, "none; names=files needs none")
+        run = f"rl-{sha256(os.fsencode(run_dir.absolute())).hexdigest()[:16]}"
+        return {"address": store, "run": run, "token_path": token}
+
+    @staticmethod
+    def kept_names(**kept: str) -> NameService:
+        """Those in the cluster."""
+        from rl_launchers.ray_names import RayNames
+
+        return RayNames(**kept)
 
     def use_nodes(self, number: int) -> None:
         """To hold; see the contract."""
@@ -128,25 +154,33 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
         return Resources(sum(node.gpus for node in nodes), sum(node.cores for node in nodes), tuple(nodes))
 
 
-@cache
 def look(address: str) -> list[dict[str, Any]]:
-    """The living nodes of the cluster at an address, or that Ray was told of; none where one is to be started. Asked
-    once, for it takes seconds.
+    """The living nodes of the cluster at an address, or that Ray was told of; none where one is to be started.
 
     Raises:
         ConfigError: the cluster does not answer, or Ray is not installed.
+    """
+    nodes: list[dict[str, Any]] = ask(address)["living"]
+    return nodes
+
+
+@cache
+def ask(address: str) -> dict[str, Any]:
+    """What `ray_driver.connect` says of a cluster. Asked once, for it takes seconds.
+
+    Raises:
+        ConfigError: as for `look`.
     """
     try:
         conversation = Conversation(address, "look")
         try:
             if not conversation.wait("found"):
                 raise conversation.silent()
-            nodes: list[dict[str, Any]] = conversation.state["living"]
         finally:
             conversation.close()
     except LaunchError as error:
         raise ConfigError(str(error)) from error
-    return nodes
+    return conversation.state
 
 
 def this_machine() -> dict[str, Any]:
@@ -154,6 +188,13 @@ def this_machine() -> dict[str, Any]:
     cores, gpus = os.cpu_count() or 1, len(visible_gpus(os.environ))
     own = {"name": "this machine", "host": LOOPBACK, "cores": cores, "gpus": gpus}
     return own | {"resources": {"CPU": cores, "GPU": gpus}}
+
+
+def _token_path() -> str:
+    """The file in which Ray looks for a cluster's token; empty: there is none, or no token is to be shown."""
+    own = Path.home() / ".ray" / "auth_token"
+    told = os.environ.get("RAY_AUTH_TOKEN_PATH") or (str(own) if own.exists() else "")
+    return "" if os.environ.get("RAY_AUTH_MODE") == "disabled" else told
 
 
 def agent_environment(node: Mapping[str, str], launcher: Mapping[str, str]) -> dict[str, str]:

@@ -280,16 +280,22 @@ def test_what_will_disappoint_is_a_warning(capsys, arguments, warning):
     assert f"warning: {warning}" in out
 
 
-def test_too_few_files_for_the_answers_asked_for_at_once_is_a_warning(capsys, monkeypatch):
+def test_too_few_files_for_the_answers_asked_for_at_once(capsys, monkeypatch):
+    """On this machine refused, with what is possible; the nodes of a cluster may allow more."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
     batch = ["--dry-run", "data.batch_size=256", "rollout.group_size=8", "rollout.max_staleness=1"]
 
-    out = _run(capsys, *batch)[1]
-    fewer = _run(capsys, *batch, "rollout.max_concurrent=256")[1]
+    code, _, err = _run(capsys, *batch)
+    fewer, possible, _ = _run(capsys, *batch, "rollout.max_concurrent=455")
+    more, _, _ = _run(capsys, *batch, "rollout.max_concurrent=456")
+    elsewhere = _run(capsys, *batch, "launcher=slurm", "launcher.options.nodes=1")[1]
 
-    assert "warning: a trainer asks up to 4096 answers at once and needs about 4552 open files for it" in out
-    assert "may have 4096 (`ulimit -Hn`): raise that, or lower rollout.max_concurrent" in out
-    assert "open files" not in fewer
+    told = "a trainer asks up to 4096 answers at once and needs about 4552 open files for it; a process here may have "
+    assert (code, fewer, more) == (2, 0, 2)
+    assert f"ConfigError: rollout.max_concurrent: {told}4096 (`ulimit -Hn`). Raise that, or set " in err
+    assert "rollout.max_concurrent=455, which" in err
+    assert "open files" not in possible
+    assert f"warning: {told}" in elsewhere
 
 
 def test_defaults_have_no_warning(capsys):

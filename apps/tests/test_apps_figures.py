@@ -49,6 +49,8 @@ def test_figures_by_the_beginning_of_their_names_and_unknown_ones(capsys):
     assert main(["figures", "grad_nrom"]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert "Did you mean 'grad_norm'?" in sentence
+    assert main(["figures", "rewrd"]) == 2
+    assert "Did you mean 'reward'?" in capsys.readouterr().err
 
 
 def test_figures_that_the_sources_name_are_in_the_list():

@@ -103,6 +103,9 @@ def _tool(*words: str, files: dict[str, str] | None = None) -> tuple[object, ...
 SETTINGS = {
     "typo": (*_set("totl_steps=3"), "Did you mean 'total_steps'?"),
     "typo-in-section": (*_set("rollout.max_stalness=1"), "Did you mean 'rollout.max_staleness'?"),
+    "none-like-it-in-its-section": (*_set("publish.directory=x"), "publish has route, host, adapter, timeout, "),
+    "of-another-section": (*_set("publish.path=x"), "Did you mean 'model.path'? publish has route, host"),
+    "further-in-its-section": (*_set("rollout.temperature=0"), "Did you mean 'rollout.generation.temperature'?"),
     "name-of-others": (*_set("actor.optimizer.learning_rate=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
     "typo-in-name-of-others": (*_set("actor.optimizer.learning_rat=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
     "no-number": (
@@ -190,7 +193,7 @@ CONFLICTS = {
     "none-short-enough": (*_set("data.max_length=4", "data.overlong=drop"), "none is left. Raise data.max_length"),
     "addresses-of-no-server": (
         *_set("rollout.server.addresses=[localhost:1]"),
-        "expected http://host:port, found 'localhost:1'",
+        "rollout.server.addresses: expected http://host:port of each, found ['localhost:1']",
     ),
 }
 WORDS = {
@@ -394,6 +397,17 @@ def test_reward_model_as_the_policy_is_refused(refused: Callable[..., str], mode
     said = refused(GRPO, {"model/config.json": json.dumps(settings)})
 
     assert "expected a model that generates text, found Qwen3ForSequenceClassification" in said
+
+
+@pytest.mark.parametrize("more", [{"architectures": ["BertForMaskedLM"]}, {"is_encoder_decoder": True}])
+def test_model_that_reads_in_both_directions_is_refused(
+    refused: Callable[..., str], model: Path, more: dict[str, object]
+) -> None:
+    settings = json.loads((model / "config.json").read_text()) | more
+
+    assert "Give a causal language model (...ForCausalLM)." in refused(
+        GRPO, {"model/config.json": json.dumps(settings)}
+    )
 
 
 @pytest.mark.slow

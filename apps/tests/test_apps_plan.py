@@ -73,8 +73,14 @@ NOBODY = "launcher.options.address=127.0.0.1:1"
         (["launcher=local", "cluster.devices=8"], ["8 of 8 GPUs", "this machine: rollout-0", "actor-3 with 1 GPU(s)"]),
         (["launcher=slurm", *TWO_NODES], ["8 of 8 GPUs", "node0: rollout-0", "node1: actor-0", "#SBATCH --nodes=2"]),
         (["launcher=ray", NOBODY, *TWO_NODES], ["8 of 8 GPUs", "node0: rollout-0", "node1: actor-0"]),
-        (["launcher=slurm", TWO_NODES[0]], ["1 core each, for no cluster told how many there are, on 2 nodes"]),
-        (["launcher=ray", NOBODY, TWO_NODES[0]], ["1 core each, for no cluster told how many there are, on 2 nodes"]),
+        (
+            ["launcher=slurm", TWO_NODES[0]],
+            ["1 core each (launcher.options.cores_per_node says how many a node has) on 2 nodes"],
+        ),
+        (
+            ["launcher=ray", NOBODY, TWO_NODES[0]],
+            ["1 core each (launcher.options.cores_per_node says how many a node has) on 2 nodes"],
+        ),
     ],
 )
 def test_plan_of_each_launcher_needs_no_cluster_and_no_gpu(

@@ -173,19 +173,27 @@ def _comes_back_too_late(run: Run[Any]) -> list[str]:
 
 
 def _too_few_files(config: GRPOConfig, replicas: int) -> list[str]:
-    """A warning, where a trainer may not have a file open for each request that it makes at once."""
+    """A warning, where a trainer may not have a file open for each request that it makes at once.
+
+    Raises:
+        ConfigError: so it is on this machine, where the trainers will run.
+    """
     rollout = config.rollout
     groups = (rollout.max_staleness + 1) * config.data.batch_size
     groups = min(groups, rollout.max_concurrent or groups)
-    needed = groups * rollout.group_size // replicas + rollout.eval_concurrent + FILES_BESIDE_REQUESTS
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    beside = rollout.eval_concurrent + FILES_BESIDE_REQUESTS
+    needed, allowed = groups * rollout.group_size // replicas + beside, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if allowed == resource.RLIM_INFINITY or needed <= allowed:
         return []
-    return [
-        f"warning: a trainer asks up to {groups * rollout.group_size // replicas} answers at once and needs about "
-        f"{needed} open files for it; a process here may have {allowed} (`ulimit -Hn`): raise that, or lower "
-        "rollout.max_concurrent"
-    ]
+    told = (
+        f"a trainer asks up to {needed - beside} answers at once and needs about {needed} open files for it; a process "
+        f"here may have {allowed} (`ulimit -Hn`)"
+    )
+    at_most = (allowed - beside) // rollout.group_size * replicas
+    lower = f"rollout.max_concurrent={at_most}" if at_most > 0 else "rollout.group_size, rollout.eval_concurrent"
+    if config.launcher.kind == "local":
+        raise ConfigError(f"rollout.max_concurrent: {told}. Raise that, or set {lower}, which is as many as it allows.")
+    return [f"warning: {told}: raise that on the nodes, or set {lower}"]
 
 
 def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:

@@ -64,7 +64,7 @@ def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> 
     path = Path(config.data.path).expanduser()
     data = f"data.name={config.data.name}"
     if config.data.path:
-        data += f" data.path={path.absolute() if path.exists() else config.data.path}"  # else a name at the hub
+        data += f" data.path={path.resolve() if path.exists() else config.data.path}"  # else a name at the hub
     data += "".join(f" data.columns.{ours}={theirs}" for ours, theirs in config.data.columns.items())
     model = f"model.path={last_checkpoint(run_dir)}" + (f" recipe={EMBEDDED}" if config.recipe == EMBEDDED else "")
     return [*after_any(config, run_dir), f"Try next: {_called(command)} {data} {model}"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -380,12 +380,27 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str,
                 f"{key} does not go with {parts[path]!r}, which the {chosen} names: it has no {name}. "
                 f"Choose {' or '.join(others)} there, or leave {key} out."
             )
-    leaf = key.rsplit(".", 1)[-1]
+    return f"unknown setting {key!r}.{_hint(key, values)} `--help all` lists all settings."
+
+
+def _hint(key: str, values: Mapping[str, Any]) -> str:
+    """What may be meant by a setting that there is not: one of the same section, else what that section has, else one
+    of any section."""
+    place, _, leaf = key.rpartition(".")
+    while place and not any(known.startswith(f"{place}.") for known in values):
+        place = place.rpartition(".")[0]
     same_leaf = [known for known in values if known.rsplit(".", 1)[-1] == leaf]
     like_theirs = [SYNONYMS[name] for name in get_close_matches(leaf, SYNONYMS, n=1, cutoff=0.9)]
-    nearest = [name for name in (SYNONYMS.get(leaf), *same_leaf, *like_theirs) if name in values]
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else did_you_mean(key, values, 0.5)
-    return f"unknown setting {key!r}.{hint} `--help all` lists all settings."
+    meant = [name for name in (SYNONYMS.get(leaf), *same_leaf, *like_theirs) if name in values]
+    if not place:
+        return f" Did you mean {meant[0]!r}?" if meant else did_you_mean(key, values, 0.5)
+    inside = {known.removeprefix(f"{place}."): known for known in values if known.startswith(f"{place}.")}
+    near = [known for known in meant if known in inside.values()]
+    near += [inside[name] for name in get_close_matches(key.removeprefix(f"{place}."), inside, n=1, cutoff=0.6)]
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    has = ", ".join(dict.fromkeys(name.partition(".")[0] for name in inside))
+    return (f" Did you mean {meant[0]!r}?" if meant else "") + f" {place} has {has}."
 
 
 def _parts_with(name: str, seam: type) -> list[str]:

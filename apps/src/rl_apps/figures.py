@@ -23,8 +23,9 @@ def table(name: str = "") -> str:
     if exact is not None:
         found = {name: exact, **{known: said for known, said in found.items() if known != name}}
     if not found:
+        near = did_you_mean(name, [*dict.fromkeys(known.partition("/")[0] for known in MEANINGS), *MEANINGS])
         raise ConfigError(
-            f"{name!r}: expected a figure of ours or the beginning of one, found none.{did_you_mean(name, MEANINGS)} "
+            f"{name!r}: expected a figure of ours or the beginning of one, found none.{near} "
             "`rl figures` lists them; others are recorded by a reward, workflow, agent or loss."
         )
     widths = [max(map(len, column)) for column in ((*found,), (said.unit for said in found.values()))]

@@ -138,7 +138,9 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig,
     if cluster.device == "cpu" or (cluster.device == "auto" and not gpus):
         why = "as asked" if cluster.device == "cpu" else "no GPU was found"
         each = (
-            f"{cores_each} of {cores} cores each" if cores else "1 core each, for no cluster told how many there are,"
+            f"{cores_each} of {cores} cores each"
+            if cores
+            else "1 core each (launcher.options.cores_per_node says how many a node has)"
         )
         sentence = f"CPU ({why}): {processes} process{'es' * (processes > 1)}, {each}{on}"
         return Devices("cpu", cores_each, sentence, _places(layout, nodes, cores_each, 0))

@@ -103,12 +103,20 @@ def find_models(paths: Mapping[str, str], fetch: bool = True) -> dict[str, str]:
 
 
 def check_generates(path: str, directory: str | Path) -> None:
-    """Refuse a model that has a scalar head, where one is to write text.
+    """Refuse a model that has a scalar head, or fills gaps, or reads all of a text before it writes, where one is to
+    write text on from a prompt.
 
     Raises:
         ModelError: names its kind.
     """
-    kinds = json.loads((Path(directory) / "config.json").read_text()).get("architectures") or []
+    settings = json.loads((Path(directory) / "config.json").read_text())
+    kinds = settings.get("architectures") or []
+    if settings.get("is_encoder_decoder") or any("MaskedLM" in kind for kind in kinds):
+        raise ModelError(
+            f"model {path}: expected a model that goes on from a prompt, token by token, found "
+            f"{', '.join(kinds) or settings.get('model_type')}: it reads in both directions. Give a causal language "
+            "model (...ForCausalLM)."
+        )
     if any("Classification" in kind or "Reward" in kind for kind in kinds):
         raise ModelError(
             f"model {path}: expected a model that generates text, found {', '.join(kinds)}: a reward model scores "

@@ -358,7 +358,8 @@ def test_error_message_is_the_sentence(protocol: SGLangProtocol, scene: str, nam
     assert sentence in found
     assert not found.startswith("{")
     assert protocol.error_message(b'{"error": "Unauthorized"}') == "Unauthorized"
-    assert protocol.error_message(b"<html>") == "<html>"
+    assert protocol.error_message(b"<!DOCTYPE html><html>") == "a page of HTML, so this is another kind of server"
+    assert protocol.error_message(b"Not here") == "Not here"
 
 
 # ---- how servers are started

@@ -15,6 +15,8 @@ from rl_contracts.errors import InferenceError
 from rl_contracts.model_directory import same_model
 from rl_contracts.scheduler import JobSpec
 
+_HTTP = re.compile(r"https?://[^/\s]+/?\Z")
+
 type ServerSource = Callable[[], Mapping[str, str]]
 """Says which servers there are now: address (`http://host:port`) by name. It may block, on a shared file system for
 example. Empty: it cannot say."""
@@ -94,7 +96,10 @@ class ServerConfig(Settings):
     """Base of the settings of one kind of inference server: what can be chosen about it and does not follow from the
     run. An engine `XxxEngine` brings a subclass `XxxEngineConfig` beside it."""
 
-    addresses: list[str] = field(default_factory=list)
+    addresses: list[str] = field(
+        default_factory=list,
+        metadata={"expected": "http://host:port of each", "holds": lambda given: all(map(_HTTP.match, given))},
+    )
     """Servers that run already (`http://host:port`), as many as the allocation says: they are looked at and used, and
     none is started. Their key is expected in `RL_RUN_KEY`. Empty: the launcher starts them."""
 

@@ -71,7 +71,8 @@ def _files_of_split(directory: Path, split: str, subset: str | None) -> list[Pat
     found = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
     raise DataError(
         f"{directory}: expected {split}.jsonl or {split}.parquet for the split {split!r}, found {found}; "
-        f"put the file there or name another split (data.train_split, data.test_split)"
+        "put the file there or name another split (data.train_split, data.test_split); with evaluation.rows=0 a run "
+        "needs no held-out rows"
     )
 
 

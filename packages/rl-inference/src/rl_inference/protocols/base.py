@@ -211,7 +211,10 @@ class ServerProtocol(ABC):
         try:
             return str(json.loads(body)["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            return body.decode(errors="replace")[:500].strip() or "no reason given"
+            text = body.decode(errors="replace").strip()
+            if text.startswith("<"):
+                return "a page of HTML, so this is another kind of server"
+            return text[:500] or "no reason given"
 
 
 def as_object(body: bytes) -> dict[str, Any]:

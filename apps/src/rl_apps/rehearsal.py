@@ -10,7 +10,7 @@ from rl_apps.parts import Parts
 from rl_contracts import registry
 from rl_contracts.clock import SystemClock
 from rl_contracts.errors import ConfigError, DataError, ModelError, RewardError, defined_at, raised_at
-from rl_contracts.workflow import RolloutWorkflow
+from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
 
 ROWS = 8
 """Tried one after the other until one is not refused as a row."""
@@ -46,17 +46,15 @@ def rehearse(run: Run[Any], form: str) -> None:
         error = failure
     if error is not None:
         made = registry.load("rl.workflows", settings.workflow)
-        # a reward's own error says it already
-        place = (
-            ""
-            if isinstance(error, RewardError)
-            else raised_at(error) or defined_at(getattr(made, "arun_episode", made))
-        )
+        if isinstance(error, RewardError):  # which says where already
+            place, page = "", "reward"
+        else:
+            place = raised_at(error) or defined_at(getattr(made, "arun_episode", made))
+            page = "agent" if isinstance(made, type) and issubclass(made, AgentWorkflow) else "workflow"
         raise ConfigError(
             f"rollout.workflow={settings.workflow} with rollout.reward={settings.reward} failed on a row of the data, "
             f"tried with a made-up answer: {type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}{place}. "
-            "docs/howto/reward.md, docs/howto/workflow.md and docs/howto/agent.md show how they are called; "
-            "rollout.rehearsal=false leaves this trial out, for what needs a real server."
+            f"docs/howto/{page}.md shows how it is called; rollout.rehearsal=false leaves this trial out."
         ) from error
 
 

@@ -4,13 +4,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rl_contracts.conformance.scheduler import listens, python, server, wait_until
-from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
 from rl_contracts.names import FileNames
 from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, Resume, RunControl
@@ -206,6 +207,37 @@ def test_run_server_dies_while_trainers_restart_is_another_try(scheduler: LocalS
     assert code == 0
     assert killed
     assert run.resumed == [2, 2]
+
+
+@pytest.mark.parametrize("node_lost", [True, False])
+def test_run_server_lost_before_all_are_ready_is_started_again_where_its_node_was_lost(
+    node_lost: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that ends by itself would end again."""
+    lives = tmp_path / "lives"
+    once = f"open({str(lives)!r}, 'a').write('x'); import os; os.stat({str(lives)!r}).st_size == 1 and os._exit(3)\n"
+
+    class Nodes(LocalScheduler):
+        def poll(self) -> list[Worker]:
+            workers = super().poll()
+            for worker in workers:
+                if node_lost and worker.status is WorkerStatus.FAILED:
+                    worker.cause = "was lost with node b, which is not heard any more"
+            return workers
+
+    spec = server("rollout", remedy="set it right")
+    spec = replace(spec, command=(*spec.command[:2], once + spec.command[2], *spec.command[3:]))
+    run = Steps(tmp_path)
+    with Nodes(tmp_path / "logs") as scheduler:
+        launcher = Launcher(scheduler)
+        if node_lost:
+            assert launcher.run([spec], run.trainers, resume=run.resume) == 0
+            assert "was lost with node b, which is not heard any more while the run needed it. Every" in caplog.text
+        else:
+            with pytest.raises(ServerStartError, match=r"(?s)rollout-0 ended with exit code 3 .*set it right"):
+                launcher.run([spec], run.trainers, resume=run.resume)
+    assert lives.read_text() == "x" * (1 + node_lost)
+    assert run.resumed == [0] * node_lost
 
 
 @pytest.mark.slow

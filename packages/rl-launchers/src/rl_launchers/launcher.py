@@ -18,7 +18,7 @@ from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, Schedul
 from rl_launchers.attempts import Attempts, Resume, TrainersLostError, UsersFaultError, headline
 from rl_launchers.control import RunControl
 from rl_launchers.elastic import Elastic
-from rl_launchers.health import RestartConfig, ServerCare
+from rl_launchers.health import RestartConfig, ServerCare, ServersLostError
 from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
 from rl_launchers.report import describe_end, separate, with_log
 
@@ -118,6 +118,7 @@ class Launcher:
                 ready before. Servers are started anew only from the moment at which all of them were ready.
             resume: how the run goes on when trainers are lost, or no server is left and there is room for none:
                 everything is stopped and started again, as another command would do it, up to `trainer_restarts` times.
+                So it is where a server is lost with its node before all were ready.
                 Not after a trainer's exit code 2 (`USERS_FAULT`), and not where one raised an error before the first
                 step. None: the run ends then.
 
@@ -254,6 +255,8 @@ class Launcher:
             return TrainersLostError(told, raised=not lost and all(code and 0 < code < 64 for code in ended))
         if failed:
             return UsersFaultError(told)
+        if any(worker.cause for worker in workers if worker.name in lost):  # with its node: no mistake that comes again
+            return ServersLostError(told)
         return LaunchError(told) if self._ready else ServerStartError(told)
 
     def _roles(self) -> list[str]:
@@ -279,7 +282,7 @@ class Launcher:
         problem = f"{first.name} {what} while the run needed it."
         if first.name in lost and self._ready and self._config.max_restarts and first.role not in self._roles():
             problem += f" launcher.max_restarts={self._config.max_restarts} is used up."
-        remedy = [] if self._ready else [self._remedies.get(first.role, "")]
+        remedy = [] if self._ready or first.cause else [self._remedies.get(first.role, "")]
         after = [f"After it, {other.name} {describe_end(other)} (log: {other.log})." for other in others]
         before = [f"Before it: {sentence}" for sentence in self._care.history]
         problem = "\n".join(filter(None, [problem, *remedy, *after, *before]))

@@ -293,7 +293,7 @@ def test_too_few_files_for_the_answers_asked_for_at_once(capsys, monkeypatch):
     told = "a trainer asks up to 4096 answers at once and needs about 4552 open files for it; a process here may have "
     assert (code, fewer, more) == (2, 0, 2)
     assert f"ConfigError: rollout.max_concurrent: {told}4096 (`ulimit -Hn`). Raise that, or set " in err
-    assert "rollout.max_concurrent=455, which" in err
+    assert "set rollout.max_concurrent=455." in err
     assert "open files" not in possible
     assert f"warning: {told}" in elsewhere
 

@@ -55,6 +55,8 @@ def test_step_line_reward_is_told_where_it_is_no_accuracy():
         ({"groups/zero_variance": 7, "groups/singleton": 1, "groups/trained": 8}, "in each of 7 groups all answers"),
         ({"groups/failed": 2}, "2 group(s) failed"),
         ({"applied": 0.5}, "optimizer steps were skipped"),
+        ({"grad_norm": 0.0}, "the gradient was exactly 0"),
+        ({"grad_norm": 0.0, "groups/zero_variance": 8, "groups/trained": 8}, "in each of 8 groups all answers"),
     ],
 )
 def test_what_is_wrong_with_a_step_is_a_warning(record, warning):

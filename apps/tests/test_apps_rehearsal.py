@@ -194,6 +194,46 @@ def test_dry_run_tells_a_mistake_too_and_leaves_nothing(mine, model, tmp_path, c
     assert not (tmp_path / "run").exists()
 
 
+LOSSES = """
+def right(terms, *, clip_high, slope=0.1):
+    return -terms.ratio.clamp(max=1 + clip_high) * terms.advantages, {"clip/high": terms.ratio > 1 + clip_high}
+
+def misspelt(terms):
+    return -terms.ratio * terms.advantage, {}  # it has an s
+
+def summed(terms):
+    return -(terms.ratio * terms.advantages).mean(), {}
+
+def detached(terms):
+    return -(terms.ratio.detach() * terms.advantages), {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "misspelt",
+            "made-up tokens: AttributeError: 'PolicyTerms' object has no attribute 'advantage' ({file}:6). docs",
+        ),
+        ("summed", "algorithm.loss: expected a pair, one number per token and named marks"),
+        (
+            "detached",
+            "expected losses with a gradient, made of terms.ratio or terms.logprobs, found none: nothing would",
+        ),
+    ],
+)
+def test_loss_of_ones_own_is_tried_before_anything_starts(model, tmp_path, capsys, monkeypatch, name, told):
+    file = tmp_path / "my_losses.py"
+    file.write_text(LOSSES)
+    monkeypatch.chdir(tmp_path)
+    given = (f"model.path={model}", "model.chat_template=plain", "--dry-run")
+
+    assert main("gsm8k-grpo", [f"algorithm.loss.kind=my_losses.py:{name}", *given]) == 2
+    assert told.format(file=file) in capsys.readouterr().err
+    assert main("gsm8k-grpo", ["algorithm.loss.kind=my_losses.py:right", *given]) == 0
+
+
 @pytest.mark.slow
 def test_command_with_a_mistake_in_a_reward_ends_before_servers_start(mine, model, tmp_path):
     command = [str(BIN / "gsm8k-grpo"), "rollout.reward=my_parts:raises", "run_dir=run", f"model.path={model}"]

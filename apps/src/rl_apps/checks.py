@@ -190,10 +190,10 @@ def _too_few_files(config: GRPOConfig, replicas: int) -> list[str]:
         f"here may have {allowed} (`ulimit -Hn`)"
     )
     at_most = (allowed - beside) // rollout.group_size * replicas
-    lower = f"rollout.max_concurrent={at_most}" if at_most > 0 else "rollout.group_size, rollout.eval_concurrent"
+    lower = f"set rollout.max_concurrent={at_most}" if at_most > 0 else "lower rollout.group_size"
     if config.launcher.kind == "local":
-        raise ConfigError(f"rollout.max_concurrent: {told}. Raise that, or set {lower}, which is as many as it allows.")
-    return [f"warning: {told}: raise that on the nodes, or set {lower}"]
+        raise ConfigError(f"rollout.max_concurrent: {told}. Raise that, or {lower}.")
+    return [f"warning: {told}: raise that on the nodes, or {lower}"]
 
 
 def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:

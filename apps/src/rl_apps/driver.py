@@ -22,6 +22,7 @@ from rl_apps import compose
 from rl_apps.app import App, Run
 from rl_apps.checks import are_near, check_run, choose_route, remarks, starts_from_nothing
 from rl_apps.command_line import parse, say
+from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
 from rl_apps.directory import (
     FINISHED,
@@ -38,7 +39,7 @@ from rl_apps.directory import (
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
 from rl_apps.parts import attached, memory_of, server_jobs, weights_directory
-from rl_apps.rehearsal import rehearse
+from rl_apps.rehearsal import rehearse, rehearse_loss
 from rl_apps.servers import check_attached, check_program, command_of
 from rl_apps.template import load_tokenizer
 from rl_contracts import registry
@@ -269,6 +270,8 @@ def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
     if run.layout.rollout is not None and run.config.rollout.rehearsal:
         say("trying workflow and reward on a row of the data")
         rehearse(run, app.form)
+        if isinstance(run.config, GRPOConfig):
+            rehearse_loss(run.config.algorithm.loss)
     say("measuring the rows of the data")
     return app.measure(run)
 

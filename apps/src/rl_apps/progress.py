@@ -202,6 +202,8 @@ def warnings_of(record: dict[str, Any]) -> dict[str, str]:
             f"in each of {equal:.0f} groups all answers have the same reward: compared with each other, they give no "
             "gradient"
         )
+    if record.get("grad_norm") == 0 and "equal" not in found:
+        found["gradient"] = "the gradient was exactly 0, so nothing was learned: is a loss of your own detached?"
     if failed:
         found["failed"] = f"{failed:.0f} group(s) failed, and others took their place; the trainers' logs say why"
     if record.get("applied", 1) < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import rl_trainers
 from rl_apps.app import Run
 from rl_apps.data import first_rows, load_rows
 from rl_apps.parts import Parts
@@ -11,6 +12,7 @@ from rl_contracts import registry
 from rl_contracts.clock import SystemClock
 from rl_contracts.errors import ConfigError, DataError, ModelError, RewardError, defined_at, raised_at
 from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
+from rl_trainers.algorithm import LossConfig
 
 ROWS = 8
 """Tried one after the other until one is not refused as a row."""
@@ -55,6 +57,27 @@ def rehearse(run: Run[Any], form: str) -> None:
             f"rollout.workflow={settings.workflow} with rollout.reward={settings.reward} failed on a row of the data, "
             f"tried with a made-up answer: {type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}{place}. "
             f"docs/howto/{page}.md shows how it is called; rollout.rehearsal=false leaves this trial out."
+        ) from error
+
+
+def rehearse_loss(config: LossConfig) -> None:
+    """Call a policy loss of the user's own on made-up tokens; one that is installed has its tests.
+
+    Raises:
+        ConfigError: it failed; says what happened, and in which line.
+    """
+    if ":" not in config.kind:
+        return
+    loss = registry.load_part(config)
+    try:
+        rl_trainers.try_loss(loss)
+    except ConfigError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}{raised_at(error)}"
+        raise ConfigError(
+            f"algorithm.loss.kind={config.kind} failed on made-up tokens: {why}. docs/howto/loss.md shows how it is "
+            "called."
         ) from error
 
 

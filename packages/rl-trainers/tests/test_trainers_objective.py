@@ -7,8 +7,9 @@ import pytest
 import torch
 from policy_toys import objective, prepared_batch, total
 
+from rl_contracts import registry
 from rl_contracts.engine import TokenOutputs
-from rl_contracts.errors import EngineError
+from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.trajectory import pack, select
 from rl_trainers.algorithm import (
     AggregationConfig,
@@ -19,7 +20,7 @@ from rl_trainers.algorithm import (
     MaskConfig,
 )
 from rl_trainers.critic import ValueLoss
-from rl_trainers.objective import effective_fraction, make_policy_loss
+from rl_trainers.objective import effective_fraction, make_policy_loss, try_loss
 
 SMOOTH = {
     "clip": {},
@@ -190,3 +191,21 @@ def test_effective_fraction_of_a_minibatch_without_weight_is_zero():
     figures = {"weight/mean": 0.0, "weight/square": 0.0, "loss": 1.0}
     effective_fraction(figures)
     assert figures == {"weight/effective": 0.0, "loss": 1.0}
+
+
+def test_try_loss_lets_all_installed_ones_through():
+    for kind in registry.available("rl.policy_losses"):
+        try_loss(registry.load_part(LossConfig(kind)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda terms: (terms.ratio.detach() * terms.advantages, {}), "expected losses with a gradient"),
+        (lambda terms: ((terms.ratio * terms.advantages).sum(), {}), "expected a pair, one number per token"),
+        (lambda terms: terms.ratio, "expected a pair, one number per token"),
+    ],
+)
+def test_try_loss_refuses_what_would_train_on_nonsense_or_on_nothing(loss, told):
+    with pytest.raises(ConfigError, match=told):
+        try_loss(loss)

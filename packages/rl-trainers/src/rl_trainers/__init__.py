@@ -35,6 +35,7 @@ _HOMES = {
     "replay_batch": "actor",
     "reward_model_loss": "preference",
     "train": "loop",
+    "try_loss": "objective",
 }
 
 __all__ = sorted(_HOMES)

@@ -174,6 +174,25 @@ def make_policy_loss(config: AlgorithmConfig, minibatches: int) -> PolicyLoss:
     )
 
 
+def try_loss(loss: Callable[[PolicyTerms], TokenLoss]) -> None:
+    """Call a policy loss on made-up tokens, some of which are not trained, and look at what it gives.
+
+    Raises:
+        ConfigError: it gives something else than a number per token and marks, or numbers without a gradient, with
+            which nothing would be learned.
+    """
+    logprobs = torch.linspace(-3.0, -0.1, 8, requires_grad=True)
+    trained = torch.arange(8) != 4
+    terms = policy_terms(logprobs, logprobs.detach().flip(0) / 3, torch.linspace(-1.0, 1.0, 8), trained)
+    losses, _ = checked("algorithm.loss", loss(terms), trained)
+    if not losses.requires_grad:
+        raise ConfigError(
+            "algorithm.loss: expected losses with a gradient, made of terms.ratio or terms.logprobs, found none: "
+            "nothing would be learned."
+        )
+    losses.sum().backward()
+
+
 def effective_fraction(stats: dict[str, Any]) -> None:
     """Replace `weight/mean` and `weight/square` of a minibatch by `weight/effective`: the effective sample size of its
     tokens' weights pi_theta / pi_behaviour as a fraction of the tokens (Kish 1965), 1 where all weigh the same."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 
 import pytest
@@ -14,6 +15,7 @@ from rl_apps.model import find_models
 from rl_apps.parts import weights_directory
 from rl_apps.synonyms import SYNONYMS
 from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.testing.models import make_tiny_model
 
 
 def _grpo(*overrides):
@@ -268,8 +270,8 @@ def test_data_set_that_raises_is_told_with_its_line_and_without_a_traceback(caps
 @pytest.mark.parametrize(
     ("arguments", "warning"),
     [
-        (["total_steps=20"], "actor.optimizer.warmup_steps=20 is as long as the run (20 optimizer steps)"),
-        (["algorithm=ppo", "critic.optimizer.warmup_steps=900"], "critic.optimizer.warmup_steps=900 is as long as"),
+        (["total_steps=20"], "actor.optimizer.warmup_steps=20 is no less than the run has (20 optimizer steps)"),
+        (["algorithm=ppo", "critic.optimizer.warmup_steps=900"], "critic.optimizer.warmup_steps=900 is no less than"),
         (["rollout.generation.max_new_tokens=5000"], "rollout.generation.max_new_tokens=5000 is more than there is"),
         (["evaluation.generation.max_new_tokens=5000"], "evaluation.generation.max_new_tokens=5000 is more than there"),
     ],
@@ -296,6 +298,16 @@ def test_too_few_files_for_the_answers_asked_for_at_once(capsys, monkeypatch):
     assert "set rollout.max_concurrent=455." in err
     assert "open files" not in possible
     assert f"warning: {told}" in elsewhere
+
+
+def test_disk_without_room_for_a_checkpoint_is_a_warning(capsys, monkeypatch, tmp_path):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=2**17))
+    model = make_tiny_model(tmp_path / "model")
+
+    out = _run(capsys, "--dry-run", f"model.path={model}")[1]
+
+    assert "has 0.1 MiB left, and a checkpoint of this model takes" in out
 
 
 def test_defaults_have_no_warning(capsys):

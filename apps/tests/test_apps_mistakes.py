@@ -121,6 +121,15 @@ SETTINGS = {
     "value-for-inner-section": (*_set("actor.optimizer=adam"), "actor.optimizer.NAME=VALUE"),
     "preset-of-none": (*_set("data=word-problems"), "expected the settings in it, data.NAME=VALUE"),
     "options-no-settings": (*_set("data.options=foo"), "`--help data.options` says what it takes"),
+    "no-list-of-addresses": (
+        *_set("rollout.server.addresses=http://here:1"),
+        "expected a list, rollout.server.addresses=[ONE,...]. `--help rollout.server.addresses` says",
+    ),
+    "micro-batch-too-small": (
+        *_set("actor.micro_batch.max_tokens=3"),
+        "actor.micro_batch.max_tokens: expected at least",
+    ),
+    "outside-of-runs": (("gsm8k-grpo", "experiment=../x", "--dry-run"), {}, "experiment: expected a name below runs/"),
     "negative": (*_set("data.batch_size=-1"), "expected at least 1, found -1"),
     "negative-staleness": (*_set("rollout.max_staleness=-1"), "expected 0 (on-policy) or more, found -1"),
     "negative-of-two-that-have-it": (
@@ -399,15 +408,15 @@ def test_reward_model_as_the_policy_is_refused(refused: Callable[..., str], mode
     assert "expected a model that generates text, found Qwen3ForSequenceClassification" in said
 
 
-@pytest.mark.parametrize("more", [{"architectures": ["BertForMaskedLM"]}, {"is_encoder_decoder": True}])
-def test_model_that_reads_in_both_directions_is_refused(
+@pytest.mark.parametrize(
+    "more", [{"architectures": ["BertForMaskedLM"]}, {"is_encoder_decoder": True}, {"architectures": ["BertModel"]}]
+)
+def test_model_that_does_not_go_on_from_a_prompt_is_refused(
     refused: Callable[..., str], model: Path, more: dict[str, object]
 ) -> None:
     settings = json.loads((model / "config.json").read_text()) | more
 
-    assert "Give a causal language model (...ForCausalLM)." in refused(
-        GRPO, {"model/config.json": json.dumps(settings)}
-    )
+    assert "(...ForCausalLM)." in refused(GRPO, {"model/config.json": json.dumps(settings)})
 
 
 @pytest.mark.slow

@@ -112,3 +112,15 @@ def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monk
         "0 s, waiting for the first record: rollout-0, actor-0 (see logs/)",
         "step 1/9",
     ]
+
+
+def test_server_that_ends_before_it_is_ready_is_not_called_ready(tmp_path):
+    console = Console(record=True, width=200)
+    worker = Worker("rollout", 0, "here", 1, tmp_path / "r.log")
+    with RunProgress(tmp_path / "metrics.jsonl", 9, {}, console) as progress:
+        waiting = Waiting(progress, tmp_path / "metrics.jsonl", Tracking(TrackersConfig(), tmp_path, "", {}, print))
+        waiting.tick([worker])
+        worker.status = WorkerStatus.FAILED
+        waiting.tick([worker])
+
+    assert "ready" not in console.export_text()

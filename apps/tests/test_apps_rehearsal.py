@@ -56,6 +56,10 @@ class Single(Flow):
     async def arun_episode(self, engine, data):
         return (await self.rows(engine))[0]
 
+class Dicts(Flow):
+    async def arun_episode(self, engine, data):
+        return [{"input_ids": [1]}]
+
 class Uneven(Flow):
     async def arun_episode(self, engine, data):
         (row,) = await self.rows(engine)
@@ -144,6 +148,11 @@ def test_rehearsal_of_what_works_says_nothing_and_leaves_what_the_reward_printed
         ("rollout.workflow=my_parts:Clumsy", "Clumsy.run raised ZeroDivisionError", "no number"),
         ("rollout.workflow=my_parts:Island", "Island.step raised KeyError: 'ship'", "none comes"),
         ("rollout.workflow=my_parts:Single", "returned one Trajectory: expected a list", "class Single"),
+        (
+            "rollout.workflow=my_parts:Dicts",
+            "returned a list with one dict: expected Trajectory objects",
+            "class Dicts",
+        ),
         ("rollout.workflow=my_parts:Uneven", "arrays differ in length: .*'loss_mask': ", "class Uneven"),
         ("rollout.workflow=my_parts:Unmade", r"__init__\(\) takes 2 positional arguments but 5 were given", ""),
     ],

@@ -30,6 +30,12 @@ def answer_files(directory: Path, evaluation: bool) -> Iterator[tuple[int, Path]
     yield from sorted((int(name[2]), path) for name, path in found if name and bool(name[1]) == evaluation)
 
 
+def few(steps: list[int]) -> str:
+    """Steps for a sentence: all where they are few, else the first and the last."""
+    shown = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:3]), "...", *map(str, steps[-3:])]
+    return f"[{', '.join(shown)}]"
+
+
 def kept_steps(directory: Path, evaluation: bool) -> list[int]:
     """Steps whose answers, or those of evaluations at them, are kept.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +26,7 @@ from rl_contracts.model_directory import context_length
 from rl_contracts.workflow import AgentWorkflow, Environment, RolloutWorkflow
 from rl_trainers.tracking import load_trackers
 
+MIB = 2**20
 LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 LARGEST_SHARE = 0.7
 """Of a GPU's memory that servers may have where a trainer uses the same."""
@@ -103,7 +106,7 @@ def remarks(run: Run[Any]) -> list[str]:
     for name, optimizer in optimizers.items():
         if optimizer.warmup_steps >= steps:
             found.append(
-                f"warning: {name}.optimizer.warmup_steps={optimizer.warmup_steps} is as long as the run ({steps} "
+                f"warning: {name}.optimizer.warmup_steps={optimizer.warmup_steps} is no less than the run has ({steps} "
                 "optimizer steps), which therefore learns little"
             )
     if isinstance(config, GRPOConfig):
@@ -111,6 +114,7 @@ def remarks(run: Run[Any]) -> list[str]:
     if run.layout.rollout is not None:
         _check_canary(run)
     found += _comes_back_too_late(run)
+    found += _too_full_a_disk(run)
     limit = longest_row(config.data, config.model.directory())
     generations = {"evaluation": config.evaluation.generation} if run.layout.rollout and config.evaluation.rows else {}
     if isinstance(config, GRPOConfig):
@@ -122,6 +126,19 @@ def remarks(run: Run[Any]) -> list[str]:
                 f"for: prompt and answer together have {limit} tokens at most (data.max_length, or the model's context)"
             )
     return found
+
+
+def _too_full_a_disk(run: Run[Any]) -> list[str]:
+    """A warning, where the last checkpoint, as large as the model, will find no room."""
+    there = next(path for path in (run.directory, *run.directory.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    needed = sum(file.stat().st_size for file in Path(run.config.model.directory()).glob("*.safetensors"))
+    if free >= needed:
+        return []
+    return [
+        f"warning: {there} has {free / MIB:.1f} MiB left, and a checkpoint of this model takes {needed / MIB:.1f}: "
+        "free some, or set run_dir to another disk"
+    ]
 
 
 def starts_from_nothing(config: RunConfig) -> list[str]:

@@ -368,6 +368,8 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str,
         more = f" `--help {key}` says what it takes, and its default." if key in values else ""
         if wrong := _OF_ANOTHER_TYPE.match(first):
             first = f"expected {_IN_WORDS[wrong[2]]}, found {wrong[1]}"
+        elif "is not a ListConfig" in first:
+            first = f"expected a list, {key}=[ONE,...]"
         return f"{key}: {first.rstrip('.')}.{more}" if key else first
     key = next((text.split("=")[0] for text in overrides if text.startswith(f"{key}.")), key)  # not only its section
     for path, seam in _seams(config):

@@ -148,7 +148,7 @@ def disk(directory: Path) -> Iterator[Finding]:
         yield Finding("runs", f"{there} cannot be written: {error}", "set run_dir to a directory that can be.")
         return
     remedy = "set both clocks by NTP: who lives and who is lost is told by them." if abs(apart) > SKEW else ""
-    yield Finding("clock", f"the disk's is {apart:+.1f} s from this machine's (at most {SKEW:g})", remedy)
+    yield Finding("clock", f"the disk's is {abs(apart):.1f} s from this machine's (at most {SKEW:g})", remedy)
 
 
 def files() -> Finding:

@@ -303,7 +303,8 @@ class Waiting:
         if _size(self._metrics) > self._before:
             return
         seconds, starting = time.monotonic() - self._begin, {w.name for w in workers if w.status == "starting"}
-        ready, self._starting = self._starting - starting, starting
+        well = {w.name for w in workers if w.status == "running"}
+        ready, self._starting = self._starting & well, starting
         news = [w.log for w in workers if _size(w.log) > self._old.setdefault(w.log, _size(w.log))]
         if ready:
             self._progress.say(f"{', '.join(sorted(ready))} ready after {seconds:.0f} s")

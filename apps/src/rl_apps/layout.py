@@ -142,7 +142,8 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig,
             if cores
             else "1 core each (launcher.options.cores_per_node says how many a node has)"
         )
-        sentence = f"CPU ({why}): {processes} process{'es' * (processes > 1)}, {each}{on}"
+        turns = "; they are more than the cores, and take turns" if 0 < cores < processes else ""
+        sentence = f"CPU ({why}): {processes} process{'es' * (processes > 1)}, {each}{on}{turns}"
         return Devices("cpu", cores_each, sentence, _places(layout, nodes, cores_each, 0))
     alone = f"launcher.kind={launcher.kind} with allocation={written}"
     require(launcher.options.shares_devices or not layout.shared, alone, "`+`: this scheduler shares no GPUs", "`|`")
@@ -182,6 +183,8 @@ def run_directory(run_dir: str, experiment: str, trial: str) -> Path:
     Raises:
         ConfigError: a file is in the way.
     """
+    for setting, part in (("experiment", experiment), ("trial", trial)):
+        require(".." not in Path(part).parts, setting, "a name below runs/; run_dir may be any directory", part)
     name = trial or datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
     directory = Path(run_dir or Path("runs") / experiment / name).resolve()
     there = next(path for path in (directory, *directory.parents) if path.exists())

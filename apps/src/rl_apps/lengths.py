@@ -160,7 +160,7 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
         what is left out or cut, and whether a step takes rows more than once, in sentences.
 
     Raises:
-        ConfigError: `data.max_length` is more than the model's context.
+        ConfigError: `data.max_length` is more than the model's context, or a row may be longer than a micro-batch.
         DataError: rows are too long and `data.overlong=refuse`, or none is left.
     """
     config = run.config
@@ -168,6 +168,8 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
     train = load_rows(config.data, "train", form, config.seed)
     fitting, sentence = lengths.fit(train, "train")
     found = [sentence]
+    if config.actor.micro_batch.max_tokens < lengths.limit:
+        _check_micro_batch(run, lengths, fitting)
     if config.evaluation.rows:
         test = load_rows(config.data, "test", form, config.seed)
         found.append(lengths.fit(first_rows(test, config.evaluation.rows), "test")[1])
@@ -178,6 +180,16 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
             "every step takes some of them more than once"
         )
     return told
+
+
+def _check_micro_batch(run: Run[Any], lengths: Lengths, rows: Rows) -> None:
+    """Refuse rows that, with their answers, may be longer than a micro-batch, which would end the run on the way."""
+    longest = max(lengths.tokens(rows[number]) for number in range(len(rows)))
+    answers = run.config.generation.max_new_tokens - 1 if lengths.form == "rl" else 0
+    needed = min(lengths.limit, longest + answers)
+    expected = f"at least {needed}, which the longest row of the data may have, or a smaller data.max_length"
+    found = run.config.actor.micro_batch.max_tokens
+    require(found >= needed, "actor.micro_batch.max_tokens", expected, found)
 
 
 def _bytes(messages: Sequence[Mapping[str, Any]], overhead: int) -> int:

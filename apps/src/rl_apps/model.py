@@ -117,6 +117,11 @@ def check_generates(path: str, directory: str | Path) -> None:
             f"{', '.join(kinds) or settings.get('model_type')}: it reads in both directions. Give a causal language "
             "model (...ForCausalLM)."
         )
+    if kinds and all(kind.endswith("Model") and "LMHead" not in kind for kind in kinds):
+        raise ModelError(
+            f"model {path}: expected a model that generates text, found {', '.join(kinds)}: it has no head that says "
+            "which token is next. Give one that was saved whole (...ForCausalLM)."
+        )
     if any("Classification" in kind or "Reward" in kind for kind in kinds):
         raise ModelError(
             f"model {path}: expected a model that generates text, found {', '.join(kinds)}: a reward model scores "

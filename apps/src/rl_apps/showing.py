@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_apps.answers import conversation, kept_steps
+from rl_apps.answers import conversation, few, kept_steps
 from rl_apps.closing import REPORT
 from rl_apps.report.curves import Curve, curves_of, read_records
 from rl_apps.report.page import write_report
@@ -67,7 +67,7 @@ def show(directory: Path, step: int | None, evaluation: bool, worst: bool, numbe
     if wanted not in there:
         raise DataError(
             f"{directory}/rollouts: expected answers of {'an evaluation at ' * evaluation}step {wanted}, found those "
-            f"of the steps {there}. `rollouts.every` says which are kept."
+            f"of the steps {few(there)}. `rollouts.every` says which are kept."
         )
     kept = 0
 

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from rl_apps.answers import answer_files, conversation, kept_steps
+from rl_apps.answers import answer_files, conversation, few, kept_steps
 from rl_apps.directory import last_record, read_config
 from rl_apps.progress import FIGURES, RunProgress
 from rl_apps.tools import names_there, read_on, status_of, while_alive
@@ -66,6 +66,6 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
         to = "" if prompt is None else f" to prompt {prompt}"
         raise DataError(
             f"{directory}/rollouts: expected answers{to} of {'any step' if step is None else f'step {step}'}, found "
-            f"none; kept are those of the steps {there}. `rollouts.every` says which are."
+            f"none; kept are those of the steps {few(there)}. `rollouts.every` says which are."
         )
     return 0

@@ -235,7 +235,7 @@ async def test_failing_call_raises_reward_error_and_the_next_call_works(completi
 @pytest.mark.usefixtures("rewards")
 async def test_function_that_does_not_take_what_it_is_called_with_is_told_what_that_is() -> None:
     async with AsyncRewardWrapper("worker_rewards:narrow") as wrapper:
-        with pytest.raises(RewardError, match=r"; it is called with \(prompt, completion, .*, gold=\.\.\.\)"):
+        with pytest.raises(RewardError, match=r"; it is called with \(prompt, completions, .*, gold=\.\.\.\)"):
             await score(wrapper, "fine", gold="4")
 
 

@@ -70,7 +70,8 @@ def _files_of_split(directory: Path, split: str, subset: str | None) -> list[Pat
                 return files
     found = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
     raise DataError(
-        f"{directory}: expected {split}.jsonl or {split}.parquet for the split {split!r}, found {found}; "
+        f"{directory}: expected {split}.jsonl or {split}.parquet (nothing else is read) for the split {split!r}, found "
+        f"{found}; "
         "put the file there or name another split (data.train_split, data.test_split); with evaluation.rows=0 a run "
         "needs no held-out rows"
     )

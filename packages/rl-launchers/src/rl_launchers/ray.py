@@ -220,7 +220,10 @@ class Conversation:
 
     def __init__(self, address: str, purpose: str, log: Path | None = None) -> None:
         if importlib.util.find_spec("ray") is None:
-            raise LaunchError("launcher.kind=ray needs Ray, which is not installed. Install rl-launchers[ray].")
+            raise LaunchError(
+                "launcher.kind=ray needs Ray, which is not installed. Install rl-launchers[ray], or in the repository "
+                "uv run --package rl-apps --extra ray ..."
+            )
         if "://" in (told := address or os.environ.get("RAY_ADDRESS", "")):
             raise LaunchError(
                 f"Ray's address {told}: expected host:port, as `ray start` prints it; a run cannot go through the "

@@ -201,6 +201,9 @@ def stamped(
     if not trajectories:
         raise DataError(f"{workflow}.arun_episode returned no trajectory; return None to reject an episode.")
     for trajectory in trajectories:
+        if not hasattr(trajectory, "loss_mask"):
+            kind = type(trajectory).__name__
+            raise DataError(f"{workflow}.arun_episode returned a list with one {kind}: expected Trajectory objects.")
         if not _aligned(trajectory):
             lengths = {name: len(value) for name in PER_TOKEN if (value := getattr(trajectory, name)) is not None}
             raise DataError(

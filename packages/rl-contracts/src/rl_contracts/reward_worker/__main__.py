@@ -86,7 +86,7 @@ def _score(
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
-        called = ", ".join(["prompt, completion, prompt_ids, completion_ids", *(f"{name}=..." for name in data)])
+        called = ", ".join(["prompt, completions, prompt_ids, completion_ids", *(f"{name}=..." for name in data)])
         raise TypeError(f"{error}; it is called with ({called})") from error
     if inspect.isawaitable(value):
         value = _event_loop().run(_result(value), context=copy_context())

@@ -9,6 +9,7 @@ import pytest
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError
 from rl_datasets import GSM8K, HHRLHF, Chat
+from rl_datasets.columns import renamed
 from rl_datasets.validate import main
 
 USER, ASSISTANT = ({"role": role, "content": text} for role, text in (("user", "1 + 1?"), ("assistant", "#### 2")))
@@ -154,3 +155,9 @@ def test_validate_command_takes_columns(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 of 1 gold answers score 1.0" in capsys.readouterr().out
     assert main(["gsm8k", file, "--columns", "question"]) == 2
     assert "--columns: expected OURS=THEIRS" in capsys.readouterr().err
+
+
+def test_missing_column_beside_one_that_lies_inside_of_another_names_that() -> None:
+    rows = [("train.jsonl:1", {"problem": "1 + 1?", "reward_model": {"ground_truth": "2"}, "level": {}})]
+    with pytest.raises(DataError, match="found only 'problem', 'reward_model.ground_truth', 'level'; name"):
+        list(renamed(rows, {"answer": "reward_model.groundtruth"}))

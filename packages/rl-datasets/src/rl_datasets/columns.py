@@ -76,4 +76,10 @@ def _inside(row: Mapping[str, Any], name: str) -> tuple[bool, Any]:
 
 
 def _names(row: Mapping[str, Any]) -> str:
-    return f"only {', '.join(map(repr, row))}" if row else "an empty row"
+    paths = [path for name, value in row.items() for path in _paths(name, value)]
+    return f"only {', '.join(map(repr, paths))}" if paths else "an empty row"
+
+
+def _paths(name: str, value: Any) -> list[str]:
+    """The names by which a column can be called: of one that holds others, theirs."""
+    return [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) and value else [name]

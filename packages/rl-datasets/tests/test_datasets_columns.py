@@ -159,5 +159,5 @@ def test_validate_command_takes_columns(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_missing_column_beside_one_that_lies_inside_of_another_names_that() -> None:
     rows = [("train.jsonl:1", {"problem": "1 + 1?", "reward_model": {"ground_truth": "2"}, "level": {}})]
-    with pytest.raises(DataError, match="found only 'problem', 'reward_model.ground_truth', 'level'; name"):
+    with pytest.raises(DataError, match=r"found only 'problem', 'reward_model\.ground_truth', 'level'; name"):
         list(renamed(rows, {"answer": "reward_model.groundtruth"}))

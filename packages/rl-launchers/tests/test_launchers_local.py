@@ -24,6 +24,7 @@ from rl_contracts.conformance.scheduler import (
 )
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec
+from rl_contracts.testing.processes import free_port
 from rl_launchers import LocalScheduler, LocalSchedulerConfig, process
 from rl_launchers.process import worker_environment
 
@@ -127,10 +128,10 @@ def test_log_level_of_the_command_is_that_of_its_workers(
 def test_fixed_port_in_use_error_names_the_process_and_nothing_starts(
     scheduler: LocalScheduler, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"port {port} is in use by process {os.getpid()} "):
-            scheduler.create_workers(server(port=port - 1, count=2))
+    first = free_port()  # none that the kernel gives to another program meanwhile
+    told = rf"port {first + 1} is in use by process {os.getpid()} "
+    with socket.create_server(("127.0.0.1", first + 1)), pytest.raises(LaunchError, match=told):
+        scheduler.create_workers(server(port=first, count=2))
     assert scheduler.poll() == []
     assert not list(tmp_path.glob("logs/*"))
 

@@ -30,6 +30,9 @@ def exact(prompt, completions, prompt_ids, completion_ids, answer, **data):
 def narrow(prompt, completions):
     return 1.0
 
+def wants_answer(prompt, completions, prompt_ids, completion_ids, *, answer, **data):
+    return 1.0
+
 async def later(prompt, completions, prompt_ids, completion_ids, **data):
     await asyncio.sleep(0.01)
     return float(len(completion_ids))
@@ -236,6 +239,10 @@ async def test_failing_call_raises_reward_error_and_the_next_call_works(completi
 async def test_function_that_does_not_take_what_it_is_called_with_is_told_what_that_is() -> None:
     async with AsyncRewardWrapper("worker_rewards:narrow") as wrapper:
         with pytest.raises(RewardError, match=r"; it is called with \(prompt, completions, .*, gold=\.\.\.\)"):
+            await score(wrapper, "fine", gold="4")
+    async with AsyncRewardWrapper("worker_rewards:wants_answer") as wrapper:
+        told = r"'answer'; it is called with \(.*, gold=\.\.\.\); data\.columns\.OURS=THEIRS gives a column its name"
+        with pytest.raises(RewardError, match=told):
             await score(wrapper, "fine", gold="4")
 
 

@@ -87,7 +87,8 @@ def _score(
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise
         called = ", ".join(["prompt, completions, prompt_ids, completion_ids", *(f"{name}=..." for name in data)])
-        raise TypeError(f"{error}; it is called with ({called})") from error
+        renamed = "; data.columns.OURS=THEIRS gives a column its name" if "missing" in str(error) else ""
+        raise TypeError(f"{error}; it is called with ({called}){renamed}") from error
     if inspect.isawaitable(value):
         value = _event_loop().run(_result(value), context=copy_context())
     if not isinstance(value, Real):

@@ -324,6 +324,22 @@ def test_names_kept_elsewhere_that_are_gone_hide_no_error(tmp_path, elsewhere):
     assert FileNames(run / "names").children() == {}
 
 
+def test_names_kept_elsewhere_stay_there_where_the_disk_is_full_and_hide_no_error(tmp_path, elsewhere, monkeypatch):
+    def full(self, key, value, replace=False):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fill(names):
+        names.add("status", "{}")
+        monkeypatch.setattr(FileNames, "add", full)
+        raise LaunchError("lost")
+
+    run = tmp_path / "run"
+    with pytest.raises(LaunchError, match="lost"), kept_names(run, elsewhere) as names:
+        fill(names)
+
+    assert names_of(run).get("status") == "{}"
+
+
 def test_names_are_files_again_with_another_scheduler(tmp_path, elsewhere):
     run, files = tmp_path / "run", FileNames(tmp_path / "run" / "names")
     files.add(

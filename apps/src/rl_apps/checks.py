@@ -97,7 +97,7 @@ def remarks(run: Run[Any]) -> list[str]:
     """What works and will probably disappoint, in sentences.
 
     Raises:
-        ConfigError: see `longest_row`; or the canary does not fit.
+        ConfigError: see `longest_row`; the canary does not fit; or this machine has too few files for the answers.
     """
     config, found = run.config, []
     steps, optimizers = config.total_steps * config.actor.minibatches, {"actor": config.actor.optimizer}

@@ -386,8 +386,8 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], parts: dict[str,
 
 
 def _hint(key: str, values: Mapping[str, Any]) -> str:
-    """What may be meant by a setting that there is not: one of the same section, else what that section has, else one
-    of any section."""
+    """What may be meant by a setting that there is not: one of the same section, else one of any, with what the section
+    has."""
     place, _, leaf = key.rpartition(".")
     while place and not any(known.startswith(f"{place}.") for known in values):
         place = place.rpartition(".")[0]

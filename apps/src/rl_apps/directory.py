@@ -242,10 +242,10 @@ def kept_names(directory: Path, config: LauncherConfig) -> Iterator[NameService]
         known: dict[str, str] = {}
         with suppress(OSError):  # what keeps them may be gone, and why the run ended
             known = names.children()
-        for key, value in known.items():
-            files.add(key, value, replace=True)
-        files.delete(ELSEWHERE)
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk: they stay where they are
+            for key, value in known.items():
+                files.add(key, value, replace=True)
+            files.delete(ELSEWHERE)
             for key in known:
                 names.delete(key)
 

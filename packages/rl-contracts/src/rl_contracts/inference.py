@@ -8,14 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl_contracts.config import ClientConfig, Settings, require
 from rl_contracts.data import ROUTES, ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
 from rl_contracts.model_directory import same_model
 from rl_contracts.scheduler import JobSpec
-
-_HTTP = re.compile(r"https?://[^/\s]+/?\Z")
 
 type ServerSource = Callable[[], Mapping[str, str]]
 """Says which servers there are now: address (`http://host:port`) by name. It may block, on a shared file system for
@@ -91,6 +90,12 @@ class ServedModel:
             )
 
 
+def is_address(text: str) -> bool:
+    """Whether a text is the address of a server, `http://host:port`."""
+    parts = urlsplit(text)
+    return parts.scheme in ("http", "https") and bool(parts.netloc)
+
+
 @dataclass
 class ServerConfig(Settings):
     """Base of the settings of one kind of inference server: what can be chosen about it and does not follow from the
@@ -98,7 +103,7 @@ class ServerConfig(Settings):
 
     addresses: list[str] = field(
         default_factory=list,
-        metadata={"expected": "http://host:port of each", "holds": lambda given: all(map(_HTTP.match, given))},
+        metadata={"expected": "http://host:port of each", "holds": lambda given: all(map(is_address, given))},
     )
     """Servers that run already (`http://host:port`), as many as the allocation says: they are looked at and used, and
     none is started. Their key is expected in `RL_RUN_KEY`. Empty: the launcher starts them."""

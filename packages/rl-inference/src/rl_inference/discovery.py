@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from rl_contracts.aio import in_thread
 from rl_contracts.config import ClientConfig
 from rl_contracts.errors import ConfigError
-from rl_contracts.inference import ServerSource
+from rl_contracts.inference import ServerSource, is_address
 from rl_contracts.logging import get_logger
 from rl_inference.routing import Router
 
@@ -111,7 +110,6 @@ def checked_address(address: str) -> str:
     Raises:
         ConfigError: it is no `http://host:port`.
     """
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    if not is_address(address):
         raise ConfigError(f"inference servers: expected http://host:port, found {address!r}.")
     return address.rstrip("/")

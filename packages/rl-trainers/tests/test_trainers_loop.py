@@ -9,7 +9,7 @@ import pytest
 from rl_contracts.aio import LoopThread
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import DataError, EngineError, InferenceError
+from rl_contracts.errors import DataError, EngineError, InferenceError, RewardError, StalledError
 from rl_contracts.inference import Capabilities
 from rl_contracts.metrics import Figures, record
 from rl_contracts.rendering import ChatRenderer
@@ -97,6 +97,34 @@ def test_train_what_became_of_prompts_is_written_with_the_step_before_which_it_w
         {"step": 1, "prompt_id": 1, "ending": "failed"},
         {"step": 3, "prompt_id": 2},  # after the last step
     ]
+
+
+def test_train_that_ends_by_an_error_says_which_prompts_had_failed_by_then(engine, tmp_path):
+    class Failing(_Batches):
+        def next_batch(self):
+            if self.ended:
+                raise RewardError("too many groups failed")
+            return super().next_batch()
+
+    told = iter([[], [{"prompt_id": 4, "ending": "trained"}, {"prompt_id": 5, "ending": "failed", "reason": "reward"}]])
+    books = Books(engine, tmp_path, CheckpointConfig(every=0), endings=lambda: next(told))
+    with pytest.raises(RewardError, match="too many"):
+        train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
+    lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 2, "prompt_id": 5, "ending": "failed", "reason": "reward"}]  # no step learned from 4
+
+
+def test_train_that_stands_still_asks_nobody_who_may_stand_still_too(engine, tmp_path):
+    class Stalled(_Batches):
+        def next_batch(self):
+            raise StalledError("nothing moved")
+
+    def asked():
+        raise AssertionError("asked")
+
+    books = Books(engine, tmp_path, CheckpointConfig(every=0), endings=asked)
+    with pytest.raises(StalledError, match="nothing moved"):
+        train(Stalled(engine, 9), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
 
 
 def test_books_whose_records_wait_for_a_full_disk_let_no_run_go_on_after_them(engine, tmp_path):

@@ -6,7 +6,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,11 +191,21 @@ class Books:
             self._flush()
             self.trace.save(self.run_dir / "trace.json")
 
+    def fail(self) -> None:
+        """The run ends by an error: write down which prompts of rank 0 failed or were rejected since the last step, for
+        they may be why. Not collective, since other ranks may be gone; and of no step that is over, so a run that goes
+        on cuts it off."""
+        if self.endings is not None and self.engine.parallel.is_main:
+            with suppress(RLError):
+                self._write_endings(self.step + 1, [told for told in self.endings() if told["ending"] != "trained"])
+
     def _account(self, step: int) -> None:
         """Write down what became of prompts since the last time, one line each."""
-        if self.endings is None:
-            return
-        endings = [ending for of_rank in self.engine.parallel.gather_json(self.endings()) for ending in of_rank]
+        if self.endings is not None:
+            of_ranks = self.engine.parallel.gather_json(self.endings())
+            self._write_endings(step, [ending for of_rank in of_ranks for ending in of_rank])
+
+    def _write_endings(self, step: int, endings: list[dict[str, Any]]) -> None:
         if self._groups is not None:
             lines = (json.dumps({"step": step, **ending}, ensure_ascii=False) + "\n" for ending in endings)
             self._groups.write("".join(lines))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from rl_contracts.errors import EngineError, RLError, StopRequestedError
+from rl_contracts.errors import EngineError, RLError, StalledError, StopRequestedError
 from rl_contracts.logging import get_logger
 from rl_trainers.background import drain
 
@@ -76,6 +76,10 @@ def train(
     """
     try:
         _train(source, learner, books, total_steps, publisher, gap, recover, sharing)
+    except RLError as error:
+        if not isinstance(error, StalledError):  # nothing that stands still is asked again
+            books.fail()
+        raise
     finally:
         drain(LINGER)  # a run that ends by an error leaves what was nearly written
 

@@ -1,14 +1,17 @@
 """`rl grpo` and `rl sft`: what they ask for, what their presets add, what `--help` and `--dry-run` say first."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
-from rl_apps import cli, grpo, gsm8k_grpo, gsm8k_sft, sft
+from rl_apps import cli, command, grpo, gsm8k_grpo, gsm8k_sft, sft
 from rl_apps.compose import describe, render_help
 from rl_apps.driver import main
 from rl_contracts.errors import ConfigError
@@ -132,3 +135,26 @@ def test_reader_that_has_read_enough_ends_a_command_without_a_traceback(argument
 
     assert process.wait(timeout=100) == 141
     assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("name", ["rl", "gsm8k-grpo"])
+def test_ctrl_c_while_a_command_is_still_being_imported_ends_it_without_a_traceback(name: str, tmp_path: Path) -> None:
+    interrupting = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "argparse.py").write_text(interrupting)  # which each of them imports
+    words = [str(Path(sys.executable).with_name(name)), "--help"]
+    done = subprocess.run(
+        words,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_command_is_the_app_of_its_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/anywhere/hh-rlhf-dpo", "--help"])
+    assert command.main() == 0
+    assert capsys.readouterr().out.startswith("hh-rlhf-dpo: ")

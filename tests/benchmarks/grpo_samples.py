@@ -55,7 +55,7 @@ def ours(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tu
         "evaluation.every": EVERY,
         "evaluation.rows": HELD_OUT,
     }
-    command = [sys.executable, "-c", "from rl_apps.gsm8k_grpo import main; main()"]
+    command = [sys.executable, "-c", "from rl_apps.driver import main; main('gsm8k-grpo')"]
     run([*command, *(f"{key}={value}" for key, value in overrides.items())])
     records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return [(r["step"], r["eval/accuracy"]) for r in records if r.get("eval/accuracy") is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from rl_apps import closing, driver, gsm8k_grpo
+from rl_apps import closing, gsm8k_grpo
 from rl_apps.compose import CONF
 
 MULTI_TURN_MATH = replace(
@@ -28,13 +28,3 @@ MATH_AGENT = replace(
     lessons="tools",
     closing=partial(closing.after_grpo, command="--extra agents math-agent"),
 )
-
-
-def main_multi_turn_math() -> int:
-    """Entry point of the command."""
-    return driver.main("rl_apps.conversations:MULTI_TURN_MATH")
-
-
-def main_math_agent() -> int:
-    """Entry point of the command."""
-    return driver.main("rl_apps.conversations:MATH_AGENT")

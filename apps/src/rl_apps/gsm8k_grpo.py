@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_apps import closing, driver, grpo
+from rl_apps import closing, grpo
 from rl_apps.compose import CONF
 
 APP = replace(
@@ -15,8 +15,3 @@ APP = replace(
     required={},
     closing=closing.after_grpo,
 )
-
-
-def main() -> int:
-    """Entry point of the command."""
-    return driver.main("rl_apps.gsm8k_grpo:APP")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_apps import closing, driver, sft
+from rl_apps import closing, sft
 from rl_apps.compose import CONF
 
 APP = replace(
@@ -15,8 +15,3 @@ APP = replace(
     required={},
     closing=closing.after_sft,
 )
-
-
-def main() -> int:
-    """Entry point of the command."""
-    return driver.main("rl_apps.gsm8k_sft:APP")

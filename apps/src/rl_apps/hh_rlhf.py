@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import rl_trainers
-from rl_apps import driver
 from rl_apps.app import App, Run
 from rl_apps.checks import check_rows
 from rl_apps.compose import CONF
@@ -101,13 +100,3 @@ DPO = replace(
     check=check,
     defaults=CONF / "hh_rlhf_dpo.yaml",
 )
-
-
-def main_reward_model() -> int:
-    """Entry point of `hh-rlhf-rm`."""
-    return driver.main("rl_apps.hh_rlhf:REWARD_MODEL")
-
-
-def main_dpo() -> int:
-    """Entry point of `hh-rlhf-dpo`."""
-    return driver.main("rl_apps.hh_rlhf:DPO")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from rl_apps.app import App, Run
@@ -38,8 +39,10 @@ def main(argv: list[str]) -> int:
             app.train(run)
             if rank == "0":  # also where the command was asked to stop meanwhile
                 (run.directory / FINISHED).touch()
-    except Exception as error:
-        log.exception("%s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the log and the exit code say it
+        traceback.print_exception(error)
+        # once more in a line and last, where whoever reads the end of the log, as the command shows it, finds it
+        log.error("%s: %s", type(error).__name__, str(error).partition("\n")[0])
         return USERS_FAULT if users_fault(error) else 1
     return 0
 

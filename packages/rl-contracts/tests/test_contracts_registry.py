@@ -66,6 +66,11 @@ def test_load_unknown_name_lists_installed_suggests_and_names_the_package() -> N
     assert f"Install {missing}, or give a dotted path" in message
 
 
+def test_load_an_engine_of_ours_that_is_not_installed_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "available", lambda group: {"fsdp": "rl_engines_fsdp.engine:FSDPEngine"})
+    assert "Install rl-engines-megatron, or give" in registry.unknown("megatron", "rl.train_engines")
+
+
 def test_load_unknown_name_without_a_near_one_makes_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"nothing is called 'zzzzzz'\. Installed: "):
         registry.load(GROUP, "zzzzzz")

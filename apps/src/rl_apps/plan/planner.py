@@ -301,7 +301,7 @@ def _rate_lines(found: Plan) -> Iterator[str]:
 
 def _split_lines(found: Plan) -> Iterator[str]:
     if not found.candidates:
-        yield f"Splits of {found.devices} devices: none was tried, or none holds the trainer"
+        yield f"Splits of {found.devices} devices: none holds the trainer, or --no-splits left them out"
         return
     best = preferred(found.candidates)
     yield f"Splits of {found.devices} devices ({len(found.candidates)} tried)"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rl_contracts.config import PartConfig
 
 KNOWN_PACKAGES: dict[str, str] = {
-    "rl.train_engines": "rl-engines-fsdp",
+    "rl.train_engines": "rl-engines-fsdp rl-engines-megatron",
     "rl.optimizers": "rl-engines-fsdp",
     "rl.inference_engines": "rl-inference",
     "rl.workflows": "rl-workflows",
@@ -42,7 +42,7 @@ KNOWN_PACKAGES: dict[str, str] = {
     "rl.trackers": "rl-trainers",
     "rl.apps": "rl-apps",
 }
-"""The entry-point groups and the package of this project that fills each; a third party may fill any."""
+"""The entry-point groups and the packages of this project that fill each; a third party may fill any."""
 
 
 def available(group: str) -> dict[str, str]:
@@ -138,8 +138,8 @@ def unknown(name: str, *groups: str) -> str:
     missing = [
         package
         for group in groups
-        if (package := KNOWN_PACKAGES.get(group))
-        and not any(target.startswith(package.replace("-", "_")) for target in available(group).values())
+        for package in KNOWN_PACKAGES.get(group, "").split()
+        if not any(target.startswith(package.replace("-", "_")) for target in available(group).values())
     ]
     packages = " or ".join(missing) or "a package that registers it"
     return (

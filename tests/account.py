@@ -7,7 +7,6 @@ python tests/account.py RUN PROMPTS EPOCHS    for a run over the prompts 0 to PR
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+
+from rl_contracts.lines import json_lines
 
 ENDINGS = ("trained", "rejected", "failed", "left_over")
 SHOWN = 20
@@ -36,7 +37,7 @@ def account(run_dir: Path, prompts: Iterable[int], epochs: int) -> Counter[str]:
     Raises:
         AssertionError: the account does not hold; names the prompts.
     """
-    told = [json.loads(line) for line in (run_dir / "groups.jsonl").read_text(encoding="utf-8").splitlines()]
+    told = list(json_lines(run_dir / "groups.jsonl"))
     faults = [*_of_prompts(told, {(prompt, epoch) for prompt in prompts for epoch in range(epochs)})]
     faults += _of_steps(run_dir, told)
     hidden = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
@@ -65,7 +66,7 @@ def _of_prompts(told: list[dict[str, Any]], expected: set[tuple[int, int]]) -> I
 
 def _of_steps(run_dir: Path, told: list[dict[str, Any]]) -> Iterable[str]:
     """Whether the steps follow each other, and each trained on the prompts that it is said to have."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = list(json_lines(run_dir / "metrics.jsonl"))
     steps = [record["step"] for record in records if "rows" in record]  # and not those of an evaluation alone
     if steps != [*range(1, len(steps) + 1)]:
         yield f"metrics.jsonl: expected the steps 1 to {len(steps)}, found {steps}"

@@ -31,6 +31,7 @@ from rl_trainers.points import points_of
 EXPLAINED = (
     "was killed by SIG",
     "FAILED, exit code 137",  # says Slurm of a job whose launcher was killed
+    "Communication connection failure",  # says srun of a node that was lost before its agent ran
     "gave no sign of life for",
     "gave no good answer for",
     "No space left on device",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_apps.directory import names_of
+from rl_contracts.lines import json_lines
 from rl_launchers.control import read_json
 
 BIN = Path(sys.executable).parent
@@ -100,7 +100,7 @@ class Command:
     def records(self) -> list[dict[str, Any]]:
         """What it has written of its steps and evaluations so far."""
         file = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return list(json_lines(file)) if file.exists() else []
 
     def steps(self) -> list[dict[str, Any]]:
         """Those of its steps."""
@@ -108,5 +108,5 @@ class Command:
 
     def learned_from(self) -> Counter[str]:
         """How many answers to each prompt it learned from."""
-        rollouts = (path.read_text().splitlines() for path in (self.run_dir / "rollouts").glob("step_*-*.jsonl"))
-        return Counter(json.loads(line)["prompt_id"] for lines in rollouts for line in lines)
+        rollouts = (self.run_dir / "rollouts").glob("step_*-*.jsonl")
+        return Counter(answer["prompt_id"] for path in rollouts for answer in json_lines(path))

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import pytest
 
@@ -123,7 +124,7 @@ async def test_command_that_is_long_lived_takes_many_episodes(endpoint: HttpRoll
 async def test_command_that_is_long_lived_and_dies_is_started_anew(
     endpoint: HttpRolloutEndpoint, tmp_path: Path
 ) -> None:
-    seen = "/dev/shm/" + tmp_path.name
+    seen = f"/dev/shm/test-{uuid4().hex}"
     dies = f"if not os.path.exists({seen!r}):\n    open({seen!r}, 'w').close()\n    os._exit(3)\n{GOOD}"
     agent = program(tmp_path, dies, long_lived=True, processes=1, shared_memory=True)
     try:

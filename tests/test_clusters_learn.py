@@ -160,7 +160,7 @@ def test_slurm_run_goes_on_after_its_trainer_and_its_node_are_killed_and_improve
     start_command, record_property, trainer_too
 ):
     """Weights by broadcast. CI kills the node with the trainer alone: a restart costs a busy machine a minute."""
-    with slurm(lost_after=4) as cluster:
+    with slurm(lost_after=8) as cluster:
         settings = SHORT | settings_of("slurm", spare_nodes=1) | {"publish.route": "broadcast"}
         command = start_command("gsm8k-grpo", settings)
         command.wait_for(lambda: len(command.steps()) > 5)
@@ -196,5 +196,5 @@ def test_ray_run_goes_on_after_a_reward_worker_and_its_server_are_killed_and_imp
 
     assert "rollout-0 was killed by SIGKILL" in said
     assert "trainers" not in said.partition("rollout-0 was killed")[2].partition("\n")[0]
-    assert command.steps()[-1]["server/rejoins"] == 1
+    assert command.steps()[-1]["server/rejoins"] >= 1
     _improved(command, record_property, unscored=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import pytest
 from rl_apps.conversations import MATH_AGENT, MULTI_TURN_MATH
 from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
 from rl_apps.embedded.warmup import WarmUp
+from rl_contracts.lines import json_lines
 
 BIN = Path(sys.executable).parent
 LYING = """
@@ -48,13 +48,13 @@ def run(app: Any, directory: Path, *settings: str, seconds: float = 280) -> list
     line = [str(BIN / app.name), f"run_dir={directory}", *settings]
     done = subprocess.run(line, capture_output=True, text=True, timeout=seconds, cwd=directory.parent)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(text) for text in (directory / "metrics.jsonl").read_text().splitlines()]
+    return list(json_lines(directory / "metrics.jsonl"))
 
 
 def answers(directory: Path) -> list[dict[str, Any]]:
     """What was learned from."""
     files = sorted((directory / "rollouts").glob("step_*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [answer for file in files for answer in json_lines(file)]
 
 
 def accuracy(records: list[dict[str, Any]]) -> list[float]:

@@ -58,8 +58,9 @@ def test_interpreter_interrupted_build_is_thrown_away(tmp_path):
     assert [path.name for path in directory.iterdir()] == [builder.DONE]
 
 
-def test_interpreter_two_at_once_build_once(tmp_path, capsys):
-    begun, go_on, built = threading.Event(), threading.Event(), []
+def test_interpreter_two_at_once_build_once(tmp_path, monkeypatch):
+    begun, waits, go_on, built = threading.Event(), threading.Event(), threading.Event(), []
+    monkeypatch.setattr(builder, "_say", lambda text: "waiting for another build" in text and waits.set())
 
     def make(pins, directory, lock):
         built.append(directory)
@@ -71,9 +72,7 @@ def test_interpreter_two_at_once_build_once(tmp_path, capsys):
     threads[0].start()
     assert begun.wait(30)
     threads[1].start()
-    said = ""
-    while "waiting for another build" not in said:
-        said += capsys.readouterr().err
+    assert waits.wait(30)
     go_on.set()
     for thread in threads:
         thread.join(30)

@@ -24,7 +24,7 @@ def _evaluations(name, directory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "accuracy"),
-    [("hh-rlhf-rm", 0.6), pytest.param("hh-rlhf-dpo", 0.65, marks=pytest.mark.nightly)],
+    [("hh-rlhf-rm", 0.55), pytest.param("hh-rlhf-dpo", 0.65, marks=pytest.mark.nightly)],
 )
 def test_pairs_command_prefers_the_chosen_answers_of_unseen_pairs(name, accuracy, tmp_path):
     first, last = _evaluations(name, tmp_path / "run")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rl_contracts.lines import json_lines
 from rl_contracts.testing.models import make_tiny_model
 from rl_trainers.points import last_point
 
@@ -141,9 +142,9 @@ def test_grpo_killed_and_started_again_learns_from_every_prompt_once(tmp_path: P
     assert [r["step"] for r in records] == [*range(1, 13)]
     assert [r["version"] for r in records] == [*range(1, 13)]
     learned = [
-        json.loads(line)["prompt_id"]
+        answer["prompt_id"]
         for step in range(1, 13)
-        for line in (run_dir / "rollouts" / f"step_{step}-0.jsonl").read_text().splitlines()
+        for answer in json_lines(run_dir / "rollouts" / f"step_{step}-0.jsonl")
     ]
     assert len(learned) == 12 * 4 * 2
     assert set(Counter(learned).values()) == {2}  # its group, once

@@ -18,7 +18,7 @@ SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 
 @pytest.fixture(scope="module")
 def cluster():
-    with slurm(lost_after=4) as found:
+    with slurm(lost_after=8) as found:
         yield found
 
 

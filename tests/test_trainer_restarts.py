@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_grpo_trainer_killed_goes_on_by_itself_and_learns_from_every_prompt_once(model: Path, tmp_path: Path) -> None:
     small = {"rollout.group_size": 2, "rollout.generation.max_new_tokens": 8}
-    command = _start("gsm8k-grpo", model, tmp_path / "run", **small, total_steps=40)
+    command = _start("gsm8k-grpo", model, tmp_path / "run", **small, total_steps=200)
     command.wait_for(command.has_point)
     command.send("actor-0", signal.SIGKILL)
 
@@ -50,11 +50,11 @@ def test_grpo_trainer_killed_goes_on_by_itself_and_learns_from_every_prompt_once
 
     assert "actor-0 was killed by SIGKILL" in said
     assert "its newest recover point (restart 1 of 3 within 600 s)" in said
-    assert "40/40" in said
+    assert "200/200" in said
     records = command.records()
-    assert [(r["step"], r["version"]) for r in records] == [(step, step) for step in range(1, 41)]
+    assert [(r["step"], r["version"]) for r in records] == [(step, step) for step in range(1, 201)]
     learned = command.learned_from()
-    assert len(learned) == 40 * 4
+    assert len(learned) == 200 * 4
     assert set(learned.values()) == {2}  # its group, once
     assert not list((command.run_dir / "names" / "servers").rglob("=value"))
     assert not weights_directory(command.run_dir).exists()
@@ -67,8 +67,6 @@ def _start_with_parts(model: Path, file: Path, monkeypatch: pytest.MonkeyPatch, 
         "algorithm.loss.kind": "stuck_parts:stuck_loss",
         "rollout.group_size": 2,
         "rollout.generation.max_new_tokens": 8,
-        "rollout.stall_timeout": 4,
-        "rollout.trainer_timeout": 4,
         "recover.every": 0,
         "total_steps": 100_000,
     }
@@ -77,20 +75,28 @@ def _start_with_parts(model: Path, file: Path, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "says"),
+    ("what", "timeout", "says"),
     [
-        ("workflow", r"rollout.stall_timeout=4\). stuck stage: workflow, for \d(.|\n)*in arun_episode"),
+        (
+            "workflow",
+            "stall_timeout",
+            r"rollout.stall_timeout=8\). stuck stage: workflow, for \d(.|\n)*in arun_episode",
+        ),
         pytest.param(
-            "trainer", r"stuck stage: trainer.*rollout.trainer_timeout=4(.|\n)*in stuck_loss", marks=pytest.mark.nightly
+            "trainer",
+            "trainer_timeout",
+            r"stuck stage: trainer.*rollout.trainer_timeout=8(.|\n)*in stuck_loss",
+            marks=pytest.mark.nightly,
         ),
     ],
 )
 def test_run_in_which_nothing_moves_ends_with_the_stage_its_age_and_its_stack(
-    what: str, says: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, timeout: str, says: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "stuck"
     # a run that has a point would be started again
-    command = _start_with_parts(model, file, monkeypatch, **{"rollout.workflow": "stuck_parts:StuckWorkflow"})
+    more = {"rollout.workflow": "stuck_parts:StuckWorkflow", f"rollout.{timeout}": 8}
+    command = _start_with_parts(model, file, monkeypatch, **more)
     command.wait_for(lambda: bool(command.records()))
     file.write_text(what)
 

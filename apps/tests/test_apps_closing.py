@@ -40,7 +40,9 @@ def test_after_grpo_reward_that_is_not_0_or_1_is_not_called_accuracy(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     assert "Held-out reward (greedy): 1.000 before, 12.500 after." in after_grpo(GRPOConfig(), tmp_path)
     (tmp_path / "rollouts").mkdir()
-    answers = "".join(json.dumps({"prompt_id": row}) + "\n" for row in (7, 8, 8))
+    answers = "".join(
+        json.dumps({"prompt_id": row, "completion": "\u2028"}, ensure_ascii=False) + "\n" for row in (7, 8, 8)
+    )
     (tmp_path / "rollouts" / "eval_step_3-0.jsonl").write_text(answers)
     text = "\n".join(after_grpo(GRPOConfig(), tmp_path))
     assert "Held-out reward (greedy, 2 problems): 1.000 before, 12.500 after." in text

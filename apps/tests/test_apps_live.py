@@ -158,7 +158,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "rollouts" / "step_1-0.jsonl").write_text(json.dumps(answer) + "\n")
     (tmp_path / "config.yaml").write_text("total_steps: 9\n")
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
-    with RunControl(names_of(tmp_path), beat=0.2):
+    with RunControl(names_of(tmp_path), beat=0.4):
         yield tmp_path
 
 

@@ -146,7 +146,10 @@ def write_run(directory: Path, setup: Setup, steps: int = 6, **changed: Any) -> 
     servers = ({name: step * each for name, each in names.items()} for step in range(steps))
     (directory / "metrics.jsonl").write_text("".join(json.dumps(record | each | changed) + "\n" for each in servers))
     (directory / "rollouts").mkdir(exist_ok=True)
-    lines = (json.dumps({"token_ids": [1] * length}) for length in setup.rates.lengths)
+    odd = "\u2028\x85"  # ends of lines elsewhere, and not in JSON
+    lines = (
+        json.dumps({"completion": odd, "token_ids": [1] * length}, ensure_ascii=False) for length in setup.rates.lengths
+    )
     (directory / "rollouts" / "step_1-0.jsonl").write_text("\n".join(lines))
 
 

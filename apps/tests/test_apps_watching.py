@@ -1,6 +1,7 @@
 """`rl watch --conversations`: those of a run, from the files that it keeps of them."""
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -28,7 +29,10 @@ def keep(directory: Path, name: str, *answers: dict[str, Any]) -> None:
     (directory / "config.yaml").touch()
     common = {"reward": 1.0, "rejected": None, "truncated": False, "episode_id": 2}
     with (directory / "rollouts" / f"{name}.jsonl").open("a") as file:
-        file.writelines(json.dumps({"prompt_id": i, **common, **answer}) + "\n" for i, answer in enumerate(answers))
+        file.writelines(
+            json.dumps({"prompt_id": i, **common, **answer}, ensure_ascii=False) + "\n"
+            for i, answer in enumerate(answers)
+        )
 
 
 def test_watch_shows_turns_with_tools_rewards_and_versions_in_plain_text(tmp_path, capsys) -> None:
@@ -48,6 +52,15 @@ def test_watch_shows_turns_with_tools_rewards_and_versions_in_plain_text(tmp_pat
         *["user: What is 1 + 2?", "assistant (v4-5, reward 0.5): <think>hard</think>"],
         *['  calculator({"expression": "1+2"})', "tool: 3", "assistant (v5): #### 3", ""],
     ]
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\x85"])
+def test_watch_of_an_answer_with_an_end_of_line_that_json_has_not_shows_it_whole(odd, tmp_path, capsys) -> None:
+    keep(tmp_path, "step_1-0", {"prompt": "one?", "completion": f"no{odd}!", "version_first": 0, "version_last": 0})
+
+    assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
+
+    assert re.search(r"answer \(v0\): no\S+!\n\n$", capsys.readouterr().out)
 
 
 def test_watch_of_answers_without_turns_shows_prompt_and_completion(tmp_path, capsys) -> None:
@@ -75,7 +88,7 @@ def test_watch_chooses_steps_evaluations_rows_and_how_many(tmp_path, capsys) -> 
 def test_watch_goes_on_while_the_run_does_and_leaves_half_lines_for_later(tmp_path, capsys) -> None:
     (tmp_path / "config.yaml").touch()
     said, codes = "", []
-    with RunControl(names_of(tmp_path), beat=0.1):
+    with RunControl(names_of(tmp_path), beat=0.4):
         watching = threading.Thread(
             target=lambda: codes.append(cli.main(["watch", str(tmp_path), "--conversations"])), daemon=True
         )

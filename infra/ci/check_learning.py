@@ -16,7 +16,8 @@ from pathlib import Path
 
 def read_metrics(path: Path) -> list[dict[str, float | None]]:
     """One dictionary per step, in order."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    whole, _, _ = path.read_bytes().rpartition(b"\n")  # the last line may be being written
+    return [json.loads(line) for line in whole.splitlines() if line.strip()]
 
 
 def values(steps: list[dict[str, float | None]], name: str) -> list[float]:

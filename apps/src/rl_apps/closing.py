@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from rl_apps.config import GRPOConfig, RunConfig
 from rl_apps.data import GENERATED, first_rows, load_rows
 from rl_apps.model import EMBEDDED
+from rl_contracts.lines import json_lines
 
 REPORT = "report.html"
 """Page of a run; see `rl_apps.report`."""
@@ -102,7 +102,7 @@ def files(run_dir: Path) -> list[str]:
 def _evaluated(run_dir: Path, step: int) -> str:
     """Of how many rows; nothing where their answers were not kept."""
     files = (run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")
-    rows = {json.loads(line)["prompt_id"] for path in files for line in path.read_text("utf-8").splitlines()}
+    rows = {answer["prompt_id"] for path in files for answer in json_lines(path)}
     return f", {len(rows)} problems" if rows else ""
 
 
@@ -124,7 +124,7 @@ def accuracy_by(key: str, rows: list[dict[str, Any]], run_dir: Path, step: int) 
     right: dict[str, list[float]] = defaultdict(list)
     of_prompt = {row["prompt_id"]: row for row in rows}
     for path in sorted((run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")):
-        for answer in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        for answer in json_lines(path):
             for tag in of_prompt[answer["prompt_id"]][key]:
                 right[tag].append(float(answer["reward"] >= 1))
     return {tag: sum(values) / len(values) for tag, values in right.items()}
@@ -132,7 +132,7 @@ def accuracy_by(key: str, rows: list[dict[str, Any]], run_dir: Path, step: int) 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """All records of a run."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line.strip()]
+    return list(json_lines(run_dir / "metrics.jsonl"))
 
 
 def last_checkpoint(run_dir: Path) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from rl_apps.tools import status_of
 from rl_contracts.errors import ConfigError, RLError
+from rl_contracts.lines import json_lines
 
 HEALTHY_STEPS = 2
 """Before the fault."""
@@ -176,10 +176,6 @@ def _break(shown: Demo, run: Path, fault: Path, ended: threading.Event) -> None:
 
 
 def _steps(run: Path) -> int:
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-    except OSError:
-        return 0
-    with suppress(ValueError):  # a line that is being written
-        return sum("rows" in json.loads(line) for line in lines)
+    with suppress(OSError):
+        return sum("rows" in record for record in json_lines(run / "metrics.jsonl"))
     return 0

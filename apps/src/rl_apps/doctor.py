@@ -3,7 +3,6 @@ with its remedy."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 
 from rl_contracts import confine, registry
 from rl_contracts.errors import RLError
+from rl_contracts.lines import json_lines
 
 GIB = 2**30
 DISK, SHARED, MEMORY = 5 * GIB, GIB, 4 * GIB
@@ -232,7 +232,7 @@ def trial(app: str, settings: Sequence[str]) -> Iterator[Finding]:
             last = "\n      ".join((done.stdout + done.stderr).strip().splitlines()[-LAST_LINES:])
             yield Finding(app, f"one step ended with exit code {done.returncode}:\n      {last}", AS_IT_SAYS)
             return
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        records = list(json_lines(run / "metrics.jsonl"))
     yield Finding(app, f"one step of {trainers} trainer(s) in {time.monotonic() - begin:.0f} s, with all that starts")
     yield from _agreement(next(record for record in records if "rows" in record))
 

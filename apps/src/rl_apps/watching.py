@@ -56,7 +56,7 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
         for at, path in answer_files(directory, evaluation):
             if at < newest or step not in (None, at):
                 continue
-            for line in read_on(path, read).splitlines():
+            for line in filter(None, read_on(path, read).split("\n")):
                 answer = json.loads(line)
                 if prompt in (None, answer["prompt_id"]) and shown[at] < number:
                     shown[at] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.lines import LineFile, append
+from rl_contracts.lines import LineFile, append, json_lines
 
 FULL = Path("/dev/full")
 
@@ -23,6 +24,22 @@ def room(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_json_lines_end_with_line_feeds_alone_and_half_of_the_last_one_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    answers = [{"text": f"one{odd}two"} for odd in "\u2028\u2029\x85\x0b\x0c\x1c\r\n"]
+    written = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+    file.write_text(written + '{"text": "thr', encoding="utf-8", newline="")
+    assert list(json_lines(file)) == answers
+    file.write_text(written + '{"text": "three"}', encoding="utf-8", newline="")
+    assert list(json_lines(file)) == [*answers, {"text": "three"}]
+
+
+def test_json_lines_that_are_none_are_an_error_where_the_line_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('{"a": 1}\n{"b":\n{"c": 3}\n')
+    with pytest.raises(ValueError, match="Expecting value"):
+        list(json_lines(tmp_path / "lines"))
 
 
 def test_append_that_has_room_for_a_part_leaves_the_file_as_it_was(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_contracts.errors import ConfigError, LaunchError
+from rl_launchers import report
 from rl_launchers.health import probe
 from rl_launchers.interrupts import TOGETHER, Hurried, Interrupted, Interrupts
 from rl_launchers.process import fill_in
@@ -53,6 +55,17 @@ def test_tail_of_a_huge_log_reads_only_its_end(tmp_path: Path) -> None:
 def test_tail_of_a_missing_log_is_empty(tmp_path: Path) -> None:
     assert tail(tmp_path / "none", 5) == ""
     assert "is empty" in with_log("problem", tmp_path / "none", "")
+
+
+@pytest.mark.parametrize(("free", "full"), [(0, True), (4096, True), (1 << 20, False)])
+def test_with_log_on_a_full_disk_says_that_the_end_may_be_missing(
+    free: int, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    said = with_log("it ended", tmp_path / "log", "half a li")
+    assert said.startswith("it ended\n")
+    assert said.endswith("\n    half a li")
+    assert ("No space left on device" in said) == full
 
 
 def test_telling_earlier_errors_come_once_each_before_the_last_lines(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The writer of answers: what it writes, where, and what happens when the disk does not keep up."""
 
-import json
 import threading
 import time
 
@@ -11,6 +10,7 @@ from tensordict import TensorDict
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.lines import json_lines
 from rl_contracts.metrics import Figures
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.trajectory import Trajectory
@@ -27,7 +27,7 @@ def _answer(tokens=4, **values):
 
 
 def _lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return list(json_lines(path))
 
 
 def test_training_steps_that_are_due_are_written_with_what_became_of_each_answer(tmp_path):

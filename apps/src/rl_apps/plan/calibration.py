@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from rl_apps.plan.rates import Known, sampled
 from rl_apps.plan.simulation import Setup, simulate
 from rl_contracts.errors import DataError
+from rl_contracts.lines import json_lines
 
 FIRST = 2
 """Steps at the start of a run that are not counted: servers and caches are cold."""
@@ -29,7 +29,7 @@ def measured_steps(run: Path) -> list[dict[str, Any]]:
         DataError: it has not enough of them.
     """
     try:
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        records = list(json_lines(run / "metrics.jsonl"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"--run {run}: expected the directory of a run, with its metrics.jsonl, found: {error}"
@@ -47,8 +47,7 @@ def measured_lengths(run: Path) -> list[int]:
     """Tokens of the answers in a run's `rollouts/`; none where it kept no tokens."""
     lengths: list[int] = []
     for file in sorted((run / "rollouts").glob("step_*.jsonl")):
-        lines = (json.loads(line) for line in file.read_text().splitlines())
-        lengths += [len(line["token_ids"]) for line in lines if line.get("token_ids")]
+        lengths += [len(line["token_ids"]) for line in json_lines(file) if line.get("token_ids")]
     return lengths
 
 

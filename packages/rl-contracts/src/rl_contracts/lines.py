@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rl_contracts.logging import get_logger
 
@@ -31,6 +34,22 @@ def append(path: Path, text: str) -> None:
             with suppress(OSError):
                 file.truncate(begin)
             raise
+
+
+def json_lines(path: Path) -> Iterator[Any]:
+    """The objects of a file of JSON lines, but for half a line at its end, which is being written or whose writer died.
+
+    Lines end with a line feed and nothing else: JSON leaves U+2028 and U+0085 as they are in a string, at which
+    `str.splitlines` would cut it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a whole line is no JSON.
+    """
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(*() if line.endswith(b"\n") else (ValueError,)):
+                yield json.loads(line)
 
 
 class LineFile:

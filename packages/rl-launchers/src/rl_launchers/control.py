@@ -149,16 +149,16 @@ class RunControl(AbstractContextManager["RunControl"]):
 
     def _write(self) -> None:
         """Renew the status; what runs where only where it changed."""
+        shown = ("name", "node", "host", "port", "pid", "status", "exit_code", "restarts")
+        workers = json.dumps([{name: getattr(worker, name) for name in shown} for worker in self._workers])
+        if workers != self._written:  # first, so that a run that says it is over shows none
+            self.names.add("workers", workers, replace=True)
+            self._written = workers
         self._beats += 1
         looked = round(time.monotonic() - self._looked, 1)
         self.names.add(
             "status", json.dumps(self._facts | {"beat": self._beats, "time": time.time(), "looked": looked}), True
         )
-        shown = ("name", "node", "host", "port", "pid", "status", "exit_code", "restarts")
-        workers = json.dumps([{name: getattr(worker, name) for name in shown} for worker in self._workers])
-        if workers != self._written:
-            self.names.add("workers", workers, replace=True)
-            self._written = workers
 
     def _read(self) -> None:
         self.pulses.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 TAIL_BYTES = 256 * 1024
 """Read from the end of a log at most, so that a huge log costs nothing."""
+
+FULL_BYTES = 64 * 1024
+"""A disk with less room is full."""
 
 ERRORS_BEFORE = 5
 """Lines that name an error, shown at most from before the last lines: servers of several processes end with the stack
@@ -89,7 +93,12 @@ def separate(log: Path, what: str) -> None:
 
 
 def with_log(problem: str, log: Path, text: str) -> str:
-    """A message followed by what the log says, indented."""
+    """A message followed by what the log says, indented; and that its disk is full, where it may end too early."""
+    with suppress(OSError):
+        if shutil.disk_usage(log.parent).free < FULL_BYTES:
+            problem += (
+                f"\nNo space left on device: {log} may lack what was said last. Make room, and start again."
+            )
     if not text.strip():
         return f"{problem}\nIts log, {log}, is empty."
     shown = "\n".join(f"    {line}" for line in text.splitlines())

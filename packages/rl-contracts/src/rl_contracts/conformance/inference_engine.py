@@ -247,16 +247,20 @@ class InferenceEngineConformance:
     # ---- the rest
 
     async def test_pause_holds_answers_back_until_resume(self, engine: InferenceEngine) -> None:
-        [running] = await self._running(engine)
+        for _ in range(5):  # on a busy machine an answer may end before the pause comes: then another is asked for
+            [running] = await self._running(engine)
 
-        await engine.pause()
-        late = asyncio.ensure_future(engine.agenerate(request()))
-        done, _ = await asyncio.wait({running, late}, timeout=0.5)
-        await engine.resume()
+            await engine.pause()
+            late = asyncio.ensure_future(engine.agenerate(request()))
+            done, _ = await asyncio.wait({running, late}, timeout=0.5)
+            await engine.resume()
 
+            assert late not in done
+            assert len((await running).output_ids) == self.long_answer
+            assert len((await late).output_ids) == 16
+            if not done:
+                break
         assert not done
-        assert len((await running).output_ids) == self.long_answer
-        assert len((await late).output_ids) == 16
 
     async def test_stats_count_servers_and_generated_tokens(self, engine: InferenceEngine) -> None:
         before = await engine.stats()

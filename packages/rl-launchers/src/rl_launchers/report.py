@@ -96,9 +96,7 @@ def with_log(problem: str, log: Path, text: str) -> str:
     """A message followed by what the log says, indented; and that its disk is full, where it may end too early."""
     with suppress(OSError):
         if shutil.disk_usage(log.parent).free < FULL_BYTES:
-            problem += (
-                f"\nNo space left on device: {log} may lack what was said last. Make room, and start again."
-            )
+            problem += f"\nNo space left on device: {log} may lack what was said last. Make room, and start again."
     if not text.strip():
         return f"{problem}\nIts log, {log}, is empty."
     shown = "\n".join(f"    {line}" for line in text.splitlines())

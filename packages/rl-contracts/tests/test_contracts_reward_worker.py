@@ -258,12 +258,12 @@ async def test_worker_that_is_asked_to_stop_with_its_owner_scores_until_that_is_
 @pytest.mark.usefixtures("rewards")
 async def test_stuck_call_is_killed_with_its_children_and_others_go_on(tmp_path: Path) -> None:
     file = tmp_path / "pids"
-    async with AsyncRewardWrapper("worker_rewards:acts", timeout=0.5) as wrapper:
+    async with AsyncRewardWrapper("worker_rewards:acts", timeout=2) as wrapper:
         before = await score(wrapper, "fine")
         stuck = asyncio.ensure_future(score(wrapper, "hang with a child", file=str(file)))
         others = [asyncio.ensure_future(score(wrapper, "fine")) for _ in range(5)]
 
-        with pytest.raises(RewardError, match=r"'worker_rewards:acts' took longer than its limit of 0\.5 s"):
+        with pytest.raises(RewardError, match=r"'worker_rewards:acts' took longer than its limit of 2 s"):
             await stuck
         values = await asyncio.gather(*others)
 
@@ -289,10 +289,10 @@ def _time_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("rewards")
 async def test_result_that_arrived_while_the_loop_was_blocked_is_no_timeout() -> None:
-    async with AsyncRewardWrapper("worker_rewards:acts", timeout=0.3) as wrapper:
+    async with AsyncRewardWrapper("worker_rewards:acts", timeout=1) as wrapper:
         call = asyncio.ensure_future(score(wrapper, "fine"))
         await asyncio.sleep(0)
-        time.sleep(0.6)  # noqa: ASYNC251 - the blocked loop is what is tested
+        time.sleep(2)  # noqa: ASYNC251 - the blocked loop is what is tested
 
         assert await call > 0
 
@@ -392,7 +392,7 @@ def test_loop_in_another_thread_works_and_can_be_closed_from_here(loop: str) -> 
     running = factory()
     thread = threading.Thread(target=running.run_forever)
     thread.start()
-    wrapper = AsyncRewardWrapper("worker_rewards:acts", timeout=0.5)
+    wrapper = AsyncRewardWrapper("worker_rewards:acts", timeout=2)
 
     def run(completion: str) -> float:
         return asyncio.run_coroutine_threadsafe(score(wrapper, completion), running).result(30)

@@ -152,7 +152,7 @@ def test_sandbox_more_memory_than_allowed_is_refused(sandbox):
 @pytest.mark.parametrize(
     ("code", "stopped"),
     [
-        ("import time\nprint('before')\ntime.sleep(60)", "it did not end within 1.5 s"),
+        ("import time\nprint('before')\ntime.sleep(60)", "it did not end within 4 s"),
         ("print('before')\nwhile True: pass", "it used more than 1 s of the processor"),
         (
             "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nprint('before')\nwhile 1: print(end='')",
@@ -162,7 +162,7 @@ def test_sandbox_more_memory_than_allowed_is_refused(sandbox):
 )
 def test_sandbox_more_time_than_allowed_ends_it(code, stopped):
     begin = time.monotonic()
-    run = Sandbox(SandboxLimits(seconds=1.5 if "sleep" in code else 30, cpu_seconds=1)).run(code, stdin="\n")
+    run = Sandbox(SandboxLimits(seconds=4 if "sleep" in code else 30, cpu_seconds=1)).run(code, stdin="\n")
 
     assert run.code < 0
     assert (run.stopped, run.output) == (stopped, "before\n")

@@ -136,7 +136,7 @@ async def test_remove_answers_end_at_once_and_steps_of_an_update_get_a_moment() 
     hangs = asyncio.create_task(server.run(asyncio.sleep(60), step=True))
     await asyncio.sleep(0)
 
-    router.remove(server, "was let go", patience=0.2)
+    router.remove(server, "was let go", patience=2.0)
 
     with pytest.raises(ServerLostError, match="was let go"):
         await answer

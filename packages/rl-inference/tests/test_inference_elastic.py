@@ -80,7 +80,8 @@ async def test_remove_while_generating_answers_go_on_elsewhere_and_it_is_no_fail
     for server in pair:
         server.wait_ready()
     names = named(*pair)
-    async with client(pair, names=lambda: dict(names)) as engine:
+    # let go long before the first answer ends
+    async with client(pair, names=lambda: dict(names), discover_interval=0.02) as engine:
         version = await trainer.publish(engine)
         alone = [await engine.agenerate(request(seed)) for seed in range(6)]
         answers = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]

@@ -290,7 +290,7 @@ async def _begun(session: Session, length: int) -> tuple[asyncio.StreamReader, a
 
 async def test_session_that_is_not_closed_ends_at_its_deadline_with_what_it_has() -> None:
     engine = ScriptedEngine("llama3", says_it)
-    async with served(engine, EndpointConfig(session_seconds=0.5)) as session, aiohttp.ClientSession() as http:
+    async with served(engine, EndpointConfig(session_seconds=2)) as session, aiohttp.ClientSession() as http:
         agent = Agent(session, http)
         assert (await agent.ask())[0] == 200
         engine.faults.hang = lambda request: True

@@ -20,6 +20,7 @@ from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightRece
 from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
 from rl_contracts.inference import Canary, CanaryAnswer, Capabilities
 from rl_contracts.testing import put_weights
+from rl_contracts.testing.processes import free_port
 from rl_contracts.weights import write_committed
 from rl_contracts.weights.committed import RECORD
 from rl_inference import EmbeddedEngine
@@ -431,8 +432,8 @@ async def test_rejoin_restarted_server_is_brought_up_and_proved_before_it_takes_
     async with fleet(1, rejoin_timeout=30) as (engine, (_,)), contextlib.AsyncExitStack() as stack:
         second = TableServer(table(0))
         running = await stack.enter_async_context(contextlib.AsyncExitStack())
-        await running.enter_async_context(second.serving())
-        port = int(second.address.rpartition(":")[2])
+        port = free_port()  # which nobody is given while it is free
+        await running.enter_async_context(second.serving(port))
         engine.initialize([*engine.servers, second.address])
         await trainer.publish(engine)
         await running.aclose()

@@ -63,7 +63,7 @@ class Command:
         self.names, self.directory = FileNames(directory / "names"), directory
         self.process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(directory), trainer])
         wait_until(lambda: (directory / "pid").exists() and (directory / "pid").read_text() != "", 60)
-        wait_until(lambda: bool(read_json(self.names, "workers")), 60)
+        wait_until(lambda: bool(read_json(self.names, "workers")) and self.status["state"] == "running", 60)
 
     @property
     def status(self) -> dict[str, object]:
@@ -94,7 +94,9 @@ def test_status_of_a_run_says_what_runs_where_and_how_it_ended(scheduler: LocalS
     with RunControl(names, beat=BEAT) as control:
         assert read_json(names, "status")["state"] == "preparing"
         trainer = JobSpec("actor", python("import time; time.sleep(1)"))
-        code = Launcher(scheduler, control=control).run([server("rollout")], lambda _: [trainer], on_tick=note)
+        code = Launcher(scheduler, control=control).run(
+            [server("rollout", delay=2.0)], lambda _: [trainer], on_tick=note
+        )
 
     status = read_json(names, "status")
     assert code == 0
@@ -154,7 +156,7 @@ def test_launcher_seen_from_another_host_is_judged_by_its_beats_and_not_by_the_c
     def from_elsewhere() -> float:
         return silence(command.names, command.status | {"host": "elsewhere", "time": time.time() - 1000})
 
-    assert from_elsewhere() == 0.0
+    wait_until(lambda: from_elsewhere() == 0.0)
     command.process.kill()
     command.process.wait(10)
     assert from_elsewhere() > 3 * BEAT

@@ -215,11 +215,11 @@ def test_servers_that_are_silent_hold_up_no_order(tmp_path: Path, machines: Mach
 
 def test_signal_while_agents_start_ends_the_run_at_once(scheduler: ClusterScheduler, machines: Machines) -> None:
     machines.before = dict.fromkeys(("node0", "node1", "node2"), "sleep 60")
-    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    threading.Timer(2, os.kill, [os.getpid(), signal.SIGTERM]).start()
     began = time.monotonic()
     code = Launcher(scheduler, LauncherConfig(), 0).run([], lambda _: [JobSpec("actor", python(SLEEP), spmd=True)])
     assert code == 143
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def test_agent_ignores_no_signal_that_its_workers_must_hear(scheduler: ClusterScheduler, machines: Machines) -> None:
@@ -232,8 +232,8 @@ def test_agent_ignores_no_signal_that_its_workers_must_hear(scheduler: ClusterSc
 def test_machine_does_not_end_its_workers_agents_end_all_the_same(
     scheduler: ClusterScheduler, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_launchers.cluster.ORDER_SECONDS", 0.5)
     workers = scheduler.create_workers(JobSpec("role", python(SLEEP), count=2, cpus=2))
+    monkeypatch.setattr("rl_launchers.cluster.ORDER_SECONDS", 0.5)
     os.kill(machines.agents["node0"].pid, signal.SIGSTOP)
     with pytest.raises(LaunchError, match=r"node node0 did not end its workers within 0\.5 s"):
         scheduler.delete_workers(grace=0.0)

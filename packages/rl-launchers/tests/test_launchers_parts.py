@@ -3,18 +3,23 @@
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_contracts.conformance.scheduler import wait_until
 from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.names import MemoryNames
 from rl_launchers import report
 from rl_launchers.health import probe
 from rl_launchers.interrupts import TOGETHER, Hurried, Interrupted, Interrupts
 from rl_launchers.process import fill_in
+from rl_launchers.pulse import Pulses
 from rl_launchers.report import ERRORS_BEFORE, TAIL_BYTES, describe_exit, tail, telling, with_log
 from rl_launchers.resources import PortReservation, visible_gpus
 
@@ -166,3 +171,35 @@ def test_interrupts_first_signal_waits_for_check_second_raises_where_impatient_t
         signal.raise_signal(signal.SIGINT)
         assert interrupts.hurried
     assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_pulses_that_are_cleared_while_they_are_read_stay_forgotten() -> None:
+    """A rank that is started anew must not have the silence of the one before, which the reader had seen."""
+    names = MemoryNames()
+    pulses = Pulses(names)
+    pulses.timeout = 0.2
+    names.add("pulse/actor-0", "7")
+    wait_until(lambda: _read(pulses).hung("actor-0"))
+    names.children = lambda prefix="": Meanwhile(pulses.clear)  # type: ignore[method-assign]
+    time.sleep(pulses.timeout / 4)
+    pulses.read()
+
+    assert not pulses.hung("actor-0")
+
+
+class Meanwhile(dict[str, str]):
+    """One sign of life; once it is read, something happens."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self._happens: Callable[[], None] | None = happens
+
+    def items(self) -> Any:
+        yield "pulse/actor-0", "7"
+        happens, self._happens = self._happens, None
+        if happens:
+            happens()
+
+
+def _read(pulses: Pulses) -> Pulses:
+    pulses.read()
+    return pulses

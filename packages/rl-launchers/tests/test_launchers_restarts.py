@@ -106,7 +106,7 @@ def test_run_restart_window_over_restarts_no_longer_count(scheduler: LocalSchedu
 @pytest.mark.slow
 def test_run_restarted_server_never_ready_ends_the_run_with_its_last_answer(scheduler: LocalScheduler) -> None:
     config = LauncherConfig(max_restarts=1, health_interval=0.1)
-    spec = server("rollout", ready_timeout=2.0)
+    spec = server("rollout", ready_timeout=8.0)
     broken = python(
         "import os, pathlib, sys\n"
         "if pathlib.Path(sys.argv[4]).exists(): import time; time.sleep(600)\n"
@@ -115,9 +115,9 @@ def test_run_restarted_server_never_ready_ends_the_run_with_its_last_answer(sche
         *spec.command[3:],
         str(scheduler._log_dir.parent / "started"),
     )
-    spec = JobSpec("rollout", broken, needs_port=True, ready_path="/health", ready_timeout=2.0)
+    spec = JobSpec("rollout", broken, needs_port=True, ready_path="/health", ready_timeout=8.0)
 
-    with pytest.raises(LaunchError, match=r"rollout-0 gave no good answer for 2 s \(last: .*refused"):
+    with pytest.raises(LaunchError, match=r"rollout-0 gave no good answer for 8 s \(last: .*refused"):
         Launcher(scheduler, config).run([spec], trainer_of(9), on_tick=once_running(signal.SIGKILL, 1))
 
 

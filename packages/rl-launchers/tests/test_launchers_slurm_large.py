@@ -177,10 +177,14 @@ def _measure(nodes, directory):
         for worker in trainers:
             names.add(f"pulse/{worker.name}", "1")
         pulses.timeout = 90.0
-        before = time.thread_time()
-        control.publish(addresses)
-        pulses.read()
-        look = time.thread_time() - before
+        looks = []
+        for _ in range(3):
+            pulses._last = 0.0
+            before = time.thread_time()
+            control.publish(addresses)
+            pulses.read()
+            looks.append(time.thread_time() - before)
+        look = min(looks)
         assert len(names.children("servers")) == len(pulses._seen) == half
 
         assert len(slurm.started) == nodes

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -216,7 +217,7 @@ def test_trainer_that_takes_no_batch_raises_the_alarm_and_says_where_it_is():
         outstanding = rollout.head.manager.outstanding
         assert heard.wait(20), "the planted fault: this thread is busy with something else"
         message = str(alarm[0])
-        assert "stuck stage: trainer. It has not taken a batch for 0." in message
+        assert re.search(r"stuck stage: trainer\. It has not taken a batch for \d", message)
         assert "rollout.trainer_timeout=0.4" in message
         assert "2 accepted, 2 in the step" in message
         assert "assert heard.wait(20)" in message, "the trainer's stack"

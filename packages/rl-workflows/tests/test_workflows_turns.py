@@ -123,7 +123,7 @@ async def test_tools_are_called_and_the_model_is_told_what_they_return():
         {"name": "add", "arguments": {"c": 1}},
     ]
     engine, tokenizer, asked = scripted("gemma3", {"calls": calls}, {"calls": others}, {"content": "it is 5"})
-    workflow = ToolWorkflow(tokenizer, GENERATION, right, tools=[add, divide, slow], tool_seconds=0.05)
+    workflow = ToolWorkflow(tokenizer, GENERATION, right, tools=[add, divide, slow], tool_seconds=2)
     workflow.generation.max_new_tokens = 512
 
     [row] = await workflow.arun_episode(engine, dict(ROW))
@@ -132,7 +132,7 @@ async def test_tools_are_called_and_the_model_is_told_what_they_return():
     assert row.info["turns"] == 3
     assert "<tool_response>5</tool_response>" in asked[1]
     assert "error: ZeroDivisionError: division by zero" in asked[1]
-    assert "error: slow took longer than 0.05 s." in asked[2]
+    assert "error: slow took longer than 2 s." in asked[2]
     assert "there is no tool 'sub'; there are add, divide, slow." in asked[2]
     assert "error: TypeError" in asked[2]
     assert '"description": "Adds two numbers."' in asked[0]
@@ -155,13 +155,13 @@ async def test_tools_python_program_runs_in_the_sandbox():
     calls = {"calls": [{"name": "python", "arguments": {"code": code}} for code in programs]}
     engine, tokenizer, asked = scripted("gemma3", calls, {"content": "it is 5"})
     generation = GenerationConfig(max_new_tokens=512)
-    python = PythonTool(Sandbox(SandboxLimits(seconds=2)))
+    python = PythonTool(Sandbox(SandboxLimits(seconds=5)))
 
     await ToolWorkflow(tokenizer, generation, right, tools=[python]).arun_episode(engine, dict(ROW))
 
     assert "<tool_response>5</tool_response>" in asked[1]
     assert "PermissionError: [Errno 13] Permission denied: '/etc/passwd'" in asked[1]
-    assert "error: it did not end within 2 s." in asked[1]
+    assert "error: it did not end within 5 s." in asked[1]
     assert "(it printed nothing)" in asked[1]
 
 

@@ -61,11 +61,12 @@ class Pulses:
             return
         if now - self._last > self.timeout / 2:
             self._seen = {}  # this process, or its file system, was away, as theirs may have been
-        found = {}
+        before, found = self._seen, {}
         for key, value in self._names.children("pulse").items():
-            former = self._seen.get(key, ("", now))
+            former = before.get(key, ("", now))
             found[key] = former if former[0] == value else (value, now)
-        self._seen, self._last = found, now
+        if self._seen is before:  # and nobody forgot them meanwhile
+            self._seen, self._last = found, now
 
     def forget(self) -> None:
         """Everybody counts anew."""

@@ -21,21 +21,28 @@ from typing import Any, NoReturn
 
 _PRELOADED: list[str] = []
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_HANDED_OUT: set[int] = set()
 
 
 def free_port() -> int:
     """A TCP port of loopback that nobody has, below those that the kernel gives to whoever asks for any free one.
 
-    So it stays free until somebody names it, also while it is given up and taken again.
+    So it stays free until somebody names it, also while it is given up and taken again. None is handed out twice, nor
+    by two of pytest-xdist's processes.
     """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    mine = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     first_given = int(_GIVEN_PORTS.read_text().split()[0]) if _GIVEN_PORTS.exists() else 49_152
     while True:
-        port = random.SystemRandom().randrange(20_000, max(first_given, 20_100))
+        port = random.SystemRandom().randrange(20_000 + mine, max(first_given, 20_100), workers)
+        if port in _HANDED_OUT:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
+        _HANDED_OUT.add(port)
         return port
 
 

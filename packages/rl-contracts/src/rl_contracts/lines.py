@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def json_lines(path: Path) -> Iterator[Any]:
     """
     with path.open("rb") as file:
         for line in file:
-            with suppress(*() if line.endswith(b"\n") else (ValueError,)):
+            with nullcontext() if line.endswith(b"\n") else suppress(ValueError):
                 yield json.loads(line)
 
 

@@ -14,6 +14,7 @@ from rl_apps.gsm8k_sft import APP as SFT
 from rl_apps.layout import devices_of, layout_of
 from rl_apps.parts import server_jobs, weights_directory
 from rl_contracts.errors import ConfigError
+from rl_contracts.testing.processes import free_port
 from rl_engines_fsdp import LoRAConfig
 
 THEIRS = '''
@@ -350,9 +351,9 @@ def test_ipc_needs_one_gpu_that_trainer_and_server_share(theirs, capsys):
 def test_port_of_any_server_that_is_in_use_is_refused_before_anything_starts(theirs, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        port = free_port(2) + 1
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         refused = _refused(capsys, "allocation=theirserver:d2+fsdp:d1", f"rollout.port={port - 1}", "--dry-run")
 
     assert f"port {port} is in use by process {os.getpid()}" in refused

@@ -16,6 +16,7 @@ from rl_apps.parts import weights_directory
 from rl_apps.synonyms import SYNONYMS
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.testing.models import make_tiny_model
+from rl_contracts.testing.processes import free_port
 
 
 def _grpo(*overrides):
@@ -235,9 +236,9 @@ def test_names_of_others_stand_for_settings_that_there_are():
 
 def test_port_in_use_is_refused_before_anything_starts(capsys, tmp_path):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        port = free_port(2) + 1
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         code, out, err = _run(
             capsys, f"rollout.port={port - 1}", "allocation=embedded:d2+fsdp:d2", f"run_dir={tmp_path / 'run'}"
         )

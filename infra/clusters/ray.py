@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import secrets
 import shlex
 import shutil
@@ -26,8 +27,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -35,6 +37,8 @@ MARK = "TMPDIR"
 """Environment variable by which everything that runs on a node is found: no two nodes have the same."""
 ATTEMPTS = 3
 """Starts of a node, each of which Ray gives up after 30 s: a machine may be busy."""
+SECONDS = 120.0
+"""For each of them."""
 STARTED = "Ray runtime started."
 LIGHT = {
     "RAY_AUTH_MODE": "token",
@@ -144,16 +148,25 @@ class RayCluster:
             )
 
     def _wait(self, number: int, condition: Callable[[str], bool]) -> None:
-        for _ in range(ATTEMPTS):
-            while self.processes(number):
+        """Return when a node is there; it is started anew where it ends, or is not there in time."""
+        for left in reversed(range(ATTEMPTS)):
+            deadline = time.monotonic() + SECONDS
+            while self.processes(number) and time.monotonic() < deadline:
                 if condition(self._log(number).read_text()):
                     return
+                if number and not self.processes(0):  # for which a node would ask until the deadline
+                    self._give_up("the head ended", 0)
                 time.sleep(0.1)
-            said = self._log(number).read_text()
+            if not left:
+                self._give_up(f"node {number} ended, or was not there within {SECONDS:g} s, {ATTEMPTS} times", number)
+            self.kill_node(number)
             shutil.rmtree(self.directory / str(number))
             self._launch(number)
+
+    def _give_up(self, why: str, number: int) -> NoReturn:
+        said = self._log(number).read_text()
         self.stop()
-        raise RuntimeError(f"node {number} ended {ATTEMPTS} times while it started:\n{said}")
+        raise RuntimeError(f"{why}; its log:\n{said}")
 
     def _log(self, number: int) -> Path:
         return self.directory / str(number) / "node.log"
@@ -180,9 +193,15 @@ def running(nodes: int = 2, cpus: int = 2, gpus: int = 0, dashboard: bool = Fals
 
 
 def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        servers = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]
+    """Ports that nobody has, below those that the kernel gives to whoever asks: Ray does so itself while it starts."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 1_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports
 
 
 def _marked(mark: str) -> list[psutil.Process]:

@@ -128,7 +128,7 @@ def test_log_level_of_the_command_is_that_of_its_workers(
 def test_fixed_port_in_use_error_names_the_process_and_nothing_starts(
     scheduler: LocalScheduler, tmp_path: Path
 ) -> None:
-    first = free_port()  # none that the kernel gives to another program meanwhile
+    first = free_port(2)  # none that the kernel gives to another program meanwhile
     told = rf"port {first + 1} is in use by process {os.getpid()} "
     with socket.create_server(("127.0.0.1", first + 1)), pytest.raises(LaunchError, match=told):
         scheduler.create_workers(server(port=first, count=2))

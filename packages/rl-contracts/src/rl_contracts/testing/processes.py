@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,26 +25,32 @@ _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _HANDED_OUT: set[int] = set()
 
 
-def free_port() -> int:
+def free_port(count: int = 1) -> int:
     """A TCP port of loopback that nobody has, below those that the kernel gives to whoever asks for any free one.
 
     So it stays free until somebody names it, also while it is given up and taken again. None is handed out twice, nor
     by two of pytest-xdist's processes.
+
+    Args:
+        count: how many in a row; the first one is returned.
     """
+    first_given = int(_GIVEN_PORTS.read_text().split()[0]) if _GIVEN_PORTS.exists() else 49_152
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     mine = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    first_given = int(_GIVEN_PORTS.read_text().split()[0]) if _GIVEN_PORTS.exists() else 49_152
+    share = max(first_given - 20_000, 100 * workers) // workers
     while True:
-        port = random.SystemRandom().randrange(20_000 + mine, max(first_given, 20_100), workers)
-        if port in _HANDED_OUT:
-            continue
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        _HANDED_OUT.add(port)
-        return port
+        first = 20_000 + mine * share + random.SystemRandom().randrange(share - count)
+        ports = set(range(first, first + count))
+        if ports.isdisjoint(_HANDED_OUT) and all(map(_is_free, ports)):
+            _HANDED_OUT.update(ports)
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def preload(*modules: str) -> None:

@@ -109,4 +109,5 @@ class Command:
     def learned_from(self) -> Counter[str]:
         """How many answers to each prompt it learned from."""
         rollouts = (self.run_dir / "rollouts").glob("step_*-*.jsonl")
-        return Counter(answer["prompt_id"] for path in rollouts for answer in json_lines(path))
+        answers = (answer for path in rollouts for answer in json_lines(path))
+        return Counter(answer["prompt_id"] for answer in answers if answer["rejected"] is None)

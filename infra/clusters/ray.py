@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import secrets
 import shlex
 import shutil
@@ -32,6 +31,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
+
+from rl_contracts.testing.processes import free_port
 
 MARK = "TMPDIR"
 """Environment variable by which everything that runs on a node is found: no two nodes have the same."""
@@ -87,7 +88,7 @@ class RayCluster:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
-        port, client, board = _free_ports(3)
+        port, client, board = free_port(), free_port(), free_port()
         (self.directory / "address").write_text(f"{_host(0)}:{port}")
         (self.directory / "dashboard").write_text(f"127.0.0.1:{board}" if dashboard else "")
         head = ["--head", f"--port={port}", f"--ray-client-server-port={client}", f"--dashboard-port={board}"]
@@ -123,7 +124,7 @@ class RayCluster:
         return str(self.directory / str(number) / "tmp")
 
     def _start(self, number: int, arguments: list[str], cpus: int, gpus: int) -> None:
-        host, place, (agent,) = _host(number), self.directory / str(number), _free_ports(1)
+        host, place, agent = _host(number), self.directory / str(number), free_port()
         common = [
             "--block",
             f"--node-ip-address={host}",
@@ -190,18 +191,6 @@ def running(nodes: int = 2, cpus: int = 2, gpus: int = 0, dashboard: bool = Fals
         yield cluster
     finally:
         cluster.stop()
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has, below those that the kernel gives to whoever asks: Ray does so itself while it starts."""
-    ports: list[int] = []
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 1_000):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            ports.append(port)
-        if len(ports) == count:
-            break
-    return ports
 
 
 def _marked(mark: str) -> list[psutil.Process]:

@@ -22,11 +22,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +33,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from rl_contracts.testing.processes import free_port
 
 PACKAGES = ("slurm-wlm", "munge")
 DEADLINE = 120.0
@@ -200,7 +200,7 @@ class Cluster:
         return sorted(self._processes(self._known(name) if name else ""))
 
     def _configure(self, shape: Shape, munge: Path) -> None:
-        controller_port, *ports = _free_ports(shape.nodes + 1)
+        controller_port, *ports = (free_port() for _ in range(shape.nodes + 1))
         gres = f" Gres=gpu:{shape.gpus}" if shape.gpus else ""
         nodes = "\n".join(
             f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={shape.cores} RealMemory=4000"
@@ -329,18 +329,6 @@ def _numbers(shape: Shape) -> dict[str, int]:
 
 def _has(variables: list[str], prefix: str) -> bool:
     return any(variable.startswith(prefix) for variable in variables)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has, below those that the kernel gives to whoever asks, so that a node can come back."""
-    ports: list[int] = []
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 1_000):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            ports.append(port)
-        if len(ports) == count:
-            break
-    return ports
 
 
 def _kill(processes: Callable[[], set[int]]) -> None:

@@ -114,6 +114,17 @@ def test_train_that_ends_by_an_error_says_which_prompts_had_failed_by_then(engin
     assert lines == [{"step": 2, "prompt_id": 5, "ending": "failed", "reason": "reward"}]  # no step learned from 4
 
 
+def test_train_that_ends_by_an_error_says_it_also_where_nothing_can_be_written(engine, tmp_path):
+    class Failing(_Batches):
+        def next_batch(self):
+            (tmp_path / "groups.jsonl").mkdir()
+            raise RewardError("too many groups failed")
+
+    books = Books(engine, tmp_path, CheckpointConfig(every=0), endings=lambda: [{"ending": "failed"}])
+    with pytest.raises(RewardError, match="too many"):
+        train(Failing(engine, 9), PolicyActor(engine, AlgorithmConfig()), books, total_steps=9)
+
+
 def test_train_that_stands_still_asks_nobody_who_may_stand_still_too(engine, tmp_path):
     class Stalled(_Batches):
         def next_batch(self):

@@ -54,7 +54,7 @@ def commands_of(directory: Path) -> list[dict[str, Any]]:
     """What was recorded, oldest first; none of a run that kept nothing of it."""
     found = []
     with suppress(OSError):
-        for line in (directory / COMMANDS).read_bytes().splitlines():  # of bytes: at line feeds alone
+        for line in (directory / COMMANDS).read_bytes().splitlines():  # text has more ends of lines
             with suppress(ValueError):
                 found.append(json.loads(line))
     return found

@@ -42,7 +42,8 @@ KNOWN_PACKAGES: dict[str, str] = {
     "rl.trackers": "rl-trainers",
     "rl.apps": "rl-apps",
 }
-"""The entry-point groups and the packages of this project that fill each; a third party may fill any."""
+"""The entry-point groups and the packages of this project that fill each, with spaces between; a third party may fill
+any."""
 
 
 def available(group: str) -> dict[str, str]:

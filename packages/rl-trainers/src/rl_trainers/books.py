@@ -196,7 +196,7 @@ class Books:
         they may be why. Not collective, since other ranks may be gone; and of no step that is over, so a run that goes
         on cuts it off."""
         if self.endings is not None and self.engine.parallel.is_main:
-            with suppress(RLError):
+            with suppress(RLError, OSError):  # which would hide why it ends
                 self._write_endings(self.step + 1, [told for told in self.endings() if told["ending"] != "trained"])
 
     def _account(self, step: int) -> None:

@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skipped = {
         "nightly": None if nightly else "nightly: run with --nightly",
         "slow": None if nightly or config.getoption("--all") else "slow: run with --all",
-        "gpu": None if _has_gpu() else "gpu: no CUDA device here",
+        "gpu": None if _has_gpu(items) else "gpu: no CUDA device here",
     }
     for item in items:
         for mark, reason in skipped.items():
@@ -67,8 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "packages" in item.path.relative_to(config.rootpath).parts)
 
 
-def _has_gpu() -> bool:
-    if importlib.util.find_spec("torch") is None:
+def _has_gpu(items: list[pytest.Item]) -> bool:
+    """Whether a GPU is here; torch is imported only if a test asks for one."""
+    if importlib.util.find_spec("torch") is None or not any(item.get_closest_marker("gpu") for item in items):
         return False
     import torch
 

@@ -121,7 +121,7 @@ class Run:
 
 @pytest.fixture(
     scope="module",
-    params=["embedded", "vllm", pytest.param("sglang", marks=pytest.mark.nightly)],
+    params=["embedded", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("vllm", "sglang"))],
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with LoopThread("client") as loop:
@@ -166,10 +166,9 @@ def test_whole_weights_are_sent_where_that_is_asked_for_and_adapters_go_on_from_
     publisher.destroy()
 
 
-def test_server_that_starts_again_holds_base_and_adapter_of_the_committed_version(run, request):
+@pytest.mark.nightly
+def test_server_that_starts_again_holds_base_and_adapter_of_the_committed_version(run):
     """It loads them itself, or its client brings it up."""
-    if not (request.config.getoption("--nightly") or isinstance(run.client, EmbeddedEngine)):
-        pytest.skip("another start of this server: run with --nightly")
     publisher = run.publisher("disk")
     version = run.update(publisher)
 

@@ -79,7 +79,7 @@ def test_attached_server_of_another_key_model_or_directory_is_refused(monkeypatc
         assert f"it looks for updates in {tmp_path}/run/weights, and this run puts them into {tmp_path}/else" in refused
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "message"),
     [

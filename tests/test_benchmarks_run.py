@@ -119,6 +119,7 @@ def test_weight_publish_quick_last_line_has_the_ratio_of_every_route() -> None:
     assert 7 < figures["shm"]["mebibytes"] < 9
 
 
+@pytest.mark.nightly
 def test_servers_client_takes_at_most_two_milliseconds_per_answer_of_64_tokens(
     record_property: Callable[[str, object], None],
 ) -> None:

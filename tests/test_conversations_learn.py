@@ -67,8 +67,8 @@ def hasty(cache: Path, lessons: str) -> Path:
     return prepare_embedded(1, recipe, cache_dir=cache)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("staleness", [1, pytest.param(0, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("staleness", [1, 0])
 def test_math_agent_takes_steps_on_devices_that_its_server_shares(staleness: int, tmp_path: Path) -> None:
     model = hasty(tmp_path / "cache", "tools")
     settings = (f"model.path={model}", "allocation='embedded:d1|fsdp:d1'", f"rollout.max_staleness={staleness}")

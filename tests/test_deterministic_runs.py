@@ -96,6 +96,7 @@ def first(run):
     return run("first")
 
 
+@pytest.mark.slow
 def test_deterministic_trainer_and_server_agree_on_a_row_of_several_blocks_of_logits(tmp_path, monkeypatch):
     path = str(make_tiny_model(tmp_path / "model", layers=1, hidden=32))
     served = load_model(EmbeddedEngineConfig(slots=1), ServeSpec(path, device="cpu", deterministic=True))
@@ -123,13 +124,13 @@ def test_deterministic_trainer_and_server_agree_on_a_row_of_several_blocks_of_lo
         engine.destroy()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_deterministic_run_repeated_gives_the_same_metrics_to_the_last_bit(run, first):
     assert _differences(run("again"), first) == []
     assert all(record["grad_norm"] > 0 for record in first if "grad_norm" in record)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_deterministic_run_servers_and_trainer_agree_to_the_last_bit(first):
     steps = [record for record in first if "grad_norm" in record]
     assert [record["gap/max_abs"] for record in steps] == [0.0, 0.0, 0.0]

@@ -158,7 +158,7 @@ def test_grpo_finished_run_leaves_no_process_and_no_shared_memory(finished_run):
     assert not weights_directory(finished_run[0]).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_plan_of_a_run_predicts_its_steps_within_a_quarter(model, tmp_path, capsys):
     """Of enough steps that one which was held up by another program does not count for much."""
     from rl_apps.cli import main
@@ -272,7 +272,7 @@ def _steps(run_dir):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_server_that_dies_ends_the_run_with_its_name_and_log(endless_run):
     process, run_dir = endless_run
     server = _server_of(run_dir)
@@ -388,7 +388,7 @@ def test_grpo_interrupted_by_ctrl_c_leaves_a_recover_point_and_no_process_and_no
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_port_in_use_is_one_error_that_names_it(model, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -188,6 +188,7 @@ def fleet(tmp_path_factory, model, fault_file):
         yield directory, [server.wait_ready().address for server in servers]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [4, 2])
 def test_gap_one_of_several_servers_that_is_always_a_version_behind_is_named_at_lr_1e_6(
     fleet, model, fault_file, count

@@ -147,7 +147,7 @@ def _named(run, most, record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", range(SERVERS))
+@pytest.mark.parametrize("late", [0, *(pytest.param(late, marks=pytest.mark.nightly) for late in range(1, SERVERS))])
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 3), ("bfloat16", 20)])
 def test_server_that_serves_the_version_before_is_named_at_lr_1e_6(model, loop, dtype, most, late, record_property):
     run = Run(model, loop, dtype, 1e-6, late=late, mixed=False)
@@ -156,7 +156,10 @@ def test_server_that_serves_the_version_before_is_named_at_lr_1e_6(model, loop, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("late", "count"), [(0, 1), (0, SERVERS), (1, SERVERS), (2, SERVERS), (3, SERVERS)])
+@pytest.mark.parametrize(
+    ("late", "count"),
+    [(0, 1), (0, SERVERS), *(pytest.param(late, SERVERS, marks=pytest.mark.nightly) for late in range(1, SERVERS))],
+)
 def test_bfloat16_server_that_stays_at_its_version_is_named_whatever_kernels_the_others_have(
     model, loop, late, count, record_property
 ):

@@ -114,7 +114,7 @@ def test_build_makes_an_environment_with_a_stand_in_for_the_driver(tmp_path):
     assert said[1] == "100"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_build_that_fails_says_which_step_and_is_not_used(tmp_path):
     pins = replace(PINS, requirements=("pip",), imports=("no_such_module",))
 

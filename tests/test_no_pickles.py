@@ -105,6 +105,7 @@ def test_scan_lets_pass_what_unpickles_nothing(allowed):
     assert _faults(allowed) == []
 
 
+@pytest.mark.slow
 def test_sources_unpickle_nothing_but_in_megatron_cores_checkpoints():
     assert len(SOURCES) > 200
     found = {str(path.relative_to(ROOT)): faults for path in SOURCES if (faults := _faults(path.read_text()))}

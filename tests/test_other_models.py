@@ -44,7 +44,7 @@ def run_dir(tmp_path_factory):
     return run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ppo_with_a_critic_and_a_reference_reports_both(run_dir):
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "reward/mean" in record]

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PLUGIN = Path(__file__).with_name("plugin")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+NIGHTLY = pytest.mark.nightly
 
 
 def _run(*command, cwd):
@@ -101,10 +102,10 @@ def test_help_shows_their_settings(home):
     ("wrong", "nearest"),
     [
         ("rollout.server.slot=4", "Did you mean 'rollout.server.slots'"),
-        ("actor.engine.freezes=[norm]", "Did you mean 'actor.engine.freeze'"),
-        ("launcher.options.nicenes=3", "Did you mean 'launcher.options.niceness'"),
-        ("moto=more", "Did you mean 'motto'"),
-        ("allocation=theirsever:d1+theirengine:d1", "did you mean 'theirserver'"),
+        pytest.param("actor.engine.freezes=[norm]", "Did you mean 'actor.engine.freeze'", marks=NIGHTLY),
+        pytest.param("launcher.options.nicenes=3", "Did you mean 'launcher.options.niceness'", marks=NIGHTLY),
+        pytest.param("moto=more", "Did you mean 'motto'", marks=NIGHTLY),
+        pytest.param("allocation=theirsever:d1+theirengine:d1", "did you mean 'theirserver'", marks=NIGHTLY),
     ],
 )
 def test_misspelt_setting_is_refused_with_the_nearest(home, model, wrong, nearest):
@@ -119,9 +120,9 @@ def test_misspelt_setting_is_refused_with_the_nearest(home, model, wrong, neares
     ("wrong", "why"),
     [
         ("allocation=theirserver:d1t2+theirengine:d1", "expected servers of one part"),
-        ("allocation=theirserver:d1+theirengine:d2", "expected one rank"),
-        ("rollout.server.slots=0", "rollout.server.slots: expected at least 1"),
-        ("launcher.options.niceness=30", "launcher.options.niceness: expected 0 to 19"),
+        pytest.param("allocation=theirserver:d1+theirengine:d2", "expected one rank", marks=NIGHTLY),
+        pytest.param("rollout.server.slots=0", "rollout.server.slots: expected at least 1", marks=NIGHTLY),
+        pytest.param("launcher.options.niceness=30", "launcher.options.niceness: expected 0 to 19", marks=NIGHTLY),
     ],
 )
 def test_what_their_parts_cannot_do_is_refused_before_anything_starts(home, model, wrong, why):

@@ -26,7 +26,7 @@ from rl_contracts.errors import WeightUpdateError
 from rl_inference.engine import HttpEngine
 from rl_inference.testing import JobProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 LONG = 300
 """Tokens of a prompt: more than two blocks of vLLM's prefix cache on a CPU, which hold 128."""

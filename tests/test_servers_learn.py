@@ -143,12 +143,13 @@ def _nothing_lost(steps: list[dict[str, Any]], prompts: int) -> None:
     assert [r["step"] for r in steps] == [r["version"] for r in steps] == list(range(1, len(steps) + 1))
     assert {(r["groups/trained"], r["groups/failed"]) for r in steps} == {(prompts, 0)}
     assert max(r["staleness/max"] for r in steps) == 1
-    gaps = [r["gap/max_abs"] for r in steps if r["gap/max_abs"] is not None]  # none where the killed one was asked
+    # The mean, because the largest difference grows with the number of tokens. None if the killed server was asked.
+    gaps = [r["gap/mean_abs"] for r in steps if r["gap/mean_abs"] is not None]
     assert len(gaps) > len(steps) / 2
-    assert max(gaps) < 1e-4
+    assert max(gaps) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_vllm_servers_of_which_one_is_killed_learn_the_task(start, record_property):
     """By the default route, until both are there again and it has learned. The processes of a server die at once, as
     where memory runs out."""

@@ -89,6 +89,7 @@ def test_interpreter_without_the_server_is_refused(refused, kind):
     assert "expected a Python interpreter, found" in refused(kind, "rollout.server.python=/no/such/python")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", BOTH)
 def test_interpreter_with_a_server_of_another_version_is_refused(refused, monkeypatch, kind):
     python = interpreter_of(kind)

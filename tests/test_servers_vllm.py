@@ -28,10 +28,8 @@ AT_ONCE = 8
 """Sequences that the server generates at the same time: others wait inside, behind the door."""
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.nightly)])
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    if request.param == "untied" and not request.config.getoption("--nightly"):
-        pytest.skip("untied heads: run with --nightly")
     return Models(tmp_path_factory.mktemp("models"), tied=request.param == "tied")
 
 

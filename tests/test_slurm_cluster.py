@@ -28,6 +28,7 @@ def test_cluster_job_over_nodes_each_has_its_name_and_temporary_directory():
         assert all(directory.endswith(f"/{name}") for name, directory in lines.items())
 
 
+@pytest.mark.nightly
 def test_cluster_killed_node_all_below_it_is_gone_and_slurm_notices(tmp_path):
     with slurm(lost_after=4) as cluster:
         pids = tmp_path / "pids"

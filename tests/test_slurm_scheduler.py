@@ -73,6 +73,7 @@ def test_scheduler_node_is_lost_its_worker_fails_and_comes_back_on_the_spare(clu
         cluster.revive(lost.node)
 
 
+@pytest.mark.nightly
 def test_scheduler_nodes_says_who_is_left_once_slurm_has_noticed(cluster, tmp_path):
     config = SlurmSchedulerConfig(poll_seconds=0.2)
     with allocation(cluster, "-N3"):

@@ -73,7 +73,7 @@ def _start_with_parts(model: Path, file: Path, monkeypatch: pytest.MonkeyPatch, 
     return _start("gsm8k-grpo", model, file.parent / "run", **settings | more)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("what", "timeout", "says"),
     [
@@ -82,11 +82,10 @@ def _start_with_parts(model: Path, file: Path, monkeypatch: pytest.MonkeyPatch, 
             "stall_timeout",
             r"rollout.stall_timeout=8\). stuck stage: workflow, for \d(.|\n)*in arun_episode",
         ),
-        pytest.param(
+        (
             "trainer",
             "trainer_timeout",
             r"stuck stage: trainer.*rollout.trainer_timeout=8(.|\n)*in stuck_loss",
-            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -105,7 +104,7 @@ def test_run_in_which_nothing_moves_ends_with_the_stage_its_age_and_its_stack(
     assert re.search(says, said), said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_whose_reward_fails_ends_with_the_counts_and_the_trace_and_is_not_started_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

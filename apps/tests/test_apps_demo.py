@@ -21,7 +21,7 @@ def test_demonstrations_are_listed_and_another_is_refused(capsys):
     assert "broken-sync" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fault_is_seen_by_its_guard_and_told(capsys):
     assert demo(IN_CI) == 0
     said = capsys.readouterr().out

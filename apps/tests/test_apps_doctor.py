@@ -81,7 +81,7 @@ def test_trial_of_a_command_that_is_refused_says_what_it_said(setting, code):
     assert found.remedy
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trial_of_a_command_takes_a_step_and_compares_servers_with_trainers(tmp_path: Path):
     model = prepare_from_scratch(["What is 1 + 2? #### 3"], 1, cache_dir=tmp_path)
     step, gap = doctor.trial("gsm8k-grpo", [f"model.path={model}", "recipe=embedded"])

@@ -162,6 +162,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
+@pytest.mark.slow
 def test_watch_in_a_terminal_draws_follows_resizes_and_leaves_it_clean(run: Path) -> None:
     terminal = Terminal("watch", str(run))
     terminal.wait_for(lambda: b"1/9" in terminal.wrote and b"== step 1, prompt 3" in terminal.wrote)

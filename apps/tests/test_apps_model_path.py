@@ -33,7 +33,7 @@ def hub(tmp_path, monkeypatch):
     return cache
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("app", ["gsm8k-sft", pytest.param("gsm8k-grpo", marks=pytest.mark.nightly)])
 def test_command_with_a_hub_id_in_the_cache_trains_and_saves(hub, tmp_path, app):
     run_dir = tmp_path / "run"

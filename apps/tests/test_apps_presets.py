@@ -66,6 +66,7 @@ def test_preset_has_its_papers_parts(name, expected):
 DOCS = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
 
+@pytest.mark.slow
 def test_docs_column_of_corrections_says_what_each_preset_carries():
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in DOCS.splitlines() if line.startswith("|")]
     header = next(row for row in cells if row[0] == "preset")

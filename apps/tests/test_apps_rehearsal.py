@@ -126,6 +126,7 @@ def _rehearse(model, directory, *overrides):
     rehearse(Run(config, layout_of(config.allocation, "required"), directory, "cpu"), "rl")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mine")
 def test_rehearsal_of_what_works_says_nothing_and_leaves_what_the_reward_printed(model, tmp_path):
     _rehearse(model, tmp_path, "rollout.reward=my_parts:close")
@@ -170,6 +171,7 @@ def test_rehearsal_mistake_is_one_sentence_with_the_users_own_line(mine, model, 
         assert f"({mine}:{number})" in str(told.value)
 
 
+@pytest.mark.nightly
 def test_mistake_is_told_before_the_warm_up_and_the_rows_are_measured(mine, tmp_path, monkeypatch, capsys):
     def warm_up(*_):
         raise NotImplementedError("it warms up")
@@ -195,6 +197,7 @@ def test_mistake_is_told_before_the_warm_up_and_the_rows_are_measured(mine, tmp_
     ]
 
 
+@pytest.mark.nightly
 def test_dry_run_tells_a_mistake_too_and_leaves_nothing(mine, model, tmp_path, capsys):
     given = (f"model.path={model}", f"run_dir={tmp_path / 'run'}", "--dry-run")
     assert main("gsm8k-grpo", ["rollout.reward=my_parts:raises", "model.chat_template=plain", *given]) == 2

@@ -124,6 +124,7 @@ def test_figures_that_are_no_numbers_are_null_in_json_that_browsers_read() -> No
     text.encode()
 
 
+@pytest.mark.slow
 def test_page_stays_below_its_size_by_leaving_out_tokens(tmp_path, monkeypatch) -> None:
     run = make_run(tmp_path / "run", steps=200, answers=6, tokens=600, every=8)
     large = write_report([run], tmp_path / "page.html")

@@ -648,6 +648,7 @@ def leaves_read(leaves, changes, lines):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "app",
     [GRPO, SFT, *(pytest.param(app, marks=pytest.mark.nightly) for app in (DPO, REWARD_MODEL))],

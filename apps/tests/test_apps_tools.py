@@ -81,6 +81,7 @@ def test_status_as_json_holds_everything(run: Path, capsys: pytest.CaptureFixtur
     assert "RL_RUN_KEY" not in json.dumps(found)
 
 
+@pytest.mark.nightly
 def test_status_of_a_killed_launcher_says_that_it_is_lost(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.kill(json.loads(_value(run, "status"))["pid"], signal.SIGKILL)
     wait_until(lambda: tools.status_of(run)["state"] == "lost")
@@ -179,6 +180,7 @@ def test_stop_that_takes_too_long_says_what_the_run_does(run: Path, capsys: pyte
     assert "did not stop within --timeout=0.01 s" in said.err or "gave no sign of life" in said.out
 
 
+@pytest.mark.slow
 def test_scale_waits_until_the_servers_are_ready(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["scale", str(run), "rollout=03"]) == 0
     assert "rollout: 3 servers, all of them ready" in capsys.readouterr().out

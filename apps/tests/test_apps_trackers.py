@@ -27,6 +27,7 @@ def lacking(tmp_path, monkeypatch):
     sys.modules.pop("lacking", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "kind"),
     [

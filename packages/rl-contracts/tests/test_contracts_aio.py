@@ -186,6 +186,7 @@ def test_run_while_something_blocks_the_loop_names_the_place() -> None:
         released.set()
 
 
+@pytest.mark.slow
 def test_run_of_a_loop_that_turns_waits_beyond_what_may_block() -> None:
     with LoopThread("l") as thread:
         thread.run(asyncio.sleep(1.3), blocked=0.5)

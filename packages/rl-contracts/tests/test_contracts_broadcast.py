@@ -207,6 +207,7 @@ def test_broadcast_location_of_something_else_is_refused() -> None:
             open_sender("broadcast", location)
 
 
+@pytest.mark.slow
 def test_broadcast_without_a_rank_or_a_trainer_is_refused(meeting: Meeting) -> None:
     meta = meeting.begin(1, [()])
     with pytest.raises(WeightUpdateError, match="gives this server no rank"):

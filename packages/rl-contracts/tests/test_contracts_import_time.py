@@ -24,7 +24,7 @@ def seconds(statement: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_import_every_module_takes_at_most_1_3_times_torch_alone() -> None:
     modules = [
         info.name

@@ -121,7 +121,7 @@ def test_prefers_onednn_where_mkl_leaves_vector_instructions_unused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("with_grad", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_speed_up_compiled_model_equals_uncompiled(with_grad: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.ReLU(), torch.nn.Linear(24, 8, bias=False))
@@ -153,7 +153,7 @@ print(*after)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_products_of_many_sizes_do_not_grow_memory() -> None:
     env = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
 

@@ -350,7 +350,7 @@ def test_stage_reads_the_route_and_answers_with_its_checksums(tmp_path: Path) ->
         clock.run(engine.stage_weights(replace(meta, version=2, parts=missing)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hundred_thousand_outstanding_requests_are_cheap() -> None:
     clock, started = SimulatedClock(), time.monotonic()
     engine = make_engine(clock, mean_tokens=20, sigma=1.0, commit_seconds=0.5)

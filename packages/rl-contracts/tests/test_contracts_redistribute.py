@@ -174,7 +174,7 @@ def test_redistribute_entries_that_differ_are_refused_on_every_rank_with_their_n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replica", [1, 4])
+@pytest.mark.parametrize("replica", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_redistribute_64_ranks_each_moves_and_holds_no_more_than_8_ranks_do(
     replica: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,6 +255,7 @@ async def test_worker_that_is_asked_to_stop_with_its_owner_scores_until_that_is_
         assert [await score(wrapper, "fine") for _ in range(3)] == [pid] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rewards")
 async def test_stuck_call_is_killed_with_its_children_and_others_go_on(tmp_path: Path) -> None:
     file = tmp_path / "pids"
@@ -287,6 +288,7 @@ def _time_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rewards")
 async def test_result_that_arrived_while_the_loop_was_blocked_is_no_timeout() -> None:
     async with AsyncRewardWrapper("worker_rewards:acts", timeout=1) as wrapper:
@@ -385,6 +387,7 @@ async def test_close_fails_waiting_calls_and_leaves_no_process(rewards: Any) -> 
         await score(wrapper, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.usefixtures("rewards")
 def test_loop_in_another_thread_works_and_can_be_closed_from_here(loop: str) -> None:

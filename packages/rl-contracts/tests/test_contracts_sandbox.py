@@ -149,6 +149,7 @@ def test_sandbox_more_memory_than_allowed_is_refused(sandbox):
     assert run.errors.endswith("MemoryError\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "stopped"),
     [
@@ -190,6 +191,7 @@ def test_sandbox_fork_bomb_is_contained(sandbox):
     assert set(found.values()) == {"PermissionError"}
 
 
+@pytest.mark.slow
 def test_sandbox_threads_work_and_a_bomb_of_them_is_contained():
     code = """
         import threading
@@ -197,7 +199,7 @@ def test_sandbox_threads_work_and_a_bomb_of_them_is_contained():
         while True:
             threading.Thread(target=threading.Event().wait).start()
     """
-    run = Sandbox(SandboxLimits(seconds=20)).run(textwrap.dedent(code))
+    run = Sandbox(SandboxLimits(seconds=5)).run(textwrap.dedent(code))
 
     assert run.output.startswith("works\n")
     assert run.code != 0 or run.stopped
@@ -263,6 +265,7 @@ def test_sandbox_each_denied_system_call_is_refused(sandbox):
     assert owner == "-1 1"
 
 
+@pytest.mark.slow
 def test_sandbox_ends_with_its_owner():
     owner = subprocess.Popen(
         [sys.executable, "-c", "from rl_contracts.sandbox import Sandbox\nSandbox().run('while True: pass')"]

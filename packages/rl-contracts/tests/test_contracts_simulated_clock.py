@@ -146,7 +146,7 @@ def test_uvloop_is_refused_with_a_reason() -> None:
         uvloop.run(SimulatedClock().sleep(1.0))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hundred_thousand_sleepers_are_cheap() -> None:
     clock, started = SimulatedClock(), time.monotonic()
 

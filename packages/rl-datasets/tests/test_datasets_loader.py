@@ -129,6 +129,7 @@ def test_prompt_loader_state_of_the_same_number_of_shards_continues_bit_for_bit(
     assert one.state_dict() == other.state_dict()
 
 
+@pytest.mark.slow
 def test_prompt_loader_state_of_what_was_dealt_anew_stays_small():
     former = [PromptLoader(make_rows(100_000), num_shards=2, shard=shard) for shard in range(2)]
     for shard, count in zip(former, (40_000, 10), strict=True):

@@ -59,6 +59,7 @@ def test_export_has_the_keys_of_its_source_and_what_no_step_changes_as_it_was(fa
     assert all(torch.equal(saved[name], value) for name, value in moved.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", KEEPING_BUFFERS)
 def test_export_loads_with_transformers_and_in_the_engine_and_says_the_same(family, tmp_path):
     source = make_family(tmp_path / "source", family)

@@ -119,7 +119,7 @@ def test_two_ranks_with_any_optimizer_move_the_weights_as_one_rank_does(layout, 
     assert_two_ranks_move_the_weights_as_one(model, tmp_path, layout, SETTINGS, 2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_with_moments_in_8_bits_move_the_weights_nearly_as_one_rank_does(tmp_path):
     # of matrices of 4,096 numbers, one rank keeps 8 bits and two keep 32
     model = make_model(tmp_path / "model", **WIDER)

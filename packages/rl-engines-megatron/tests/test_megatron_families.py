@@ -101,7 +101,7 @@ FOUR = [({"tensor": 2, "pipeline": 2}, {}), ({"tensor": 4}, {})]  # the last: mo
     ("ranks", "layouts"),
     [
         (1, [({}, {})]),
-        (2, TWO),
+        pytest.param(2, TWO, marks=pytest.mark.nightly),
         pytest.param(2, INTERLEAVED, marks=pytest.mark.nightly),
         pytest.param(4, FOUR, marks=pytest.mark.nightly),
     ],

@@ -30,6 +30,7 @@ def test_offload_moments_on_a_cpu_is_refused(tmp_path):
         start(str(make_tiny_model(tmp_path)), offload=True)
 
 
+@pytest.mark.nightly
 def test_optimizers_of_others_that_megatron_core_found_are_not_taken(tmp_path, monkeypatch):
     path, found = str(make_tiny_model(tmp_path / "model")), []
     for others in (False, True):
@@ -48,7 +49,7 @@ def test_optimizers_of_others_that_megatron_core_found_are_not_taken(tmp_path, m
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_moments_that_leave_and_return_give_the_same_steps_and_states(tmp_path, monkeypatch):
     monkeypatch.setattr(MegatronEngineConfig, "check", lambda *_: None)  # on a CPU the way is the same, and of no use
     path, found = str(make_tiny_model(tmp_path / "model")), []
@@ -84,6 +85,7 @@ def test_moments_on_cuda_lie_in_host_memory_between_steps_that_are_the_same(tmp_
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_engine_that_was_away_between_two_steps_takes_the_same_ones(tmp_path):
     path, found = str(make_tiny_model(tmp_path)), []
     for leaves in (False, True):

@@ -10,7 +10,7 @@ from rl_contracts.testing.processes import run_ranks
 
 RANKS = Path(__file__).parent / "megatron_conformance_ranks.py"
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]  # CI: test_megatron_against_fsdp.py
 
 
 def run_suite(shared, monkeypatch, layout, settings=None, seconds=480):
@@ -23,25 +23,23 @@ def run_suite(shared, monkeypatch, layout, settings=None, seconds=480):
         assert " failed" not in output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        pytest.param({"tensor": 2}, {}, id="t2", marks=pytest.mark.nightly),  # less than with what follows
+        pytest.param({"tensor": 2}, {}, id="t2"),  # less than with what follows
         pytest.param({"tensor": 2}, {"sequence_parallel": True, "max_logits": 1000}, id="t2-sequence-parallel"),
-        pytest.param({"pipeline": 2}, {}, id="p2", marks=pytest.mark.nightly),
+        pytest.param({"pipeline": 2}, {}, id="p2"),
         pytest.param({"pipeline": 2}, {"interleaved": 2}, id="p2-interleaved"),
-        pytest.param({"data": 2}, {}, id="d2", marks=pytest.mark.nightly),  # less than d2e2
+        pytest.param({"data": 2}, {}, id="d2"),  # less than d2e2
         pytest.param({"context": 2}, {}, id="c2"),
         pytest.param({"data": 2, "expert": 2}, {}, id="d2e2"),
-        pytest.param({"data": 2, "expert": 2}, {"recompute": "full"}, id="d2e2-recompute", marks=pytest.mark.nightly),
+        pytest.param({"data": 2, "expert": 2}, {"recompute": "full"}, id="d2e2-recompute"),
     ],
 )
 def test_conformance_on_two_ranks(tmp_path, monkeypatch, layout, settings):
     run_suite(tmp_path, monkeypatch, layout, settings)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [

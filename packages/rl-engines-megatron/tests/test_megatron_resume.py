@@ -43,14 +43,14 @@ def read(path):
             dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("first", "then"),
     [
         ({"tensor": 2}, {"pipeline": 2}),
         ({"data": 2}, {}),
-        pytest.param({}, {"data": 2}, marks=pytest.mark.nightly),
-        pytest.param({"pipeline": 2}, {"context": 2}, marks=pytest.mark.nightly),
+        ({}, {"data": 2}),
+        ({"pipeline": 2}, {"context": 2}),
     ],
 )
 def test_state_of_another_layout_has_the_same_moments_and_continues_with_equal_losses(model, tmp_path, first, then):
@@ -101,6 +101,7 @@ def resume(model, tmp_path, first, then):
         assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_state_of_sgd_is_read_again_and_gives_the_same_step(tmp_path, momentum):
     engine, meta = MegatronEngine(), SaveLoadMeta(str(tmp_path / "state"), "state")

@@ -79,6 +79,7 @@ def test_check_weights_that_would_not_be_read_are_refused_before_anything_starts
         MegatronEngineConfig().check(ParallelStrategy(tensor=2), FinetuneSpec(str(model), 1, device="cpu"))
 
 
+@pytest.mark.slow
 def test_export_in_several_files_is_loaded_by_transformers_and_again(model, tmp_path):
     stored, saved = load_file(model / "model.safetensors"), tmp_path / "saved"
 

@@ -296,6 +296,7 @@ async def test_agenerate_silent_server_that_is_well_keeps_its_requests() -> None
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 async def test_agenerate_queued_request_outlives_one_slow_look() -> None:
     looks, queued = [], asyncio.Event()
 
@@ -326,6 +327,7 @@ async def test_agenerate_queued_request_outlives_one_slow_look() -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paused", [False, True])
 async def test_agenerate_server_that_says_it_is_well_and_makes_no_token_is_lost(
     paused: bool, monkeypatch: pytest.MonkeyPatch
@@ -357,6 +359,7 @@ async def test_agenerate_server_that_says_it_is_well_and_makes_no_token_is_lost(
                 await asking
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("able", [{}, {"signs_of_life": False}])
 async def test_agenerate_silent_server_that_is_not_well_is_given_up(able: dict[str, Any]) -> None:
     async def silent(request: web.Request) -> web.Response:

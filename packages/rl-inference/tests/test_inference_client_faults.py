@@ -316,6 +316,7 @@ async def test_server_that_is_away_is_asked_several_times_as_often_as_one_that_i
     assert 3 <= asked["well"] <= 8  # a quarter of them are 6; each hurry asks everybody
 
 
+@pytest.mark.slow
 async def test_probes_of_many_clients_are_together_about_as_many_as_those_of_one() -> None:
     async def seconds_for_probes(count: int, clients: int) -> float:
         seen, enough = [], asyncio.Event()

@@ -120,7 +120,7 @@ def test_stage_is_given_up_at_the_deadline_that_its_client_names(server: ServerP
     assert "version 1: not there within 0.2 s" in answer["error"]["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sigterm_while_a_silent_peer_is_waited_for_ends_the_process(model_path: Path, tmp_path: Path) -> None:
     options = {"weights_dir": tmp_path / "weights"}
     with (

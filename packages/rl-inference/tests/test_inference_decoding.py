@@ -167,7 +167,9 @@ def check_stops(each: GenerationJob, tokenizer: Any) -> None:
         assert each.finish_reason["matched"] == each.output_ids[-1]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FAMILIES)])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE_FAMILIES)]
+)
 def test_generate_any_family_through_weight_updates_equals_transformers(family: str, tmp_path: Path) -> None:
     settings = (FAMILIES | MORE_FAMILIES)[family]
     paths = [tiny_model(tmp_path / f"model{seed}", family.split()[0], seed=seed, **settings) for seed in (0, 1)]

@@ -128,6 +128,7 @@ def test_take_any_readings_keep_a_live_server_and_end_at_what_is_named(
         assert set(addresses(router)) == set(last.values())
 
 
+@pytest.mark.slow
 async def test_remove_answers_end_at_once_and_steps_of_an_update_get_a_moment() -> None:
     router, _ = following()
     server = router.servers[0]

@@ -105,6 +105,7 @@ async def test_remove_while_generating_answers_go_on_elsewhere_and_it_is_no_fail
         assert await trainer.publish(engine) == version + 1
 
 
+@pytest.mark.nightly
 async def test_move_only_server_is_found_elsewhere_and_goes_on(start: Start, trainer: Trainer) -> None:
     old = start().wait_ready()
     names = named(old)
@@ -124,6 +125,7 @@ async def test_move_only_server_is_found_elsewhere_and_goes_on(start: Start, tra
         assert (await engine.stats())["rejoins"] == 1
 
 
+@pytest.mark.nightly
 async def test_update_servers_join_after_its_commit_and_may_leave_before(start: Start, trainer: Trainer) -> None:
     stays, leaves = start().wait_ready(), start().wait_ready()
     names = named(stays, leaves)
@@ -146,6 +148,7 @@ async def test_update_servers_join_after_its_commit_and_may_leave_before(start: 
         await both_serve(engine, trainer, await trainer.publish(engine))
 
 
+@pytest.mark.nightly
 async def test_pause_server_that_joins_meanwhile_generates_after_resume(start: Start, trainer: Trainer) -> None:
     first = start().wait_ready()
     names = named(first)
@@ -185,6 +188,7 @@ async def test_join_with_wrong_weights_stays_out_and_is_named(
         await both_serve(engine, trainer, version)
 
 
+@pytest.mark.nightly
 async def test_join_of_another_model_is_refused_and_the_next_update_goes_on_without_it(
     start: Start, trainer: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +209,7 @@ async def test_join_of_another_model_is_refused_and_the_next_update_goes_on_with
         assert engine.servers == [first.address]
 
 
+@pytest.mark.nightly
 async def test_heads_that_see_a_server_earlier_or_later_use_it_at_the_committed_version_only(
     start: Start, trainer: Trainer
 ) -> None:

@@ -288,6 +288,7 @@ async def _begun(session: Session, length: int) -> tuple[asyncio.StreamReader, a
     return reader, writer
 
 
+@pytest.mark.slow
 async def test_session_that_is_not_closed_ends_at_its_deadline_with_what_it_has() -> None:
     engine = ScriptedEngine("llama3", says_it)
     async with served(engine, EndpointConfig(session_seconds=2)) as session, aiohttp.ClientSession() as http:
@@ -350,7 +351,7 @@ async def test_calls_beyond_each_limit_are_refused_and_the_others_stay() -> None
         assert {200, 429} == set(statuses)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_flood_of_10_000_calls_is_bounded_and_another_session_is_served() -> None:
     engine = ScriptedEngine("llama3", says_it)
     endpoint = HttpRolloutEndpoint(engine.tokenizer, EndpointConfig(max_calls=64))

@@ -106,7 +106,7 @@ async def test_agenerate_server_killed_mid_answer_continues_elsewhere(
         assert answer.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_agenerate_server_frozen_continues_elsewhere_after_the_deadline(
     alive: list[ServerProcess],
 ) -> None:
@@ -138,7 +138,7 @@ async def test_agenerate_no_server_left_names_them_with_the_last_error() -> None
             await engine.stage_weights(WeightUpdateMeta("disk", 1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_commit_frozen_server_is_evicted_and_its_answers_continue_on_the_new_version(
     alive: list[ServerProcess], model_path: Path
 ) -> None:

@@ -120,7 +120,7 @@ async def test_client_takes_all_the_files_that_it_may_have() -> None:
         assert soft == hard > limit
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_server_takes_all_the_files_that_it_may_have(model_path: Path, tmp_path: Path) -> None:
     command = (sys.executable, "-m", "rl_inference.server")
     limit = highest_file() + 200

@@ -117,6 +117,7 @@ async def test_commit_in_place_pauses_all_loads_proves_and_only_then_lets_reques
         assert engine.version == 1
 
 
+@pytest.mark.slow
 async def test_commit_holds_requests_back_before_the_canary_and_waits_for_it_as_long_as_it_takes(
     trainer: Trainer,
 ) -> None:
@@ -148,6 +149,7 @@ async def _ask_all_the_time(engine: EmbeddedEngine) -> None:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupt", ["keep", "recompute", "wait"])
 async def test_agenerate_over_three_updates_log_probs_are_of_the_stamped_versions(
     trainer: Trainer, interrupt: str
@@ -417,6 +419,7 @@ async def test_stage_of_files_that_are_wrong_is_refused_before_a_server_hears_of
         assert not {"pause keep", "load", "commit 1"} & set(server.log)
 
 
+@pytest.mark.slow
 async def test_pause_that_drains_without_progress_is_given_up() -> None:
     async with fleet(1, progress_timeout=1, probe_interval=0) as (engine, (server,)):
         server.running = 1  # an answer that never ends

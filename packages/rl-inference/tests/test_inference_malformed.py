@@ -395,12 +395,10 @@ class Maker:
         return Sent(head.encode("latin-1"), body, cut, chunked=draw.random() < 0.1, size=size)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
-async def test_generated_requests_end_nothing_and_leave_nothing(
-    server: ServerProcess, request: pytest.FixtureRequest, record_property: Any
-) -> None:
-    count = 20_000 if request.config.getoption("--nightly") else 2_000
+async def test_generated_requests_end_nothing_and_leave_nothing(server: ServerProcess, record_property: Any) -> None:
+    count = 20_000
     maker, found, begin = Maker(seed=count), Counter[int](), time.monotonic()
     resume = post("/continue_generation", b"{}")
 

@@ -80,6 +80,7 @@ def test_long_sequence_takes_pages_for_itself_alone_and_they_can_be_had_again(mo
     assert len(cache.pages.free) * PAGE == cache.tokens
 
 
+@pytest.mark.slow
 def test_memory_short_the_youngest_give_way_and_all_answers_are_right(model_path: Path) -> None:
     table = load(model_path, slots=6, tokens=5 * PAGE)
     jobs = [job(ids(90, i), 200, seed=i) for i in range(6)]
@@ -193,6 +194,7 @@ def test_waiting_answers_are_hashed_once(model_path: Path, monkeypatch: pytest.M
     assert len(hashed) <= 5
 
 
+@pytest.mark.slow
 def test_weights_that_compute_nan_leave_nothing_behind_in_bfloat16(model_path: Path) -> None:
     table = load(model_path, slots=4, dtype="bfloat16")
     weight = table.model.model.get_input_embeddings().weight
@@ -226,7 +228,7 @@ def test_stage_weights_that_are_not_finite_are_refused_by_name(model_path: Path,
     assert weights.staged_version == 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_score_in_parts_equals_the_whole(model_path: Path, dtype: str) -> None:
     table = load(model_path, slots=2, tokens=5 * PAGE, dtype=dtype)
     row = ids(450)
@@ -364,6 +366,7 @@ async def cache_tokens(server: ServerProcess) -> int:
         return int((await stats.json())["cache_tokens"])
 
 
+@pytest.mark.slow
 async def test_server_that_sleeps_gives_the_caches_memory_back_and_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "wide", num_hidden_layers=4, num_key_value_heads=4, head_dim=128)
     needed = 8 * 350 * 4 * 2 * 4 * 128 * 4  # bytes of the keys and values of eight answers

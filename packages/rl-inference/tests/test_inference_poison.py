@@ -67,7 +67,7 @@ def request(prompt: list[int], seed: int, tokens: int) -> ModelRequest:
     return ModelRequest(prompt, generation, seed=seed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_pass_fails_by_one_request_and_that_one_alone_fails(model_path: Path, tmp_path: Path) -> None:
     with serving(model_path, tmp_path, 1, RAISES) as servers:
         async with client(servers) as engine, asyncio.timeout(120):
@@ -86,7 +86,7 @@ async def test_pass_fails_by_one_request_and_that_one_alone_fails(model_path: Pa
         assert servers[0].exit_code is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [pytest.param("answer", marks=pytest.mark.nightly), "score"])
 async def test_request_that_ends_servers_is_given_up_after_two_and_the_third_lives(
     model_path: Path, tmp_path: Path, kind: str
@@ -105,7 +105,7 @@ async def test_request_that_ends_servers_is_given_up_after_two_and_the_third_liv
         assert len(answer.output_ids) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_score_that_is_not_finite_answers_500_and_no_nan(model_path: Path, tmp_path: Path) -> None:
     with serving(model_path, tmp_path, 1, SPOILS) as servers:
         async with (

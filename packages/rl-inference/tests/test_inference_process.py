@@ -80,7 +80,7 @@ def test_load_context_longer_than_the_model_knows_is_refused(model_path: Path) -
         load_model(EmbeddedEngineConfig(context_length=1000), ServeSpec(str(model_path), device="cpu"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_load_leaves_imports_and_model_out_of_later_garbage_collections(model_path: Path) -> None:
     command = [sys.executable, "-c", LOADED, "--model", str(model_path), "--port", "0", "--device", "cpu"]
     output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
@@ -161,7 +161,7 @@ async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
         assert "Traceback" in server.log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_decode_thread_stuck_health_answers_503_and_the_client_moves_on(model_path: Path, tmp_path: Path) -> None:
     fault = (
         "import time\nfrom rl_inference.server.slots import SlotTable\nSlotTable.step = lambda self: time.sleep(600)\n"
@@ -214,7 +214,7 @@ def resident(server: ServerProcess) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_passes_of_many_sizes_do_not_grow_memory(model_path: Path, tmp_path: Path) -> None:
     sizes = [*range(2, 512, 2), *range(3, 512, 2)]  # no size of the first half is in the second
     after: list[int] = []

@@ -76,6 +76,7 @@ async def test_agenerate_server_killed_mid_answer_is_replaced_and_used_again(
         await both_serve(engine, trainer, await trainer.publish(engine))
 
 
+@pytest.mark.nightly
 async def test_stage_server_killed_meanwhile_is_evicted_and_later_brought_to_the_new_version(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -112,6 +113,7 @@ async def test_commit_server_killed_between_stage_and_commit_rejoins_at_the_comm
         await both_serve(engine, trainer, 2)
 
 
+@pytest.mark.nightly
 async def test_commit_server_frozen_is_out_until_it_has_caught_up(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -141,6 +143,7 @@ async def test_commit_server_frozen_is_out_until_it_has_caught_up(
         await both_serve(engine, trainer, 3)
 
 
+@pytest.mark.nightly
 async def test_agenerate_server_frozen_mid_answer_continues_elsewhere_and_is_used_again(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -160,6 +163,7 @@ async def test_agenerate_server_frozen_mid_answer_continues_elsewhere_and_is_use
         await both_serve(engine, trainer, version)
 
 
+@pytest.mark.nightly
 async def test_stage_server_that_answers_late_is_evicted_and_its_late_answer_changes_nothing(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -231,6 +235,7 @@ async def test_only_server_dies_everything_waits_for_it_to_come_back(
         trainer.check(after)
 
 
+@pytest.mark.nightly
 async def test_all_servers_stay_away_requests_and_updates_fail_at_the_deadline_with_each_reason(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -250,6 +255,7 @@ async def test_all_servers_stay_away_requests_and_updates_fail_at_the_deadline_w
         assert engine.version == 1
 
 
+@pytest.mark.nightly
 async def test_nobody_starts_servers_again_updates_and_scores_do_not_wait_for_one(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -295,6 +301,7 @@ async def test_monitor_dies_requests_fail_with_its_death(
             await asyncio.wait_for(engine.agenerate(request(0)), 10)
 
 
+@pytest.mark.nightly
 async def test_stats_client_that_does_not_publish_evicts_who_lags_and_takes_it_back(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -316,6 +323,7 @@ async def test_stats_client_that_does_not_publish_evicts_who_lags_and_takes_it_b
         await both_serve(other, trainer, 2)
 
 
+@pytest.mark.nightly
 async def test_rejoin_route_that_leaves_nothing_to_read_takes_part_from_the_next_update_on(
     servers: list[ServerProcess], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def start(model_path: Path, tmp_path: Path) -> Iterator[Any]:
         yield start
 
 
+@pytest.mark.slow
 def test_broadcast_reaches_all_servers_while_they_generate_and_uses_its_group_again(
     start: Any, model_path: Path, new_model_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_broadcast_changed_on_the_way_names_route_version_and_parameter_and_noth
     assert trainer.answer().versions == [2] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "route", ["shm", *(pytest.param(route, marks=pytest.mark.slow) for route in ("disk", "broadcast"))]
 )
@@ -225,7 +227,11 @@ def dying(tensors: Tensors, server: ServerProcess, signum: int) -> Iterator[tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)],
+    ids=["killed", "frozen"],
+)
 def test_broadcast_server_lost_in_the_middle_is_evicted_and_the_others_get_it_again(
     start: Any, new_model_path: Path, signum: int
 ) -> None:
@@ -246,7 +252,7 @@ def test_broadcast_server_lost_in_the_middle_is_evicted_and_the_others_get_it_ag
     assert trainer.loop.run(trainer.engine.stats(), DEADLINE)["servers"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_broadcast_server_that_does_not_arrive_is_evicted_within_the_deadline(start: Any, new_model_path: Path) -> None:
     trainer, servers = start(2)
     new = parameters(new_model_path)
@@ -358,7 +364,7 @@ def _die_in_the_middle(route: str, location: str, addresses: list[str], tensors:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["broadcast", "shm"])
+@pytest.mark.parametrize("route", ["broadcast", pytest.param("shm", marks=pytest.mark.nightly)])
 def test_trainer_killed_in_the_middle_servers_go_on_and_a_new_trainer_publishes(
     start: Any,
     model_path: Path,

@@ -69,7 +69,7 @@ def _reference_uniform(seed: int, position: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.nightly), 0.5])
 def test_sample_many_draws_follow_the_tempered_distribution(temperature: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(1, 20) * 2

@@ -90,6 +90,7 @@ async def test_score_while_generation_is_paused_is_answered(engine: EmbeddedEngi
         await engine.resume()
 
 
+@pytest.mark.slow
 async def test_score_longer_than_a_pass_is_read_in_parts_beside_answers(model_path: Path, tmp_path: Path) -> None:
     expected = reference_logprobs(reference_model(model_path), LONG[:1], LONG[1:], 0.7)
     engine = EmbeddedEngine()

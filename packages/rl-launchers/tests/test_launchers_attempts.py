@@ -209,6 +209,7 @@ def test_run_server_dies_while_trainers_restart_is_another_try(scheduler: LocalS
     assert run.resumed == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node_lost", [True, False])
 def test_run_server_lost_before_all_are_ready_is_started_again_where_its_node_was_lost(
     node_lost: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -259,7 +260,7 @@ def test_run_sigterm_while_trainers_restart_stops_and_leaves_nothing(scheduler: 
     assert not any(listens(worker) for worker in servers)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_trainer_without_a_sign_of_life_is_killed_and_started_again(
     scheduler: LocalScheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -276,6 +277,7 @@ def test_run_trainer_without_a_sign_of_life_is_killed_and_started_again(
     assert "actor-0 gave no sign of life for 1 s" in caplog.text
 
 
+@pytest.mark.slow
 def test_run_hung_beside_a_launcher_that_was_away_too_is_not_lost(tmp_path: Path) -> None:
     names = FileNames(tmp_path / "names")
     control = RunControl(names)

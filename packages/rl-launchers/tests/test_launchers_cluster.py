@@ -131,6 +131,7 @@ def test_machine_is_lost_and_still_offered_a_spare_one_begins_in_its_place(
     assert {worker.node for worker in scheduler.create_workers(spec)} == {"node0", "node2"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("well", [True, False])
 def test_machine_is_lost_and_none_stands_in_it_is_tried_again_and_else_the_scheduler_is_told(
     tmp_path: Path, well: bool
@@ -169,6 +170,7 @@ def _keep_open(scheduler: ClusterScheduler) -> ClusterScheduler:
     return scheduler
 
 
+@pytest.mark.nightly
 def test_machine_that_is_frozen_is_lost_after_the_timeout(tmp_path: Path, machines: MachinesOfTests) -> None:
     config = ClusterSchedulerConfig(heartbeat_timeout=3.0)
     with ClusterScheduler(tmp_path / "logs", config, machines) as scheduler:

@@ -9,6 +9,7 @@ from rl_contracts.conformance.scheduler import SchedulerConformance
 from rl_launchers import LocalScheduler
 
 
+@pytest.mark.slow
 class TestLocalScheduler(SchedulerConformance):
     @pytest.fixture
     def scheduler(self, tmp_path: Path) -> Iterator[LocalScheduler]:

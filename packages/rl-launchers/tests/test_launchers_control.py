@@ -85,6 +85,7 @@ def command(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Command]
     command.process.wait(10)
 
 
+@pytest.mark.slow
 def test_status_of_a_run_says_what_runs_where_and_how_it_ended(scheduler: LocalScheduler, tmp_path: Path) -> None:
     names, seen = FileNames(tmp_path / "names"), list[str]()
 
@@ -162,6 +163,7 @@ def test_launcher_seen_from_another_host_is_judged_by_its_beats_and_not_by_the_c
     assert from_elsewhere() > 3 * BEAT
 
 
+@pytest.mark.slow
 def test_launcher_that_is_busy_gives_signs_of_life_and_says_for_how_long(
     scheduler: LocalScheduler, tmp_path: Path
 ) -> None:
@@ -238,6 +240,7 @@ except Interrupted as stop:
 """What comes before a launcher, or after it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gracefully", "now"])
 @pytest.mark.parametrize(("state", "code"), [("preparing", 143), ("stopping", 0)])
 def test_stop_before_and_after_the_launcher_leaves_a_status(tmp_path: Path, state: str, code: int, how: str) -> None:

@@ -104,6 +104,7 @@ def free_ports() -> int:
     raise AssertionError("no two free ports")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [("0", "expected at least 1, found '0'"), ("-1", "expected at least 1"), ("many", "expected at least 1")],
@@ -145,6 +146,7 @@ def test_scale_role_whose_devices_trainers_use_too_is_refused(tmp_path: Path) ->
     assert "shares its GPUs" in asker.answers[0]["text"]
 
 
+@pytest.mark.slow
 def test_scale_server_that_cannot_be_started_is_given_up_and_the_run_goes_on(
     scheduler: LocalScheduler, tmp_path: Path
 ) -> None:
@@ -191,6 +193,7 @@ def test_scale_number_outlives_a_restart_of_the_trainers(scheduler: LocalSchedul
     assert lives == [["rollout-0"], ["rollout-0", "rollout-1"]]
 
 
+@pytest.mark.slow
 def test_scale_server_that_does_not_end_is_asked_again_and_the_run_goes_on(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from rl_launchers import health
 from rl_launchers.health import RestartConfig, ServerCare
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("was_back", [True, False])
 def test_server_that_hangs_as_soon_as_it_is_back_is_started_anew_after_the_health_timeout(monkeypatch, was_back):
     """And one that never was has the time that its role gives it to start."""

@@ -65,6 +65,7 @@ def test_run_starts_nothing_where_the_process_that_waited_for_the_program_is_gon
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.slow
 def test_run_together_starts_trainers_beside_servers_that_are_not_ready(scheduler: LocalScheduler) -> None:
     waits = "import sys, time, urllib.request, pathlib\n" + (
         "while True:\n"

@@ -82,6 +82,7 @@ def test_machine_with_two_workers_is_lost_both_come_back_and_the_end_is_clean(
     scheduler.delete_workers(grace=0.0)
 
 
+@pytest.mark.nightly
 def test_another_machine_is_lost_while_a_spare_one_starts_is_seen(
     scheduler: ClusterScheduler, machines: Machines
 ) -> None:
@@ -164,6 +165,7 @@ def test_run_goes_on_after_a_machine_with_two_servers_is_lost(scheduler: Cluster
     assert launcher.run([server(count=4, cpus=2)], lambda _: trainers, on_tick=tick) == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("well", [True, False])
 def test_run_whose_only_server_was_on_a_lost_machine_waits_for_it_or_is_handed_back_to_the_cluster(
     scheduler: ClusterScheduler, machines: Machines, monkeypatch: pytest.MonkeyPatch, well: bool
@@ -198,6 +200,7 @@ def test_run_whose_only_server_was_on_a_lost_machine_waits_for_it_or_is_handed_b
     assert (code, told) == ((0, []) if well else (143, ["node0"]))
 
 
+@pytest.mark.nightly
 def test_servers_that_are_silent_hold_up_no_order(tmp_path: Path, machines: Machines) -> None:
     machines.there = machines.there[:1]
     config = ClusterSchedulerConfig(heartbeat_timeout=3.0)
@@ -229,6 +232,7 @@ def test_agent_ignores_no_signal_that_its_workers_must_hear(scheduler: ClusterSc
     assert not any(ignored >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT))
 
 
+@pytest.mark.nightly
 def test_machine_does_not_end_its_workers_agents_end_all_the_same(
     scheduler: ClusterScheduler, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

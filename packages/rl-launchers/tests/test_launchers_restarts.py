@@ -103,7 +103,7 @@ def test_run_restart_window_over_restarts_no_longer_count(scheduler: LocalSchedu
     assert code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_restarted_server_never_ready_ends_the_run_with_its_last_answer(scheduler: LocalScheduler) -> None:
     config = LauncherConfig(max_restarts=1, health_interval=0.1)
     spec = server("rollout", ready_timeout=8.0)
@@ -121,6 +121,7 @@ def test_run_restarted_server_never_ready_ends_the_run_with_its_last_answer(sche
         Launcher(scheduler, config).run([spec], trainer_of(9), on_tick=once_running(signal.SIGKILL, 1))
 
 
+@pytest.mark.slow
 def test_run_server_for_which_there_is_no_room_is_tried_again_while_others_go_on(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,6 +149,7 @@ def test_run_server_for_which_there_is_no_room_is_tried_again_while_others_go_on
     assert "planted: no machine has room" in caplog.text
 
 
+@pytest.mark.slow
 def test_run_only_server_for_which_there_is_no_room_everything_is_started_again_where_it_can_be(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

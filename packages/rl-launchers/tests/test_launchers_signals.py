@@ -156,6 +156,7 @@ def test_ctrl_c_at_a_terminal_is_one_request_to_end_for_the_whole_foreground(
     os.close(terminal)
 
 
+@pytest.mark.slow
 def test_second_signal_kills_a_deaf_trainer_at_once(start: Callable[..., Program]) -> None:
     program = start(trainer=DEAF_TRAINER).reaches("training")
 
@@ -168,6 +169,7 @@ def test_second_signal_kills_a_deaf_trainer_at_once(start: Callable[..., Program
     assert program.left_behind() == []
 
 
+@pytest.mark.slow
 def test_signal_deaf_trainer_is_killed_when_its_grace_is_over(start: Callable[..., Program]) -> None:
     program = start(trainer=DEAF_TRAINER, grace=1.0).reaches("training")
 

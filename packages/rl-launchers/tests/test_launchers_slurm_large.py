@@ -195,7 +195,7 @@ def _measure(nodes, directory):
     return Cost(plan, start, max(polls), hear, look), largest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_launcher_of_2048_workers_on_256_nodes_does_little_and_what_it_does_grows_linearly(
     tmp_path, monkeypatch, record_property

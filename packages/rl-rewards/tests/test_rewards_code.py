@@ -28,6 +28,7 @@ class TestCodeReward(RewardConformance):
     ]
 
 
+@pytest.mark.slow
 def test_code_reward_tells_the_fraction_and_ends_what_does_not_end():
     reward = CodeReward(Sandbox(SandboxLimits(seconds=4)))
     code = "```python\na, b = map(int, input().split())\nwhile b < 0: pass\nprint(a + b)\n```"

@@ -495,7 +495,7 @@ def test_gate_without_a_live_server_cannot_compare(engine, loop):
 # ---- servers that are behind
 
 
-@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 1, 3))])
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (0, 1, 3))])
 def test_gate_one_of_four_servers_behind_is_named_within_three_looks_at_lr_1e_6(model_path, loop, number):
     fleet = Fleet(_engine(model_path, lr=1e-6), 4, late=(number,))
     message = _until_named(_gate(fleet, loop, patience=1), fleet, looks=3)
@@ -511,7 +511,7 @@ def test_gate_all_or_one_of_two_servers_behind_are_named_at_lr_1e_6(model_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (0, 1, 3))])
 def test_gate_one_of_four_bfloat16_servers_behind_is_named_by_its_peers_at_lr_1e_6(model_path, loop, number):
     fleet = Fleet(_engine(model_path, lr=1e-6), 4, "bfloat16", late=(number,))
     gate = _gate(fleet, loop, "bfloat16", patience=1, warn=0.4)
@@ -519,7 +519,7 @@ def test_gate_one_of_four_bfloat16_servers_behind_is_named_by_its_peers_at_lr_1e
     assert f"the scores of http://server-{number}, nearer to those before the update" in message
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gate_server_that_falls_behind_is_named_although_rounding_was_excused_before(model_path, loop):
     fleet = Fleet(_engine(model_path, lr=1e-5), 2, "bfloat16")
     gate = _gate(fleet, loop, "bfloat16", rows=8, patience=2, warn=0.004)
@@ -551,7 +551,7 @@ def test_gate_bfloat16_server_that_stays_is_named_if_it_repeats_its_scores_to_th
         assert all(stats["gap/lag"] is None for stats in _steps(gate, fleet, 6))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("lr", [1e-60, 1e-9, 1e-8])
 def test_gate_update_that_bfloat16_hardly_resolves_accuses_no_server_that_has_it(model_path, loop, lr):
     fleet = Fleet(_engine(model_path, lr=lr), 1, "bfloat16")

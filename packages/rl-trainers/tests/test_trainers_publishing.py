@@ -123,7 +123,7 @@ def test_publish_adapters_always_is_refused_where_it_cannot_be(parts, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("drain", "committed"), [(60.0, 1), (0.1, 0)])
+@pytest.mark.parametrize(("drain", "committed"), [pytest.param(60.0, 1, marks=pytest.mark.nightly), (0.1, 0)])
 def test_publish_wait_gives_running_answers_a_time_of_their_own(parts, drain, committed):
     _, server, loop, publisher = parts
     server.config.seconds_per_token = 0.1

@@ -176,6 +176,7 @@ def test_tracker_that_raises_is_told_of_once_and_sends_the_rest_with_the_next_co
     assert len(warnings) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["open", "log", "close"])
 def test_tracker_that_hangs_is_ended_after_the_run_with_a_warning(place, what):
     warnings = []

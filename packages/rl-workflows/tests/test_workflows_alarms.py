@@ -229,6 +229,7 @@ def test_trainer_that_takes_no_batch_raises_the_alarm_and_says_where_it_is():
         rollout.destroy()
 
 
+@pytest.mark.slow
 def test_trainer_that_waits_inside_of_the_runtime_is_not_stuck():
     alarm: list[StalledError] = []
     slow = NullInferenceEngine(NullInferenceEngineConfig(mean_tokens=4, seconds_per_token=0.3))
@@ -288,6 +289,7 @@ def test_finished_groups_leave_nothing_to_the_garbage_collector():
         rollout.destroy()
 
 
+@pytest.mark.slow
 def test_tensors_that_training_leaves_in_reference_cycles_do_not_outlive_their_step(monkeypatch):
     monkeypatch.setattr("rl_workflows.runtime.FULL_COLLECTION_EVERY", 4)
     monkeypatch.setattr("rl_workflows.runtime.COLLECTION_FRACTION", 1e9)  # steps of a run are longer than these

@@ -378,7 +378,7 @@ def test_evaluate_episode_that_ignores_its_cancellation_does_not_hold_back_the_a
         rollout.destroy()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_next_batch_reward_that_blocks_the_loop_is_named_with_its_stack(engine):
     class Blocking(Echo):
         async def arun_episode(self, engine, data):

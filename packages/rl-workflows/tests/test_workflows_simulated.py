@@ -349,13 +349,13 @@ def make_real_head(world, rank):
     return watch(world, RolloutHead(world.engine, Answer(), rows_of(world, rank), manager, config, world.clock, accept))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
     [
         Case(batch=16, eta=0, crash_share=0.05),
-        pytest.param(Case(batch=16, eta=1, heads=(2,), slow_share=0.0), marks=pytest.mark.nightly),
-        pytest.param(Case(batch=12, eta=4, concurrent=20, bad_share=0.4), marks=pytest.mark.nightly),
+        Case(batch=16, eta=1, heads=(2,), slow_share=0.0),
+        Case(batch=12, eta=4, concurrent=20, bad_share=0.4),
         Case(batch=12, eta=2, heads=(1, 2, 3), crash_share=0.1),
     ],
     ids=str,
@@ -477,6 +477,7 @@ def _without_what_was_not_told(states, head, heads):
     return deal(states, head, heads) | {"endings": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "alarm"),
     [

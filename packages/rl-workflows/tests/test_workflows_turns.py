@@ -115,6 +115,7 @@ async def test_multi_turn_conversation_without_room_ends_with_what_it_has():
     assert (row.reward, len(asked)) == (0.0, 1)
 
 
+@pytest.mark.slow
 async def test_tools_are_called_and_the_model_is_told_what_they_return():
     calls = [{"name": "add", "arguments": {"a": 2, "b": 3}}, {"name": "divide", "arguments": {"a": 1, "b": 0}}]
     others = [
@@ -150,6 +151,7 @@ async def test_tools_are_found_by_name():
         ToolWorkflow(tokenizer, GENERATION, right, tools=["calculater"])
 
 
+@pytest.mark.slow
 async def test_tools_python_program_runs_in_the_sandbox():
     programs = ["print(2 + 3)", "open('/etc/passwd')", "import time; time.sleep(60)", "pass"]
     calls = {"calls": [{"name": "python", "arguments": {"code": code}} for code in programs]}

@@ -216,10 +216,10 @@ class SchedulerConformance:
 
     def test_wait_ready_never_ready_raises_at_the_deadline(self, scheduler: Scheduler) -> None:
         started = time.monotonic()
-        scheduler.create_workers(server(delay=600.0, ready_timeout=12.0))
-        with pytest.raises(LaunchError, match=r"server-0 .*12 s.*503"):
+        scheduler.create_workers(server(delay=600.0, ready_timeout=3.0))
+        with pytest.raises(LaunchError, match=r"server-0 .*3 s"):
             scheduler.wait_ready("server")
-        assert 12 <= time.monotonic() - started < 40
+        assert 3 <= time.monotonic() - started < 30
 
     def test_wait_ready_tick_raises_ends_the_wait(self, scheduler: Scheduler) -> None:
         def tick() -> None:

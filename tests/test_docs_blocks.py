@@ -15,6 +15,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -159,11 +160,6 @@ def _parsed(words: list[str]) -> None:
     ast.parse((ROOT / words[0]).read_text())
 
 
-def _nightly(words: list[str]) -> None:
-    assert not words
-    ast.parse((ROOT / "infra/ci/nightly.py").read_text())
-
-
 def _commit(words: list[str]) -> None:
     complaint = runpy.run_path(str(ROOT / "infra" / "ci" / "commit_message.py"))["complaint"]
     assert complaint(words[words.index("--message") + 1]) == ""
@@ -196,7 +192,7 @@ HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "python tests/benchmarks/": (_benchmark, "minutes: its options are parsed; test_benchmarks_run.py runs it small"),
     "python docs/tutorials/": (_tutorial, "minutes: --dry-run; test_docs_tutorials.py runs them whole at night"),
     "pytest": (_pytest, "would run this test again: one file is collected"),
-    "python infra/ci/nightly.py": (_nightly, "an hour: it is parsed; test_infra_checks.py makes a page"),
+    "python infra/ci/": (_benchmark, "hours: its options are parsed; test_infra_checks.py runs it small"),
     "python infra/release/": (_benchmark, "changes versions or builds packages: its options are parsed"),
     "git commit": (_commit, "changes the repository: its message is checked"),
     "python infra/servers/": (_benchmark, "builds or starts a server: its options are parsed"),
@@ -255,13 +251,16 @@ def configs() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pages speak of: data, a model, a run."""
+    """What pages name: data, a model, a run, and the config of an earlier run."""
+    from rl_apps.compose import to_yaml
+    from rl_apps.gsm8k_grpo import APP
     from rl_contracts.testing.models import make_tiny_model
 
     directory = tmp_path_factory.mktemp("shared")
     write_data(directory / "DIR")
     make_tiny_model(directory / "CHECKPOINT", layers=1, hidden=32)
     (directory / "RUN").mkdir()
+    (directory / "config.yaml").write_text(to_yaml(APP.config([])))
     return directory
 
 
@@ -270,16 +269,13 @@ def sandbox(
     request: pytest.FixtureRequest, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
     """The directory of a page, with its files; it is the current one, and modules are found in it."""
-    from rl_apps.compose import to_yaml
-    from rl_apps.gsm8k_grpo import APP
-
     for name in ("DIR", "CHECKPOINT", "RUN"):
         (tmp_path / name).symlink_to(shared / name)
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "gsm8k").symlink_to(shared / "DIR")
     earlier = tmp_path / "runs" / "gsm8k-grpo" / "TRIAL" / "config.yaml"
     earlier.parent.mkdir(parents=True)
-    earlier.write_text(to_yaml(APP.config([])))
+    shutil.copy(shared / "config.yaml", earlier)
     write_files(blocks(request.getfixturevalue("page"), ROOT), tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

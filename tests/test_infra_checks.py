@@ -1,6 +1,7 @@
 """What CI and hooks check: planted circles of imports, surplus statements, wrong messages are named."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -262,68 +263,79 @@ def test_package_that_is_installed_alone_passes_its_quick_tests(package):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# ---- the page of nightly runs
+# ---- the nightly run
 
 
-def test_nightly_page_has_counts_figures_and_reasons_and_keeps_earlier_runs():
+def test_nightly_cut_splits_long_files_into_tests(monkeypatch):
+    nightly = _script("nightly")
+    monkeypatch.setattr(nightly, "SPLIT", {"long.py"})
+
+    parts = nightly.cut(["short.py::test_a", "short.py::test_b[1]", "long.py::test_c[x]", "long.py::test_d"])
+
+    assert parts == ["short.py", "long.py::test_c[x]", "long.py::test_d"]
+
+
+def test_nightly_split_files_exist():
+    assert [name for name in _script("nightly").SPLIT if not (ROOT / name).is_file()] == []
+
+
+def test_nightly_summarize_counts_tests_reasons_and_metrics():
     report = ElementTree.fromstring(
-        """<testsuites><testsuite timestamp="2031-02-03T04:05:06" time="90">
-        <testcase name="test_learns"><properties><property name="reward" value="0.5, 0.9"/></properties></testcase>
-        <testcase name="test_breaks"><failure message="no"/></testcase>
-        <testcase name="test_gpu"><skipped message="gpu: no CUDA | none here"/></testcase>
-        <testcase name="test_other"/></testsuite></testsuites>"""
+        """<testsuites><testsuite time="90.04">
+        <testcase classname="a" name="test_learns">
+        <properties><property name="reward" value="0.9"/></properties></testcase>
+        <testcase classname="a" name="test_breaks"><failure message="no"/></testcase>
+        <testcase classname="b" name="test_gpu[1]"><skipped message="no GPU"/></testcase>
+        <testcase classname="b" name="test_gpu[2]"><skipped message="no GPU"/></testcase></testsuite></testsuites>"""
     )
-    page = _script("nightly").page
 
-    first = page(report, "abc1234", "2 cores")
-    second = page(report, "def5678", "2 cores", before=first)
-    part = ElementTree.fromstring(
-        """<testsuites><testsuite timestamp="2031-02-04T04:05:06" time="60">
-        <testcase name="test_more"><properties><property name="a b" value="1"/></properties></testcase>
-        </testsuite></testsuites>"""
-    )
-    third = page(part, "0123456", "2 cores", before=page(part, "0123456", "2 cores", before=second), part="-k more")
-
-    assert "| 2031-02-03 | abc1234 | 2 cores | 2 | 1 | 1 | 2 |" in first
-    assert "| test_learns | reward | 0.5, 0.9 | 2031-02-03 abc1234 |" in first
-    assert "- test_breaks, 2031-02-03 abc1234" in first
-    assert "| 1 | gpu: no CUDA \\| none here |" in first
-    assert second.index("abc1234") < second.index("def5678")
-    assert second.count("test_learns") == 1
-    assert "| 2031-02-04 | 0123456, -k more | 2 cores | 1 | 0 | 0 | 1 |" in third
-    assert "| test_learns | reward | 0.5, 0.9 | 2031-02-03 def5678 |" in third
-    assert third.count("test_more") == 1
+    assert _script("nightly").summarize(report) == {
+        "passed": 1,
+        "failed": ["a::test_breaks"],
+        "skipped": {"no GPU": 2},
+        "seconds": 90.0,
+        "metrics": {"test_learns": {"reward": "0.9"}},
+    }
 
 
-def _report(day, case):
-    text = f'<testsuites><testsuite timestamp="{day}T04:05:06" time="90">{case}</testsuite></testsuites>'
-    return ElementTree.fromstring(text)
+@pytest.fixture
+def nightly(tmp_path, monkeypatch):
+    """The script in a repository with a quick test and two parts, of which the second fails."""
+    (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers =\n  slow: x\n  nightly: x\n  gpu: x\n")
+    (tmp_path / ".gitignore").write_text("runs/\n__pycache__/\n.pytest_cache/\n")
+    for name, body in (("one", "pass"), ("two", "assert False")):
+        text = f"import pytest\n@pytest.mark.nightly\ndef test_{name}(): {body}\ndef test_quick(): assert False\n"
+        (tmp_path / f"test_{name}.py").write_text(text)
+    for arguments in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "x"]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    script = _script("nightly")
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "RESULTS", tmp_path / "runs")
+    return script
 
 
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ('<testcase name="test_other"/>', ["- test_breaks[a-b, 2], 2031-02-03 abc1234"]),
-        (
-            '<testcase name="test_breaks[a-b, 2]"><skipped message="no GPU"/></testcase>',
-            ["- test_breaks[a-b, 2], 2031-02-03 abc1234"],
-        ),
-        (
-            '<testcase name="test_breaks[a-b, 2]"><failure message="no"/></testcase>',
-            ["- test_breaks[a-b, 2], 2031-02-04 0123456"],
-        ),
-        ('<testcase name="test_breaks[a-b, 2]"/>', []),
-    ],
-    ids=["did not run", "was skipped", "failed again", "passes now"],
-)
-def test_nightly_page_names_a_failure_until_its_test_runs_again(case, expected):
-    page = _script("nightly").page
-    failed = _report("2031-02-03", '<testcase name="test_breaks[a-b, 2]"><failure message="no"/></testcase>')
+@pytest.mark.slow
+def test_nightly_interrupted_run_resumes_with_the_remaining_parts(nightly, capsys):
+    assert nightly.main(["--parts", "--shard", "1/2"]) == 0
+    assert nightly.main(["--parts"]) == 1
+    capsys.readouterr()
+    assert nightly.main([]) == 1
 
-    after = page(_report("2031-02-04", case), "0123456", "2 cores", page(failed, "abc1234", "2 cores"), "-k some")
+    (file,) = nightly.RESULTS.iterdir()
+    results = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(r["part"], r["passed"], len(r["failed"])) for r in results] == [
+        ("test_one.py", 1, 0),
+        ("test_two.py", 0, 1),
+    ]
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == results
 
-    assert [line for line in after.splitlines() if line.startswith("- ")] == expected
-    assert ("## Failed when last run" in after) == bool(expected)
+
+@pytest.mark.slow
+def test_nightly_part_over_its_limit_is_stopped_and_fails(nightly):
+    result = nightly.run("test_one.py", limit=0.01)
+
+    assert (result["passed"], len(result["failed"])) == (0, 1)
 
 
 # ---- what is left out of a run of the tests

@@ -1,107 +1,149 @@
-"""Run every test, and write what was seen to docs/nightly.md: date, commit, counts, time, figures, reasons of skips.
+"""Run the tests that CI leaves to the nightly run, and property tests with new examples, one part at a time.
 
-    python infra/ci/nightly.py [further arguments of pytest]
+    python infra/ci/nightly.py [PATH ...]            # list the parts and their results
+    python infra/ci/nightly.py --parts [PATH ...]    # run the parts that have no result yet
+    python infra/ci/nightly.py --parts --shard 2/6   # only every sixth part, starting with the second
 
-With further arguments, such as files, only a part runs: figures and failures of other tests stay on the page, with the
-commit that they were seen at.
+A part is one test file, or one test of a file in `SPLIT`. A part that still runs after 25 minutes is stopped and fails.
+Paths restrict the parts to files or directories.
 
-A test that measures something says so with pytest's `record_property(name, value)`. Ends with pytest's exit code. Needs
-the standard library, and pytest in the same environment.
+Each finished part appends one JSON line to `runs/nightly/COMMIT.jsonl`: part, commit, passed, failed (test ids),
+skipped (number of tests per reason), seconds, and metrics (what tests recorded with pytest's `record_property`). A
+second call with the same commit runs the remaining parts. The exit code is 1 if a part failed, also in an earlier
+call. Needs the standard library, and pytest in the same environment.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
-import platform
-import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "nightly.md"
-HEAD = """# Nightly runs
+RESULTS = ROOT / "runs" / "nightly"
+LIMIT = 25 * 60.0
+"""Seconds that a part may take."""
+SPLIT = {
+    "packages/rl-engines-megatron/tests/test_megatron_ranks.py",
+    "tests/test_chaos.py",
+    "tests/test_clusters_commands.py",
+    "tests/test_clusters_learn.py",
+    "tests/test_conversations_learn.py",
+    "tests/test_infra_checks.py",
+    "tests/test_servers_learn.py",
+}
+"""Test files that take longer than the limit; each of their tests is a part."""
+PYTEST = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly or gpu or hypothesis"]
 
-`uv run python infra/ci/nightly.py` runs every test (`pytest --nightly`, in two processes) and writes this page.
 
-| date | commit | machine | passed | failed | skipped | minutes |
-|---|---|---|---|---|---|---|
-"""
-
-
-_FIGURE = re.compile(r"\| (test_.*?) \| .* \| \d{4}-\S+ \S+( and changes)? \|$")
-"""A line of the table of figures; the name of its test."""
-_FAILURE = re.compile(r"- (test_.*?)(?:, \d{4}-\S+ \S+(?: and changes)?)?$")
-"""A line of the list of failures; the name of its test."""
-
-
-def page(report: ElementTree.Element, commit: str, machine: str, before: str = "", part: str = "") -> str:
-    """The page after one more run.
+def cut(tests: Iterable[str]) -> list[str]:
+    """Return the parts that hold the tests, in the order of the tests.
 
     Args:
-        report: the root of pytest's JUnit XML.
-        commit: that was tested.
-        machine: in a few words.
-        before: the page so far; its table of runs is continued, and figures and failures of tests that did not run, or
-            were skipped, stay.
-        part: which tests ran; empty: all.
+        tests: pytest's ids, such as `tests/test_chaos.py::test_run[local]`.
     """
-    suites, cases = list(report.iter("testsuite")), list(report.iter("testcase"))
-    day = min(suite.attrib["timestamp"] for suite in suites)[:10]
-    minutes = sum(float(suite.attrib["time"]) for suite in suites) / 60
+    files = ((test, test.partition("::")[0]) for test in tests)
+    return list(dict.fromkeys(test if file in SPLIT else file for test, file in files))
+
+
+def summarize(report: ElementTree.Element) -> dict[str, Any]:
+    """Return the passed, failed and skipped tests, the seconds and the metrics of a JUnit XML report."""
+    cases = list(report.iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    reasons = Counter(skip.attrib["message"] for case in cases if (skip := case.find("skipped")) is not None)
-    passed, skipped = len(cases) - len(failed) - reasons.total(), reasons.total()
-    rows = [line for line in before.splitlines() if re.match(r"\| \d{4}-", line)]
-    which = f"{commit}, {part}" if part else commit
-    rows.append(f"| {day} | {_cell(which)} | {machine} | {passed} | {len(failed)} | {skipped} | {minutes:.0f} |")
-    ran = {case.attrib["name"] for case in cases if case.find("skipped") is None}
-    figures, failures = (
-        [line for line in before.splitlines() if (found := kind.match(line)) and found[1] not in ran]
-        for kind in (_FIGURE, _FAILURE)
-    )
-    failures += [f"- {case.attrib['name']}, {day} {commit}" for case in failed]
-    figures += [
-        f"| {case.attrib['name']} | {figure.attrib['name']} | {_cell(figure.attrib['value'])} | {day} {commit} |"
-        for case in cases
-        if case.attrib["name"] in ran
-        for figure in case.iter("property")
-    ]
-    return "\n".join(
-        [
-            HEAD + "\n".join(rows),
-            "\n## Figures\n\n| test | figure | value | seen |\n|---|---|---|---|",
-            *figures,
-            *(["\n## Failed when last run\n", *failures] if failures else []),
-            "\n## Skipped in the last run\n\n| tests | reason |\n|---|---|",
-            *(f"| {count} | {_cell(reason)} |" for reason, count in reasons.most_common()),
-            "",
-        ]
-    )
+    reasons = [skip.attrib["message"] for case in cases if (skip := case.find("skipped")) is not None]
+    metrics: dict[str, dict[str, str]] = {}
+    for case in cases:
+        for metric in case.iter("property"):
+            metrics.setdefault(case.attrib["name"], {})[metric.attrib["name"]] = metric.attrib["value"]
+    return {
+        "passed": len(cases) - len(failed) - len(reasons),
+        "failed": [f"{case.attrib['classname']}::{case.attrib['name']}" for case in failed],
+        "skipped": dict(Counter(reasons)),
+        "seconds": round(sum(float(suite.attrib["time"]) for suite in report.iter("testsuite")), 1),
+        "metrics": metrics,
+    }
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def main() -> int:
-    """Run the tests and write the page; pytest's exit code."""
-    commit = _git("rev-parse", "--short", "HEAD") + (" and changes" if _git("status", "--porcelain") else "")
+def run(part: str, limit: float = LIMIT) -> dict[str, Any]:
+    """Run a part, with its output on the console, and return its result; stop it after `limit` seconds."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--nightly", f"--junitxml={path}", *sys.argv[1:]]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        report = ElementTree.parse(path).getroot()
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    PAGE.write_text(page(report, commit, machine, PAGE.read_text() if PAGE.exists() else "", " ".join(sys.argv[1:])))
-    return code
+        report = Path(directory) / "report.xml"
+        process = subprocess.Popen([*PYTEST, f"--junitxml={report}", part], cwd=ROOT, start_new_session=True)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return _without_report(f"{part}: stopped after {limit:g} s", limit)
+        except BaseException:  # Ctrl-C does not reach the other session
+            os.killpg(process.pid, signal.SIGTERM)
+            raise
+        if not report.exists():
+            return _without_report(f"{part}: pytest exited with code {code} and wrote no report", 0.0)
+        return summarize(ElementTree.parse(report).getroot())
+
+
+def _without_report(failure: str, seconds: float) -> dict[str, Any]:
+    return {"passed": 0, "failed": [failure], "skipped": {}, "seconds": seconds, "metrics": {}}
+
+
+def _collect(paths: Sequence[str]) -> list[str]:
+    command = [*PYTEST, "--collect-only", "-n0", *paths]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode not in (0, 5):  # 5: no tests
+        raise SystemExit(f"pytest could not collect the tests:\n{done.stdout}")
+    return [line for line in done.stdout.splitlines() if "::" in line and " " not in line.partition("[")[0]]
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + ("-changed" if git("status", "--porcelain") else "")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not 1 <= int(index) <= int(count):
+        raise ValueError
+    return int(index), int(count)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """List or run the parts and return the exit code."""
+    parser = argparse.ArgumentParser(description="Run the tests that CI leaves to the nightly run, in parts.")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="test files or directories; default: all")
+    parser.add_argument("--parts", action="store_true", help="run the parts that have no result yet")
+    parser.add_argument(
+        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="take every N-th part from the I-th"
+    )
+    options = parser.parse_args(arguments)
+    index, count = options.shard
+    parts = cut(_collect(options.paths))[index - 1 :: count]
+
+    commit = _commit()
+    file = RESULTS / f"{commit}.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    results = {result["part"]: result for result in map(json.loads, lines)}
+    for number, part in enumerate(parts, 1):
+        if options.parts and part not in results:
+            print(f"=== part {number} of {len(parts)}: {part}", flush=True)
+            results[part] = {"part": part, "commit": commit, **run(part)}
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a") as out:
+                out.write(json.dumps(results[part]) + "\n")
+    for part in parts:
+        print(json.dumps(results.get(part, {"part": part, "commit": commit})))
+    return int(any(results[part]["failed"] for part in parts if part in results))
 
 
 if __name__ == "__main__":

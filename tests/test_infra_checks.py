@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -336,6 +338,58 @@ def test_nightly_part_over_its_limit_is_stopped_and_fails(nightly):
     result = nightly.run("test_one.py", limit=0.01)
 
     assert (result["passed"], len(result["failed"])) == (0, 1)
+
+
+# ---- tests that fail by chance
+
+
+def test_flaky_shuffle_keeps_the_tests_of_a_file_together():
+    items = [SimpleNamespace(path=path, name=number) for path in "abcd" for number in range(5)]
+
+    orders = []
+    for seed in (1, 2):
+        shuffled = list(items)
+        _script("flaky").shuffle(shuffled, seed)
+        orders.append(shuffled)
+
+    assert orders[0] != orders[1]
+    for order in orders:
+        assert sorted(order, key=items.index) == items
+        assert len(list(groupby(order, key=lambda item: item.path))) == 4
+
+
+def test_flaky_changed_lists_test_files_that_differ_from_a_commit(tmp_path, monkeypatch):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=b"]
+    (tmp_path / "tests").mkdir()
+    for name in ("old", "gone", "new"):
+        (tmp_path / "tests" / f"test_{name}.py").write_text(name)
+        if name == "gone":
+            subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+            subprocess.run(["git", "add", "-A"], cwd=tmp_path, check=True)
+            subprocess.run([*git, "commit", "-qm", "base"], cwd=tmp_path, check=True)
+    (tmp_path / "tests" / "test_gone.py").unlink()
+    (tmp_path / "other.py").write_text("no test")
+    subprocess.run(["git", "add", "-A"], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "-qm", "more"], cwd=tmp_path, check=True)
+    script = _script("flaky")
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+
+    assert script.changed("HEAD~1") == ["tests/test_new.py"]
+
+
+@pytest.mark.slow
+def test_flaky_test_that_fails_in_one_of_two_runs_is_printed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())
+    tests = "import os\ndef test_first(): os.mkdir('ran')\ndef test_always(): pass\n"
+    (tmp_path / "test_counts.py").write_text(tests)
+    script = _script("flaky")
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+
+    assert script.main(["test_counts.py", "-n", "2"]) == 1
+
+    printed = capsys.readouterr().out
+    assert "test_counts::test_first: 1 of 2 runs failed" in printed
+    assert "test_always" not in printed
 
 
 # ---- what is left out of a run of the tests

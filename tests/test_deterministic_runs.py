@@ -137,7 +137,6 @@ def test_deterministic_run_servers_and_trainer_agree_to_the_last_bit(first):
     assert [record["ratio/max"] for record in steps] == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.slow
 @pytest.mark.nightly  # a third run
 def test_deterministic_run_with_another_seed_differs(run, first):
     assert _differences(run("other", "seed=2"), first)
@@ -171,7 +170,6 @@ def writing(run_dir):
     return _last(run_dir) >= 7 and any((run_dir / "recover").glob(".step_*.partial"))
 
 
-@pytest.mark.slow
 @pytest.mark.nightly  # five runs
 @pytest.mark.timeout(900)
 def test_deterministic_run_killed_three_times_ends_as_the_unbroken_one_to_the_last_bit(run):

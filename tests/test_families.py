@@ -46,7 +46,6 @@ def test_a_family_that_would_be_wrong_is_refused_by_both_in_a_sentence(family, s
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_family_is_right_or_refused(tmp_path, record_property):
     found = dict(sweep(families(), tmp_path))

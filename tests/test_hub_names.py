@@ -138,7 +138,6 @@ def test_server_of_split_experts_takes_a_trainers_whole_ones_and_refuses_a_part_
     engine.destroy()
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 async def test_server_process_takes_an_update_of_twelve_thousand_experts(tmp_path):
     path = make_family(tmp_path / "hub", "qwen3_moe", num_local_experts=2048)

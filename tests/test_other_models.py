@@ -55,7 +55,6 @@ def test_ppo_with_a_critic_and_a_reference_reports_both(run_dir):
     assert abs(steps[0]["critic/value/mean"]) < steps[2]["critic/value/mean"]
 
 
-@pytest.mark.slow
 @pytest.mark.nightly  # two more processes for what test_fsdp_ranks shows of every engine
 def test_ppo_replayed_on_two_trainer_processes_gives_the_numbers_of_one(run_dir):
     one, two = (

@@ -79,7 +79,6 @@ def test_sft_killed_and_started_again_ends_with_the_same_weights(tmp_path: Path)
     assert _records(cut) == _records(whole)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly  # four starts
 @pytest.mark.timeout(900)
 def test_sft_goes_on_with_other_trainers_as_if_nothing_had_happened(tmp_path: Path) -> None:
@@ -105,7 +104,6 @@ def test_sft_goes_on_with_other_trainers_as_if_nothing_had_happened(tmp_path: Pa
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_sft_on_tensor_ranks_of_megatron_goes_on_with_pipeline_stages(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("app", ["gsm8k-sft", pytest.param("gsm8k-grpo", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("app", ["gsm8k-sft", "gsm8k-grpo"])
 def test_command_with_a_hub_id_in_the_cache_trains_and_saves(hub, tmp_path, app):
     run_dir = tmp_path / "run"
     command = [str(BIN / app), "model.path=me/tiny", f"run_dir={run_dir}", *FEW]

@@ -87,7 +87,7 @@ async def test_pass_fails_by_one_request_and_that_one_alone_fails(model_path: Pa
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", [pytest.param("answer", marks=pytest.mark.nightly), "score"])
+@pytest.mark.parametrize("kind", ["answer", "score"])
 async def test_request_that_ends_servers_is_given_up_after_two_and_the_third_lives(
     model_path: Path, tmp_path: Path, kind: str
 ) -> None:

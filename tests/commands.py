@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 
 from rl_apps.directory import names_of
 from rl_contracts.lines import json_lines
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers.control import read_json
 
 BIN = Path(sys.executable).parent
@@ -60,12 +61,15 @@ class Command:
         return self._log.read_text()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 300.0) -> None:
-        """Until something is so; the command must not end before."""
-        deadline = time.monotonic() + seconds
-        while not condition():
+        """Return once the condition holds; the command must still run."""
+
+        def holds() -> bool:
+            if condition():
+                return True
             assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline, f"still waiting after {seconds:g} s\n{self.said}"
-            time.sleep(0.02)
+            return False
+
+        wait_until(holds, seconds, what=lambda: f"{inspect.getsource(condition)}\n{self.said}")
 
     def has_point(self) -> bool:
         """Whether there is a recover point."""

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import torch
 from families_checks import Result, try_engine
+
+from rl_contracts.testing.processes import free_port
 
 RANK_SECONDS = 120.0
 """How long two processes may take for a family."""
@@ -64,12 +65,14 @@ class TwoRanks:
         self._processes = []
 
     def _start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        torchrun = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
         for rank in range(2):
-            environment = os.environ | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = os.environ | torchrun | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, __file__]
             self._processes.append(
                 subprocess.Popen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from rl_contracts.data import ModelRequest, ModelResponse, ParamSpec, ServeSpec,
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.scheduler import JobSpec
 from rl_contracts.testing import make_tiny_model, put_weights
+from rl_contracts.testing.waiting import until
 from rl_contracts.weights import open_sender, verify_receipt
 from rl_contracts.weights.rendezvous import Address
 from rl_inference import SGLangEngine, VLLMEngine
@@ -157,11 +159,13 @@ async def _broadcast(
     return meta, WeightReceipt("trainer", version, sums), receipts
 
 
-async def until(engine: InferenceEngine, holds: Callable[[dict[str, float]], bool]) -> None:
-    """Return once the figures of the servers are so."""
-    async with asyncio.timeout(120):
-        while not holds(await engine.stats()):  # noqa: ASYNC110 - the servers are other processes
-            await asyncio.sleep(0.02)
+async def until_stats(engine: InferenceEngine, condition: Callable[[dict[str, float]], bool]) -> None:
+    """Return once the servers' metrics fulfill the condition."""
+
+    async def holds() -> bool:
+        return condition(await engine.stats())
+
+    await until(holds, 120.0, what=lambda: inspect.getsource(condition))
 
 
 async def aborted_and_resumed(engine: Any) -> ModelResponse:

@@ -14,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from real_servers import CONTEXT, SHARED, Models, aborted_and_resumed, make_request, publish, until
+from real_servers import CONTEXT, SHARED, Models, aborted_and_resumed, make_request, publish, until_stats
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance import inference_engine as suite
@@ -69,7 +69,7 @@ class ServerSuite(UpdateSuite, suite.InferenceEngineConformance):
         asked = [make_request([*SHARED[: 300 + i], 9], i, tokens=48 + i % 32) for i in range(64)]
         running = [asyncio.ensure_future(engine.agenerate(each)) for each in asked]
         for _ in range(3):
-            await until(engine, lambda stats: stats["running"] >= 1 or all(task.done() for task in running))
+            await until_stats(engine, lambda stats: stats["running"] >= 1 or all(task.done() for task in running))
             await publish(engine, self.models, self.weights_dir, "shm", interrupt)
         responses = await asyncio.gather(*running)
         later = await engine.agenerate(make_request([*SHARED, 9], 0))

@@ -18,6 +18,7 @@ from rl_apps.parts import weights_directory
 from rl_contracts.figures import meaning
 from rl_contracts.lines import json_lines
 from rl_contracts.testing.models import make_tiny_model
+from rl_contracts.testing.waiting import wait_until
 from rl_trainers.points import last_point
 
 BIN = Path(sys.executable).parent
@@ -73,13 +74,6 @@ def _processes_of(run_dir):
 
 def _server_of(run_dir):
     return next(p for p in _processes_of(run_dir) if "rl_inference.server" in " ".join(p.cmdline()))
-
-
-def _wait_for(condition, seconds, what):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +253,7 @@ def endless_run(model, tmp_path):
     command = _command("gsm8k-grpo", f"run_dir={run_dir}", f"model.path={model}", *SMALL, *ENDLESS)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        _wait_for(lambda: _steps(run_dir) >= 2 or process.poll() is not None, 150, "two steps")
+        wait_until(lambda: _steps(run_dir) >= 2 or process.poll() is not None, 150, "two steps")
         assert process.poll() is None, process.communicate()
         yield process, run_dir
     finally:
@@ -284,7 +278,7 @@ def test_grpo_server_that_dies_ends_the_run_with_its_name_and_log(endless_run):
     assert "rollout-0" in err
     assert "SIGKILL" in err
     assert "serving version" in err, "the last lines of its log are in the error"
-    _wait_for(lambda: not _processes_of(run_dir), 10, "no process left")
+    wait_until(lambda: not _processes_of(run_dir), 10, "no process left")
 
 
 def _server_counts(run_dir):
@@ -315,7 +309,7 @@ def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_pat
     )
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        _wait_for(lambda: _steps(run_dir) >= 2 or process.poll() is not None, 150, "two steps")
+        wait_until(lambda: _steps(run_dir) >= 2 or process.poll() is not None, 150, "two steps")
         assert process.poll() is None, process.communicate()
         server = _server_of(run_dir)
         address = "http://{}:{}".format(
@@ -324,9 +318,9 @@ def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_pat
         trainer = next(p for p in _processes_of(run_dir) if "rl_apps.worker" in " ".join(p.cmdline()))
         server.kill()
         server.wait(10)
-        _wait_for(lambda: 1.0 in _server_counts(run_dir), 30, "a step with one server")
+        wait_until(lambda: 1.0 in _server_counts(run_dir), 30, "a step with one server")
         trainer.suspend()  # the steps are so quick that the run would end before the server is back
-        _wait_for(lambda: _is_ready(address), 120, "the server is back")
+        wait_until(lambda: _is_ready(address), 120, "the server is back")
         trainer.resume()
         _, err = process.communicate(timeout=120)
     finally:
@@ -361,7 +355,7 @@ def test_grpo_only_server_that_freezes_is_started_anew_and_no_answer_fails(model
         [*command, "evaluation.rows=0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        _wait_for(lambda: _steps(run_dir) >= 2 or process.poll() is not None, 150, "two steps")
+        wait_until(lambda: _steps(run_dir) >= 2 or process.poll() is not None, 150, "two steps")
         _server_of(run_dir).suspend()
         _, err = process.communicate(timeout=200)
     finally:
@@ -383,7 +377,7 @@ def test_grpo_interrupted_by_ctrl_c_leaves_a_recover_point_and_no_process_and_no
     assert process.returncode == 130
     assert f"The same command goes on after step {last_point(run_dir / 'recover')}." in out
     assert not [r for r in _records(run_dir) if r["groups/failed"]], "rewards and servers worked until the end"
-    _wait_for(lambda: not _processes_of(run_dir), 10, "no process left")
+    wait_until(lambda: not _processes_of(run_dir), 10, "no process left")
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 

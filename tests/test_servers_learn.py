@@ -24,6 +24,7 @@ import pytest
 from real_servers import interpreter_of
 
 from rl_apps.parts import weights_directory
+from rl_contracts.testing.waiting import wait_until
 
 SECONDS = 1500
 """For a whole command on a busy machine."""
@@ -81,11 +82,15 @@ class Command:
         return [p for p in found if os.getpgid(p.pid) == p.pid]
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Until it is so; it must not end before."""
-        while not condition():
+        """Return once the condition holds; the command must still run."""
+
+        def holds() -> bool:
+            if condition():
+                return True
             assert self._process.poll() is None, self.said
-            assert time.monotonic() < self.begin + SECONDS, f"not within {SECONDS} s: {what}\n{self.said}"
-            time.sleep(0.1)
+            return False
+
+        wait_until(holds, self.begin + SECONDS - time.monotonic(), what=lambda: f"{what}\n{self.said}")
 
     def end(self, code: int = 0) -> None:
         """Its own end, which must be this one, and leave nothing."""

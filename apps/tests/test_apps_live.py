@@ -13,7 +13,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rl_apps import cli
 from rl_apps.directory import names_of
 from rl_apps.live import RunView, sparkline
 from rl_apps.progress import FIGURES, GRPO_COLUMNS, RunProgress
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
 
 TIMES = {"time/step": 2.0, "time/rollout_wait": 0.5, "time/train": 1.0, "time/publish": 0.1}
@@ -139,10 +139,7 @@ class Terminal:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < until, self.wrote.decode()
-            time.sleep(0.05)
+        wait_until(condition, 120, what=lambda: self.wrote.decode())
 
     def code(self) -> int:
         code = self.process.wait(120)

@@ -21,7 +21,7 @@ from rl_apps.report.curves import BANDS, curves_of, stages_of, thinned
 from rl_apps.report.facts import commands_of, record_command
 from rl_apps.report.page import RunReport, as_json, write_report
 from rl_apps.report.samples import EACH, NEWEST, STEPS, Samples, extremes, shown, spread_steps
-from rl_contracts.conformance.scheduler import wait_until
+from rl_contracts.testing.waiting import wait_until
 
 
 def data_of(page: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import pytest
 from rl_apps import cli, tools
 from rl_apps.directory import FINISHED, JOB, last_record, names_of
 from rl_apps.worker import users_fault
-from rl_contracts.conformance.scheduler import wait_until
 from rl_contracts.errors import AgentError, ConfigError, EngineError, InferenceError, RewardError
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
 
 RUN = """

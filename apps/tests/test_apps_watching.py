@@ -11,7 +11,7 @@ import pytest
 
 from rl_apps import cli
 from rl_apps.directory import names_of
-from rl_contracts.conformance.scheduler import wait_until
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
 
 ANSWERED = {"reward": 0.5, "tokens": 3, "version_first": 4, "version_last": 5}

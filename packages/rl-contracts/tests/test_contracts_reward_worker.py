@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 from rl_contracts.errors import ConfigError, RewardError
 from rl_contracts.metrics import collect
 from rl_contracts.reward_worker import AsyncRewardWrapper
+from rl_contracts.testing.waiting import wait_until
 
 REWARDS = """
 import asyncio, ctypes, logging, os, subprocess, sys, time
@@ -118,13 +119,6 @@ def is_alive(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("rewards")

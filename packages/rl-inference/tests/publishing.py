@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.inference import ServerSource
 from rl_contracts.testing import put_weights
+from rl_contracts.testing.waiting import until
 from rl_contracts.weights import verify_receipt, write_committed
 from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model
@@ -112,12 +113,6 @@ def request(seed: int, tokens: int = TOKENS) -> ModelRequest:
 def served_version(server: ServerProcess) -> int:
     with urllib.request.urlopen(server.address + "/health", timeout=10) as response:
         return int(json.load(response)["version"])
-
-
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - changed by other processes
-            await asyncio.sleep(0.01)
 
 
 async def until_live(engine: EmbeddedEngine, count: int) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rl_contracts.config import ClientConfig
 from rl_contracts.data import ParamSpec, ServeSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.testing import put_weights
+from rl_contracts.testing.waiting import wait_until
 from rl_contracts.weights import WeightReceiver
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
 from rl_inference.server.loading import load_model
@@ -75,13 +76,6 @@ def is_open(process: Path, port: int) -> bool:
             if str(file.readlink()) in sockets:
                 return True
     return False
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def specs(model_path: Path) -> tuple[ParamSpec, ...]:
@@ -227,14 +221,14 @@ def test_client_that_does_not_read_is_disconnected_and_its_request_ends(server: 
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", server.port))
         port = deaf.getsockname()[1]
-        until(lambda: is_open(files, port))
+        wait_until(lambda: is_open(files, port))
         deaf.sendall(head.format(len(body)).encode() + body)
         if stream:
-            until(lambda: ask(server, "/stats")[1]["waiting"] == 1)
+            wait_until(lambda: ask(server, "/stats")[1]["waiting"] == 1)
 
-        until(lambda: not is_open(files, port))
+        wait_until(lambda: not is_open(files, port))
 
-        until(lambda: ask(server, "/stats")[1]["waiting"] == ask(server, "/health")[1]["open"] == 0)
+        wait_until(lambda: ask(server, "/stats")[1]["waiting"] == ask(server, "/health")[1]["open"] == 0)
         assert ask(server, "/stats")[1]["running"] == 0
         if stream:
             assert ask(server, "/continue_generation", {})[1]["paused_seconds"] > 0

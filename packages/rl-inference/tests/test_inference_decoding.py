@@ -4,9 +4,8 @@ many slots, chunked prompts of mixed lengths, shared prefixes, windows that are 
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ModelError
 from rl_contracts.testing import put_weights
 from rl_contracts.testing.families import ORIGINAL_LENGTH, make_family
+from rl_contracts.testing.waiting import wait_until
 from rl_inference import EmbeddedEngineConfig
 from rl_inference.server.cache import SlotLayer
 from rl_inference.server.job import GenerationJob
@@ -86,14 +86,6 @@ def decoding(path: Path, scratch: Path, slots: int = 6, prefill_tokens: int = 48
     finally:
         loop.stop()
     assert not deaths
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for something that the decode thread does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
 
 
 def stage(weights: ServedWeights, path: Path, scratch: Path, version: int) -> None:
@@ -177,11 +169,11 @@ def test_generate_any_family_through_weight_updates_equals_transformers(family: 
 
     with decoding(paths[0], tmp_path / "weights") as loop:
         ended = submit(loop, jobs[:12])
-        until(lambda: loop.stats()["generated_tokens"] >= 100)
+        wait_until(lambda: loop.stats()["generated_tokens"] >= 100, interval=0.0005)
         switch(loop, paths[1], tmp_path / "weights", version=1)
         ended += submit(loop, jobs[12:])
         target = loop.stats()["generated_tokens"] + 100
-        until(lambda: loop.stats()["generated_tokens"] >= target)
+        wait_until(lambda: loop.stats()["generated_tokens"] >= target, interval=0.0005)
         switch(loop, paths[0], tmp_path / "weights", version=2)
         for future in ended:
             future.result(60)

@@ -15,6 +15,7 @@ import torch
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, StopReason
 from rl_contracts.errors import InferenceError
+from rl_contracts.testing.waiting import until
 from rl_inference import EmbeddedEngine
 from rl_inference.testing import END_ID, ServerProcess, reference_logprobs, reference_model
 
@@ -57,13 +58,15 @@ async def get(http: aiohttp.ClientSession, server: ServerProcess, path: str) -> 
         return await response.json()
 
 
-async def until(
+async def until_counter(
     http: aiohttp.ClientSession, server: ServerProcess, name: str, condition: Callable[[float], bool]
 ) -> None:
-    """Wait until a counter of the server fulfils a condition."""
-    async with asyncio.timeout(30):
-        while not condition((await get(http, server, "/stats"))[name]):  # noqa: ASYNC110 - another process's event
-            await asyncio.sleep(0.001)
+    """Return once a counter of the server fulfills the condition."""
+
+    async def holds() -> bool:
+        return condition((await get(http, server, "/stats"))[name])
+
+    await until(holds, what=f"the counter {name}", interval=0.001)
 
 
 def request(prompt: list[int], seed: int = 1, **settings: Any) -> ModelRequest:
@@ -207,7 +210,7 @@ async def test_abort_request_returns_the_tokens_so_far(server: ServerProcess) ->
             first = await response.content.readline()  # the heartbeat of a job that waits
             answer = asyncio.create_task(response.content.read())
             await post(http, server, "/continue_generation", {})
-            await until(http, server, "running", lambda count: count > 0)
+            await until_counter(http, server, "running", lambda count: count > 0)
 
             aborted = await post(http, server, "/abort_request", {"rid": "to-abort"})
             chunks = [
@@ -228,7 +231,7 @@ async def test_agenerate_aborted_by_someone_is_finished_by_the_client(
     whole = await engine.agenerate(request(PROMPT, 8, **settings))
     async with session() as http:
         answer = asyncio.create_task(engine.agenerate(request(PROMPT, 8, **settings)))
-        await until(http, server, "running", lambda count: count > 0)
+        await until_counter(http, server, "running", lambda count: count > 0)
         await post(http, server, "/abort_request", {"abort_all": True})
 
     broken = await answer
@@ -247,7 +250,7 @@ async def test_generate_with_penalties_interrupted_goes_on_the_same_with_unpenal
     whole = await engine.agenerate(request(PROMPT, 8, **settings))
     async with session() as http:
         answer = asyncio.create_task(engine.agenerate(request(PROMPT, 8, **settings)))
-        await until(http, server, "running", lambda count: count > 0)
+        await until_counter(http, server, "running", lambda count: count > 0)
         await post(http, server, "/abort_request", {"abort_all": True})
 
     broken = await answer
@@ -263,11 +266,11 @@ async def test_generate_with_penalties_interrupted_goes_on_the_same_with_unpenal
 async def test_client_gone_frees_the_slot(server: ServerProcess, engine: EmbeddedEngine) -> None:
     async with session() as http:
         answer = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=500, ignore_eos=True)))
-        await until(http, server, "running", lambda count: count > 0)
+        await until_counter(http, server, "running", lambda count: count > 0)
 
         answer.cancel()
 
-        await until(http, server, "running", lambda count: count == 0)
+        await until_counter(http, server, "running", lambda count: count == 0)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +344,7 @@ async def test_pause_stops_generation_until_resume(server: ServerProcess, engine
     await engine.pause()
     answer = asyncio.create_task(engine.agenerate(request(PROMPT, max_new_tokens=5, ignore_eos=True)))
     async with session() as http:
-        await until(http, server, "waiting", lambda count: count > 0)
+        await until_counter(http, server, "waiting", lambda count: count > 0)
     generated = (await engine.stats())["generated_tokens"]
     assert not answer.done()
 
@@ -360,7 +363,7 @@ async def test_destroy_fails_requests_that_wait(server: ServerProcess) -> None:
     async with session() as http:
         await post(http, server, "/pause_generation", {})
         answer = asyncio.create_task(engine.agenerate(request(PROMPT)))
-        await until(http, server, "waiting", lambda count: count > 0)
+        await until_counter(http, server, "waiting", lambda count: count > 0)
 
         await engine.destroy()
 
@@ -381,7 +384,7 @@ async def test_generate_queue_full_answers_503_and_the_client_gets_through(
     await engine.pause()
     held = [asyncio.create_task(engine.agenerate(request(PROMPT, i, max_new_tokens=3))) for i in range(48)]
     async with session() as http:
-        await until(http, server, "waiting", lambda count: count >= 48)
+        await until_counter(http, server, "waiting", lambda count: count >= 48)
         async with http.post(server.address + "/generate", json={"input_ids": PROMPT}) as response:
             assert response.status == 503
             assert response.headers["Retry-After"] == "1"

@@ -21,6 +21,7 @@ from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
 from rl_contracts.inference import Canary, CanaryAnswer, Capabilities
 from rl_contracts.testing import put_weights
 from rl_contracts.testing.processes import free_port
+from rl_contracts.testing.waiting import until
 from rl_contracts.weights import write_committed
 from rl_contracts.weights.committed import RECORD
 from rl_inference import EmbeddedEngine
@@ -134,12 +135,6 @@ async def test_commit_holds_requests_back_before_the_canary_and_waits_for_it_as_
 
         await committing
         assert set((await asking).versions) == {1}
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110 - what servers do, and the monitor, sets no event
-            await asyncio.sleep(0.01)
 
 
 async def _ask_all_the_time(engine: EmbeddedEngine) -> None:

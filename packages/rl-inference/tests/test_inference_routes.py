@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -23,6 +23,7 @@ from rl_contracts.aio import LoopThread
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import MEETING_ROUTES, ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, WeightUpdateError
+from rl_contracts.testing.waiting import wait_until
 from rl_contracts.weights import WeightSender, broadcast, open_sender, verify_receipt
 from rl_inference import EmbeddedEngine
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model, tiny_model
@@ -281,11 +282,11 @@ def test_broadcast_servers_that_come_and_go_between_updates_have_their_seats_in_
     trainer.publish(1, new)
 
     del names["2"]
-    until(lambda: engine.servers == [first, second])
+    wait_until(lambda: engine.servers == [first, second])
     trainer.publish(2, old)
     assert served_version(servers[2]) == 1, "nobody sends it anything"
     names["3"] = third
-    until(lambda: any(s.address == third and s.well and s.vetted for s in engine._router.servers))
+    wait_until(lambda: any(s.address == third and s.well and s.vetted for s in engine._router.servers))
     assert engine.servers == [first, second], "nothing is left to read, so it comes in with the next update"
     trainer.publish(3, new)
     assert engine.servers == [first, second, third]
@@ -294,7 +295,7 @@ def test_broadcast_servers_that_come_and_go_between_updates_have_their_seats_in_
     for receipt in trainer.receipts.result(DEADLINE):
         verify_receipt(mine, receipt, "broadcast")
     del names["0"]
-    until(lambda: engine.servers == [second, third])
+    wait_until(lambda: engine.servers == [second, third])
     servers[0].stop()
     trainer.loop.run(engine.commit_weights(4), DEADLINE)
     trainer.publish(5, new)
@@ -304,13 +305,6 @@ def test_broadcast_servers_that_come_and_go_between_updates_have_their_seats_in_
         scores = trainer.loop.run(engine.score(PROMPT, server=address), DEADLINE)
         assert scores[1:] == pytest.approx(expected, abs=1e-5)
     assert trainer.answer().versions == [5] * 5
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def served_version(server: ServerProcess) -> int:

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_contracts.conformance.scheduler import wait_until
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import Node
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import agents as module
 from rl_launchers.agents import Agents
 from rl_launchers.testing import MachinesOfTests

@@ -10,10 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_contracts.conformance.scheduler import listens, python, server, wait_until
+from rl_contracts.conformance.scheduler import listens, python, server
 from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
 from rl_contracts.names import FileNames
 from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, Resume, RunControl
 
 TRAINER = """

@@ -24,10 +24,10 @@ from rl_contracts.conformance.scheduler import (
     python,
     server,
     wait_for_end,
-    wait_until,
 )
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, WorkerStatus
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.testing import MachinesOfTests
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_contracts.conformance.scheduler import python, server, wait_until
+from rl_contracts.conformance.scheduler import python, server
 from rl_contracts.names import FileNames
 from rl_contracts.scheduler import JobSpec, Worker
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, RunControl
 from rl_launchers.control import read_json, silence
 

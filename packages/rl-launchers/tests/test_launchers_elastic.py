@@ -12,6 +12,7 @@ from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
 from rl_contracts.errors import LaunchError
 from rl_contracts.names import FileNames
 from rl_contracts.scheduler import JobSpec, Worker
+from rl_contracts.testing.processes import free_port
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig, Resume, RunControl
 from rl_launchers.control import read_json
 
@@ -91,17 +92,8 @@ def test_scale_fixed_port_gives_the_next_ports(scheduler: LocalScheduler, tmp_pa
 
 @pytest.fixture
 def free_ports() -> int:
-    """The first of two ports that nobody uses."""
-    from rl_launchers.resources import PortReservation
-
-    for port in range(21000, 30000, 7):
-        try:
-            for number in (port, port + 1):
-                PortReservation("127.0.0.1", number).release()
-        except Exception:
-            continue
-        return port
-    raise AssertionError("no two free ports")
+    """The first of two free ports."""
+    return free_port(2)
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_contracts.conformance.scheduler import wait_until
 from rl_contracts.scheduler import JobSpec, Worker
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import health
 from rl_launchers.health import RestartConfig, ServerCare
 

@@ -20,11 +20,11 @@ from rl_contracts.conformance.scheduler import (
     python,
     server,
     wait_for_end,
-    wait_until,
 )
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec
 from rl_contracts.testing.processes import free_port
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import LocalScheduler, LocalSchedulerConfig, process
 from rl_launchers.process import worker_environment
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_contracts.conformance.scheduler import SLEEP, listens, python, server, wait_until
+from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import JobSpec, Node, Worker, WorkerStatus
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers.attempts import Resume
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.launcher import Launcher, LauncherConfig

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_contracts.conformance.scheduler import wait_until
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.names import MemoryNames
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import report
 from rl_launchers.health import probe
 from rl_launchers.interrupts import TOGETHER, Hurried, Interrupted, Interrupts

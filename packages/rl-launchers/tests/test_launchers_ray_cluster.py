@@ -27,11 +27,11 @@ from rl_contracts.conformance.scheduler import (
     python,
     server,
     wait_for_end,
-    wait_until,
 )
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.names import NameService
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, WorkerStatus
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RayScheduler, RaySchedulerConfig
 from rl_launchers.cluster import ClusterScheduler
 from rl_launchers.ray import RayNodes, ask

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_contracts.conformance.scheduler import SERVER, wait_until
+from rl_contracts.conformance.scheduler import SERVER
+from rl_contracts.testing.waiting import wait_until
 
 PROGRAM = """
 import pathlib, subprocess, sys

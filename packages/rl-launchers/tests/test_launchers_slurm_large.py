@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.conformance.scheduler import wait_until
 from rl_contracts.names import FileNames
 from rl_contracts.scheduler import JobSpec, WorkerStatus
+from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl, SlurmScheduler, SlurmSchedulerConfig
 from rl_launchers.placement import Ledger
 from rl_launchers.pulse import Pulses

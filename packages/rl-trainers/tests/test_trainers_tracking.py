@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_contracts.errors import ConfigError
+from rl_contracts.testing.waiting import wait_until
 from rl_trainers import TrackersConfig, Tracking
 from rl_trainers.tracking import load_trackers
 
@@ -94,13 +95,6 @@ def said(place, *what):
     return [line for line in lines if line["what"] in what or not what]
 
 
-def wait_for(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def tracking(place, kind="spy:Spy", warnings=None, close_seconds=60.0, **options):
     config = TrackersConfig(kind=kind, options=options, close_seconds=close_seconds)
     load_trackers(config)
@@ -112,7 +106,7 @@ def test_tracker_is_given_every_figure_that_was_measured_with_its_step_and_time(
     warnings = []
     with tracking(place, warnings=warnings) as running:
         write(place, STEPS)
-        wait_for(lambda: len(said(place, "log")) == 3)  # while the run goes on
+        wait_until(lambda: len(said(place, "log")) == 3)  # while the run goes on
         running.tick()
         write(place, LATER[1:])
     opened = {"id": "", "name": "run", "project": "sums", "config": {"a": {"b": 1}}, "step": -1, "key": None}
@@ -150,9 +144,9 @@ def test_tracker_after_a_resume_keeps_its_id_and_does_not_go_back(place, kind, s
 def test_tracker_of_a_command_whose_trainers_are_started_anew_goes_on(place):
     with tracking(place):
         write(place, STEPS)
-        wait_for(lambda: len(said(place, "log")) == 3)
+        wait_until(lambda: len(said(place, "log")) == 3)
         go_on(place, STEPS[:2])
-        wait_for(lambda: len(said(place, "open")) == 2)
+        wait_until(lambda: len(said(place, "open")) == 2)
         write(place, LATER)
     assert [line["step"] for line in said(place, "log")] == [0, 1, 2, 3, 3]
     assert [line["what"] for line in said(place)].count("close") == 2
@@ -164,7 +158,7 @@ def test_tracker_that_raises_is_told_of_once_and_sends_the_rest_with_the_next_co
     write(place, STEPS)
     with tracking(place, "spy:Spy", warnings, fail=what) as running:
         if what != "close":
-            wait_for(lambda: running.tick() or warnings)
+            wait_until(lambda: running.tick() or warnings)
         running.tick()
     (warning,) = warnings
     assert f"RuntimeError: no {what} today" in warning
@@ -183,7 +177,7 @@ def test_tracker_that_hangs_is_ended_after_the_run_with_a_warning(place, what):
     running = tracking(place, "spy:Spy", warnings, close_seconds=1.0, hang=what)
     with running:
         write(place, STEPS)
-        wait_for(lambda: said(place, what if what != "close" else "log"))
+        wait_until(lambda: said(place, what if what != "close" else "log"))
         (process,) = running._running.values()
         begin = time.monotonic()
     assert time.monotonic() - begin < 30
@@ -208,11 +202,11 @@ def test_tracker_of_a_command_that_is_killed_sends_what_is_written_and_ends(plac
         "with Tracking(TrackersConfig(kind='spy:Spy'), Path('run').absolute(), 'sums', {}, print): time.sleep(1000)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=place)
-    wait_for(lambda: said(place, "open"))
+    wait_until(lambda: said(place, "open"))
     write(place, STEPS)
     process.kill()
     process.wait()
-    wait_for(lambda: said(place, "close"))
+    wait_until(lambda: said(place, "close"))
     assert [line["step"] for line in said(place, "log")] == [0, 1, 2]
 
 

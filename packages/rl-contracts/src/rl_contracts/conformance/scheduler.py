@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ import pytest
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec, Scheduler, Worker, WorkerStatus
 from rl_contracts.testing.processes import free_port
+from rl_contracts.testing.waiting import wait_until
 
 SERVER = """
 import http.server, sys, time
@@ -61,14 +61,6 @@ def server(role: str = "server", delay: float = 0.0, **fields: object) -> JobSpe
     """A role of small web servers that are ready after `delay` seconds."""
     command = python(SERVER, str(delay), "{host}", "{port}")
     return JobSpec(role, command, needs_port=True, ready_path="/health", **fields)  # type: ignore[arg-type]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Return once `condition` holds; fail the test when it does not within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"still waiting after {seconds:g} s"
-        time.sleep(0.02)
 
 
 def wait_for_end(scheduler: Scheduler, role: str) -> list[Worker]:

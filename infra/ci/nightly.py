@@ -39,7 +39,9 @@ SPLIT = {
     "tests/test_clusters_learn.py",
     "tests/test_conversations_learn.py",
     "tests/test_infra_checks.py",
+    "tests/test_presets_learn.py",
     "tests/test_servers_learn.py",
+    "tests/test_slurm_jobs.py",
 }
 """Test files that take longer than the limit; each of their tests is a part."""
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly or gpu or hypothesis"]

@@ -2,10 +2,11 @@
 
     python infra/ci/flaky.py tests/test_chaos.py -n 20
     python infra/ci/flaky.py --changed origin/main     # the test files that differ from a commit
+    python infra/ci/flaky.py --tier quick -n 5         # all quick tests
 
 All cores are kept busy meanwhile. Each run has a random order (of files, and of the tests of a file) and a random hash
 seed, which are printed with each failure: `FLAKY_SEED=7 PYTHONHASHSEED=7 pytest -p flaky PATH`, with `infra/ci` on
-PYTHONPATH, repeats a run. Slow tests run too, nightly ones with `--nightly`. The exit code is 1 if a test failed.
+PYTHONPATH, repeats a run. The exit code is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def failures(report: ElementTree.Element) -> dict[str, str]:
 
 
 def run(paths: Sequence[str], seed: int, tier: str) -> dict[str, str]:
-    """Run the tests once; returns the failures by test."""
+    """Run the tests of the paths, or all tests, once; returns the failures by test."""
     environment = {
         **os.environ,
         "FLAKY_SEED": str(seed),
@@ -81,7 +82,8 @@ def run(paths: Sequence[str], seed: int, tier: str) -> dict[str, str]:
     }
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "flaky", tier, f"--junitxml={report}", *paths]
+        flags = [] if tier == "quick" else [f"--{tier}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "flaky", *flags, f"--junitxml={report}", *paths]
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         if code not in (0, 1):
             raise SystemExit(f"pytest exited with code {code}, expected 0 or 1")
@@ -97,14 +99,14 @@ def changed(base: str) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests and print those that did not always pass; returns the exit code."""
     parser = argparse.ArgumentParser(description="Run tests several times under bad conditions.")
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="test files or directories")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="test files or directories; default: all tests")
     parser.add_argument("-n", type=int, default=10, help="number of runs (default: %(default)s)")
-    parser.add_argument("--changed", metavar="BASE", help="also the test files that differ from this commit")
-    parser.add_argument("--nightly", dest="tier", action="store_const", const="--nightly", default="--all")
+    parser.add_argument("--changed", metavar="BASE", help="the test files that differ from this commit")
+    parser.add_argument("--tier", choices=["quick", "all", "nightly"], default="all", help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     paths = [*options.paths, *(changed(options.changed) if options.changed else [])]
-    if not paths:
-        print("no test files")
+    if options.changed and not paths:
+        print("no test files changed")
         return 0
     failed: dict[str, list[tuple[int, str]]] = {}
     with busy_cores(os.cpu_count() or 1):

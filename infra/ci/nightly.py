@@ -9,8 +9,8 @@ Paths restrict the parts to files or directories.
 
 Each finished part appends one JSON line to `runs/nightly/COMMIT.jsonl`: part, commit, passed, failed (test ids),
 skipped (number of tests per reason), seconds, and metrics (what tests recorded with pytest's `record_property`). A
-second call with the same commit runs the remaining parts. The exit code is 1 if a part failed, also in an earlier
-call. Needs the standard library, and pytest in the same environment.
+second call with the same commit runs the remaining parts; with uncommitted changes, all parts run. The exit code is 1
+if a part failed, also in an earlier call. Needs the standard library, and pytest in the same environment.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     commit = _commit()
     file = RESULTS / f"{commit}.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
+    resumes = file.exists() and not commit.endswith("-changed")  # a changed tree may have changed since
+    lines = file.read_text().splitlines() if resumes else []
     results = {result["part"]: result for result in map(json.loads, lines)}
     for number, part in enumerate(parts, 1):
         if options.parts and part not in results:

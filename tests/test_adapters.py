@@ -167,7 +167,7 @@ def test_whole_weights_are_sent_where_that_is_asked_for_and_adapters_go_on_from_
 
 
 @pytest.mark.nightly
-def test_server_that_starts_again_holds_base_and_adapter_of_the_committed_version(run):
+def test_restarted_server_has_base_and_adapter_of_committed_version(run):
     """It loads them itself, or its client brings it up."""
     publisher = run.publisher("disk")
     version = run.update(publisher)

@@ -251,7 +251,7 @@ def configs() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pages name: data, a model, a run, and the config of an earlier run."""
+    """Directory with the data, model, run and config of an earlier run that pages name."""
     from rl_apps.compose import to_yaml
     from rl_apps.gsm8k_grpo import APP
     from rl_contracts.testing.models import make_tiny_model

@@ -106,7 +106,7 @@ def test_tracker_is_given_every_figure_that_was_measured_with_its_step_and_time(
     warnings = []
     with tracking(place, warnings=warnings) as running:
         write(place, STEPS)
-        wait_until(lambda: len(said(place, "log")) == 3)  # while the run goes on
+        wait_until(lambda: len(said(place, "log")) == 3)  # during the run
         running.tick()
         write(place, LATER[1:])
     opened = {"id": "", "name": "run", "project": "sums", "config": {"a": {"b": 1}}, "step": -1, "key": None}

@@ -63,7 +63,7 @@ def ours(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tu
 
 def trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> list[tuple[int, float]]:
     """The curve of one run of TRL on the same prompts in the same order."""
-    from rl_apps.data import head, load_rows
+    from rl_apps.data import first_rows, load_rows
     from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
     from rl_datasets import PromptLoader
 
@@ -74,7 +74,7 @@ def trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads: in
     job = {
         "model": str(prepare_embedded(seed, EmbeddedRecipe())),
         "rows": list(islice(prompts, STEPS * config.data.batch_size)),
-        "held_out": head(load_rows(config.data, "test", "rl", seed), HELD_OUT),
+        "held_out": first_rows(load_rows(config.data, "test", "rl", seed), HELD_OUT),
         "directory": str(directory),
         "threads": threads,
         "seed": seed,

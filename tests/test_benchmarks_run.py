@@ -1,9 +1,12 @@
 """The benchmarks run and end with one JSON object."""
 
 import json
+import runpy
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,6 @@ import pytest
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def quick(name: str) -> dict[str, Any]:
-    """The JSON line of a benchmark in its small mode."""
-    return run(name, "--quick")
 
 
 def run(name: str, *options: str, limit: float = 560) -> dict[str, Any]:
@@ -28,24 +26,51 @@ def run(name: str, *options: str, limit: float = 560) -> dict[str, Any]:
     return figures
 
 
-@pytest.mark.nightly  # starts many processes
-def test_grpo_step_quick_last_line_has_the_figures_of_both_cases() -> None:
-    figures = quick("grpo_step.py")
+def programs() -> list[str]:
+    """The benchmarks: the programs that take `--quick`."""
+    return [path.name for path in sorted(BENCHMARKS.glob("*.py")) if '"--quick"' in path.read_text()]
+
+
+@pytest.fixture
+def keep_signals() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which some of the programs set."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("keep_signals")
+@pytest.mark.parametrize("program", programs())
+def test_benchmark_quick_last_line_is_a_json_object(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # in this process, which has imported torch and transformers already
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", [program, "--quick"])
+    with suppress(SystemExit) if program == "recovery.py" else nullcontext():  # the one that ends by `sys.exit`
+        runpy.run_path(str(BENCHMARKS / program), run_name="__main__")
+    assert isinstance(json.loads(capsys.readouterr().out.splitlines()[-1]), dict)
+
+
+@pytest.mark.nightly  # eight minutes
+@pytest.mark.timeout(3000)
+def test_grpo_step_with_trl_has_ratios_and_completions_to_the_goal() -> None:
+    figures = run("grpo_step.py", "--peer", "trl", "--repeats", "1", "--seeds", "1", limit=2900)
     for case in ("uniform", "long_tail"):
-        ours = figures[case]["ours"]
-        assert ours["completions_per_s"] > 0
-        assert ours["tokens_per_s"] > 0
+        assert min(figures[case][side]["completions_per_s"] for side in ("ours", "trl")) > 0
+        assert figures[case]["ratio"]["tokens_per_s"] > 0
     assert figures["uniform"]["ours"]["mean_tokens"] == 64
+    assert all(figures["samples"]["completions"][side][0] for side in ("ours", "trl"))
 
 
-@pytest.mark.nightly  # starts many processes
-def test_embedded_server_quick_last_line_has_the_ratio_of_both_cases() -> None:
-    figures = quick("embedded_server.py")
+@pytest.mark.nightly  # minutes
+def test_embedded_server_has_the_ratio_to_transformers_of_both_cases() -> None:
+    figures = run("embedded_server.py", "--rounds", "1")
     assert figures["logprob_error"] < 2e-5
     for case in ("uniform", "long_tail"):
         assert figures[case]["tokens_per_s"]["ours"] > 0
         assert figures[case]["ratio"]["transformers"] > 0
-    assert figures["long_tail"]["requests"] == 80
+    assert figures["long_tail"]["requests"] == 512
 
 
 @pytest.mark.nightly  # minutes, and an idle machine for the latencies
@@ -73,8 +98,8 @@ def test_embedded_server_scores_leave_answers_a_third_and_get_a_quarter(
 
 
 @pytest.mark.nightly  # a minute
-def test_rollout_runtime_quick_last_line_has_rate_memory_and_floor() -> None:
-    figures = quick("rollout_runtime.py")
+def test_rollout_runtime_few_episodes_has_rate_memory_and_floors() -> None:
+    figures = run("rollout_runtime.py", "--outstanding", "800", "--batches", "4", "--repeats", "1")
     assert figures["runtime"]["episodes"] == 4 * figures["outstanding"] / 10
     assert figures["runtime"]["outstanding_least"] <= figures["outstanding"]
     assert figures["runtime"]["episodes_per_s"] > 0
@@ -83,8 +108,8 @@ def test_rollout_runtime_quick_last_line_has_rate_memory_and_floor() -> None:
 
 
 @pytest.mark.nightly
-def test_staleness_sweep_quick_never_exceeds_max_staleness_measured_or_simulated() -> None:
-    figures = quick("staleness_sweep.py")
+def test_staleness_sweep_measured_and_simulated_keep_max_staleness(tmp_path: Path) -> None:
+    figures = run("staleness_sweep.py", "--steps", "12", "--svg", str(tmp_path / "plot.svg"))
     for kind in ("measured", "simulated"):
         assert [int(eta) for eta in figures[kind]] == [0, 1, 2, 4, 8]
         for eta, row in figures[kind].items():
@@ -104,15 +129,15 @@ def test_areal_speedups_are_within_15_percent_of_those_published(
 
 
 @pytest.mark.nightly  # four runs of two processes each
-def test_async_overlap_quick_last_line_has_the_seconds_of_all_runs() -> None:
-    figures = quick("async_overlap.py")
+def test_async_overlap_few_steps_has_the_seconds_of_all_runs() -> None:
+    figures = run("async_overlap.py", "--steps", "4", "--warmup", "1", "--repeats", "1")
     assert set(figures["seconds_per_step"]) == {"asynchronous", "synchronous", "training", "generation"}
     assert all(seconds > 0 for seconds in figures["seconds_per_step"].values())
 
 
 @pytest.mark.nightly  # every route to every server
-def test_weight_publish_quick_last_line_has_the_ratio_of_every_route() -> None:
-    figures = quick("weight_publish.py")
+def test_weight_publish_small_model_has_the_ratio_of_every_route() -> None:
+    figures = run("weight_publish.py", "--mebibytes", "8", "--warm", "1", "--rounds", "2")
     for route in ("shm", "broadcast", "disk"):
         assert figures[route]["ratio"] > 0
         assert figures[route]["paused_s"] > 0
@@ -134,8 +159,9 @@ def test_servers_client_takes_at_most_two_milliseconds_per_answer_of_64_tokens(
 
 @pytest.mark.nightly  # starts each server for which there is an environment
 @pytest.mark.timeout(1800)
-def test_servers_quick_last_line_has_the_figures_of_each_or_why_it_was_skipped() -> None:
-    figures = run("servers.py", "--quick", limit=1700)
+def test_servers_quick_has_the_metrics_of_each_or_why_it_was_skipped() -> None:
+    every = [option for server in ("embedded", "vllm", "sglang") for option in ("--server", server)]
+    figures = run("servers.py", "--quick", *every, limit=1700)
     assert "skipped" not in figures["embedded"]
     for server in ("embedded", "vllm", "sglang"):
         found = figures[server]
@@ -146,14 +172,6 @@ def test_servers_quick_last_line_has_the_figures_of_each_or_why_it_was_skipped()
         assert found["lost_at_most"] > 0
         for route in ("shm", "disk", "broadcast"):
             assert min(found["publish"][route].values()) > 0
-
-
-@pytest.mark.nightly
-def test_recovery_quick_last_line_has_the_cost_of_points_and_of_the_peers() -> None:
-    points = run("recovery.py", "--quick", "--case", "cost")["points"]
-    assert points["demo"]["cost"] > 0
-    assert points["demo"]["smallest_every"] >= 1
-    assert min(peer["held_s"] for peer in points["demo"]["peers"].values()) > 0
 
 
 @pytest.mark.nightly  # a run with a kill
@@ -178,6 +196,7 @@ def test_recovery_is_within_its_limits(case: str, record_property: Callable[[str
         for size in ("demo", "larger"):
             record_property(f"cost of a point every 20 steps, {size}", figures["points"][size]["cost"])
             assert figures["points"][size]["cost"] <= 0.02
+            assert min(peer["held_s"] for peer in figures["points"][size]["peers"].values()) > 0
         return
     found = figures["recovery"][case]
     if "skipped" in found:
@@ -187,12 +206,19 @@ def test_recovery_is_within_its_limits(case: str, record_property: Callable[[str
 
 
 @pytest.mark.nightly
-def test_train_step_quick_last_line_has_rates_fill_and_the_cost_of_the_loss() -> None:
-    figures = run("train_step.py", "--quick", "--engine", "megatron")
-    step, loss = figures["step"], figures["loss"]
-    assert min(step[side]["tokens_per_s"] for side in ("ours", "megatron", "transformers")) > 0
+def test_train_step_small_with_peers_has_rates_and_fill() -> None:
+    sizes = {"rows": 24, "longest": 96, "max-tokens": 128, "vocabulary": 512, "hidden": 64, "repeats": 1}
+    options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    step = run("train_step.py", "--part", "step", "--engine", "megatron", *options)["step"]
+    assert min(step[side]["tokens_per_s"] for side in ("ours", "transformers", "megatron")) > 0
     assert step["ratio"] > 0
     assert 0.5 < step["fill"] <= 1
+
+
+@pytest.mark.nightly  # minutes
+@pytest.mark.timeout(1500)
+def test_train_step_loss_has_memory_and_time_of_both_sides() -> None:
+    loss = run("train_step.py", "--part", "loss", "--repeats", "1", limit=1400)["loss"]
     assert loss["memory_ratio"] > 0
     assert loss["time_ratio"] > 0
     assert loss["materialised"]["peak_gib"] > loss["logits_gib"]

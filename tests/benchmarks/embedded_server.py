@@ -129,7 +129,9 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="our servers compile their forward pass")
     parser.add_argument("--peer-threads", type=int, default=0, help="of transformers; 0: whichever is faster")
     parser.add_argument("--case", choices=[*REQUIRED], help="only this case")
-    parser.add_argument("--quick", action="store_true", help="a small model and little work, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, little work, no peer; checks only that it runs"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
     if options.peer and options.peer[0] != "vllm":
@@ -142,22 +144,24 @@ def main() -> None:
         heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
         limits = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
         model = tiny_model(scratch / "model", "qwen3", **shape, **heads, **limits)
-        if options.servers:
-            layout = (options.servers, options.threads or 1)
+        if options.servers or options.quick:
+            layout = (options.servers or 1, options.threads or 1)
         else:
             layout = best_layout(model, scratch, options.threads)
-        ours = stack.enter_context(embedded(model, layout, scratch, options.compile))
-        peer = stack.enter_context(transformers(model))
-        peer.threads = options.peer_threads or peer.threads
-        if not options.peer_threads:
-            asyncio.run(peer.choose_threads(make_requests([16] * 64, seed=0)))
-        sides: list[Side] = [ours, peer]
+        ours = stack.enter_context(embedded(model, layout, scratch, options.compile, forked=options.quick))
+        sides: list[Side] = [ours]
+        result: dict[str, Any] = {"benchmark": "embedded_server", "layers": layers, "hidden": hidden}
+        result |= {"cores": os.cpu_count(), "servers": layout[0], "threads": layout[1], "compiled": options.compile}
+        if not options.quick:
+            peer = stack.enter_context(transformers(model))
+            peer.threads = options.peer_threads or peer.threads
+            if not options.peer_threads:
+                asyncio.run(peer.choose_threads(make_requests([16] * 64, seed=0)))
+            result["transformers_threads"] = peer.threads
+            sides.append(peer)
         if options.peer:
             sides.append(stack.enter_context(vllm(model, options.peer[1], scratch)))
         rounds = 1 if options.quick else options.rounds
-        result = {"benchmark": "embedded_server", "layers": layers, "hidden": hidden, "cores": os.cpu_count()}
-        result |= {"servers": layout[0], "threads": layout[1], "compiled": options.compile}
-        result |= {"transformers_threads": peer.threads}
         result |= asyncio.run(run(ours, sides, cases, model, rounds))
     print(json.dumps(result))
 

@@ -89,12 +89,15 @@ class EmbeddedSide(Side):
 
 
 @contextmanager
-def embedded(model: Path, layout: tuple[int, int], scratch: Path, compiled: bool = False) -> Iterator[EmbeddedSide]:
+def embedded(
+    model: Path, layout: tuple[int, int], scratch: Path, compiled: bool = False, forked: bool = False
+) -> Iterator[EmbeddedSide]:
     """Server processes of ours and their client.
 
     Args:
         layout: servers, which share the slots, and threads of each.
         compiled: whether they compile their forward pass.
+        forked: whether they are forked, as in tests, instead of started as programs.
     """
     servers, threads = layout
     with ExitStack() as stack:
@@ -109,7 +112,7 @@ def embedded(model: Path, layout: tuple[int, int], scratch: Path, compiled: bool
                         "threads": threads,
                         "compile": str(compiled).lower(),
                     },
-                    command=(sys.executable, "-m", "rl_inference.server"),
+                    command=None if forked else (sys.executable, "-m", "rl_inference.server"),
                 )
             )
             for index in range(servers)

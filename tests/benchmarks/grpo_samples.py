@@ -16,6 +16,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rl_apps.data import first_rows, load_rows
+from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
+from rl_apps.gsm8k_grpo import APP
+from rl_datasets import PromptLoader
+
 HERE = Path(__file__).resolve().parent
 GOAL = 0.80
 """Accuracy that is to be reached."""
@@ -41,8 +46,6 @@ def samples_to_goal(curve: list[tuple[int, float]], per_step: int) -> float | No
 
 def settings(seed: int) -> Any:
     """The demonstration's config."""
-    from rl_apps.gsm8k_grpo import APP
-
     return APP.config([f"seed={seed}"])
 
 
@@ -63,10 +66,6 @@ def ours(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tu
 
 def trl(seed: int, directory: Path, run: Callable[[list[str]], str], threads: int) -> list[tuple[int, float]]:
     """The curve of one run of TRL on the same prompts in the same order."""
-    from rl_apps.data import first_rows, load_rows
-    from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
-    from rl_datasets import PromptLoader
-
     config = settings(seed)
     directory.mkdir(parents=True)
     prompts = PromptLoader(load_rows(config.data, "train", "rl", seed), seed=seed)

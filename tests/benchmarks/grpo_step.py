@@ -210,7 +210,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side")
     parser.add_argument("--case", choices=[*CASES], help="only this case")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the comparison of samples; 0: leave it out")
-    parser.add_argument("--quick", action="store_true", help="a small model and two steps, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, two steps, one case; checks only that it runs"
+    )
     parser.add_argument("--keep", type=Path, help="directory for run directories; by default they are removed")
     options = parser.parse_args()
     sizes: dict[str, int] = {}
@@ -219,6 +221,7 @@ def main() -> None:
         layers, hidden = 1, 32
         options.steps, options.warmup, options.repeats, options.seeds = 2, 1, 1, 0
         sizes = {"prompts": 2, "group": 4}
+        options.case = options.case or "uniform"
     with tempfile.TemporaryDirectory() as temporary:
         root = options.keep or Path(temporary)
         model = make_model(root / "models", layers, hidden)

@@ -71,26 +71,27 @@ def main() -> int:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     everything = [*kills.CASES, "cost"]
-    parser.add_argument("--case", nargs="+", choices=everything, default=everything)
+    parser.add_argument("--case", nargs="+", choices=everything, help="all by default; with --quick, cost")
     parser.add_argument("--kills", type=int, default=3, help="per case")
     parser.add_argument("--points", type=int, default=5, help="of the cost")
     parser.add_argument("--check", action="store_true", help="exit code 1 where a limit is missed")
     parser.add_argument("--directory", type=Path, help="where to write; a temporary one by default")
-    parser.add_argument("--quick", action="store_true", help="one kill; cost of the demo's model with a small batch")
+    parser.add_argument("--quick", action="store_true", help="one kill; cost with a small batch and without peers")
     arguments = parser.parse_args()
+    cases = arguments.case or (["cost"] if arguments.quick else everything)
     many, points, sizes = arguments.kills, arguments.points, list(cost.SIZES)
     if arguments.quick:
         many, points, sizes = 1, 2, ["demo"]
     results: dict[str, Any] = {"recovery": {}, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="recovery-") as scratch:
-        for name in (name for name in kills.CASES if name in arguments.case):
+        for name in (name for name in kills.CASES if name in cases):
             case = kills.CASES[name]
             try:
                 results["recovery"][name] = summary(case.measure(Path(scratch) / name, many), case.limit)
             except kills.UnavailableError as reason:
                 results["recovery"][name] = {"skipped": str(reason), "ok": False}
             tell(name, results["recovery"][name])
-        if "cost" in arguments.case:
+        if "cost" in cases:
             found = {size: cost.measure(size, points, Path(scratch), arguments.quick) for size in sizes}
             for size, figures in found.items():
                 step = f"{figures['mebibytes']:.1f} MiB, a step {figures['step_s']:.3f} s"

@@ -34,8 +34,10 @@ STEPS_AHEAD = 10
 PROMPT = list(range(1, 33))
 TOKENS = 32
 """Mean length of an answer."""
-SECONDS = 4.0
-"""Mean time of an answer. With 100,000 outstanding 25,000 would end per second, so that the runtime is the limit."""
+SECONDS, QUICK_SECONDS = 4.0, 0.2
+"""Mean time of an answer, and with `--quick`.
+
+With 4 s and 100,000 outstanding 25,000 would end per second, so that the runtime is the limit."""
 DEADLINE = 600.0
 """Seconds for one part."""
 
@@ -55,7 +57,7 @@ def make_engine(seconds: float) -> Any:
     )
 
 
-def measure_runtime(outstanding: int, batches: int, tuned: bool) -> dict[str, float]:
+def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_answer: float) -> dict[str, float]:
     """Memory with all episodes running, and the time of `batches` batches after the first ones."""
     from rl_contracts.config import GenerationConfig
     from rl_contracts.data import ModelRequest
@@ -72,7 +74,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool) -> dict[str, fl
             response = await engine.agenerate(ModelRequest(PROMPT, generation))
             return [from_response(response, reward=float(len(response.output_ids)), temperature=1.0)]
 
-    engine = make_engine(SECONDS)
+    engine = make_engine(seconds_per_answer)
     groups = outstanding // GROUP // STEPS_AHEAD
     rollout = DistRollout(
         engine,
@@ -198,20 +200,24 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=12, help="measured batches of a run")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each part")
     parser.add_argument("--default-gc", action="store_true", help="also measure with Python's own collector settings")
-    parser.add_argument("--quick", action="store_true", help="few episodes, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few episodes, the runtime alone; checks only that it runs"
+    )
     # the first core often serves the machine's interrupts
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="the core to run on")
     parser.add_argument("--part", choices=["tasks", "engine", "runtime", "runtime-default-gc"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
-        options.outstanding, options.batches, options.repeats = 800, 4, 1
+        found = measure_runtime(outstanding=800, batches=4, tuned=True, seconds_per_answer=QUICK_SECONDS)
+        print(json.dumps({"benchmark": "rollout_runtime", "outstanding": 800, "runtime": found}))
+        return
     os.sched_setaffinity(0, {options.core})  # inherited by the parts
     if options.part in ("tasks", "engine"):
         total = 2 * options.outstanding
         print(json.dumps(measure_floor(options.outstanding, total, ask=options.part == "engine")))
         return
     if options.part:
-        print(json.dumps(measure_runtime(options.outstanding, options.batches, options.part == "runtime")))
+        print(json.dumps(measure_runtime(options.outstanding, options.batches, options.part == "runtime", SECONDS)))
         return
     parts = ["tasks", "engine", "runtime"] + ["runtime-default-gc"] * options.default_gc
     runs: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}

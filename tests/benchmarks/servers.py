@@ -338,11 +338,13 @@ def measure_server(
 def main() -> None:
     """Measure, and print a line per server and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", choices=SERVERS, action="append", help="only these; `--server embedded`")
+    parser.add_argument(
+        "--server", choices=SERVERS, action="append", help="only these; all by default; with --quick, embedded"
+    )
     parser.add_argument("--client", action="store_true", help="the client alone, against replayed answers")
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each server")
-    parser.add_argument("--quick", action="store_true", help="a small model and little work, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a small model, little work; checks only that it runs")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
     layers, hidden = (1, 64) if options.quick else (4, 128)
@@ -359,11 +361,11 @@ def main() -> None:
         limits = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
         model = tiny_model(scratch / "model", "qwen3", **shape, **heads, **limits)
         loop = stack.enter_context(LoopThread("benchmark"))
-        result["client"] = measure_client(model, loop, 4 * rounds)
+        result["client"] = measure_client(model, loop, 1 if options.quick and not options.client else 4 * rounds)
         if not options.client:
             publishing = Publishing(stack, model, loop, scratch)
             result["mebibytes"] = round(publishing.mebibytes, 2)
-            for server in options.server or SERVERS:
+            for server in options.server or (SERVERS[:1] if options.quick else SERVERS):
                 found = measure_server(server, model, scratch, options.threads, cases, rounds, publishing)
                 result[server] = found
     print(json.dumps(result))

@@ -232,19 +232,19 @@ def utilisation(ours: Ours, seconds: float) -> float | None:
     return round(flops / (peak * seconds), 4) if flops and peak else None
 
 
-def measure_step(work: Work, repeats: int, peer_rows: tuple[int, ...], engine: str) -> dict[str, Any]:
+def measure_step(work: Work, repeats: int, engine: str) -> dict[str, Any]:
     """All sides in turn, after a trial of each way in which they can run; `engine` is one more than FSDP."""
     ours, padded = Ours(work), Padded(work)
     further = {engine: Ours(work, engine)} if engine != "fsdp" else {}
     counts = sorted({1, os.cpu_count() or 1})
     begin = [timed(side.step, counts[-1])[1] for side in (ours, *further.values())]
-    begin.append(timed(partial(padded.step, peer_rows[0]), counts[-1])[1])
+    begin.append(timed(partial(padded.step, PEER_ROWS[0]), counts[-1])[1])
     tolerance = 1e-3 if work.dtype == "float32" else 3e-2
     for found in begin[1:]:
         if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(begin[0], found, strict=True)):
             raise SystemExit(f"the sides had different work: loss and gradient norm {begin[0]} and {found}")
     own = {threads: timed(ours.step, threads)[0] for threads in counts}
-    peer = {(threads, rows): tried(partial(padded.step, rows), threads) for threads in counts for rows in peer_rows}
+    peer = {(threads, rows): tried(partial(padded.step, rows), threads) for threads in counts for rows in PEER_ROWS}
     threads = min(own, key=own.__getitem__)
     peer_threads, rows = min(peer, key=peer.__getitem__)
     best = {name: min(counts, key=lambda n, side=side: timed(side.step, n)[0]) for name, side in further.items()}
@@ -278,6 +278,19 @@ def measure_step(work: Work, repeats: int, peer_rows: tuple[int, ...], engine: s
         "ratio": round(statistics.median(theirs / mine for mine, theirs in runs), 3),
         "ratios": [round(theirs / mine, 3) for mine, theirs in runs],
     }
+
+
+def measure_quick(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One step of each of our engines, and our loss, all of them small; no peer."""
+    figures: dict[str, Any] = {}
+    if options.part in ("all", "step"):
+        work = make_work(directory, 24, 96, 128, 512, 64, options.device, options.dtype)
+        ours = {name: Ours(work, name) for name in dict.fromkeys(("fsdp", options.engine))}
+        rates = {name: round(work.tokens / timed(side.step, 1)[0], 1) for name, side in ours.items()}
+        figures["step"] = {"tokens": work.tokens, "tokens_per_s": rates, **ours["fsdp"].fill()}
+    if options.part in ("all", "loss"):
+        figures["loss"] = {"ours": loss_side("ours", tokens=256, vocabulary=8192, hidden=64)}
+    return figures
 
 
 def available_bytes() -> int:
@@ -357,19 +370,19 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the step; mfu is of known GPUs")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the step; see Work")
     parser.add_argument("--part", choices=("all", "step", "loss"), default="all")
-    parser.add_argument("--quick", action="store_true", help="small sizes, which only show that it runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, no peer; checks only that it runs")
     options = parser.parse_args()
     figures: dict[str, Any] = {"required": REQUIRED}
-    if options.part in ("all", "step"):
-        with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory:
+        if options.quick:
+            print(json.dumps(measure_quick(Path(directory), options)))
+            return
+        if options.part in ("all", "step"):
             sizes = (options.rows, options.longest, options.max_tokens, options.vocabulary, options.hidden)
-            sizes = (24, 96, 128, 512, 64) if options.quick else sizes
             work = make_work(Path(directory), *sizes, options.device, options.dtype)
-            peer_rows = (8,) if options.quick else PEER_ROWS
-            figures["step"] = measure_step(work, options.repeats, peer_rows, options.engine)
+            figures["step"] = measure_step(work, options.repeats, options.engine)
     if options.part in ("all", "loss"):
-        shape = (256, 8192, 64) if options.quick else (8192, 151_936, 1024)
-        figures["loss"] = measure_loss(*shape, repeats=1 if options.quick else options.repeats)
+        figures["loss"] = measure_loss(8192, 151_936, 1024, options.repeats)
     print(json.dumps(figures))
 
 

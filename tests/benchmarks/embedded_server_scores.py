@@ -38,6 +38,8 @@ ROW_TOKENS = 256
 PROMPT_TOKENS = 32
 REQUIRED = {"generation": 1 / 3, "scoring": 1 / 4}
 """What is kept of the tokens per second alone."""
+PATIENCE = 60.0
+"""Seconds within which a window must have its first token."""
 COUNTERS = {"generation": "generated_tokens", "scoring": "scored_tokens"}
 
 
@@ -75,6 +77,10 @@ class Load:
             before, started = await self.counters(), time.perf_counter()
             await asyncio.sleep(seconds)
             after, spent = await self.counters(), time.perf_counter() - started
+            async with asyncio.timeout(PATIENCE):  # a short window on a busy machine may hold no token
+                while any(after[COUNTERS[kind]] == before[COUNTERS[kind]] for kind in kinds):
+                    await asyncio.sleep(0.05)
+                    after, spent = await self.counters(), time.perf_counter() - started
         return {kind: (after[COUNTERS[kind]] - before[COUNTERS[kind]]) / spent for kind in kinds}
 
     async def counters(self) -> dict[str, Any]:

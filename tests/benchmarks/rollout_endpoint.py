@@ -29,7 +29,7 @@ from typing import Any
 
 TURNS = 8
 SECONDS, QUICK_SECONDS = 1.0, 0.1
-"""Of an answer, and with `--quick`."""
+"""Duration of an answer in seconds, and with `--quick`."""
 CPU_MS = 5.0
 """Limit of processor time per call."""
 ADDED_MS = {1: 5.0, 16: 10.0, 128: 20.0}

@@ -288,6 +288,8 @@ def measure_quick(directory: Path, options: argparse.Namespace) -> dict[str, Any
         ours = {name: Ours(work, name) for name in dict.fromkeys(("fsdp", options.engine))}
         rates = {name: round(work.tokens / timed(side.step, 1)[0], 1) for name, side in ours.items()}
         figures["step"] = {"tokens": work.tokens, "tokens_per_s": rates, **ours["fsdp"].fill()}
+        for side in ours.values():
+            side.engine.destroy()
     if options.part in ("all", "loss"):
         figures["loss"] = {"ours": loss_side("ours", tokens=256, vocabulary=8192, hidden=64)}
     return figures

@@ -149,7 +149,7 @@ def measure_calls(agents: int, rounds: int, latency: float) -> dict[str, float]:
 
 
 async def measure_reading(turns: int) -> dict[str, float]:
-    """Tokens that a real server reads for one conversation of so many turns."""
+    """Tokens that a real server reads for one conversation of `turns` turns."""
     import aiohttp
 
     from rl_contracts.config import GenerationConfig

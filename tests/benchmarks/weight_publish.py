@@ -69,9 +69,11 @@ class Copy:
 
 
 class Run:
-    """A trainer's engine, a server and the publisher between them, over one route."""
+    """A trainer's engine, a server and the publisher between them, over one route; both on one device, in one dtype."""
 
-    def __init__(self, stack: ExitStack, model: Path, folder: Path, route: str) -> None:
+    def __init__(
+        self, stack: ExitStack, model: Path, folder: Path, route: str, device: str = "cpu", dtype: str = "float32"
+    ) -> None:
         from rl_contracts.aio import LoopThread
         from rl_contracts.data import FinetuneSpec
         from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
@@ -82,14 +84,14 @@ class Run:
         memory = Path("/dev/shm")
         base = memory if memory.is_dir() and route != "disk" else folder
         weights = stack.enter_context(tempfile.TemporaryDirectory(dir=base, prefix="rl-weight-publish-"))
-        options = {"weights_dir": weights, "slots": 4}
+        options = {"weights_dir": weights, "slots": 4, "device": device, "dtype": dtype}
         server = stack.enter_context(ServerProcess(model, folder / f"{route}.log", options=options))
         self.loop = stack.enter_context(LoopThread("benchmark"))
         self.client = EmbeddedEngine()
         self.client.initialize([server.address])
         stack.callback(lambda: self.loop.run(self.client.destroy(), 10))
         self.engine = FSDPEngine(FSDPEngineConfig())
-        self.engine.initialize(FinetuneSpec(str(model), 1, optimizer=None))
+        self.engine.initialize(FinetuneSpec(str(model), 1, optimizer=None, device=device, dtype=dtype))
         stack.callback(self.engine.destroy)
         config = PublishConfig(route=route)
         self.publisher = WeightPublisher(self.engine, self.client, self.loop, config, weights)

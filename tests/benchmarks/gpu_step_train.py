@@ -1,0 +1,323 @@
+"""Part a of `gpu_step.py`: a packed training step of the FSDP engine at the widths of published models.
+
+Each model is built with random weights at two small depths. Seconds and peak memory are linear in the number of layers,
+so a line through the two depths gives the values at the full depth.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from train_step import nll
+
+TOP_KERNELS = 10
+"""Kernels listed per combination, by their own time."""
+BUDGET_SPENT = {"skipped": "it would start after the time budget of its part"}
+"""Fields of a measurement that was not started."""
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+}
+"""Widths of every model with `--tiny`; a config ignores the names that it does not have."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Widths and full depth of a published model."""
+
+    name: str
+    model_type: str
+    """Name of the architecture in transformers."""
+    layers: int
+    """Decoder layers of the published model."""
+    fields: dict[str, Any]
+    """Fields of its configuration."""
+
+    def save(self, directory: Path, layers: int, device: str, tiny: bool) -> Path:
+        """Write a random bfloat16 model of `layers` decoder layers, unless the directory exists."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        path = directory / f"{self.name}-{layers}"
+        if not path.is_dir():
+            narrow = {name: value for name, value in TINY.items() if name in self.fields} if tiny else {}
+            fields = self.fields | narrow | {"num_hidden_layers": layers, "max_position_embeddings": 4096}
+            torch.manual_seed(0)
+            with torch.device(device):  # a GPU draws the weights in milliseconds
+                config = AutoConfig.for_model(self.model_type, **fields)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model.save_pretrained(path)
+        return path
+
+
+def _shape(name: str, kind: str, layers: int, sizes: tuple[int, int, int, int, int], tied: bool, **more: int) -> Shape:
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    return Shape(name, kind, layers, dict(zip(names, sizes, strict=True)) | {"tie_word_embeddings": tied} | more)
+
+
+EXPERTS = {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+SHAPES = (
+    _shape("Qwen2.5-1.5B", "qwen2", 28, (1536, 8960, 12, 2, 151_936), True),
+    _shape("Qwen2.5-7B", "qwen2", 28, (3584, 18_944, 28, 4, 152_064), False),
+    _shape("Qwen3-30B-A3B", "qwen3_moe", 48, (2048, 6144, 32, 4, 151_936), False, **EXPERTS),
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Batch and repetitions of a measurement."""
+
+    depths: tuple[int, int] = (2, 4)
+    """Decoder layers of the two measured models."""
+    rows: int = 64
+    lengths: tuple[int, int] = (256, 768)
+    """Shortest and longest sequence, in tokens."""
+    max_tokens: int = 16_384
+    """Tokens of a micro-batch at most."""
+    warm: int = 2
+    """Steps before the timed ones."""
+    timed: int = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One combination at one depth."""
+
+    seconds: float
+    """Median of the timed steps."""
+    memory_gib: float | None
+    """Peak: of tensors on a GPU; on a CPU the largest resident set of the process so far."""
+    flops: float
+    """Useful floating-point operations of a step."""
+    kernels: list[dict[str, Any]]
+    """The most expensive kernels of one further step."""
+
+
+def make_engine(path: Path, load: Load, device: str, compiled: bool) -> Any:
+    """Build and initialize an engine by dotted paths, so that no entry points need to be installed."""
+    from rl_contracts import registry
+    from rl_contracts.config import MicroBatchConfig, OptimizerConfig
+    from rl_contracts.data import FinetuneSpec
+
+    name = "rl_engines_fsdp:FSDPEngine"
+    optimizer = OptimizerConfig(name="rl_engines_fsdp.optimizer:adamw", lr=1e-5)
+    micro_batch = MicroBatchConfig(load.max_tokens)
+    spec = FinetuneSpec(str(path), 100, optimizer=optimizer, micro_batch=micro_batch, device=device, dtype="bfloat16")
+    config = registry.settings("rl.train_engines", name)(compile=compiled, verify_model=False)
+    engine = registry.load("rl.train_engines", name)(config)
+    engine.initialize(spec)
+    return engine
+
+
+def set_checkpointing(engine: Any, enabled: bool) -> None:
+    """Switch gradient checkpointing of an initialized engine, instead of loading the model again."""
+    from rl_engines_fsdp.ranks.sharding import decoder_layers
+
+    engine.config.gradient_checkpointing = enabled
+    for layer in decoder_layers(engine._model):
+        vars(layer).pop("forward", None)
+    engine._maker._prepare_layers(engine._model)
+
+
+def step_flops(engine: Any, tokens: int, squares: int) -> float:
+    """Return the useful operations of a step; of an MoE model those of the experts that a token meets."""
+    from rl_contracts.training.usage import dense_step_flops
+    from rl_engines_fsdp import usage
+
+    model = engine._model
+    dense = usage.step_flops(model, tokens, squares)
+    if dense is not None:
+        return dense
+    config = model.model.config
+    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
+    active = usage.matrix_parameters(model) + experts * config.num_experts_per_tok // config.num_experts
+    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return dense_step_flops(active, active, attention, tokens, squares)
+
+
+def timed(step: Callable[[], Any], device: str) -> float:
+    """Return the seconds of one call, with all kernels finished."""
+    import torch
+
+    begin = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def top_kernels(step: Callable[[], Any], device: str) -> list[dict[str, Any]]:
+    """Return the most expensive kernels of a step by their own time; on a CPU, operators."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = device == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+        timed(step, device)
+    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    own = "self_device_time_total" if cuda else "self_cpu_time_total"
+    events = [e for e in profiler.key_averages() if e.device_type == kind and not e.is_user_annotation]
+    total = sum(getattr(event, own) for event in events)
+    events.sort(key=lambda event: -getattr(event, own))
+    return [
+        {
+            "name": event.key[:100],
+            "ms": round(getattr(event, own) / 1e3, 3),
+            "share": round(getattr(event, own) / total, 4),
+            "calls": event.count,
+        }
+        for event in events[:TOP_KERNELS]
+    ]
+
+
+def measure(engine: Any, batch: Any, load: Load, device: str) -> Measured:
+    """Time, profile and count a training step of an engine."""
+    import torch
+
+    from rl_contracts.training.usage import peak_gib
+
+    step = partial(engine.train_batch, batch, nll, lambda rows: rows["loss_mask"].sum())
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(load.warm):
+        timed(step, device)
+    seconds = statistics.median(timed(step, device) for _ in range(load.timed))
+    memory, sizes = peak_gib(torch.device(device)), batch["attention_mask"].sum(-1)
+    flops = step_flops(engine, int(sizes.sum()), int(sizes.square().sum()))
+    return Measured(seconds, memory, flops, top_kernels(step, device))
+
+
+def rates(seconds: float, memory: float | None, flops: float, tokens: int, device: str) -> dict[str, Any]:
+    """Return what a combination reports at one depth; `mfu` is None where the peak of the device is not known."""
+    import torch
+
+    from rl_contracts.training.usage import peak_flops
+
+    peak = peak_flops(torch.device(device), "bfloat16")
+    return {
+        "seconds_per_step": round(seconds, 5),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "mfu": round(flops / (peak * seconds), 4) if peak else None,
+        "memory_gib": None if memory is None else round(memory, 3),
+    }
+
+
+def at_depth(layers: int, depths: tuple[int, int], values: tuple[float, float]) -> float:
+    """Extrapolate values at two depths to `layers` with a straight line; a negative slope is noise and becomes 0."""
+    (shallow, deep), (low, high) = depths, values
+    return low + max(0.0, (high - low) / (deep - shallow)) * (layers - shallow)
+
+
+def summary(shape: Shape, load: Load, found: dict[int, Measured], tokens: int, device: str) -> dict[str, Any]:
+    """Return the fields of a combination that was measured at both depths."""
+    shallow, deep = (found[depth] for depth in load.depths)
+
+    def whole(name: str) -> float:
+        return at_depth(shape.layers, load.depths, (getattr(shallow, name) or 0.0, getattr(deep, name) or 0.0))
+
+    full = rates(whole("seconds"), whole("memory_gib"), whole("flops"), tokens, device)
+    return {
+        "tokens": tokens,
+        "depths": {
+            str(depth): rates(one.seconds, one.memory_gib, one.flops, tokens, device) for depth, one in found.items()
+        },
+        "full_depth": {"layers": shape.layers, **full},
+        "kernels": deep.kernels,
+    }
+
+
+def outcome(error: BaseException) -> dict[str, str]:
+    """Return the field that reports an error: `skipped` (a module is missing), `out_of_memory`, or `failed`."""
+    import torch
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ModuleNotFoundError):
+            return {"skipped": f"module {cause.name} is not installed"}
+        if isinstance(cause, torch.OutOfMemoryError):
+            return {"out_of_memory": str(cause)[:300]}
+        cause = cause.__cause__
+    return {"failed": f"{type(error).__name__}: {str(error)[-2000:]}"}
+
+
+def combinations(
+    shape: Shape, load: Load, device: str, compiled: bool, make: Callable[[int], Any], deadline: float
+) -> Iterator[dict[str, Any]]:
+    """Measure a model with and without gradient checkpointing; yield the fields of each combination.
+
+    Args:
+        make: returns an engine of so many layers.
+        deadline: on the clock of `time.monotonic`; nothing starts after it.
+    """
+    from rl_contracts.testing import make_batch
+
+    batch = make_batch(load.rows, vocab_size=512, lengths=load.lengths)
+    tokens, found = int(batch["attention_mask"].sum()), {True: dict[int, Measured](), False: {}}
+    for depth in load.depths:
+        engine = make(depth) if found else None
+        for checkpointing in [key for key in (True, False) if key in found]:  # an engine is not used after it ran out
+            fields: dict[str, Any] = {}
+            try:
+                if time.monotonic() > deadline:
+                    fields = BUDGET_SPENT
+                else:
+                    set_checkpointing(engine, checkpointing)
+                    found[checkpointing][depth] = measure(engine, batch, load, device)
+                    if depth == load.depths[-1]:
+                        fields = summary(shape, load, found[checkpointing], tokens, device)
+            except Exception as error:
+                fields = outcome(error)
+            if fields:
+                found.pop(checkpointing)
+                yield {"gradient_checkpointing": checkpointing, "compile": compiled, **fields}
+        if engine is not None:
+            engine.destroy()
+            del engine
+            gc.collect()
+
+
+def lines(device: str, tiny: bool, deadline: float) -> Iterator[dict[str, Any]]:
+    """Yield the fields of every combination, first of all models without `compile`."""
+    import torch
+
+    load = Load((1, 2), 8, (32, 128), 512, 1, 2) if tiny else Load()
+    if device == "cpu":
+        torch.set_num_threads(1)  # on busy cores, threads wait for each other at every operation
+    with tempfile.TemporaryDirectory() as directory:
+        for compiled in (False, True):
+            torch.compiler.reset()
+            backend = "inductor" if device == "cuda" else "eager"  # inductor takes minutes on a CPU
+            patch: AbstractContextManager[Any] = nullcontext()
+            if compiled and backend == "eager":
+                patch = mock.patch.object(torch, "compile", partial(torch.compile, backend=backend))
+            for shape in SHAPES:
+
+                def make(depth: int, shape: Shape = shape, compiled: bool = compiled) -> Any:
+                    path = shape.save(Path(directory), depth, device, tiny)
+                    return make_engine(path, load, device, compiled)
+
+                model = {"model": shape.name, "compile_backend": backend if compiled else None}
+                try:
+                    with patch:
+                        for fields in combinations(shape, load, device, compiled, make, deadline):
+                            yield model | fields
+                except Exception as error:
+                    yield model | {"compile": compiled} | outcome(error)

@@ -41,6 +41,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from gpu_step_train import BUDGET_SPENT, lines, outcome, timed
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SHARES = {"a": 0.55, "b": 0.25, "c": 0.2}
@@ -77,9 +79,7 @@ class Options:
 
 def training(options: Options) -> Lines:
     """Yield the lines of part a."""
-    import gpu_step_train
-
-    yield from gpu_step_train.lines(options.device, options.tiny, options.deadline)
+    yield from lines(options.device, options.tiny, options.deadline)
 
 
 # ---- part b
@@ -134,14 +134,13 @@ def grpo_run(model: Path, directory: Path, options: Options, route: str) -> dict
 
 def copy_seconds(size: int, device: str) -> float:
     """Return the median seconds of a copy of `size` bytes on the device."""
-    import gpu_step_train
     import torch
 
     source, target = (
         torch.ones(size, dtype=torch.uint8, device=device),
         torch.zeros(size, dtype=torch.uint8, device=device),
     )
-    seconds = [gpu_step_train.timed(partial(target.copy_, source), device) for _ in range(7)]
+    seconds = [timed(partial(target.copy_, source), device) for _ in range(7)]
     return statistics.median(seconds[2:])
 
 
@@ -168,8 +167,6 @@ def publish(model: Path, directory: Path, options: Options, route: str) -> dict[
 
 def end_to_end(options: Options) -> Lines:
     """Yield the two lines of part b."""
-    import gpu_step_train
-
     route = "ipc" if options.device == "cuda" else "shm"
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -177,9 +174,9 @@ def end_to_end(options: Options) -> Lines:
         for name, measure in (("run", grpo_run), ("publish", publish)):
             try:
                 spent = options.remaining <= 0
-                fields = gpu_step_train.BUDGET_SPENT if spent else measure(model, directory / name, options, route)
+                fields = BUDGET_SPENT if spent else measure(model, directory / name, options, route)
             except (Exception, SystemExit) as error:  # a benchmark that is imported ends with a SystemExit
-                fields = gpu_step_train.outcome(error)
+                fields = outcome(error)
             yield {"measured": name} | fields
 
 
@@ -238,8 +235,6 @@ def facts(device: str) -> dict[str, Any]:
 
 def run_parts(parts: dict[str, Callable[[], Lines]], common: dict[str, Any]) -> int:
     """Print a line for each result of each part; return the exit code, 1 if something failed."""
-    from gpu_step_train import outcome
-
     code = 0
     for part, run in parts.items():
         begin = time.perf_counter()
@@ -265,8 +260,6 @@ def bounded(part: str, options: Options) -> Lines:
     if missing:
         yield {"skipped": f"not installed: {', '.join(missing)}"}
     elif options.remaining <= 0:
-        from gpu_step_train import BUDGET_SPENT
-
         yield BUDGET_SPENT
     else:
         yield from PARTS[part](options)

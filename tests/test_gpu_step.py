@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,7 @@ def results() -> dict[str, list[dict[str, Any]]]:
     return {part: [line for line in found if line["part"] == part] for part in "abc"}
 
 
+@pytest.mark.slow
 def test_training_tiny_reports_every_combination(results: dict[str, list[dict[str, Any]]]) -> None:
     keys = ("model", "compile", "gradient_checkpointing")
     assert len({tuple(line[key] for key in keys) for line in results["a"]}) == len(results["a"]) == 8
@@ -38,6 +42,7 @@ def test_training_tiny_reports_every_combination(results: dict[str, list[dict[st
         assert line["kernels"][0]["ms"] > 0
 
 
+@pytest.mark.slow
 def test_end_to_end_tiny_reports_run_and_publish(results: dict[str, list[dict[str, Any]]]) -> None:
     run, publish = results["b"]
     assert run["route"] == publish["route"] == "shm"
@@ -48,6 +53,7 @@ def test_end_to_end_tiny_reports_run_and_publish(results: dict[str, list[dict[st
     assert min(publish["bytes"], publish["publish_s"], publish["copy_s"]) > 0
 
 
+@pytest.mark.slow
 def test_gpu_tests_without_gpu_are_collected(results: dict[str, list[dict[str, Any]]]) -> None:
     [line] = results["c"]
     assert line["exit_code"] == 0
@@ -90,3 +96,36 @@ def test_at_depth_extends_a_line_and_never_falls(
     import gpu_step_train
 
     assert gpu_step_train.at_depth(28, (2, 4), values) == expected
+
+
+def test_combinations_out_of_memory_continues_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu_step_train as train
+
+    state = SimpleNamespace(checkpointing=True, destroy=lambda: None)
+
+    def measure(*_: Any) -> train.Measured:
+        if not state.checkpointing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return train.Measured(1.0, 2.0, 3.0, [])
+
+    monkeypatch.setattr(train, "set_checkpointing", lambda engine, on: setattr(engine, "checkpointing", on))
+    monkeypatch.setattr(train, "measure", measure)
+    load, make = train.Load(rows=2, lengths=(4, 8)), lambda depth: state
+
+    lines = list(train.combinations(train.SHAPES[0], load, "cpu", False, make, time.monotonic() + 60))
+
+    assert [line["gradient_checkpointing"] for line in lines] == [False, True]
+    assert lines[0]["out_of_memory"] == "CUDA out of memory"
+    assert lines[1]["full_depth"]["seconds_per_step"] == 1.0
+
+
+def test_combinations_after_the_deadline_build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu_step_train as train
+
+    load = train.Load(rows=2, lengths=(4, 8))
+
+    lines = list(train.combinations(train.SHAPES[0], load, "cpu", False, lambda depth: 1 / 0, time.monotonic() - 1))
+
+    assert [line["skipped"] for line in lines] == [train.BUDGET_SPENT["skipped"]] * 2

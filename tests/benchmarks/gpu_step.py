@@ -136,10 +136,8 @@ def copy_seconds(size: int, device: str) -> float:
     """Return the median seconds of a copy of `size` bytes on the device."""
     import torch
 
-    source, target = (
-        torch.ones(size, dtype=torch.uint8, device=device),
-        torch.zeros(size, dtype=torch.uint8, device=device),
-    )
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
     seconds = [timed(partial(target.copy_, source), device) for _ in range(7)]
     return statistics.median(seconds[2:])
 
@@ -224,10 +222,14 @@ def facts(device: str) -> dict[str, Any]:
     import torch
     import transformers
 
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # git is not installed
+        commit = ""
     return {
         "card": torch.cuda.get_device_name() if device == "cuda" else None,
-        "commit": git.stdout.strip() or None,
+        "commit": commit or None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

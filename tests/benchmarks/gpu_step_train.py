@@ -171,7 +171,7 @@ def top_kernels(step: Callable[[], Any], device: str) -> list[dict[str, Any]]:
         {
             "name": event.key[:100],
             "ms": round(getattr(event, own) / 1e3, 3),
-            "share": round(getattr(event, own) / total, 4),
+            "share": round(getattr(event, own) / (total or 1.0), 4),
             "calls": event.count,
         }
         for event in events[:TOP_KERNELS]
@@ -263,11 +263,11 @@ def combinations(
     batch = make_batch(load.rows, vocab_size=512, lengths=load.lengths)
     tokens, found = int(batch["attention_mask"].sum()), {True: dict[int, Measured](), False: {}}
     for depth in load.depths:
-        engine = make(depth) if found else None
+        engine = make(depth) if found and time.monotonic() < deadline else None
         for checkpointing in [key for key in (True, False) if key in found]:  # an engine is not used after it ran out
             fields: dict[str, Any] = {}
             try:
-                if time.monotonic() > deadline:
+                if engine is None or time.monotonic() > deadline:
                     fields = BUDGET_SPENT
                 else:
                     set_checkpointing(engine, checkpointing)
@@ -294,7 +294,6 @@ def lines(device: str, tiny: bool, deadline: float) -> Iterator[dict[str, Any]]:
         torch.set_num_threads(1)  # on busy cores, threads wait for each other at every operation
     with tempfile.TemporaryDirectory() as directory:
         for compiled in (False, True):
-            torch.compiler.reset()
             backend = "inductor" if device == "cuda" else "eager"  # inductor takes minutes on a CPU
             patch: AbstractContextManager[Any] = nullcontext()
             if compiled and backend == "eager":
@@ -305,6 +304,7 @@ def lines(device: str, tiny: bool, deadline: float) -> Iterator[dict[str, Any]]:
                     path = shape.save(Path(directory), depth, device, tiny)
                     return make_engine(path, load, device, compiled)
 
+                torch.compiler.reset()  # dynamo compiles the code of a layer a few times only
                 model = {"model": shape.name, "compile_backend": backend if compiled else None}
                 try:
                     with patch:

@@ -85,6 +85,8 @@ class Load:
     warm: int = 2
     """Steps before the timed ones."""
     timed: int = 3
+    vocabulary: int = 150_000
+    """Token ids are below this, spread over the embedding."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def combinations(
     """
     from rl_contracts.testing import make_batch
 
-    batch = make_batch(load.rows, vocab_size=512, lengths=load.lengths)
+    batch = make_batch(load.rows, vocab_size=load.vocabulary, lengths=load.lengths)
     tokens, found = int(batch["attention_mask"].sum()), {True: dict[int, Measured](), False: {}}
     for depth in load.depths:
         engine = make(depth) if found and time.monotonic() < deadline else None
@@ -289,7 +291,7 @@ def lines(device: str, tiny: bool, deadline: float) -> Iterator[dict[str, Any]]:
     """Yield the fields of every combination, first of all models without `compile`."""
     import torch
 
-    load = Load((1, 2), 6, (32, 128), 256, 1, 2) if tiny else Load()
+    load = Load((1, 2), 6, (32, 128), 256, 1, 2, TINY["vocab_size"]) if tiny else Load()
     if device == "cpu":
         torch.set_num_threads(1)  # on busy cores, threads wait for each other at every operation
     with tempfile.TemporaryDirectory() as directory:

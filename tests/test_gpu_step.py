@@ -32,7 +32,7 @@ def results() -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.slow
 def test_training_tiny_reports_every_combination(results: dict[str, list[dict[str, Any]]]) -> None:
     keys = ("model", "compile", "gradient_checkpointing")
-    assert len({tuple(line[key] for key in keys) for line in results["a"]}) == len(results["a"]) == 8
+    assert len({tuple(line[key] for key in keys) for line in results["a"]}) == len(results["a"]) == 6
     for line in results["a"]:
         assert min(depth["tokens_per_s"] for depth in line["depths"].values()) > 0
         assert line["full_depth"]["layers"] in (28, 48)

@@ -24,8 +24,17 @@ TOP_KERNELS = 10
 """Kernels listed per combination, by their own time."""
 BUDGET_SPENT = {"skipped": "it would start after the time budget of its part"}
 """Fields of a measurement that was not started."""
-TINY = dict(hidden_size=128, intermediate_size=256, moe_intermediate_size=64, head_dim=32, vocab_size=512)  # noqa: C408
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2}
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+}
 """Widths of every model with `--tiny`."""
 
 
@@ -69,6 +78,8 @@ SHAPES = (
     _shape("Qwen2.5-7B", "qwen2", 28, (3584, 18_944, 28, 4, 152_064), False),
     _shape("Qwen3-30B-A3B", "qwen3_moe", 48, (2048, 6144, 32, 4, 151_936), False, **EXPERTS),
 )
+TINY_SHAPES = {False: SHAPES[::2], True: SHAPES[:1]}
+"""Models of `--tiny`, by `compile`: one of each architecture, and the one that compiles faster."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +277,7 @@ def combinations(
     tokens, found = int(batch["attention_mask"].sum()), {True: dict[int, Measured](), False: {}}
     for depth in load.depths:
         engine = make(depth) if found and time.monotonic() < deadline else None
-        for checkpointing in [key for key in (True, False) if key in found]:  # an engine is not used after it ran out
+        for checkpointing in list(found):  # with checkpointing first: an engine that ran out of memory is not used again
             fields: dict[str, Any] = {}
             try:
                 if engine is None or time.monotonic() > deadline:
@@ -300,7 +311,7 @@ def lines(device: str, tiny: bool, deadline: float) -> Iterator[dict[str, Any]]:
             patch: AbstractContextManager[Any] = nullcontext()
             if compiled and backend == "eager":
                 patch = mock.patch.object(torch, "compile", partial(torch.compile, backend=backend))
-            for shape in SHAPES[::2] if tiny else SHAPES:  # the second differs from the others in its sizes alone
+            for shape in TINY_SHAPES[compiled] if tiny else SHAPES:
 
                 def make(depth: int, shape: Shape = shape, compiled: bool = compiled) -> Any:
                     path = shape.save(Path(directory), depth, device, tiny)

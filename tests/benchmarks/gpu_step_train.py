@@ -277,7 +277,7 @@ def combinations(
     tokens, found = int(batch["attention_mask"].sum()), {True: dict[int, Measured](), False: {}}
     for depth in load.depths:
         engine = make(depth) if found and time.monotonic() < deadline else None
-        for checkpointing in list(found):  # with checkpointing first: an engine that ran out of memory is not used again
+        for checkpointing in list(found):  # first with it, which needs less memory
             fields: dict[str, Any] = {}
             try:
                 if engine is None or time.monotonic() > deadline:

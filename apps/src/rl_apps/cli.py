@@ -1,4 +1,4 @@
-"""`rl`: runs anybody's app, and tools around runs."""
+"""`rl`: run an app, or inspect its runs."""
 
 from __future__ import annotations
 
@@ -53,20 +53,23 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     apps = registry.available("rl.apps")
     parser = Parser(
         prog="rl",
-        description="Runs apps, and tools around runs.",
-        epilog=f"Apps: {', '.join(sorted(apps))}. `rl grpo --help` says more of one.",
+        usage="rl COMMAND ...",
+        description="Train language models with reinforcement learning, and inspect the runs.",
+        epilog=f"Training commands: {', '.join(sorted(apps))}. See `rl grpo --help` for the settings of one.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", add_help=False, help="an app: a name in the entry-point group rl.apps, or a path")
+    commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND", prog="rl")
+    run = commands.add_parser("run", add_help=False, help="run a training command, or your own app: package.module:APP")
     run.add_argument("app", help="installed name, or package.module:APP")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="settings and flags of the app; --help lists them")
-    replay = commands.add_parser("replay", help="one saved batch through the actor, without servers")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="settings and flags of the app; see its --help")
+    replay = commands.add_parser("replay", help="replay a saved batch through the trainer, without servers")
     replay.add_argument(
         "run", type=Path, help="run directory (checkpoint.save_batches=true), or one file of its batches/"
     )
-    replay.add_argument("--step", type=int, help="step whose batch to take; default: the last one saved")
-    replay.add_argument("--model", help="weights to start from; default: the model that the run started from")
-    replay.add_argument("--allocation", help="trainer processes, for example fsdp:d2; default: one of the run's engine")
+    replay.add_argument("--step", type=int, help="step of the batch (default: the last saved one)")
+    replay.add_argument("--model", help="initial weights (default: the run's initial model)")
+    replay.add_argument(
+        "--allocation", help="trainer ranks, for example fsdp:d2 (default: one rank of the run's engine)"
+    )
     replay.add_argument("overrides", nargs="*", help="settings to change, for example actor.optimizer.lr=0")
     _add_runs(commands)
     _add_models(commands)
@@ -91,81 +94,88 @@ def _count(text: str) -> int:
 
 
 def _add_runs(commands: Any) -> None:
-    """The subcommands about runs that are there."""
-    status = commands.add_parser("status", help="what a run does, and what of it runs where")
-    status.add_argument("--json", action="store_true", help="as one JSON object")
-    logs = commands.add_parser("logs", help="what the processes of a run wrote")
-    stop = commands.add_parser("stop", help="end a run as SIGTERM does: after its step, with a recover point")
-    stop.add_argument("--now", action="store_true", help="kill its processes")
-    scale = commands.add_parser("scale", help="change the number of a run's servers while it goes on")
-    watch = commands.add_parser("watch", help="a run that goes on: its live view, or its conversations, turn by turn")
-    watch.add_argument("--conversations", action="store_true", help="what its model is told and says, as it is written")
-    watch.add_argument("--step", type=int, help="those of this step alone; default: from the newest one on")
-    watch.add_argument("--evaluation", action="store_true", help="those of evaluations")
-    watch.add_argument("--prompt", type=int, help="those that begin with this row of the data")
-    watch.add_argument("-n", "--number", type=_count, help="how many conversations of each step (default 2)")
-    show = commands.add_parser("show", help="answers of a step: prompts, what was said, rewards, advantages")
-    show.add_argument("--step", type=int, help="default: the newest one")
-    show.add_argument("--worst", action="store_true", help="those with the least rewards first")
-    show.add_argument("--evaluation", action="store_true", help="those of an evaluation")
-    show.add_argument("-n", "--number", type=_count, default=4, help="how many (default %(default)s)")
-    plot = commands.add_parser("plot", help="curves of runs, in the terminal or as a picture")
-    plot.add_argument("--figure", action="append", default=[], help="a name in metrics.jsonl; may be given again")
-    plot.add_argument("-o", "--output", type=Path, help="a PNG, SVG or PDF instead (extra rl-apps[plot])")
-    report = commands.add_parser("report", help="a page of a run, or of several to compare: curves, answers, settings")
+    """Add the subcommands for existing runs."""
+    status = commands.add_parser("status", help="show a run's state and where its processes run")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    logs = commands.add_parser("logs", help="print the logs of a run's processes")
+    stop = commands.add_parser("stop", help="stop a run after its current step, with a recovery checkpoint")
+    stop.add_argument("--now", action="store_true", help="kill the processes at once")
+    scale = commands.add_parser("scale", help="change the number of inference servers during a run")
+    watch = commands.add_parser("watch", help="follow a run: its metrics, or its conversations turn by turn")
+    watch.add_argument("--conversations", action="store_true", help="follow prompts and completions")
+    watch.add_argument("--step", type=int, help="only this step (default: the newest step and later ones)")
+    watch.add_argument("--evaluation", action="store_true", help="conversations of evaluations")
+    watch.add_argument("--prompt", type=int, help="only conversations of this example of the data")
+    watch.add_argument("-n", "--number", type=_count, help="conversations per step (default 2)")
+    show = commands.add_parser("show", help="print completions of a step with prompts, rewards and advantages")
+    show.add_argument("--step", type=int, help="step (default: the newest)")
+    show.add_argument("--worst", action="store_true", help="lowest rewards first")
+    show.add_argument("--evaluation", action="store_true", help="completions of an evaluation")
+    show.add_argument("-n", "--number", type=_count, default=4, help="number of completions (default %(default)s)")
+    plot = commands.add_parser("plot", help="plot metrics of runs in the terminal or to a file")
+    plot.add_argument("--figure", action="append", default=[], help="metric in metrics.jsonl; may be repeated")
+    plot.add_argument("-o", "--output", type=Path, help="PNG, SVG or PDF file (needs rl-apps[plot])")
+    report = commands.add_parser("report", help="write report.html; with several runs, compare them")
     report.add_argument(
-        "-o", "--output", type=Path, help="default: report.html in the run's directory; of several, ./comparison.html"
+        "-o",
+        "--output",
+        type=Path,
+        help="default: report.html in the run directory, or ./comparison.html for several runs",
     )
     for tool in (plot, report):
         tool.add_argument("run", type=Path, nargs="+", help="run directories")
     for tool in (status, logs, stop, scale, watch, show):
-        tool.add_argument("run", type=Path, help="run directory, on any machine that sees it")
-    logs.add_argument("worker", nargs="?", default="", help="role, or <role>-<index>; default: all")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
-    logs.add_argument("-n", "--lines", type=_count, default=30, help="last lines of each log (default %(default)s)")
+        tool.add_argument("run", type=Path, help="run directory, on any machine that can read it")
+    logs.add_argument("worker", nargs="?", default="", help="role, or <role>-<index> (default: all)")
+    logs.add_argument("-f", "--follow", action="store_true", help="follow until the run ends")
+    logs.add_argument(
+        "-n", "--lines", type=_count, default=30, help="lines from the end of each log (default %(default)s)"
+    )
     scale.add_argument("target", metavar="ROLE=COUNT", help="for example rollout=4")
     for tool, seconds in ((stop, 120.0), (scale, 600.0)):
-        text = "seconds to wait for what becomes of it (default %(default)g)"
+        text = "seconds to wait for the outcome (default %(default)g)"
         tool.add_argument("--timeout", type=float, default=seconds, help=text)
 
 
 def _add_checks(commands: Any) -> None:
-    """The subcommands that try something."""
-    looks = commands.add_parser("doctor", help="whether this machine, and a command with its settings, are well")
-    looks.add_argument("app", nargs="?", default="", help="take one small step with it; default: the machine alone")
-    looks.add_argument("settings", nargs=argparse.REMAINDER, help="of the app, key=value")
-    looks.add_argument(
-        "--directory", type=Path, default=Path("runs"), help="where runs are to be (default %(default)s)"
-    )
-    planned = commands.add_parser("plan", help="what a command would do on a cluster: memory, tokens/s, the best split")
-    planned.add_argument("app", help="a command with servers, such as gsm8k-grpo")
-    planned.add_argument("settings", nargs="*", help="of the app, key=value; cluster.nodes and cluster.devices too")
-    planned.add_argument("--gpu", default="", help="name of a GPU whose data sheet gives what was not measured: H100")
+    """Add the subcommands that check or estimate."""
+    looks = commands.add_parser("doctor", help="check that this machine (and a command's settings) can run")
+    looks.add_argument("app", nargs="?", default="", help="also run one small step of this command")
+    looks.add_argument("settings", nargs=argparse.REMAINDER, help="settings of the command, key=value")
+    looks.add_argument("--directory", type=Path, default=Path("runs"), help="directory for runs (default %(default)s)")
+    planned = commands.add_parser("plan", help="estimate memory and throughput on a cluster, and find the best split")
+    planned.add_argument("app", help="command that uses servers, such as gsm8k-grpo")
     planned.add_argument(
-        "--memory", type=float, default=0.0, metavar="GIB", help="of a device; default: its data sheet's"
+        "settings", nargs="*", help="settings of the command, key=value; also cluster.nodes and cluster.devices"
+    )
+    planned.add_argument("--gpu", default="", help="GPU model, such as H100; its data sheet fills in unmeasured rates")
+    planned.add_argument(
+        "--memory", type=float, default=0.0, metavar="GIB", help="memory of a device (default: from its data sheet)"
     )
     planned.add_argument("--rates", type=Path, metavar="FILE", help="YAML file of measured rates")
-    planned.add_argument("--run", type=Path, help="a run that measured them; its settings are the plan's defaults")
-    planned.add_argument("--no-splits", action="store_true", help="only the allocation that the settings say")
-    planned.add_argument("--json", action="store_true", help="as one JSON object")
-    shown = commands.add_parser("demo", help="break one thing of a short run, and see the guard that sees it")
-    shown.add_argument("fault", nargs="?", default="", help="default: list them")
+    planned.add_argument("--run", type=Path, help="run directory with measured rates; its settings are the defaults")
+    planned.add_argument("--no-splits", action="store_true", help="plan only the given allocation")
+    planned.add_argument("--json", action="store_true", help="print one JSON object")
+    shown = commands.add_parser("demo", help="inject a fault into a short run and show how it is detected")
+    shown.add_argument("fault", nargs="?", default="", help="default: list the faults")
 
 
 def _add_models(commands: Any) -> None:
-    """The subcommands about figures and models."""
-    figures = commands.add_parser("figures", help="what the figures of metrics.jsonl mean")
-    figures.add_argument("name", nargs="?", default="", help="of a figure, or its beginning; default: all")
-    figures.add_argument("--markdown", action="store_true", help="as docs/figures.md has them")
-    generate = commands.add_parser("generate", help="talk to what was trained")
-    generate.add_argument("model", type=Path, help="directory of a run (its last checkpoint), or of a model")
-    generate.add_argument("--prompt", help="one question; default: a conversation, a line for each turn")
-    generate.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default 1)")
-    generate.add_argument("--top-p", type=float, default=1.0, help="of the likeliest tokens' mass (default 1)")
-    generate.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default %(default)s)")
-    generate.add_argument("--seed", type=int, help="for the same answers again")
-    generate.add_argument("--system", default="", help="a system message")
-    generate.add_argument("--device", default="", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    """Add the subcommands for metrics and models."""
+    figures = commands.add_parser("figures", help="explain the metrics in metrics.jsonl")
+    figures.add_argument("name", nargs="?", default="", help="metric, or a prefix (default: all)")
+    figures.add_argument("--markdown", action="store_true", help="print Markdown, as in docs/figures.md")
+    generate = commands.add_parser("generate", help="chat with a trained model")
+    generate.add_argument("model", type=Path, help="run directory (its last checkpoint) or model directory")
+    generate.add_argument("--prompt", help="a single prompt (default: a conversation, one line per turn)")
+    generate.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy (default 1)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling mass (default 1)")
+    generate.add_argument(
+        "--max-new-tokens", type=int, default=256, help="maximum tokens per completion (default %(default)s)"
+    )
+    generate.add_argument("--seed", type=int, help="random seed")
+    generate.add_argument("--system", default="", help="system message")
+    generate.add_argument("--device", default="", choices=("cpu", "cuda"), help="default: cuda if available")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -153,10 +153,10 @@ EVERYTHING = "all"
 """What `--help` shows every setting for."""
 
 FLAGS = f"""Flags:
-  --config FILE.yaml  settings of your own, over the command's and below key=value
-  --dry-run           what would run, checked; nothing is started
-  --cfg job           the settings as YAML
-  --help SECTION      the settings of a section: --help rollout, --help rollout.server; --help {EVERYTHING}: all"""
+  --config FILE.yaml  read settings from a file; key=value on the command line overrides it
+  --dry-run           check the settings and print what would run, without starting it
+  --cfg job           print the settings as YAML
+  --help SECTION      list the settings of a section, such as rollout or rollout.server; {EVERYTHING} lists every one"""
 
 
 def render_help(title: str, config: Any, topic: str = "", refused: Sequence[str] = (), width: int = 120) -> str:
@@ -172,7 +172,13 @@ def render_help(title: str, config: Any, topic: str = "", refused: Sequence[str]
     hidden, sections = (*refused, *FILLED_IN), _sections(config)
     rows = [row for row in describe(config) if row[0] not in hidden]
     if topic in ("", EVERYTHING):
-        lines = [title, "", FLAGS, "", "Settings (key=value):"]
+        lines = [
+            title,
+            "",
+            FLAGS,
+            "",
+            "Settings, given as key=value (for example total_steps=20 actor.optimizer.lr=1e-4):",
+        ]
         shown = [row for row in rows if topic or "." not in row[0]]
     else:
         lines = [f"{topic}: {sections[topic]}" if topic in sections else title]
@@ -180,7 +186,7 @@ def render_help(title: str, config: Any, topic: str = "", refused: Sequence[str]
     if not shown:
         hint = did_you_mean(topic, [*sections, *(key for key, _, _ in rows)], 0.5)
         top = ", ".join(key for key in sections if "." not in key)
-        raise ConfigError(f"--help {topic}: there is no such section or setting.{hint} Sections: {top}.")
+        raise ConfigError(f"--help {topic}: no such section or setting.{hint} Sections: {top}.")
     by_section: dict[str, list[tuple[str, str, str]]] = {}
     for row in shown:
         by_section.setdefault(row[0].rpartition(".")[0], []).append(row)
@@ -190,7 +196,7 @@ def render_help(title: str, config: Any, topic: str = "", refused: Sequence[str]
             lines.append(f"  {key}={value}")
             lines += textwrap.wrap(meaning, width, initial_indent="      ", subsequent_indent="      ")
     if not topic:
-        lines += ["", "Sections, with their number of settings (--help SECTION):", ""]
+        lines += ["", "Sections and their number of settings (--help SECTION):", ""]
         for key in [key for key in sections if "." not in key]:
             count = sum(row[0].startswith(f"{key}.") for row in rows)
             about = f"  {key:<12}{count:>4}  "

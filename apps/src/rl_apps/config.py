@@ -93,49 +93,48 @@ class RolloutSettings(ServingSettings, RolloutConfig):
 
 @dataclass
 class RunConfig(Settings):
-    """What every command has."""
+    """Settings of every command."""
 
     experiment: str = "rl"
-    """Name of the experiment; the folder of its runs."""
+    """Name of the experiment, and of the directory of its runs."""
     trial: str = ""
-    """Name of this run; empty: the time of day."""
+    """Name of this run (default: a timestamp)."""
     run_dir: str = ""
-    """Where the run keeps its files; empty: `runs/<experiment>/<trial>`."""
+    """Directory of the run's files (default: `runs/<experiment>/<trial>`)."""
     seed: int = 1
-    """Makes generated data, embedded models, the order of the data and all sampling."""
+    """Seed for data generation, model initialization, shuffling and sampling."""
     deterministic: bool = False
-    """The same seed and config give the same metrics to the last bit, and servers and trainer compute the same
-    log-probs (docs/numerics.md says where). Slow: every answer and every row is run alone, on one thread. Needs
-    `rollout.max_staleness=0`, since otherwise the order in which processes run decides what is learned from."""
+    """Bitwise reproducible metrics for the same seed and settings, with equal log-probs on servers and trainer (see
+    docs/numerics.md). Slow: runs every sequence separately, on one thread. Needs `rollout.max_staleness=0`, because
+    asynchronous batches depend on timing."""
     total_steps: int = bounded(100, "at least 1", lambda steps: steps >= 1)
     """Training steps."""
     total_epochs: int = bounded(0, "0 (no limit) or more", lambda epochs: epochs >= 0)
-    """Passes over the data after which the run also ends; 0: only `total_steps` counts."""
+    """Epochs after which the run also ends; 0: only `total_steps` counts."""
     recipe: str = ""
-    """Which of the command's recipes gives the defaults of what depends on the model (learning rate, warm-up, lengths,
-    temperature): `embedded`, for the tiny model made on the spot, or `pretrained`, published settings (`gsm8k-grpo` and
-    `gsm8k-sft`: those of verl's GSM8K examples; `hh-rlhf-dpo` and `hh-rlhf-rm`: those of TRL's; `conf/` names the
-    files). Empty: by `model.path`. All other settings win over it."""
+    """Defaults for learning rate, warm-up, lengths and temperature: `embedded` (for the tiny built-in model) or
+    `pretrained` (published settings: verl's GSM8K examples for `gsm8k-grpo` and `gsm8k-sft`, TRL's for `hh-rlhf-dpo`
+    and `hh-rlhf-rm`; `conf/` names the files). Default: chosen by `model.path`. Other settings override it."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The policy before the first step."""
+    """The initial policy."""
     data: DataConfig = field(default_factory=DataConfig)
-    """What is learned from."""
+    """The training data."""
     actor: ActorConfig = field(default_factory=ActorConfig)
-    """The model that learns."""
+    """The trained model: engine, optimizer, micro-batches."""
     allocation: str = ""
-    """Which backend runs on how many devices, for example `embedded:d1+fsdp:d2`; any that are installed."""
+    """Inference server and trainer, with the number of devices of each, for example `embedded:d1+fsdp:d2`."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """What there is to run on."""
+    """The available machines and devices."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    """How processes are started and stopped; `launcher=NAME` is short for `launcher.kind=NAME`."""
+    """Starting and supervising processes; `launcher=NAME` is short for `launcher.kind=NAME`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """What is kept."""
+    """Which model checkpoints to keep."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
-    """When the run saves what it needs to go on after it was stopped: the same command with the same `run_dir`."""
+    """Recovery checkpoints. A stopped run resumes from the newest one: same command, same `run_dir`."""
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
-    """When held-out rows are looked at."""
+    """Evaluation on held-out examples."""
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
-    """Where the figures are shown besides `metrics.jsonl`."""
+    """Trackers that receive the metrics besides `metrics.jsonl`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,15 +207,15 @@ class ServedConfig(RunConfig):
     """A run that has inference servers, or may have some."""
 
     rollout: ServingSettings = field(default_factory=ServingSettings)
-    """The servers, and how they are asked."""
+    """Inference servers, workflow and reward."""
     rollouts: KeptConfig = field(default_factory=KeptConfig)
-    """What is kept of the answers."""
+    """Which completions to store."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """When and how held-out rows are answered."""
+    """Evaluation on held-out examples."""
     publish: PublishConfig = field(default_factory=PublishConfig)
-    """How new weights reach the servers."""
+    """Sending new weights to the servers."""
     gap: GapConfig = field(default_factory=GapConfig)
-    """When servers and trainer are said to disagree."""
+    """Limits of the log-prob gap between servers and trainer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,15 +245,15 @@ class GRPOConfig(ServedConfig):
     """Reinforcement learning from verifiable rewards."""
 
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
-    """How prompts become groups of answers."""
+    """Generation of groups of completions: servers, workflow, reward, staleness."""
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
-    """What is kept of the answers."""
+    """Which completions to store."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """What is learned from a batch; `algorithm=<preset>` takes one whole."""
+    """Advantages and loss; `algorithm=PRESET` selects a preset."""
     ref: RefConfig = field(default_factory=RefConfig)
-    """The reference policy."""
+    """The reference policy, for KL penalties."""
     critic: CriticConfig = field(default_factory=CriticConfig)
-    """The model of values."""
+    """The value model, for PPO."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

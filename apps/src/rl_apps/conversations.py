@@ -14,7 +14,7 @@ from rl_apps.compose import CONF
 MULTI_TURN_MATH = replace(
     gsm8k_grpo.APP,
     name="multi-turn-math",
-    title="reinforcement learning of conversations: an answer, feedback, a better answer",
+    title="multi-turn reinforcement learning: a solution, feedback, a second attempt",
     defaults=CONF / "multi_turn_math.yaml",
     lessons="turns",
     closing=partial(closing.after_grpo, command="multi-turn-math"),
@@ -23,7 +23,7 @@ MULTI_TURN_MATH = replace(
 MATH_AGENT = replace(
     gsm8k_grpo.APP,
     name="math-agent",
-    title="reinforcement learning of an agent that has a calculator",
+    title="reinforcement learning of an agent with a calculator tool",
     defaults=CONF / "math_agent.yaml",
     lessons="tools",
     closing=partial(closing.after_grpo, command="--extra agents math-agent"),

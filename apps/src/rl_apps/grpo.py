@@ -65,7 +65,7 @@ def train(run: Run[GRPOConfig]) -> None:
 
 APP = App(
     name="rl grpo",
-    title="reinforcement learning from verifiable rewards, asynchronously",
+    title="asynchronous reinforcement learning with your own data and reward",
     schema=GRPOConfig,
     train=train,
     check=check,

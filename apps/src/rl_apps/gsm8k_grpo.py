@@ -10,7 +10,7 @@ from rl_apps.compose import CONF
 APP = replace(
     grpo.APP,
     name="gsm8k-grpo",
-    title="reinforcement learning of word problems with verifiable answers, asynchronously",
+    title="train a model on math word problems with asynchronous GRPO",
     defaults=CONF / "gsm8k_grpo.yaml",
     required={},
     closing=closing.after_grpo,

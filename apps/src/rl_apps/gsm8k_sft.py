@@ -10,7 +10,7 @@ from rl_apps.compose import CONF
 APP = replace(
     sft.APP,
     name="gsm8k-sft",
-    title="supervised learning from worked answers",
+    title="supervised fine-tuning on worked solutions",
     defaults=CONF / "gsm8k_sft.yaml",
     required={},
     closing=closing.after_sft,

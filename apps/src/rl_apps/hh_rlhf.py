@@ -79,7 +79,7 @@ def learn_pairs(parts: Parts, engine: TrainEngine, loss: LossFn, reference: Trai
 
 REWARD_MODEL = App(
     name="hh-rlhf-rm",
-    title="a reward model from preference pairs (Bradley-Terry).",
+    title="train a reward model on preference pairs (Bradley-Terry)",
     schema=RunConfig,
     train=train_reward_model,
     check=check_reward_model,
@@ -94,7 +94,7 @@ REWARD_MODEL = App(
 DPO = replace(
     REWARD_MODEL,
     name="hh-rlhf-dpo",
-    title="a policy from preference pairs, by DPO or IPO.",
+    title="train a policy on preference pairs with DPO or IPO",
     schema=DPOConfig,
     train=train_policy,
     check=check,

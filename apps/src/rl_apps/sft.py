@@ -80,7 +80,7 @@ def learn_rows(
 
 APP = App(
     name="rl sft",
-    title="supervised learning from conversations",
+    title="supervised fine-tuning on conversations",
     schema=SFTConfig,
     train=train,
     check=check,

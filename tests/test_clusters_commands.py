@@ -94,7 +94,7 @@ def test_server_is_killed_and_hangs_and_trainer_is_killed_the_run_goes_on_and_lo
     assert "rollout-0 was killed by SIGKILL" in said
     assert "rollout-0 gave no good answer for" in said
     assert "actor-0 was killed by SIGKILL" in said
-    assert "its newest recover point (restart 1 of 3 within 600 s)" in said
+    assert "the newest recovery checkpoint (restart 1 of 3 within 600 s)" in said
     _exactly_once(command, 60)
 
 
@@ -117,7 +117,7 @@ def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher
     stopped = call("rl", "stop", command.run_dir)
     said = command.finish(120, code=143)
     point = last_point(command.run_dir / "recover")
-    assert f"The same command goes on after step {point}." in stopped
+    assert f"The same command resumes after step {point}." in stopped
     assert "Stopped." in said
     assert point == len(command.steps())
     assert "stopped" in call("rl", "status", command.run_dir)
@@ -125,7 +125,7 @@ def test_run_is_scaled_watched_and_stopped_and_the_same_command_goes_on(launcher
 
     command.again()
     command.wait_for(lambda: _went_on(command, point))
-    assert f"going on after step {point}" in command.said
+    assert f"resuming after step {point}" in command.said
     call("rl", "stop", command.run_dir)
     command.finish(120, code=143)
     _exactly_once(command, len(command.steps()))
@@ -146,7 +146,7 @@ def test_ranks_of_one_trainer_stand_on_two_nodes_and_go_on_from_their_recover_po
     call("rl", "stop", command.run_dir)
     said = command.finish(120, code=143)
 
-    assert f"going on after step {point}" in said
+    assert f"resuming after step {point}" in said
     _exactly_once(command, len(command.steps()))
 
 
@@ -185,7 +185,7 @@ def test_node_of_a_server_is_lost_the_server_comes_back_on_another_and_trainers_
 
     assert after["actor-0"]["pid"] == before["actor-0"]["pid"]
     assert f"lost with node {lost['node']}" in said
-    assert "newest recover point" not in said
+    assert "newest recovery checkpoint" not in said
     _exactly_once(command, len(command.steps()))
 
 
@@ -213,8 +213,8 @@ def test_slurm_preempts_a_run_it_saves_a_recover_point_and_goes_on_after_the_oth
         cluster.run("sbatch", "-purgent", "-N4", "--exclusive", "-o/dev/null", "--wrap", "sleep 2")
         said = command.finish(600)
 
-    [point] = re.findall(r"going on after step (\d+) of 60", said)
-    assert f"The same command goes on after step {point}." in said
+    [point] = re.findall(r"resuming after step (\d+) of 60", said)
+    assert f"The same command resumes after step {point}." in said
     assert "start 2, on" in said
     _exactly_once(command, 60)
 
@@ -229,7 +229,7 @@ def test_launchers_node_is_lost_slurm_starts_the_job_again_and_it_loses_nothing(
         said = command.finish(600)
 
     assert "start 2, on" in said
-    assert re.search(r"going on after step \d+ of 60", said)
+    assert re.search(r"resuming after step \d+ of 60", said)
     assert lost not in {worker["node"] for worker in command.workers().values()}
     _exactly_once(command, 60)
 
@@ -262,7 +262,7 @@ def test_ray_drains_a_node_a_recover_point_is_written_and_the_next_command_goes_
         said = command.finish(120, code=143)
         point = last_point(command.run_dir / "recover")
         assert "Ray drains" in said
-        assert f"The same command goes on after step {point}." in said
+        assert f"The same command resumes after step {point}." in said
         assert point == len(command.steps())
 
         command.again()

@@ -172,7 +172,7 @@ def test_grpo_saved_with_one_trainer_goes_on_with_two_and_back_with_every_prompt
     done = subprocess.run(with_trainers(1, 1), check=True, capture_output=True, text=True, timeout=250)
 
     assert 0 < first < second < 11
-    assert f"going on after step {second} of" in done.stdout
+    assert f"resuming after step {second} of" in done.stdout
     records = _records(run_dir)
     assert [r["step"] for r in records] == [*range(1, 12)]
     assert [r["version"] for r in records] == [*range(1, 12)]
@@ -206,12 +206,12 @@ def test_sft_asked_to_stop_ends_its_step_with_a_recover_point_goes_on_and_finish
     step = last_point(run_dir / "recover")
     assert process.returncode == 143
     assert step
-    assert f"Stopped. The same command goes on after step {step}." in out
+    assert f"Stopped. The same command resumes after step {step}." in out
     assert [r["step"] for r in _records(run_dir)] == [*range(1, step + 1)]
 
     command = _command("gsm8k-sft", model, run_dir, **more, total_steps=step + 2)
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
-    assert f"going on after step {step} of {step + 2}" in done.stdout
+    assert f"resuming after step {step} of {step + 2}" in done.stdout
     assert f"total_steps: 100000 before, {step + 2} now" in done.stdout
     assert f"step {step}/" not in done.stdout
     assert [r["step"] for r in _records(run_dir)] == [*range(1, step + 3)]
@@ -219,5 +219,5 @@ def test_sft_asked_to_stop_ends_its_step_with_a_recover_point_goes_on_and_finish
 
     written = (run_dir / "metrics.jsonl").read_text()
     again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    assert "finished before, nothing is left to do" in again.stdout
+    assert "this run is already finished" in again.stdout
     assert (run_dir / "metrics.jsonl").read_text() == written

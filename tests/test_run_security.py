@@ -308,7 +308,7 @@ def test_run_that_is_stopped_saves_its_step_and_leaves_no_process_and_no_port(go
     done = subprocess.run([RL, "stop", str(going.run_dir)], capture_output=True, text=True, check=False, timeout=200)
 
     assert done.returncode == 0, done.stderr
-    assert f"The same command goes on after step {going.steps()}" in done.stdout
+    assert f"The same command resumes after step {going.steps()}" in done.stdout
     assert last_point(going.run_dir / "recover") == going.steps()
     _, left = psutil.wait_procs(going.processes, timeout=60)
     assert left == []

@@ -49,7 +49,7 @@ def test_grpo_trainer_killed_goes_on_by_itself_and_learns_from_every_prompt_once
     said = command.finish()
 
     assert "actor-0 was killed by SIGKILL" in said
-    assert "its newest recover point (restart 1 of 3 within 600 s)" in said
+    assert "the newest recovery checkpoint (restart 1 of 3 within 600 s)" in said
     assert "200/200" in said
     records = command.records()
     assert [(r["step"], r["version"]) for r in records] == [(step, step) for step in range(1, 201)]

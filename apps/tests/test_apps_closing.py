@@ -14,22 +14,22 @@ def test_after_sft_accuracy_of_zero_at_first_is_told_without_a_percentage(tmp_pa
     records = [{"step": 0, "loss/eval": 4.0, "eval/accuracy": 0.0}, {"step": 1, "loss/eval": 3.0, "eval/accuracy": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     lines = after_sft(SFTConfig(), tmp_path)
-    assert "Held-out loss: 4.0000 at first, 3.0000 at last (-25%)." in lines
-    assert "Held-out accuracy: 0.0000 at first, 0.5000 at last." in lines
+    assert "Held-out loss: 4.0000 -> 3.0000 (-25%)" in lines
+    assert "Held-out accuracy: 0.0000 -> 0.5000" in lines
 
 
 def test_after_grpo_prompts_that_were_left_over_are_told(tmp_path):
     records = [{"step": 1, "version": 1, "groups/left_over": 0.0}, {"step": 2, "version": 2, "groups/left_over": 5.0}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     lines = after_grpo(GRPOConfig(), tmp_path)
-    assert "5 prompts were left over when the data of one trainer replica were over." in lines
+    assert "5 prompts were not used" in "\n".join(lines)
 
 
 def test_after_grpo_without_any_reward_says_what_to_begin_with(tmp_path):
     for last, told in ((0.0, True), (0.5, False)):
         records = [{"step": 1, "version": 1, "reward/mean": 0.0}, {"step": 2, "version": 2, "reward/mean": last}]
         (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-        assert ("learn from given answers first" in "\n".join(after_grpo(GRPOConfig(), tmp_path))) == told
+        assert ("the model learned nothing" in "\n".join(after_grpo(GRPOConfig(), tmp_path))) == told
 
 
 def test_after_grpo_reward_that_is_not_0_or_1_is_not_called_accuracy(tmp_path):
@@ -38,14 +38,14 @@ def test_after_grpo_reward_that_is_not_0_or_1_is_not_called_accuracy(tmp_path):
         {"step": 3, "version": 3, "eval/reward": 12.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-    assert "Held-out reward (greedy): 1.000 before, 12.500 after." in after_grpo(GRPOConfig(), tmp_path)
+    assert "Held-out reward (greedy): 1.000 -> 12.500" in after_grpo(GRPOConfig(), tmp_path)
     (tmp_path / "rollouts").mkdir()
     answers = "".join(
         json.dumps({"prompt_id": row, "completion": "\u2028"}, ensure_ascii=False) + "\n" for row in (7, 8, 8)
     )
     (tmp_path / "rollouts" / "eval_step_3-0.jsonl").write_text(answers)
     text = "\n".join(after_grpo(GRPOConfig(), tmp_path))
-    assert "Held-out reward (greedy, 2 problems): 1.000 before, 12.500 after." in text
+    assert "Held-out reward (greedy, 2 problems): 1.000 -> 12.500" in text
     assert "accuracy" not in text
 
 

@@ -244,7 +244,7 @@ def test_port_in_use_is_refused_before_anything_starts(capsys, tmp_path):
         )
 
     assert code == 2
-    assert out.splitlines()[2:] == ["looking at the data"]
+    assert out.splitlines()[2:] == ["loading and checking the data"]
     assert f"port {port} is in use by process {os.getpid()}" in err
     assert not (tmp_path / "run").exists()
 
@@ -271,10 +271,10 @@ def test_data_set_that_raises_is_told_with_its_line_and_without_a_traceback(caps
 @pytest.mark.parametrize(
     ("arguments", "warning"),
     [
-        (["total_steps=20"], "actor.optimizer.warmup_steps=20 is no less than the run has (20 optimizer steps)"),
-        (["algorithm=ppo", "critic.optimizer.warmup_steps=900"], "critic.optimizer.warmup_steps=900 is no less than"),
-        (["rollout.generation.max_new_tokens=5000"], "rollout.generation.max_new_tokens=5000 is more than there is"),
-        (["evaluation.generation.max_new_tokens=5000"], "evaluation.generation.max_new_tokens=5000 is more than there"),
+        (["total_steps=20"], "actor.optimizer.warmup_steps=20 covers the whole run (20 optimizer steps)"),
+        (["algorithm=ppo", "critic.optimizer.warmup_steps=900"], "critic.optimizer.warmup_steps=900 covers"),
+        (["rollout.generation.max_new_tokens=5000"], "rollout.generation.max_new_tokens=5000 exceeds"),
+        (["evaluation.generation.max_new_tokens=5000"], "evaluation.generation.max_new_tokens=5000 exceeds"),
     ],
 )
 def test_what_will_disappoint_is_a_warning(capsys, arguments, warning):
@@ -293,9 +293,9 @@ def test_too_few_files_for_the_answers_asked_for_at_once(capsys, monkeypatch):
     more, _, _ = _run(capsys, *batch, "rollout.max_concurrent=456")
     elsewhere = _run(capsys, *batch, "launcher=slurm", "launcher.options.nodes=1")[1]
 
-    told = "a trainer asks up to 4096 answers at once and needs about 4552 open files for it; a process here may have "
+    told = "a trainer sends up to 4096 concurrent requests and needs about 4552 open files"
     assert (code, fewer, more) == (2, 0, 2)
-    assert f"ConfigError: rollout.max_concurrent: {told}4096 (`ulimit -Hn`). Raise that, or set " in err
+    assert f"ConfigError: rollout.max_concurrent: {told}; the limit is 4096" in err
     assert "set rollout.max_concurrent=455." in err
     assert "open files" not in possible
     assert f"warning: {told}" in elsewhere
@@ -308,7 +308,7 @@ def test_disk_without_room_for_a_checkpoint_is_a_warning(capsys, monkeypatch, tm
 
     out = _run(capsys, "--dry-run", f"model.path={model}")[1]
 
-    assert "has 0.1 MiB left, and a checkpoint of this model takes" in out
+    assert "has 0.1 MiB free, but a checkpoint" in out
 
 
 def test_defaults_have_no_warning(capsys):

@@ -90,7 +90,7 @@ def test_directory_with_trainers_of_a_killed_command_is_claimed_when_they_have_e
     trainer, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(directories, "TRAINERS_END", 0.1)
-    in_use = f"in use by trainers .* gone: process {trainer.pid} on .*Stop them"
+    in_use = f"in use by trainers .*: process {trainer.pid} on .*Stop them"
     with pytest.raises(ConfigError, match=in_use), claimed(tmp_path / "run"):
         pytest.fail("it was claimed")
 
@@ -106,7 +106,7 @@ def test_directory_with_trainers_of_a_killed_command_is_claimed_when_they_have_e
     with claimed(tmp_path / "run"):
         assert trainer.poll() == 0
     assert capsys.readouterr().out.startswith(
-        f"waiting up to 85 s for trainers of a command that is gone: process {trainer.pid}"
+        f"waiting up to 85 s for trainers of an earlier command: process {trainer.pid}"
     )
     assert (tmp_path / "run" / FINISHED).exists()
 
@@ -134,7 +134,7 @@ def test_finished_run_started_again_says_so_and_adds_nothing(past_run, capsys):
     code, out, _ = _command(capsys, past_run, "total_steps=4")
 
     assert code == 0
-    assert "finished before, nothing is left to do" in out
+    assert "this run is already finished" in out
     after = {path: path.read_bytes() for path in past_run.rglob("*") if path.is_file() and path.name != "lock"}
     assert after == before
 
@@ -146,7 +146,7 @@ def test_finished_run_without_recover_points_says_so_to_the_same_command_alone(t
 
     assert past_of(_run(tmp_path, "total_steps=4")).finished
     for other in ("total_steps=5", "actor.optimizer.lr=1", "total_epochs=2"):
-        with pytest.raises(ConfigError, match="already holds a run"):
+        with pytest.raises(ConfigError, match="contains an earlier run"):
             past_of(_run(tmp_path, "total_steps=4", other))
 
 
@@ -155,14 +155,14 @@ def test_finished_run_goes_on_to_more_steps(past_run):
 
     found = past_of(_run(past_run, "total_steps=9", "recover.every=2"))
 
-    assert found == Past(2, changes=("total_steps: 4 before, 9 now",))
+    assert found == Past(2, changes=("total_steps changed from 4 to 9",))
 
 
 def test_stopped_run_tells_settings_that_differ_and_keeps_the_old_ones(past_run):
     first = (past_run / "config.yaml").read_text()
     run = _run(past_run, "total_steps=4", "recover.every=2", "actor.optimizer.lr=0.5")
 
-    assert past_of(run).changes == ("actor.optimizer.lr: 0.0003 before, 0.5 now",)
+    assert past_of(run).changes == ("actor.optimizer.lr changed from 0.0003 to 0.5",)
     write_config(run)
     write_config(run)
 
@@ -216,7 +216,7 @@ def test_steps_that_are_taken_again_are_told(past_run, capsys, monkeypatch):
 
     _, out, _ = _command(capsys, past_run, "total_steps=6")
 
-    assert "going on after step 2 of 6 (those up to 4 are taken again: that is the newest recover point)" in out
+    assert "resuming after step 2 of 6, the newest recovery checkpoint; steps up to 4 run again" in out
 
 
 def test_directory_that_holds_a_run_without_a_way_on_is_refused(tmp_path):
@@ -224,7 +224,7 @@ def test_directory_that_holds_a_run_without_a_way_on_is_refused(tmp_path):
     write_config(_run(tmp_path, "recover.every=2"))
 
     for refused in (), ("recover.every=2", "recover.resume=false"):
-        with pytest.raises(ConfigError, match="already holds a run"):
+        with pytest.raises(ConfigError, match="contains an earlier run"):
             past_of(_run(tmp_path, *refused))
     assert past_of(_run(tmp_path, "recover.every=2")) == Past()
 
@@ -240,7 +240,7 @@ def test_directory_of_a_run_without_points_is_refused_also_with_recover_every(tm
     if finished:
         (tmp_path / FINISHED).touch()
 
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="contains an earlier run"):
         past_of(_run(tmp_path, "total_steps=8", "recover.every=2"))
 
 
@@ -260,7 +260,7 @@ def test_directory_that_holds_other_files_is_warned_of_until_a_run_is_in_it(tmp_
     for name in ("lock", "train.jsonl", "test.jsonl"):
         (tmp_path / name).touch()
     (warning,) = strangers(tmp_path)
-    assert "holds other files (test.jsonl, train.jsonl)" in warning
+    assert "contains other files (test.jsonl, train.jsonl)" in warning
     (tmp_path / "config.yaml").touch()
     assert strangers(tmp_path) == []
 

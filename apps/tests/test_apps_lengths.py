@@ -52,7 +52,9 @@ def _rows(form):
 
 @pytest.mark.parametrize(("form", "too_long"), [("rl", 1), ("sft", 2), ("pairs", 2)])
 def test_rows_that_are_too_long_are_refused_with_how_many_the_longest_and_the_limit(tokenizer, form, too_long):
-    sentence = rf"^{too_long} of 3 rows \(train\) have more than 60 tokens.*; the longest has 1\d\d; the first is row"
+    sentence = (
+        rf"^{too_long} of 3 examples \(train\) have more than 60 tokens.*; the longest has 1\d\d; the first is row"
+    )
     with pytest.raises(DataError, match=sentence):
         _lengths(tokenizer, form, "refuse").fit(_rows(form), "train")
 
@@ -63,7 +65,7 @@ def test_rows_that_are_too_long_are_left_out_and_told(tokenizer, form, left):
     kept, sentence = _lengths(tokenizer, form, "drop").fit(rows, "train")
 
     assert list(kept) == kept[:] == [rows[number] for number in left]
-    assert sentence.endswith(f": 0 cut, {3 - len(left)} left out")
+    assert sentence.endswith(f": 0 truncated, {3 - len(left)} dropped")
 
 
 @pytest.mark.parametrize("form", ["sft", "pairs"])
@@ -72,7 +74,7 @@ def test_rows_whose_answer_is_too_long_are_cut_and_those_without_any_of_it_left_
     kept, sentence = _lengths(tokenizer, form, "truncate").fit(rows, "train")
 
     assert list(kept) == rows[:2]
-    assert sentence.endswith(": 1 cut, 1 left out")
+    assert sentence.endswith(": 1 truncated, 1 dropped")
 
 
 def test_prompt_that_is_too_long_loses_its_beginning_and_leaves_room_for_an_answer(tokenizer):
@@ -81,7 +83,7 @@ def test_prompt_that_is_too_long_loses_its_beginning_and_leaves_room_for_an_answ
     assert len(kept) == 3
     assert len(ChatRenderer(tokenizer).render(kept[2]["messages"])) <= 60 - 20
     assert kept[2]["messages"][-1]["content"].endswith("How many?")
-    assert sentence.endswith(": 1 cut, 0 left out")
+    assert sentence.endswith(": 1 truncated, 0 dropped")
 
 
 def test_rows_that_all_fit_are_handed_on_as_they_are(tokenizer):
@@ -116,22 +118,22 @@ def test_command_with_rows_beyond_the_models_context_is_refused_before_anything_
 ):
     assert main(app, [*data, f"model.path={model}", f"run_dir={tmp_path / 'run'}"]) == 2
 
-    assert "1 of 2 rows (train) have more than 256 tokens" in capsys.readouterr().err
+    assert "1 of 2 examples (train) have more than 256 tokens" in capsys.readouterr().err
     assert all(log.name.startswith("reward-") for log in (tmp_path / "run").glob("logs/*"))  # it was tried
 
 
 def test_dry_run_says_which_rows_are_left_out(capsys, model, data):
     assert main("gsm8k-grpo", ["--dry-run", *data, f"model.path={model}", "data.overlong=drop"]) == 0
     out = capsys.readouterr().out
-    assert "data.overlong=drop: 1 of 2 rows (train) have more than 256 tokens" in out
-    assert "data.overlong=drop: 1 of 2 rows (test)" in out
-    assert "more than once" not in out
+    assert "data.overlong=drop: 1 of 2 examples (train) have more than 256 tokens" in out
+    assert "data.overlong=drop: 1 of 2 examples (test)" in out
+    assert "repeats some" not in out
 
 
 def test_step_of_more_prompts_than_there_are_rows_is_told(capsys, model, data):
     words = [*data, f"model.path={model}", "data.overlong=drop", "data.batch_size=2"]
     assert main("gsm8k-grpo", ["--dry-run", *words]) == 0
-    assert "data.batch_size=2 is more than the 1 rows of the data, so every step takes" in capsys.readouterr().out
+    assert "data.batch_size=2 exceeds the 1 examples of the data, so every step repeats" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("app", [gsm8k_grpo.APP, gsm8k_sft.APP], ids=lambda app: app.name)

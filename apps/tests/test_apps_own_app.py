@@ -128,7 +128,7 @@ def test_command_whose_uv_run_was_killed_before_anything_started_starts_nothing(
     (folder / "hold").unlink()
     program.wait(60)
 
-    assert "Stopped. There is no recover point to go on from." in (folder / "out").read_text()
+    assert "Stopped. No recovery checkpoint was saved" in (folder / "out").read_text()
     assert not (folder / "run" / "logs").exists()
 
 

@@ -19,7 +19,7 @@ from rl_trainers import TrackersConfig, Tracking
     [
         ({"applied": 0.0, "grad_norm": None}, "NOT APPLIED: 100% (loss or gradients not finite)"),
         ({"applied": 0.75, "grad_norm": 1.0}, "NOT APPLIED: 25% (loss or gradients not finite)"),
-        ({"applied": 0.0, "minibatches/empty": 1.0}, "NOT APPLIED: 100% (nothing to learn from)"),
+        ({"applied": 0.0, "minibatches/empty": 1.0}, "NOT APPLIED: 100% (no gradient)"),
     ],
 )
 def test_step_line_says_that_a_step_was_not_applied(record, expected):
@@ -52,12 +52,18 @@ def test_step_line_reward_is_told_where_it_is_no_accuracy():
 @pytest.mark.parametrize(
     ("record", "warning"),
     [
-        ({"truncated/fraction": 0.42}, "42% of the answers were cut off"),
-        ({"groups/zero_variance": 7, "groups/singleton": 1, "groups/trained": 8}, "in each of 7 groups all answers"),
+        ({"truncated/fraction": 0.42}, "42% of the completions were truncated"),
+        (
+            {"groups/zero_variance": 7, "groups/singleton": 1, "groups/trained": 8},
+            "every group had identical rewards (7 groups)",
+        ),
         ({"groups/failed": 2}, "2 group(s) failed"),
         ({"applied": 0.5}, "optimizer steps were skipped"),
-        ({"grad_norm": 0.0}, "the gradient was exactly 0"),
-        ({"grad_norm": 0.0, "groups/zero_variance": 8, "groups/trained": 8}, "in each of 8 groups all answers"),
+        ({"grad_norm": 0.0}, "the gradient is exactly 0"),
+        (
+            {"grad_norm": 0.0, "groups/zero_variance": 8, "groups/trained": 8},
+            "every group had identical rewards (8 groups)",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_step_is_a_warning(record, warning):
@@ -78,7 +84,7 @@ def test_warning_that_goes_on_is_repeated_ever_more_rarely(tmp_path):
     progress.tick()
 
     warnings = [line for line in shown.getvalue().splitlines() if line.startswith("warning: 1 group(s) failed")]
-    assert [line.partition("(as in ")[2][:1] for line in warnings] == ["", "1", "3", "7"]
+    assert [line.partition("(also in ")[2][:1] for line in warnings] == ["", "1", "3", "7"]
 
 
 def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monkeypatch):
@@ -106,11 +112,11 @@ def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monk
         waiting.tick(workers)
 
     assert re.sub(r"\b\d+ s\b", "0 s", console.export_text()).splitlines() == [
-        "0 s, waiting to start: rollout-0 (see logs/)",
-        "0 s, waiting to start: rollout-0 (logs/r.log: init of [red] engine)",
-        "0 s, waiting to start: rollout-0 (logs/r.log: rl.inference: to serve)",
+        "0 s, waiting for rollout-0 to start (see logs/)",
+        "0 s, waiting for rollout-0 to start (logs/r.log: init of [red] engine)",
+        "0 s, waiting for rollout-0 to start (logs/r.log: rl.inference: to serve)",
         "rollout-0 ready after 0 s",
-        "0 s, waiting for the first record: rollout-0, actor-0 (see logs/)",
+        "0 s, waiting for the first step of rollout-0, actor-0 (see logs/)",
         "step 1/9",
     ]
 

@@ -184,16 +184,16 @@ def test_mistake_is_told_before_the_warm_up_and_the_rows_are_measured(mine, tmp_
     captured = capsys.readouterr()
     assert f"({mine}:{_line('there is none')})" in captured.err
     assert captured.out.splitlines()[2:] == [
-        "looking at the data",
-        "making the embedded model",
-        "trying workflow and reward on a row of the data",
+        "loading and checking the data",
+        "building the embedded model",
+        "running a trial episode on one example",
     ]
     assert main("my_parts:APP", ["rollout.reward=my_parts:close", f"run_dir={tmp_path / 'run'}"]) == 2
     captured = capsys.readouterr()
     assert "NotImplementedError: it measures" in captured.err
     assert captured.out.splitlines()[3:] == [  # the model is there now
-        "trying workflow and reward on a row of the data",
-        "measuring the rows of the data",
+        "running a trial episode on one example",
+        "measuring sequence lengths",
     ]
 
 

@@ -168,7 +168,7 @@ def test_stop_of_a_job_that_is_over_cancels_nothing(job: Path, capsys: pytest.Ca
 
 def test_stop_ends_the_run_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["stop", str(run)]) == 0
-    assert "stopped. There is no recover point to go on from." in capsys.readouterr().out
+    assert "stopped. No recovery checkpoint was saved" in capsys.readouterr().out
     assert tools.status_of(run)["workers"] == []
 
 

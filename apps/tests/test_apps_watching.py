@@ -60,7 +60,7 @@ def test_watch_of_an_answer_with_an_end_of_line_that_json_has_not_shows_it_whole
 
     assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
 
-    assert re.search(r"answer \(v0\): no\S+!\n\n$", capsys.readouterr().out)
+    assert re.search(r"completion \(v0\): no\S+!\n\n$", capsys.readouterr().out)
 
 
 def test_watch_of_answers_without_turns_shows_prompt_and_completion(tmp_path, capsys) -> None:
@@ -68,7 +68,7 @@ def test_watch_of_answers_without_turns_shows_prompt_and_completion(tmp_path, ca
 
     assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
 
-    assert capsys.readouterr().out.splitlines()[1:3] == ["prompt: one?", "answer (v0): no"]
+    assert capsys.readouterr().out.splitlines()[1:3] == ["prompt: one?", "completion (v0): no"]
 
 
 def test_watch_chooses_steps_evaluations_rows_and_how_many(tmp_path, capsys) -> None:

@@ -20,7 +20,7 @@ _STYLES = {
     "assistant": "green",
     "tool": "yellow",
     "prompt": "cyan",  # as it was rendered
-    "answer": "green",
+    "completion": "green",
 }
 
 
@@ -75,7 +75,7 @@ def _of_two(answer: dict[str, Any]) -> list[dict[str, Any]]:
     versions = {name: answer.get(name) for name in ("version_first", "version_last")}
     return [
         {"role": "prompt", "content": answer.get("prompt", "")},
-        {"role": "answer", "content": answer.get("completion", ""), **versions},
+        {"role": "completion", "content": answer.get("completion", ""), **versions},
     ]
 
 

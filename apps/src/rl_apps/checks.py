@@ -106,8 +106,8 @@ def remarks(run: Run[Any]) -> list[str]:
     for name, optimizer in optimizers.items():
         if optimizer.warmup_steps >= steps:
             found.append(
-                f"warning: {name}.optimizer.warmup_steps={optimizer.warmup_steps} is no less than the run has ({steps} "
-                "optimizer steps), which therefore learns little"
+                f"warning: {name}.optimizer.warmup_steps={optimizer.warmup_steps} covers the whole run ({steps} "
+                "optimizer steps), so the peak learning rate is never reached"
             )
     if isinstance(config, GRPOConfig):
         found += _too_few_files(config, run.layout.actor.strategy.data)
@@ -122,8 +122,8 @@ def remarks(run: Run[Any]) -> list[str]:
     for name, generation in generations.items():
         if generation.max_new_tokens >= limit:
             found.append(
-                f"warning: {name}.generation.max_new_tokens={generation.max_new_tokens} is more than there is room "
-                f"for: prompt and answer together have {limit} tokens at most (data.max_length, or the model's context)"
+                f"warning: {name}.generation.max_new_tokens={generation.max_new_tokens} exceeds the limit of "
+                f"{limit} tokens for prompt and completion (data.max_length, or the model's context)"
             )
     return found
 
@@ -136,8 +136,8 @@ def _too_full_a_disk(run: Run[Any]) -> list[str]:
     if free >= needed:
         return []
     return [
-        f"warning: {there} has {free / MIB:.1f} MiB left, and a checkpoint of this model takes {needed / MIB:.1f}: "
-        "free some, or set run_dir to another disk"
+        f"warning: {there} has {free / MIB:.1f} MiB free, but a checkpoint of this model needs {needed / MIB:.1f} MiB; "
+        "free space, or set run_dir to another disk"
     ]
 
 
@@ -148,9 +148,9 @@ def starts_from_nothing(config: RunConfig) -> list[str]:
     if not config.launcher.options.starts_again() or (config.recover.regular and config.recover.resume):
         return []
     return [
-        f"warning: launcher.kind={config.launcher.kind} starts this run again where a node is lost, and it would have "
-        "nothing to go on from: a recover point is saved only when it is asked to end. Set recover.every=N (steps), or "
-        "recover.every_minutes; recover.resume must be true"
+        f"warning: launcher.kind={config.launcher.kind} restarts this run after the loss of a node, but it has no "
+        "regular recovery checkpoints to resume from. Set recover.every=N (steps) or recover.every_minutes, and "
+        "recover.resume=true"
     ]
 
 
@@ -176,16 +176,16 @@ def _comes_back_too_late(run: Run[Any]) -> list[str]:
     waits, ready = config.rollout.client.rejoin_timeout, server_job(run).ready_timeout
     if config.publish.route not in STORED_ROUTES:
         return [
-            f"warning: publish.route={config.publish.route} leaves nothing that an only server could read which is "
-            f"started anew, and the run ends after rollout.client.rejoin_timeout={waits:g} s without one; set "
-            "publish.route=disk, or have two servers"
+            f"warning: publish.route={config.publish.route} stores no weights for a restarted server to load, so with "
+            f"a single server the run ends after rollout.client.rejoin_timeout={waits:g} s; set publish.route=disk, or "
+            "use two servers"
         ]
     if waits >= ready:
         return []
     return [
-        f"warning: an only server that is started anew may take rollout.server.ready_timeout={ready:g} s, and the run "
-        f"ends after rollout.client.rejoin_timeout={waits:g} s without one; raise that (and publish.timeout above it), "
-        "or have two servers"
+        f"warning: a restart of the single server may take rollout.server.ready_timeout={ready:g} s, but the run ends "
+        f"after rollout.client.rejoin_timeout={waits:g} s without a server; raise that (and publish.timeout above it), "
+        "or use two servers"
     ]
 
 
@@ -203,14 +203,14 @@ def _too_few_files(config: GRPOConfig, replicas: int) -> list[str]:
     if allowed == resource.RLIM_INFINITY or needed <= allowed:
         return []
     told = (
-        f"a trainer asks up to {needed - beside} answers at once and needs about {needed} open files for it; a process "
-        f"here may have {allowed} (`ulimit -Hn`)"
+        f"a trainer sends up to {needed - beside} concurrent requests and needs about {needed} open files; the limit "
+        f"is {allowed} (`ulimit -Hn`)"
     )
     at_most = (allowed - beside) // rollout.group_size * replicas
     lower = f"set rollout.max_concurrent={at_most}" if at_most > 0 else "lower rollout.group_size"
     if config.launcher.kind == "local":
-        raise ConfigError(f"rollout.max_concurrent: {told}. Raise that, or {lower}.")
-    return [f"warning: {told}: raise that on the nodes, or {lower}"]
+        raise ConfigError(f"rollout.max_concurrent: {told}. Raise the limit, or {lower}.")
+    return [f"warning: {told}; raise the limit on the nodes, or {lower}"]
 
 
 def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:

@@ -1,4 +1,4 @@
-"""The last lines of a run: what was learned, where the files are, and what to try next."""
+"""The final summary of a run: metrics before and after, its files, and a next command."""
 
 from __future__ import annotations
 
@@ -16,111 +16,112 @@ REPORT = "report.html"
 """Page of a run; see `rl_apps.report`."""
 
 REPOSITORY = Path(__file__).parents[3]
-"""Where this file lies in one."""
+"""Root of the repository, if this file is in one."""
 FIGURES = {
     "loss/train": "Training loss",
     "loss/eval": "Held-out loss",
     "eval/accuracy": "Held-out accuracy",
     "eval/reward": "Held-out reward",
 }
-"""What is told of a run: name in metrics.jsonl, and in words."""
+"""Metrics of the summary: name in metrics.jsonl, and label."""
 
 
 def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -> list[str]:
-    """Accuracy before and after, by verb for the generated problems, then files and the next command."""
+    """Return the summary: accuracy before and after (by verb for generated problems), files and a next command."""
     records = read_metrics(run_dir)
-    lines = ["", f"GRPO took {_last(records, 'step'):.0f} steps to version {_last(records, 'version'):.0f}."]
+    lines = ["", f"GRPO finished {_last(records, 'step'):.0f} steps (weights version {_last(records, 'version'):.0f})."]
     name = answers_name(records)
     measured = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     if len(measured) >= 2:
         lines.append(
             f"{FIGURES[name]} (greedy{_evaluated(run_dir, measured[-1][0])}): "
-            f"{measured[0][1]:.3f} before, {measured[-1][1]:.3f} after."
+            f"{measured[0][1]:.3f} -> {measured[-1][1]:.3f}"
         )
         if config.data.name == GENERATED and name == "eval/accuracy":
             lines += by_verb(config, run_dir, measured[0][0], measured[-1][0])
     rewards = [r["reward/mean"] for r in records if r.get("reward/mean") is not None]
     if rewards and not any(rewards):
         lines.append(
-            "No answer had a reward, so there was nothing to learn from. Begin with a model that is right at times: "
-            "learn from given answers first (gsm8k-sft, rl sft), or allow longer ones "
-            "(rollout.generation.max_new_tokens)."
+            "No completion had a reward, so the model learned nothing. Start from a model that is sometimes right "
+            "(train it with gsm8k-sft or rl sft), or allow longer completions (rollout.generation.max_new_tokens)."
         )
     stale = [r["staleness/max"] for r in records if r.get("staleness/max") is not None]
     if stale:
-        lines.append(f"Answers were up to {max(stale):.0f} version(s) old when they were learned from.")
+        lines.append(f"Maximum staleness: {max(stale):.0f} version(s).")
     if left := sum(r.get("groups/left_over") or 0 for r in records):
-        lines.append(f"{left:.0f} prompts were left over when the data of one trainer replica were over.")
+        lines.append(f"{left:.0f} prompts were not used, because one data-parallel rank had exhausted its data.")
     return [
         *lines,
         *files(run_dir),
         f"Try next: {_called(command)} --config {run_dir}/config.yaml run_dir={run_dir}-on-policy "
-        "rollout.max_staleness=0   (the same, on-policy)",
+        "rollout.max_staleness=0   (the same run, on-policy)",
     ]
 
 
 def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> list[str]:
-    """What any run says, and the next command."""
+    """Return the summary of an SFT run, and a command that continues with GRPO."""
     path = Path(config.data.path).expanduser()
     data = f"data.name={config.data.name}"
     if config.data.path:
-        data += f" data.path={path.resolve() if path.exists() else config.data.path}"  # else a name at the hub
+        data += f" data.path={path.resolve() if path.exists() else config.data.path}"  # otherwise a hub id
     data += "".join(f" data.columns.{ours}={theirs}" for ours, theirs in config.data.columns.items())
     model = f"model.path={last_checkpoint(run_dir)}" + (f" recipe={EMBEDDED}" if config.recipe == EMBEDDED else "")
     return [*after_any(config, run_dir), f"Try next: {_called(command)} {data} {model}"]
 
 
 def after_any(config: RunConfig, run_dir: Path) -> list[str]:
-    """Losses and accuracy before and after, and where the files are."""
+    """Return losses and accuracy before and after, and the files."""
     records, lines = read_metrics(run_dir), [""]
     for name in ("loss/train", "loss/eval", answers_name(records)):
         values = [r[name] for r in records if r.get(name) is not None]
         if len(values) >= 2:
             change = f" ({values[-1] / values[0] - 1:+.0%})" if name.startswith("loss/") else ""
-            lines.append(f"{FIGURES[name]}: {values[0]:.4f} at first, {values[-1]:.4f} at last{change}.")
+            lines.append(f"{FIGURES[name]}: {values[0]:.4f} -> {values[-1]:.4f}{change}")
     return [*lines, *files(run_dir)]
 
 
 def answers_name(records: list[dict[str, Any]]) -> str:
-    """What answers to held-out rows are measured by: `eval/accuracy`, or `eval/reward` of rewards that are not 0 or 1
-    throughout."""
+    """Return the metric of held-out completions: `eval/accuracy`, or `eval/reward` if rewards are not all 0 or 1."""
     graded = any(r.get("eval/reward") is not None and r.get("eval/accuracy") is None for r in records)
     return "eval/reward" if graded else "eval/accuracy"
 
 
 def files(run_dir: Path) -> list[str]:
-    """Where they are."""
+    """Return the lines that name the files of a run."""
     checkpoint = last_checkpoint(run_dir)
     return [
         "",
-        f"Run directory: {run_dir} (metrics.jsonl: figures per step, checkpoints/, logs/, config.yaml)",
+        f"Run directory: {run_dir} (metrics.jsonl, checkpoints/, logs/, config.yaml)",
         *([f"Report: {report}"] if (report := run_dir / REPORT).exists() else []),
-        f"Model: {checkpoint}" if checkpoint else "No checkpoint was written.",
+        f"Model: {checkpoint}" if checkpoint else "Model: no checkpoint was written",
     ]
 
 
 def _evaluated(run_dir: Path, step: int) -> str:
-    """Of how many rows; nothing where their answers were not kept."""
+    """Return the number of evaluated problems as text, or "" if their completions were not stored."""
     files = (run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")
     rows = {answer["prompt_id"] for path in files for answer in json_lines(path)}
     return f", {len(rows)} problems" if rows else ""
 
 
 def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[str]:
-    """Accuracy before and after of the held-out problems that use each verb."""
+    """Return the held-out accuracy before and after, by verb."""
     from rl_apps.embedded.warmup import TAUGHT_VERBS
 
     rows = first_rows(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
     before, after = (accuracy_by("verbs", rows, run_dir, step) for step in (first, last))
-    lines = ["By verb (before -> after):"]
-    for kind, chosen in (("taught by the warm-up", TAUGHT_VERBS), ("left to the reward", set(before) - TAUGHT_VERBS)):
+    lines = ["Accuracy by verb:"]
+    for kind, chosen in (
+        ("taught in the warm-up", TAUGHT_VERBS),
+        ("learned from the reward", set(before) - TAUGHT_VERBS),
+    ):
         parts = [f"{verb} {before[verb]:.2f} -> {after[verb]:.2f}" for verb in sorted(chosen & set(before))]
         lines += [f"  {kind}: " + ", ".join(parts)] if parts else []
     return lines
 
 
 def accuracy_by(key: str, rows: list[dict[str, Any]], run_dir: Path, step: int) -> dict[str, float]:
-    """Share of right answers among the evaluated rows whose entry `key`, a list, holds each of its values."""
+    """Return the accuracy of the evaluated examples by each tag in their list `key`."""
     right: dict[str, list[float]] = defaultdict(list)
     of_prompt = {row["prompt_id"]: row for row in rows}
     for path in sorted((run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")):
@@ -131,18 +132,18 @@ def accuracy_by(key: str, rows: list[dict[str, Any]], run_dir: Path, step: int) 
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of a run."""
+    """Return all metrics records of a run."""
     return list(json_lines(run_dir / "metrics.jsonl"))
 
 
 def last_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of the latest step, if there is one."""
+    """Return the newest checkpoint, or None."""
     found = {int(p.name.removeprefix("step_")): p for p in (run_dir / "checkpoints").glob("step_*")}
     return found[max(found)] if found else None
 
 
 def _called(command: str) -> str:
-    """How a command is called from here: in the repository by uv, elsewhere by its path."""
+    """Return a command as the user types it: with uv in the repository, otherwise its path."""
     if Path.cwd().is_relative_to(REPOSITORY):
         return f"uv run --package rl-apps {command}"
     return str(Path(sys.executable).parent / command.removeprefix("--extra agents "))

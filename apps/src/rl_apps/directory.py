@@ -103,7 +103,7 @@ def _await_trainers(directory: Path) -> None:
     with (directory / TRAINERS).open("a+") as file:
         deadline, said = time.monotonic() + seconds, False
         while not _locked(file):
-            who = f"trainers of a command that is gone: process {_holders(file)}"
+            who = f"trainers of an earlier command: process {_holders(file)}"
             if time.monotonic() > deadline:
                 raise ConfigError(f"run_dir={directory} is in use by {who}. Stop them, or choose another run_dir.")
             if not said:
@@ -180,11 +180,11 @@ def past_of(run: Run[Any]) -> Past:
     wrote = any(old.get(f"recover.{each}") for each in ("every", "every_epochs", "every_minutes"))
     if not resumes or not (step or (wrote and file.exists() and not (directory / FINISHED).exists())):
         raise ConfigError(
-            f"{directory} already holds a run; choose another trial=<name> or run_dir=<directory>. (A command goes on "
-            "where it finds a recover point of the run that is there, which recover.every=N writes, unless "
-            "recover.resume=false.)"
+            f"{directory} contains an earlier run that cannot be resumed: it has no recovery checkpoint, is finished, "
+            "or recover.resume=false. Choose another trial=<name> or run_dir=<directory>; recover.every=N saves "
+            "recovery checkpoints."
         )
-    changes = (f"{key}: {old.get(key, 'not there')} before, {new.get(key, 'not there')} now" for key in found)
+    changes = (f"{key} changed from {old.get(key, 'unset')} to {new.get(key, 'unset')}" for key in found)
     return Past(step, changes=tuple(changes))
 
 
@@ -209,9 +209,7 @@ def strangers(directory: Path) -> list[str]:
     found = {entry.name for entry in directory.iterdir()} - {"lock", "logs", NAMES, "slurm"}
     if not found or (directory / "config.yaml").exists():
         return []
-    return [
-        f"warning: this directory holds other files ({', '.join(sorted(found)[:3])}), beside which the run's will lie"
-    ]
+    return [f"warning: this directory contains other files ({', '.join(sorted(found)[:3])}); the run adds its own"]
 
 
 def names_of(directory: Path) -> NameService:
@@ -248,6 +246,13 @@ def kept_names(directory: Path, config: LauncherConfig) -> Iterator[NameService]
             files.delete(ELSEWHERE)
             for key in known:
                 names.delete(key)
+
+
+def resumption(step: int | None) -> str:
+    """Return a sentence on whether a stopped run can resume; `step`: that of its newest recovery checkpoint."""
+    if step:
+        return f"The same command resumes after step {step}."
+    return "No recovery checkpoint was saved, so this run cannot be resumed."
 
 
 def last_record(directory: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The life of a command: parse, check, show or launch, and say what came of it."""
+"""Run a command: parse and check its settings, then print them or launch the run, and print its summary."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from rl_apps.directory import (
     names_of,
     past_of,
     reached,
+    resumption,
     strangers,
     write_config,
 )
@@ -89,7 +90,7 @@ def main(reference: str, argv: list[str] | None = None) -> int:
         print("Stopped.")
         return 130
     except Interrupted as stop:  # `rl stop`
-        print("Stopped before anything was started.")
+        print("Stopped before the run started.")
         return 128 + stop.number
     except Exception as error:  # a user's file or a full disk is to blame, and told; anything else goes on
         full, place = isinstance(error, OSError) and error.errno in FOR_A_WHILE, raised_at(error)
@@ -125,19 +126,26 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             claim.enter_context(claimed(run.directory))
         past = past_of(run)
         if past.finished:
-            print(f"{app.name}: finished before, nothing is left to do. Files: {run.directory}")
+            print(f"{app.name}: this run is already finished. Files: {run.directory}")
             return 0
         config.model.directories = find_models(config.model_paths(), fetch=not line.dry_run)
         if past.step:
             check_started_from(run)
         check_run(run)
         if not line.dry_run:
-            begun = f"going on after step {past.step} of {config.total_steps}" if past.step else "run directory"
+            begun = f"resuming after step {past.step} of {config.total_steps}" if past.step else "run directory"
             taken, _ = reached(run.directory)
             if past.step and taken > past.step:
-                begun += f" (those up to {taken} are taken again: that is the newest recover point)"
+                begun += f", the newest recovery checkpoint; steps up to {taken} run again"
             changes = [*(f"  {change}" for change in past.changes), *strangers(run.directory)]
-            print(devices.sentence, f"{begun}: {run.directory}", *changes, "looking at the data", sep="\n", flush=True)
+            print(
+                devices.sentence,
+                f"{begun}: {run.directory}",
+                *changes,
+                "loading and checking the data",
+                sep="\n",
+                flush=True,
+            )
         arithmetic = app.check(run)
         job = submission(reference, run, devices, [word for word in argv if word != "--dry-run"])
         options.check(job.roles)
@@ -159,11 +167,11 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
 
 
 def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: int, step: int = 0) -> int:
-    """Make the model, start servers and trainers, show progress, and close with what was learned.
+    """Prepare the model, start servers and trainers, show progress, and print the summary.
 
     Args:
-        parent: what `uv_parent` said when the command began.
-        step: after which it goes on.
+        parent: result of `uv_parent` at the start of the command.
+        step: step to resume after.
     """
     from rl_apps.progress import RunProgress
     from rl_apps.report.page import RunReport
@@ -181,7 +189,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         make = partial(make_model, config.model, config.data, config.seed, app.form, app.lessons, say=progress.say)
         config.model.directories[config.model.path] = str(make(warm_up=False))
         if addresses := attached(config, run.layout):
-            progress.say(f"looking at the servers at {', '.join(addresses)}")
+            progress.say(f"checking the servers at {', '.join(addresses)}")
             check_attached(run, step)
         for sentence in (*_try_out(app, run, progress.say), *remarks(run)):
             progress.console.print(sentence, soft_wrap=True)
@@ -196,7 +204,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         say = partial(progress.console.print, soft_wrap=True)
         tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)
         servers, waiting = server_jobs(run, devices), Waiting(progress, metrics, tracking)
-        progress.say("starting servers and trainers together" if servers else "starting trainers")
+        progress.say("starting servers and trainers" if servers else "starting trainers")
         try:
             with tracking:
                 code = launcher.run(
@@ -210,8 +218,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
             shutil.rmtree(weights, ignore_errors=True)
     if code and not (run_dir / FINISHED).exists():
         point = last_point(run_dir / "recover")
-        left = f"The same command goes on after step {point}." if point else "There is no recover point to go on from."
-        print(f"Stopped. {left} Files: {run_dir}")
+        print(f"Stopped. {resumption(point)} Files: {run_dir}")
         return code
     (run_dir / FINISHED).touch()
     print("\n".join(app.closing(config, run_dir)))
@@ -247,7 +254,7 @@ def _again(run: Run[Any], waiting: Waiting) -> int:
     """
     recover, step = run.config.recover, resumed_step(run.directory, run.config.recover)
     if not (step or (recover.regular and recover.resume)):
-        raise ConfigError("there is no recover point to go on from; recover.every=N writes one every N steps")
+        raise ConfigError("no recovery checkpoint to resume from; recover.every=N saves one every N steps")
     if attached(run.config, run.layout):
         check_attached(run, step)
     _cleared(run)
@@ -268,11 +275,11 @@ def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
     if run.config.model.chat_template:
         load_tokenizer(run.config.model).save_pretrained(run.tokenizer)
     if run.layout.rollout is not None and run.config.rollout.rehearsal:
-        say("trying workflow and reward on a row of the data")
+        say("running a trial episode on one example")
         rehearse(run, app.form)
         if isinstance(run.config, GRPOConfig):
             rehearse_loss(run.config.algorithm.loss)
-    say("measuring the rows of the data")
+    say("measuring sequence lengths")
     return app.measure(run)
 
 
@@ -312,10 +319,10 @@ class Waiting:
             self._due = seconds
             left = [w for w in workers if w.name in starting] or list(workers)
             names = ", ".join(w.name for w in left[:4]) + (", ..." if len(left) > 4 else "")
-            what = "to start" if starting else "for the first record"
+            what = f"for {names} to start" if starting else f"for the first step of {names}"
             logs = (w.log for w in left if w.log in news)
             said = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_said(log))), "")
-            self._progress.say(f"{seconds:.0f} s, waiting {what}: {names} ({said or 'see logs/'})")
+            self._progress.say(f"{seconds:.0f} s, waiting {what} ({said or 'see logs/'})")
 
 
 def _last_said(log: Path) -> str:

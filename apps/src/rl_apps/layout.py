@@ -142,7 +142,7 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig,
             if cores
             else "1 core each (launcher.options.cores_per_node says how many a node has)"
         )
-        turns = "; they are more than the cores, and take turns" if 0 < cores < processes else ""
+        turns = "; more processes than cores, so they share them" if 0 < cores < processes else ""
         sentence = f"CPU ({why}): {processes} process{'es' * (processes > 1)}, {each}{on}{turns}"
         return Devices("cpu", cores_each, sentence, _places(layout, nodes, cores_each, 0))
     alone = f"launcher.kind={launcher.kind} with allocation={written}"

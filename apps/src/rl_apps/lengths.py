@@ -92,9 +92,9 @@ class Lengths:
         if not too_long:
             return rows, ""
         sentence = (
-            f"{len(too_long)} of {len(rows)} rows ({split}) have more than {self.limit} tokens"
-            f"{', with one for an answer' if self.form == 'rl' else ''} (data.max_length, or the model's context); "
-            f"the longest has {max(too_long.values())}"
+            f"{len(too_long)} of {len(rows)} examples ({split}) have more than {self.limit} tokens"
+            f"{', including one for the completion' if self.form == 'rl' else ''} (data.max_length, or the model's "
+            f"context); the longest has {max(too_long.values())}"
         )
         if self.data.overlong == "refuse":
             name = rows[min(too_long)].get("prompt_id", min(too_long))
@@ -107,7 +107,7 @@ class Lengths:
         kept = [number for number in range(len(rows)) if number not in too_long or number in instead]
         if not kept:
             raise DataError(f"{sentence}: none is left. Raise data.max_length.")
-        return Picked(rows, kept, instead), f"{sentence}: {len(instead)} cut, {len(rows) - len(kept)} left out"
+        return Picked(rows, kept, instead), f"{sentence}: {len(instead)} truncated, {len(rows) - len(kept)} dropped"
 
     def tokens(self, row: dict[str, Any]) -> int:
         """Tokens of a row, the longer side of a pair, a prompt with the first token of its answer."""
@@ -176,8 +176,8 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
     told = [f"data.overlong={config.data.overlong}: {sentence}" for sentence in found if sentence]
     if form == "rl" and len(fitting) < config.data.batch_size:
         told.append(
-            f"warning: data.batch_size={config.data.batch_size} is more than the {len(fitting)} rows of the data, so "
-            "every step takes some of them more than once"
+            f"warning: data.batch_size={config.data.batch_size} exceeds the {len(fitting)} examples of the data, so "
+            "every step repeats some of them"
         )
     return told
 

@@ -1,5 +1,5 @@
-"""What a terminal shows of a run while it goes on, drawn anew twice a second: how far it is, its figures with their
-course, where the time goes, warnings, and an answer of its model now and then."""
+"""Live view of a run in a terminal, redrawn twice a second: progress, metrics with sparklines, time per stage,
+warnings, and a completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a view in a terminal (`rl_apps.live`), a line per step elsewhere."""
+"""Progress of a run: a live view in a terminal (`rl_apps.live`), otherwise a line per step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRPO_COLUMNS: dict[str, tuple[str, str]] = {
     "gen tok/s": ("throughput/generated_tokens_per_s", ".0f"),
     "train tok/s": ("throughput/trained_tokens_per_s", ".0f"),
 }
-"""Columns of a step's line: label to (name in metrics.jsonl, format)."""
+"""Columns of a step's line: label to (metric, format)."""
 
 SFT_COLUMNS: dict[str, tuple[str, str]] = {
     "loss": ("loss/train", ".4f"),
@@ -47,7 +47,7 @@ PREFERENCE_COLUMNS: dict[str, tuple[str, str]] = {
 STAGES = ("rollout_wait", "train", "publish", "gap")
 
 CUT_OFF = 0.2
-"""Fraction of a step's answers that end for lack of tokens from which on that is worth a warning."""
+"""Fraction of truncated completions from which a step gives a warning."""
 
 
 FIGURES: dict[str, tuple[str, str]] = {
@@ -59,7 +59,7 @@ FIGURES: dict[str, tuple[str, str]] = {
     "pair accuracy": ("pair/accuracy", ".3f"),
     "margin": ("pair/margin", ".3f"),
     "length": ("length/mean", ".1f"),
-    "cut off": ("truncated/fraction", ".1%"),
+    "truncated": ("truncated/fraction", ".1%"),
     "stale": ("staleness/mean", ".2f"),
     "gap": ("gap/mean_abs", ".1e"),
     "entropy": ("entropy/mean", ".3f"),
@@ -68,19 +68,19 @@ FIGURES: dict[str, tuple[str, str]] = {
     "gen tok/s": ("throughput/generated_tokens_per_s", ".0f"),
     "train tok/s": ("throughput/trained_tokens_per_s", ".0f"),
 }
-"""What the live view shows of any run that records it, in the form of `GRPO_COLUMNS`."""
+"""Metrics of the live view, in the form of `GRPO_COLUMNS`; those that a run does not record are left out."""
 
 
 class RunProgress:
-    """Follows a run's metrics file: in a terminal by a view that is drawn anew (`rl_apps.live`), elsewhere by a line
-    for each step. Call `tick` often; use as a context manager.
+    """Follow a run's metrics file: with a live view in a terminal (`rl_apps.live`), otherwise with a line per step.
+    Call `tick` often; use as a context manager.
 
     Args:
         metrics: the run's `metrics.jsonl`.
         total_steps: steps of the run.
-        columns: what a step's line shows, and the view besides `FIGURES`.
-        console: where it is shown.
-        from_the_start: whether lines are shown of steps, too, that were there before.
+        columns: metrics of a step's line; the view shows `FIGURES` too.
+        console: output.
+        from_the_start: whether to print the steps that the file already holds.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RunProgress:
                 self._screen.__exit__()
 
     def say(self, stage: str) -> None:
-        """Name what is going on."""
+        """Show the current stage."""
         if self._screen:
             self._screen.view.stage = stage
         elif stage != self._said:
@@ -130,7 +130,7 @@ class RunProgress:
         self._said = stage
 
     def rewind(self) -> None:
-        """Records were cut off, and will come again."""
+        """Start over: records were removed from the file and will be written again."""
         self._read = self._metrics.stat().st_size if self._metrics.exists() else 0
         if self._screen:  # which shows the course of all steps
             self._read = 0
@@ -138,7 +138,7 @@ class RunProgress:
             self._warned.clear()
 
     def tick(self) -> None:
-        """Show the records that were appended since the last look."""
+        """Show the records appended since the last call."""
         if not self._metrics.exists():
             return
         if self._metrics.stat().st_size < self._read:
@@ -159,10 +159,10 @@ class RunProgress:
             self._screen.look()
 
     def _warn(self, kind: str, warning: str, step: int) -> None:
-        """Tell it: in the view the newest of its kind, in lines the first time, the second, the fourth, ..."""
+        """Show a warning: the newest of its kind in the view; as a line the first, second, fourth, ... time."""
         self._warned[kind] += 1
         times = self._warned[kind]
-        before = f" (as in {times - 1} step(s) before)" if times > 1 else ""
+        before = f" (also in {times - 1} earlier step{'s' * (times > 2)})" if times > 1 else ""
         if self._screen:
             self._screen.view.warn(kind, f"step {step}: {warning}{before}")
         elif times & (times - 1) == 0:
@@ -170,7 +170,7 @@ class RunProgress:
 
 
 def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total_steps: int) -> str:
-    """One record as one line; columns without a value are left out."""
+    """Format a record as one line, without the columns that have no value."""
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
     for label, (name, form) in columns.items():
         told = name == "eval/reward" and record.get("eval/accuracy") is not None
@@ -182,30 +182,30 @@ def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total
         fractions = [f"{stage} {took / seconds:.0%}" for stage, took in taken.items()]
         parts.append(f"{seconds:.2f} s ({', '.join(fractions)})")
     if record.get("applied", 1) < 1:
-        why = "loss or gradients not finite" if "grad_norm" in record else "nothing to learn from"
+        why = "loss or gradients not finite" if "grad_norm" in record else "no gradient"
         parts.append(f"NOT APPLIED: {1 - record['applied']:.0%} ({why})")
     return "  ".join(parts)
 
 
 def warnings_of(record: dict[str, Any]) -> dict[str, str]:
-    """What is wrong with a step in which nothing failed, in words, by kind."""
+    """Return the warnings of a step, by kind."""
     found = {}
     cut, failed = record.get("truncated/fraction") or 0, record.get("groups/failed") or 0
     equal, alone = record.get("groups/zero_variance") or 0, record.get("groups/singleton") or 0
     if cut >= CUT_OFF:
         found["cut"] = (
-            f"{cut:.0%} of the answers were cut off (rollout.generation.max_new_tokens, data.max_length, or the "
-            "context of the servers)"
+            f"{cut:.0%} of the completions were truncated; raise rollout.generation.max_new_tokens, data.max_length or "
+            "the context length of the servers"
         )
     if equal and equal + alone >= record["groups/trained"]:
         found["equal"] = (
-            f"in each of {equal:.0f} groups all answers have the same reward: compared with each other, they give no "
-            "gradient"
+            f"every group had identical rewards ({equal:.0f} groups), so this step had no gradient; see "
+            "rollout.dynamic_sampling"
         )
     if record.get("grad_norm") == 0 and "equal" not in found:
-        found["gradient"] = "the gradient was exactly 0, so nothing was learned: is a loss of your own detached?"
+        found["gradient"] = "the gradient is exactly 0: check that a custom loss is not detached"
     if failed:
-        found["failed"] = f"{failed:.0f} group(s) failed, and others took their place; the trainers' logs say why"
+        found["failed"] = f"{failed:.0f} group(s) failed and were replaced; see the trainers' logs"
     if record.get("applied", 1) < 1:
-        found["skipped"] = "optimizer steps were skipped; what they would have learned is lost"
+        found["skipped"] = "optimizer steps were skipped, so their batches were not learned"
     return found

@@ -66,7 +66,7 @@ def check_program(run: Run[Any], say: Callable[[str], None] = lambda _: None) ->
     """
     starts = run.layout.rollout is not None and not attached(run.config, run.layout)
     if starts and (program := run.config.rollout.server.program()) is not None:
-        say(f"looking for {' or '.join(program.distributions)} in {program.python or sys.executable}")
+        say(f"checking {' or '.join(program.distributions)} in {program.python or sys.executable}")
         look_for(program)
 
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rl_apps.directory import FINISHED, JOB, NAMES, last_record, names_of, reached
+from rl_apps.directory import FINISHED, JOB, NAMES, last_record, names_of, reached, resumption
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError, StalledError
 from rl_contracts.names import NameService
@@ -76,8 +76,8 @@ def status(directory: Path, as_json: bool) -> int:
         print(f"  {found['error']}")
     if found["record"]:
         ago = timedelta(seconds=round(found["record_age"]))
-        point = f"recover point after step {found['recover_point']}" if found["recover_point"] else "no recover point"
-        print(f"step {found['step']}, version {found['version']}, {ago} ago; {point}")
+        point = f"of step {found['recover_point']}" if found["recover_point"] else "none"
+        print(f"step {found['step']}, version {found['version']}, {ago} ago; newest recovery checkpoint: {point}")
     if found["trainer_restarts"]:
         print(f"started again by itself: {found['trainer_restarts']} time(s)")
         print(*(f"  {line}" for line in found["history"]), sep="\n")
@@ -175,7 +175,7 @@ def stop(directory: Path, now: bool, timeout: float) -> int:
         print(f"Nothing to stop: {_state_in_words(before)}")
         return 0
     names.add("control/stop", "now" if now else "gracefully", replace=True)
-    print("asked to stop " + ("at once" if now else "after its step, with a recover point"), flush=True)
+    print("stopping " + ("at once" if now else "after the current step, with a recovery checkpoint"), flush=True)
     deadline = time.monotonic() + timeout
     for _ in while_alive(names):
         if time.monotonic() > deadline:
@@ -184,8 +184,7 @@ def stop(directory: Path, now: bool, timeout: float) -> int:
                 "`rl stop --now` kills its processes."
             )
     after = status_of(directory)
-    point = after["recover_point"]
-    left = f"The same command goes on after step {point}." if point else "There is no recover point to go on from."
+    left = resumption(after["recover_point"])
     print("finished" if after["state"] == "finished" else f"{_state_in_words(after)}. {left}")
     return 0
 

@@ -100,7 +100,7 @@ def test_run_trainer_killed_goes_on_from_the_recover_point_with_new_servers(
     assert run.resumed == [2, 4]
     assert len(addresses) == 3
     assert "actor-0 was killed by SIGKILL" in caplog.text
-    assert "goes on after step 2, its newest recover point (restart 1 of 3 within 600 s)" in caplog.text
+    assert "after step 2, the newest recovery checkpoint (restart 1 of 3 within 600 s)" in caplog.text
     log = (tmp_path / "logs" / "actor-0.log").read_text()
     assert [line for line in log.splitlines() if line.startswith("life")] == [
         "life 0 goes on after step 0",
@@ -165,13 +165,13 @@ def test_run_fails_at_the_same_step_again_and_again_error_tells_all_first_cause_
     places = [message.index(part) for part in ("code 7", "planted 0", "restart 1 of 9", "SIGKILL", "restart 2 of 9")]
     assert places == sorted(places)
     assert "exit code 9" in message
-    assert message.endswith("It came no further than step 3 in 3 starts.")
+    assert message.endswith("It did not get past step 3 in 3 starts.")
 
 
 @pytest.mark.slow
 def test_run_restarts_used_up_ends_the_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "1:kill", "3:kill", "5:kill")
-    with pytest.raises(LaunchError, match=r"launcher.trainer_restarts=2 within 600 s is used up\.$"):
+    with pytest.raises(LaunchError, match=r"launcher.trainer_restarts=2 within 600 s: all restarts are used\.$"):
         Launcher(scheduler, LauncherConfig(trainer_restarts=2)).run([], run.trainers, resume=run.resume)
     assert run.resumed == [0, 2]
 
@@ -189,7 +189,7 @@ def test_run_nothing_to_go_on_from_ends_with_a_sentence(scheduler: LocalSchedule
     def prepare() -> int:
         raise ConfigError("there is no recover point")
 
-    with pytest.raises(LaunchError, match=r"(?s)^actor-0 was killed.*It was not started again: there is no recover"):
+    with pytest.raises(LaunchError, match=r"(?s)^actor-0 was killed.*It was not restarted: there is no recover"):
         Launcher(scheduler).run([], run.trainers, resume=Resume(run.reached, prepare))
 
 

@@ -89,7 +89,7 @@ def test_run_server_dies_too_often_error_names_it_its_lives_and_its_log(schedule
 
     message = str(caught.value)
     assert message.startswith("rollout-0 was killed by SIGKILL (out of memory?)")
-    assert "launcher.max_restarts=2 is used up" in message
+    assert "launcher.max_restarts=2 restarts are used" in message
     assert message.count("Before it: ") == 2
     assert "rollout-0.log" in message
 

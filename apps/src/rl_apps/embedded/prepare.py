@@ -131,7 +131,7 @@ def prepare_embedded(
     ingredients = {"model": "word-problems", "seed": seed, "recipe": asdict(chosen), "words": words}
 
     def make(directory: Path) -> None:
-        say("making the embedded model" + (" and warming it up" if chosen.warm_up else ""))
+        say("building the embedded model" + (" and warming it up" if chosen.warm_up else ""))
         tokenizer = word_problem_tokenizer(chosen.shape.max_length, words)
         model = random_model(chosen.shape, tokenizer, seed)
         if chosen.warm_up is not None:
@@ -170,7 +170,7 @@ def prepare_from_scratch(
     ingredients = {"model": "from-scratch", "seed": seed, "recipe": asdict(chosen), "texts": given}
 
     def make(directory: Path) -> None:
-        say("making a small model from scratch, with a tokenizer trained on the data")
+        say("building a small random model, with a tokenizer trained on the data")
         tokenizer = trained_tokenizer(given, chosen.vocab_size, chosen.shape.max_length)
         save(random_model(chosen.shape, tokenizer, seed), tokenizer, directory)
 

@@ -84,25 +84,25 @@ class Attempts:
         further = any(step > before for step, before in zip(reached, self._furthest, strict=True))
         self._idle = 0 if further else self._idle + 1
         if not self.count and not further and isinstance(error, TrainersLostError) and error.raised:
-            self._refuse(error, "It was not started again, for it failed before its first step.")
+            self._refuse(error, "It was not restarted, because it failed before its first step.")
         if self._idle >= IDLE_RESTARTS:
-            self._refuse(error, f"It came no further than step {self._furthest[0]} in {self._idle + 1} starts.")
+            self._refuse(error, f"It did not get past step {self._furthest[0]} in {self._idle + 1} starts.")
         while self._times and now - self._times[0] > self._window:
             self._times.popleft()
         if len(self._times) >= self._limit:
-            used = f"launcher.trainer_restarts={self._limit} within {self._window:g} s is used up."
+            used = f"launcher.trainer_restarts={self._limit} within {self._window:g} s: all restarts are used."
             self._refuse(error, used)
         try:
             step = self._resume.prepare()
         except RLError as reason:
-            self._refuse(error, f"It was not started again: {reason}")
+            self._refuse(error, f"It was not restarted: {reason}")
         self._furthest = (max(self._furthest[0], reached[0]), max(self._furthest[1], reached[1]))
         self._times.append(now)
         self.count += 1
         nth = f"restart {len(self._times)} of {self._limit} within {self._window:g} s"
-        where = f"after step {step}, its newest recover point" if step else "from the beginning"
+        where = f"after step {step}, the newest recovery checkpoint" if step else "from the beginning"
         self._remember(error, f"{time.strftime('%H:%M:%S')}, {nth}, {where}.")
-        return f"{headline(error)} Everything is started anew and goes on {where} ({nth})."
+        return f"{headline(error)} Restarting all processes {where} ({nth})."
 
     def headlines(self) -> list[str]:
         """The history, a line for each entry."""

@@ -173,7 +173,7 @@ class RunControl(AbstractContextManager["RunControl"]):
 
     def _stop(self, now: bool) -> None:
         """What Ctrl-C or `kill` would do, or either of them twice."""
-        logger.warning("rl stop: %s", "at once" if now else "after the step that is running")
+        logger.warning("rl stop: %s", "at once" if now else "after the current step")
         os.kill(os.getpid(), signal.SIGTERM)
         if now and not self._over.wait(HURRY_SECONDS):
             os.kill(os.getpid(), signal.SIGTERM)

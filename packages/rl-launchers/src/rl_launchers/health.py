@@ -177,7 +177,7 @@ class ServerCare:
             return False
         done.append(now)
         count = f"restart {len(done)} of {limit} within {self._config.restart_window:g} s"
-        logger.warning("%s %s; it is started anew (%s). Log: %s", worker.name, what, count, worker.log)
+        logger.warning("%s %s; restarting it (%s). Log: %s", worker.name, what, count, worker.log)
         try:
             self._scheduler.restart_worker(worker, f"it {what}; {count}")
         except LaunchError as error:
@@ -186,9 +186,7 @@ class ServerCare:
                 raise ServersLostError(gone) from error
             done.pop()
             self._later[worker.name] = now + RETRY_SECONDS
-            logger.warning(
-                "%s cannot be started now, and is tried again in %g s: %s", worker.name, RETRY_SECONDS, error
-            )
+            logger.warning("%s cannot be started now; retrying in %g s: %s", worker.name, RETRY_SECONDS, error)
         else:
-            self.history.append(f"{time.strftime('%H:%M:%S')} {worker.name} {what}; it was started anew ({count}).")
+            self.history.append(f"{time.strftime('%H:%M:%S')} {worker.name} {what}; it was restarted ({count}).")
         return True

@@ -245,7 +245,7 @@ class Launcher:
                 self._on_tick(workers)
         except OSError as error:  # a full disk, or a terminal that is gone, ends no run
             if not self._blind:
-                logger.warning("Progress cannot be shown: %s", error)
+                logger.warning("cannot show progress: %s", error)
             self._blind = True
 
     def _error(self, workers: list[Worker], lost: dict[str, str], failed: bool) -> LaunchError:
@@ -281,7 +281,7 @@ class Launcher:
         what = lost.get(first.name) or describe_end(first)
         problem = f"{first.name} {what} while the run needed it."
         if first.name in lost and self._ready and self._config.max_restarts and first.role not in self._roles():
-            problem += f" launcher.max_restarts={self._config.max_restarts} is used up."
+            problem += f" All launcher.max_restarts={self._config.max_restarts} restarts are used."
         remedy = [] if self._ready or first.cause else [self._remedies.get(first.role, "")]
         after = [f"After it, {other.name} {describe_end(other)} (log: {other.log})." for other in others]
         before = [f"Before it: {sentence}" for sentence in self._care.history]
@@ -308,8 +308,8 @@ class Launcher:
 
     def _stop_trainers(self) -> None:
         logger.warning(
-            "Stopping: trainers have launcher.grace_seconds=%g s to end their step and save a recover point. A second "
-            "signal stops at once.",
+            "Stopping: trainers have launcher.grace_seconds=%g s to finish their step and save a recovery checkpoint. "
+            "A second signal stops at once.",
             self._config.grace_seconds,
         )
         deadline = time.monotonic() + self._config.grace_seconds

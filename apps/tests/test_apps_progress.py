@@ -116,7 +116,7 @@ def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monk
         "0 s, waiting for rollout-0 to start (logs/r.log: init of [red] engine)",
         "0 s, waiting for rollout-0 to start (logs/r.log: rl.inference: to serve)",
         "rollout-0 ready after 0 s",
-        "0 s, waiting for the first step of rollout-0, actor-0 (see logs/)",
+        "0 s, waiting for the first step (see logs/)",
         "step 1/9",
     ]
 

@@ -319,7 +319,7 @@ class Waiting:
             self._due = seconds
             left = [w for w in workers if w.name in starting] or list(workers)
             names = ", ".join(w.name for w in left[:4]) + (", ..." if len(left) > 4 else "")
-            what = f"for {names} to start" if starting else f"for the first step of {names}"
+            what = f"for {names} to start" if starting else "for the first step"
             logs = (w.log for w in left if w.log in news)
             said = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_said(log))), "")
             self._progress.say(f"{seconds:.0f} s, waiting {what} ({said or 'see logs/'})")

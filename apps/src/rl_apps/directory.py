@@ -250,9 +250,11 @@ def kept_names(directory: Path, config: LauncherConfig) -> Iterator[NameService]
 
 def resumption(step: int | None) -> str:
     """Return a sentence on whether a stopped run can resume; `step`: that of its newest recovery checkpoint."""
-    if step:
-        return f"The same command resumes after step {step}."
-    return "No recovery checkpoint was saved, so this run cannot be resumed."
+    return (
+        f"The same command resumes after step {step}."
+        if step
+        else "No recovery checkpoint was saved, so this run cannot be resumed."
+    )
 
 
 def last_record(directory: Path) -> dict[str, Any]:

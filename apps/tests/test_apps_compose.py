@@ -415,7 +415,7 @@ def test_job_that_is_requeued_without_recover_points_is_warned_of(no_slurm, caps
         *(((q,), False) for q in quiet),
     ):
         assert main("gsm8k-grpo", [*slurm, *more]) == 0
-        assert ("launcher.kind=slurm starts this run again" in capsys.readouterr().out) is warned, more
+        assert ("launcher.kind=slurm restarts this run" in capsys.readouterr().out) is warned, more
 
 
 def test_server_that_fits_on_no_machine_is_refused_with_the_arithmetic(theirs, capsys):

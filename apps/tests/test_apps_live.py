@@ -60,7 +60,7 @@ def test_view_draws_figures_with_their_course_time_left_stages_and_warnings() ->
 
     assert re.search(r"3/9 +0:00:12 left", text)
     assert re.search(r"reward +0\.750 +▁▅█", text)
-    for label, value in (("length", "19.0"), ("cut off", "50.0%"), ("stale", "1.00"), ("gap", "1.0e-06")):
+    for label, value in (("length", "19.0"), ("truncated", "50.0%"), ("stale", "1.00"), ("gap", "1.0e-06")):
         assert re.search(rf"{label} +{re.escape(value)} ", text)
     assert re.search(r"entropy +0\.125.*\n", text)
     assert re.search(r"gen tok/s +1234", text)

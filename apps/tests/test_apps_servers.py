@@ -60,7 +60,7 @@ def test_command_with_an_interpreter_that_is_not_there_starts_nothing(capsys, tm
 
     out, err = capsys.readouterr()
     assert code == 2
-    assert ("looking for rl-inference in /nowhere/python" in out) == (not arguments)
+    assert ("checking rl-inference in /nowhere/python" in out) == (not arguments)
     assert "rollout.server.python=/nowhere/python: expected a Python interpreter" in err
     assert "-m pip install rl-inference" in err
     assert not (tmp_path / "run").exists()
@@ -98,7 +98,7 @@ def test_only_server_that_comes_back_later_than_is_waited_for_is_a_warning(capsy
 
 
 def test_only_server_that_could_not_come_back_over_its_route_is_a_warning(capsys):
-    said, two = "publish.route=broadcast leaves nothing that an only server", "allocation=embedded:d2+fsdp:d1"
+    said, two = "publish.route=broadcast stores no weights", "allocation=embedded:d2+fsdp:d1"
     for more, warned in (
         (["publish.route=broadcast"], True),
         (["publish.route=broadcast", two], False),

@@ -160,7 +160,7 @@ def test_run_only_server_for_which_there_is_no_room_everything_is_started_again_
     what, resume = "was killed by SIGKILL.*no other server answers.*planted", Resume(lambda: (3, 2), lambda: 2)
     run = Launcher(scheduler).run
     assert run([server("rollout")], trainer_of(2), once_running(signal.SIGKILL, 1), resume=resume) == 0
-    assert re.search(f"rollout-0 {what}.*goes on after step 2", caplog.text)
+    assert re.search(f"rollout-0 {what}.*Restarting all processes after step 2", caplog.text)
 
     with pytest.raises(LaunchError, match=what):
         Launcher(scheduler).run([server("rollout")], trainer_of(9), once_running(signal.SIGKILL, 1))

@@ -293,12 +293,12 @@ def test_too_few_files_for_the_answers_asked_for_at_once(capsys, monkeypatch):
     more, _, _ = _run(capsys, *batch, "rollout.max_concurrent=456")
     elsewhere = _run(capsys, *batch, "launcher=slurm", "launcher.options.nodes=1")[1]
 
-    told = "a trainer sends up to 4096 concurrent requests and needs about 4552 open files"
+    shortage = "a trainer sends up to 4096 concurrent requests and needs about 4552 open files"
     assert (code, fewer, more) == (2, 0, 2)
-    assert f"ConfigError: rollout.max_concurrent: {told}; the limit is 4096" in err
+    assert f"ConfigError: rollout.max_concurrent: {shortage}; the limit is 4096" in err
     assert "set rollout.max_concurrent=455." in err
     assert "open files" not in possible
-    assert f"warning: {told}" in elsewhere
+    assert f"warning: {shortage}" in elsewhere
 
 
 def test_disk_without_room_for_a_checkpoint_is_a_warning(capsys, monkeypatch, tmp_path):

@@ -61,7 +61,7 @@ Lines = Iterator[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Options:
-    """What a part is given."""
+    """Settings of a part."""
 
     device: str
     tiny: bool

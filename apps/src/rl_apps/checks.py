@@ -202,15 +202,15 @@ def _too_few_files(config: GRPOConfig, replicas: int) -> list[str]:
     needed, allowed = groups * rollout.group_size // replicas + beside, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if allowed == resource.RLIM_INFINITY or needed <= allowed:
         return []
-    told = (
+    shortage = (
         f"a trainer sends up to {needed - beside} concurrent requests and needs about {needed} open files; the limit "
         f"is {allowed} (`ulimit -Hn`)"
     )
     at_most = (allowed - beside) // rollout.group_size * replicas
     lower = f"set rollout.max_concurrent={at_most}" if at_most > 0 else "lower rollout.group_size"
     if config.launcher.kind == "local":
-        raise ConfigError(f"rollout.max_concurrent: {told}. Raise the limit, or {lower}.")
-    return [f"warning: {told}; raise the limit on the nodes, or {lower}"]
+        raise ConfigError(f"rollout.max_concurrent: {shortage}. Raise the limit, or {lower}.")
+    return [f"warning: {shortage}; raise the limit on the nodes, or {lower}"]
 
 
 def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:

@@ -26,10 +26,10 @@ def test_after_grpo_prompts_that_were_left_over_are_told(tmp_path):
 
 
 def test_after_grpo_without_any_reward_says_what_to_begin_with(tmp_path):
-    for last, told in ((0.0, True), (0.5, False)):
+    for last, expected in ((0.0, True), (0.5, False)):
         records = [{"step": 1, "version": 1, "reward/mean": 0.0}, {"step": 2, "version": 2, "reward/mean": last}]
         (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-        assert ("the model learned nothing" in "\n".join(after_grpo(GRPOConfig(), tmp_path))) == told
+        assert ("the model learned nothing" in "\n".join(after_grpo(GRPOConfig(), tmp_path))) == expected
 
 
 def test_after_grpo_reward_that_is_not_0_or_1_is_not_called_accuracy(tmp_path):

@@ -122,8 +122,8 @@ def test_help_leaves_out_what_is_always_refused() -> None:
 
 
 def test_help_of_what_there_is_not_names_the_nearest_and_the_sections() -> None:
-    told = r"--help rollot: no such section or setting. Did you mean 'rollout'\? Sections: model, data, actor"
-    with pytest.raises(ConfigError, match=told):
+    message = r"--help rollot: no such section or setting. Did you mean 'rollout'\? Sections: model, data, actor"
+    with pytest.raises(ConfigError, match=message):
         render_help("", gsm8k_grpo.APP.config(), "rollot")
 
 

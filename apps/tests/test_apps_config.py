@@ -273,8 +273,8 @@ def test_data_set_that_raises_is_told_with_its_line_and_without_a_traceback(caps
     [
         (["total_steps=20"], "actor.optimizer.warmup_steps=20 covers the whole run (20 optimizer steps)"),
         (["algorithm=ppo", "critic.optimizer.warmup_steps=900"], "critic.optimizer.warmup_steps=900 covers"),
-        (["rollout.generation.max_new_tokens=5000"], "rollout.generation.max_new_tokens=5000 exceeds"),
-        (["evaluation.generation.max_new_tokens=5000"], "evaluation.generation.max_new_tokens=5000 exceeds"),
+        (["rollout.generation.max_new_tokens=5000"], "rollout.generation.max_new_tokens=5000 leaves no room"),
+        (["evaluation.generation.max_new_tokens=5000"], "evaluation.generation.max_new_tokens=5000 leaves no room"),
     ],
 )
 def test_what_will_disappoint_is_a_warning(capsys, arguments, warning):

@@ -122,8 +122,8 @@ def remarks(run: Run[Any]) -> list[str]:
     for name, generation in generations.items():
         if generation.max_new_tokens >= limit:
             found.append(
-                f"warning: {name}.generation.max_new_tokens={generation.max_new_tokens} exceeds the limit of "
-                f"{limit} tokens for prompt and completion (data.max_length, or the model's context)"
+                f"warning: {name}.generation.max_new_tokens={generation.max_new_tokens} leaves no room for a "
+                f"prompt: both together have at most {limit} tokens (data.max_length, or the model's context)"
             )
     return found
 

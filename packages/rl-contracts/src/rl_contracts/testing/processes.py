@@ -6,6 +6,7 @@ once for all of a test session, and every script starts as a copy of it; otherwi
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -124,6 +125,7 @@ def _begin(target: Callable[..., None], args: tuple[Any, ...], log: str, environ
     os.dup2(descriptor, 2)
     os.environ.clear()
     os.environ.update(environment)
+    faulthandler.enable()
     target(*args)
 
 

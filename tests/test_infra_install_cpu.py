@@ -48,6 +48,18 @@ def test_torch_comes_first_from_the_index_for_cpus_and_stays_that_build(uv):
     assert (uv / "constraints").read_text().splitlines() == ["torch==2.14.1", "torch==2.14.1+cpu"]
 
 
+def test_workspace_installs_the_dev_group_with_torch_for_cpus(uv):
+    (uv / "installed").write_text("torch==2.14.1+cpu\n")
+
+    done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv", "--workspace")
+
+    assert done.returncode == 0, done.stderr
+    asked = [line.split() for line in (uv / "asked").read_text().splitlines()]
+    assert "--package" not in asked[0]
+    installs = [words[6:] for words in asked if words[:2] == ["pip", "install"]]
+    assert installs == [["--torch-backend", "cpu", "torch"], ["--group", "dev"]]
+
+
 def test_cuda_libraries_that_are_there_afterwards_are_named(uv):
     (uv / "installed").write_text("nvidia-cublas==13.1\ntorch==2.14.1\ntriton==3.8.0\n")
 

@@ -4,6 +4,8 @@
 #
 #   infra/ci/test_package.sh rl-rewards
 #   PYTHON=3.13 infra/ci/test_package.sh rl-launchers --all -k signals
+#   RESOLUTION=lowest-direct infra/ci/test_package.sh rl-rewards    # the lowest versions that it declares; or highest
+#   UV_TORCH_BACKEND=cpu infra/ci/test_package.sh rl-trainers       # with a build of torch for CPUs
 #
 # Runs the quick tests. Further arguments go to pytest. The environment is .venv-alone; your own .venv is left as it is.
 set -euo pipefail
@@ -24,14 +26,27 @@ if [ ! -f "$folder/pyproject.toml" ]; then
 fi
 
 environment=${ALONE_ENVIRONMENT:-.venv-alone}
-if [ -d .venv ] && [ -z "${PYTHON:-}" ]; then
-    # Begin with links to what is installed and compiled already; uv takes away what this package does not ask for.
-    rm -rf "$environment"
-    cp -al .venv "$environment"
-fi
 export UV_PROJECT_ENVIRONMENT=$environment
 unset VIRTUAL_ENV
-uv sync --quiet --locked --package "$package" --reinstall-package "$package" ${PYTHON:+--python "$PYTHON"}
+if [ -n "${RESOLUTION:-}${UV_TORCH_BACKEND:-}" ]; then # `uv sync` knows the versions and builds of the lock alone
+    versions=(--resolution "${RESOLUTION:-}")
+    if [ -z "${RESOLUTION:-}" ]; then
+        locked=$(mktemp)
+        trap 'rm -f "$locked"' EXIT
+        uv export --quiet --locked --no-hashes --no-emit-workspace --package "$package" --output-file "$locked"
+        versions=(--constraints "$locked")
+    fi
+    uv venv --quiet --clear ${PYTHON:+--python "$PYTHON"} "$environment"
+    uv pip install --quiet --python "$environment" "${versions[@]}" \
+        --editable "$folder" --group "$folder/pyproject.toml:dev"
+else
+    if [ -d .venv ] && [ -z "${PYTHON:-}" ]; then
+        # Begin with links to what is installed and compiled already; uv takes away what this package does not ask for.
+        rm -rf "$environment"
+        cp -al .venv "$environment"
+    fi
+    uv sync --quiet --locked --package "$package" --reinstall-package "$package" ${PYTHON:+--python "$PYTHON"}
+fi
 
 module=${package//-/_}
 uv run --no-sync python -c "import $module"

@@ -1,7 +1,9 @@
 """The workflows are what GitHub takes, and name scripts, packages and tags that there are."""
 
+import json
 import os
 import re
+import runpy
 from fnmatch import fnmatch
 
 import pytest
@@ -10,6 +12,7 @@ import yaml
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 
+CHANGED = runpy.run_path(str(workspace.ROOT / "infra" / "ci" / "changed_packages.py"))
 WORKFLOWS = sorted((workspace.ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -59,12 +62,43 @@ def test_scripts_of_a_workflow_are_there(workflow):
     assert [script for script in run_as_they_are if not os.access(workspace.ROOT / script, os.X_OK)] == []
 
 
-def test_matrix_has_every_package_and_the_same_pythons_as_wheels():
-    matrix = _read("ci.yml")["jobs"]["matrix"]["strategy"]["matrix"]
+@pytest.mark.parametrize(
+    ("schema", "file"), [("dependabot", "dependabot.yml"), ("github-actions", "actions/setup/action.yml")]
+)
+def test_github_file_matches_its_schema(schema, file):
+    path = WORKFLOWS[0].parents[1] / file
+    done = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{schema}", str(path)])
+
+    assert done.exit_code == 0, done.output
+
+
+def test_nightly_matrix_of_another_python_lists_every_package():
+    matrix = _read("nightly.yml")["jobs"]["python-3-13"]["strategy"]["matrix"]
 
     assert sorted(matrix["package"]) == sorted(workspace.packages())
-    assert matrix["python"] == ["3.12", "3.13"]
-    assert _read("wheels.yml")["jobs"]["wheels"]["strategy"]["matrix"]["python"] == matrix["python"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["packages/rl-rewards/src/x.py", "docs/a.md"], ["rl-rewards"]),
+        (["docs/a.md", "README.md", "packages/rl-rewards-extra/x.py"], []),
+        (["packages/rl-contracts/src/x.py"], ["rl-apps", "rl-contracts", "rl-rewards"]),
+        (["uv.lock"], ["rl-apps", "rl-contracts", "rl-rewards"]),
+    ],
+)
+def test_changed_packages_lists_those_that_a_path_affects(paths, expected):
+    folders = {"rl-apps": "apps", **{name: f"packages/{name}" for name in ("rl-contracts", "rl-rewards")}}
+
+    assert CHANGED["affected"](paths, folders) == expected
+
+
+def test_changed_packages_unknown_base_lists_all(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["changed_packages.py", "0" * 40])
+
+    CHANGED["main"]()
+
+    assert json.loads(capsys.readouterr().out) == sorted(workspace.packages())
 
 
 def test_tag_of_every_package_starts_its_wheels():

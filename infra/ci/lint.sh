@@ -9,6 +9,7 @@ uv run --no-sync ruff check .
 uv run --no-sync rumdl check --no-cache .
 uv run --no-sync mypy packages/*/src apps/src
 uv run --no-sync lint-imports
+uv run --no-sync zizmor --offline --quiet .github
 for package in packages/* apps; do # of what is declared some is not imported by name, and tests import what is for tests
   (cd "$package" && uv run --no-sync deptry src tests --ignore DEP002,DEP004)
 done

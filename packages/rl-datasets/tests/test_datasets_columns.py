@@ -151,7 +151,12 @@ def test_chat_without_a_path_is_refused() -> None:
 def test_validate_command_takes_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(write(tmp_path / "a.jsonl", {"problem": "1 + 1?", "solution": "#### 2"}))
 
-    assert main(["gsm8k", file, "--columns", "question=problem", "answer=solution", "--reward", "gsm8k"]) == 0
+    (tmp_path / "reward.py").write_text(
+        "def ends(prompt, completions, *_, answer, **__): return float(answer in completions)"
+    )
+    reward = ["--reward", f"{tmp_path / 'reward.py'}:ends"]
+
+    assert main(["gsm8k", file, "--columns", "question=problem", "answer=solution", *reward]) == 0
     assert "1 of 1 gold answers score 1.0" in capsys.readouterr().out
     assert main(["gsm8k", file, "--columns", "question"]) == 2
     assert "--columns: expected OURS=THEIRS" in capsys.readouterr().err

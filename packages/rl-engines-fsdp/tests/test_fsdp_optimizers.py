@@ -115,7 +115,7 @@ def test_state_of_another_optimizer_is_refused_with_its_entries(model_path, tmp_
     "layout",
     [
         {"data": 2},
-        # fails by chance: a rank ended with SIGSEGV, about once in 300 runs
+        # failed by chance: one rank ended with SIGSEGV, in none of 220 further runs
         pytest.param({"tensor": 2}, marks=pytest.mark.nightly),
     ],
 )

@@ -166,3 +166,31 @@ def test_reader_form_that_is_unknown_or_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="no `response_template`"):
         AnswerReader(make_tiny_tokenizer(), "transformers")
     assert not AnswerReader(make_tiny_tokenizer()).reads_tools
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_final_text_marks_as_special_tokens_are_found_and_left_out(special: bool) -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>", "<|extra|>"], special_tokens=special)
+    reader = AnswerReader(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids)
+    ids = tokenizer.encode("so 7</think>It is 5.<|im_end|>", add_special_tokens=False)
+
+    assert reader.final_text(ids, "<think>\n") == "It is 5."
+    assert reader.final_text(ids[:4], "<think>\n") == ""
+
+
+def test_final_text_special_tokens_in_the_answer_are_left_out() -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_tokens(["<|extra|>"], special_tokens=True)
+    ids = tokenizer.encode("<think>7</think>It is<|extra|> 5.", add_special_tokens=False)
+
+    assert AnswerReader(tokenizer).final_text(ids, "") == "It is 5."
+
+
+def test_final_text_of_a_described_answer_is_its_content() -> None:
+    tokenizer = make_tiny_tokenizer()
+    fields = {"content": {"open": "say: ", "close": "\n"}, "reasoning_content": {"open": "muse: ", "close": "\n"}}
+    tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    ids = tokenizer.encode("muse: 7\nsay: It is 5.\n", add_special_tokens=False)
+
+    assert AnswerReader(tokenizer).final_text(ids, "") == "It is 5."

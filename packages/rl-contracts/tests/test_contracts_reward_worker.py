@@ -34,6 +34,12 @@ def narrow(prompt, completions):
 def wants_answer(prompt, completions, prompt_ids, completion_ids, *, answer, **data):
     return 1.0
 
+def closed(prompt, completions, prompt_ids, completion_ids, answer):
+    return 1.0
+
+def reads_final(prompt, completions, prompt_ids, completion_ids, *, final_text, **data):
+    return float(final_text)
+
 async def later(prompt, completions, prompt_ids, completion_ids, **data):
     await asyncio.sleep(0.01)
     return float(len(completion_ids))
@@ -128,6 +134,15 @@ async def test_call_plain_async_and_nested_functions_return_their_floats() -> No
             value = await score(wrapper, "4", answer="4")
         assert type(value) is float
         assert value == expected
+
+
+@pytest.mark.usefixtures("rewards")
+@pytest.mark.parametrize(("target", "expected"), [("closed", 1.0), ("reads_final", 5.0)])
+async def test_call_final_text_reaches_functions_that_take_it(target: str, expected: float) -> None:
+    async with AsyncRewardWrapper(f"worker_rewards:{target}") as wrapper:
+        found = await wrapper("question", "</think>5", [1, 2], [3], final_text="5", answer="4")
+
+    assert found == expected
 
 
 async def test_call_function_object_is_found_by_its_name(rewards: Any) -> None:

@@ -152,3 +152,32 @@ async def test_prompt_that_leaves_no_room_for_an_answer_is_a_data_error_with_bot
     assert asked == []
     assert isinstance(group.error, DataError)
     assert "the prompt has 48 tokens, but a row may have 48 with its answer" in str(group.error)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("so 7</think>it is 5<|im_end|>", "it is 5"), ("so 7", ""), ("it is 5<|im_end|>", "")],
+)
+async def test_episode_reward_reads_what_follows_reasoning_of_the_prompt(tokenizer, text, expected):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    engine = NullInferenceEngine(NullInferenceEngineConfig(seconds_per_token=0.0), answer=lambda request: ids)
+    thinking = make_tiny_tokenizer()
+    thinking.chat_template = thinking.chat_template.replace("assistant\n", "assistant\n<think>\n")
+    seen = []
+
+    def reward(*given, final_text, **data):
+        seen.append(final_text)
+        return 1.0
+
+    await _workflow(thinking, reward).arun_episode(engine, ROW)
+
+    assert seen == [expected]
+
+
+async def test_episode_reward_without_room_for_the_final_text_is_called(tokenizer, answering):
+    def reward(prompt, completions, prompt_ids, completion_ids, answer):
+        return 1.0
+
+    [row] = await _workflow(tokenizer, reward).arun_episode(answering, ROW)
+
+    assert row.reward == 1.0

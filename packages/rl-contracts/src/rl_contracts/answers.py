@@ -8,12 +8,15 @@ What is not well-formed stays text, so that the agent sees it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 from rl_contracts.config import require_choice
 from rl_contracts.errors import ConfigError
+from rl_contracts.reasoning import MARKS, split_reasoning
 from rl_contracts.rendering import answer_text
 
 Call = tuple[str, dict[str, Any]]
@@ -99,7 +102,7 @@ class AnswerReader:
             )
         self.form = form
         """The form of tool calls."""
-        self._thinks = "</think>" in template
+        self._thinks = any(end in template for _, end in MARKS)
 
     @property
     def reads_tools(self) -> bool:
@@ -111,6 +114,26 @@ class AnswerReader:
         text, ended = answer_text(self._tokenizer, ids, self._stop_ids), len(ids) > 0 and ids[-1] in self._stop_ids
         ends = [] if ended else [at for end in stop if (at := text.find(end)) >= 0]
         return text[: min(ends)] if ends else text
+
+    def final_text(self, ids: Sequence[int], opening: str) -> str:
+        """What an answer says after its reasoning, without special tokens; empty where the reasoning does not end.
+
+        Args:
+            ids: the answer.
+            opening: text of the prompt since the assistant's turn was opened.
+        """
+        text = answer_text(self._tokenizer, ids, self._stop_ids)
+        reasoning = ""
+        if getattr(self._tokenizer, "response_template", None):
+            reasoning, text, _ = self._described(text, opening, None)
+        final = text if reasoning else split_reasoning(text, opening)[1]
+        return self._special_tokens.sub("", final)
+
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        names = {*self._tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
     def message(
         self, prompt_ids: Sequence[int], opening: str, ids: Sequence[int], tools: Any = None, stop: Sequence[str] = ()
@@ -146,12 +169,7 @@ class AnswerReader:
         return message
 
     def _read(self, text: str, opening: str, tools: bool) -> tuple[str, str, list[Call]]:
-        reasoning = ""
-        if self._thinks:
-            opened = "<think>" in opening and "</think>" not in opening
-            before, closed, after = text.partition("</think>")
-            if closed or opened or before.lstrip().startswith("<think>"):
-                reasoning, text = before.replace("<think>", "", 1).strip(), after.lstrip("\n")
+        reasoning, text = split_reasoning(text, opening) if self._thinks else ("", text)
         read = FORMATS[self.form]
         if read is None or not tools:
             return reasoning, text, []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import inspect
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 
@@ -24,8 +25,25 @@ class RewardFunction(Protocol):
             completions: text of this one sample; the field's customary name.
             prompt_ids: token ids of the prompt.
             completion_ids: generated token ids.
-            **data: the data row's other entries, for example `answer`.
+            **data: the data row's other entries, for example `answer`, and `final_text`: what follows the completion's
+                reasoning, empty where that does not end. A function without such an argument is called without it.
 
         Raises:
             RewardError: the reward cannot be computed. Never return 0 for that.
         """
+
+
+def keywords(function: Callable[..., Any], data: dict[str, Any]) -> dict[str, Any]:
+    """What a reward function is called with besides its four arguments: `data`, without a `final_text` that it does not
+    take."""
+    if "final_text" not in data or _takes(function, "final_text"):
+        return data
+    return {name: value for name, value in data.items() if name != "final_text"}
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a built-in function
+        return False
+    return any(p.kind is p.VAR_KEYWORD or p.name == name for p in parameters)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError
+from rl_contracts.reward import keywords
 
 
 class WeightedReward:
@@ -27,7 +28,8 @@ class WeightedReward:
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float:
         """The weighted sum for one sample; an error of a part is an error of the whole."""
-        return sum(w * fn(prompt, completions, prompt_ids, completion_ids, **data) for fn, w in self.parts)
+        given = prompt, completions, prompt_ids, completion_ids
+        return sum(weight * part(*given, **keywords(part, data)) for part, weight in self.parts)
 
 
 def _resolve(part: str | Callable[..., Any]) -> Callable[..., float]:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.answers import AnswerReader
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
 from rl_contracts.rendering import ChatRenderer
+from rl_contracts.reward import keywords
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows.episode import group_cache, stage
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.trajectory import Trajectory
 
-NOT_FOR_REWARDS = frozenset(("messages", "prompt_id", "epoch", "prompt", "completions", "prompt_ids", "completion_ids"))
+NOT_FOR_REWARDS = frozenset(
+    ("messages", "prompt_id", "epoch", "prompt", "completions", "prompt_ids", "completion_ids", "final_text")
+)
 """Keys of a data row that a reward function gets in another form, or not at all."""
 
 
@@ -49,6 +53,7 @@ class RLVRWorkflow(RolloutWorkflow):
             raise ConfigError(f"workflow.reward: expected a function, found {type(reward).__name__}.")
         self._tokenizer, self._reward, self.max_length = tokenizer, reward, max_length
         self._renderer = ChatRenderer(tokenizer, template_options)
+        self._reader = AnswerReader(tokenizer, stop_ids=self._renderer.stop_ids)
         stops = dict.fromkeys([*generation.stop_token_ids, *self._renderer.stop_ids])
         self.generation = replace(generation, stop_token_ids=list(stops))
 
@@ -60,7 +65,8 @@ class RLVRWorkflow(RolloutWorkflow):
         response = await engine.agenerate(ModelRequest(input_ids=prompt_ids, generation=self.generation))
         completion = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
         with stage("reward"):
-            reward = await self._score(prompt, completion, prompt_ids, response.output_ids, data)
+            final_text = self._reader.final_text(response.output_ids, self._renderer.opening)
+            reward = await self._score(prompt, completion, final_text, prompt_ids, response.output_ids, data)
         info = {"prompt": prompt, "completion": completion, "answer": data.get("answer")}
         return [from_response(response, reward=reward, temperature=self.generation.temperature, info=info)]
 
@@ -76,9 +82,16 @@ class RLVRWorkflow(RolloutWorkflow):
         return text, ids
 
     async def _score(
-        self, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], data: dict[str, Any]
+        self,
+        prompt: str,
+        completion: str,
+        final_text: str,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+        data: dict[str, Any],
     ) -> float:
         rest = {name: value for name, value in data.items() if name not in NOT_FOR_REWARDS}
+        rest = keywords(self._reward, {**rest, "final_text": final_text})
         try:
             value = self._reward(prompt, completion, prompt_ids, completion_ids, **rest)
             if inspect.isawaitable(value):

@@ -94,9 +94,9 @@ class MultiTurnWorkflow(RLVRWorkflow):
         ids = [token for turn in before for part in (turn.prompt, turn.output) for token in part.tolist()]
         ids += answer.prompt.tolist()
         with stage("reward"):
-            return await self._score(
-                self._tokenizer.decode(ids), answer.message["content"], ids, answer.output.tolist(), data
-            )
+            content, output = answer.message["content"], answer.output.tolist()
+            final_text = self._reader.final_text(output, self._renderer.opening)
+            return await self._score(self._tokenizer.decode(ids), content, final_text, ids, output, data)
 
     def _rows(self, talk: Conversation, reward: float, data: dict[str, Any], **how: Any) -> list[Trajectory]:
         rows = talk.rows(reward, **how)

@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 from rl_contracts.errors import defined_at, raised_at
 from rl_contracts.metrics import collect
 from rl_contracts.registry import load
+from rl_contracts.reward import keywords
 from rl_contracts.reward_worker import wire
 
 _PR_SET_PDEATHSIG = 1
@@ -81,6 +82,7 @@ def _score(
     data: Any,
 ) -> float:
     """Call the function, on an event loop if it is async, and insist on a finite number."""
+    data = keywords(function, data)
     try:
         value = function(prompt, completions, prompt_ids, completion_ids, **data)
     except TypeError as error:

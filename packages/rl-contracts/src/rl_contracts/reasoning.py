@@ -1,0 +1,56 @@
+"""Where the reasoning of an answer ends and its final text begins."""
+
+from __future__ import annotations
+
+import re
+
+CHANNELS = "<|channel|>"
+MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    (CHANNELS, f"{CHANNELS}final<|message|>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+)
+"""What opens and closes reasoning: most families, Mistral, Seed, Kimi, Cohere, Gemma, gpt-oss, and forms for which
+prompts ask."""
+_CHANNEL_BODY = re.compile(r"<\|message\|>(.*?)(?:<\|(?:end|start|channel)\|>|$)", re.DOTALL)
+
+
+def split_reasoning(text: str, opening: str = "") -> tuple[str, str]:
+    """Reasoning and final text of an answer.
+
+    The prompt or the beginning of the answer opens reasoning, and the first closing mark ends it, unless more reasoning
+    follows at once. A closing mark alone is enough, where the prompt does not close reasoning itself: the prompt that
+    opened it may not be at hand. Where reasoning is never closed, there is no final text; where no mark is found, there
+    is no reasoning.
+
+    Args:
+        text: of the answer, in which special tokens stand by their names.
+        opening: end of the prompt, from where the assistant's turn begins.
+
+    Returns:
+        (reasoning without its marks, final text without the line breaks before it).
+    """
+    for start, end in MARKS:
+        opened = opening.rfind(start) > opening.rfind(end) or text.lstrip().startswith(start)
+        if opened or (end in text and end not in opening):
+            return _split(text, start, end)
+    return "", text
+
+
+def _split(text: str, start: str, end: str) -> tuple[str, str]:
+    reasoning = []
+    while True:
+        before, _, text = text.partition(end)
+        reasoning.append(before.strip().removeprefix(start).strip())
+        if not text.lstrip().startswith(start):
+            break
+    if start == CHANNELS:
+        reasoning = _CHANNEL_BODY.findall("".join(reasoning))
+    return "\n".join(reasoning).strip(), text.lstrip("\n")

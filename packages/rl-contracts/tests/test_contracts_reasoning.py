@@ -1,0 +1,45 @@
+"""Reasoning and final text of what models of several families write."""
+
+import pytest
+
+from rl_contracts.reasoning import MARKS, split_reasoning
+
+THINK, GPT_OSS = "<think>\n", "<|start|>assistant"
+ANALYSIS = "<|channel|>analysis<|message|>so 5<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(("start", "end"), [marks for marks in MARKS if marks[0] != "<|channel|>"])
+def test_split_reasoning_marks_of_a_family_are_found(start, end):
+    assert split_reasoning(f"{start}\nso 5\n{end}\n\nIt is 5.") == ("so 5", "It is 5.")
+
+
+@pytest.mark.parametrize(
+    ("opening", "text", "expected"),
+    [
+        ("", "It is 5.\n", ("", "It is 5.\n")),
+        (THINK, "so 5\n</think>\n\nIt is 5.", ("so 5", "It is 5.")),
+        ("", "so 5\n</think>It is 5.", ("so 5", "It is 5.")),
+        ("", "<think>a</think>\n<think>b</think>It is 5.", ("a\nb", "It is 5.")),
+        ("<think>\n\n</think>\n\n", "print('</think>')", ("", "print('</think>')")),
+        ("", "<think>a</think>print('</think>')", ("a", "print('</think>')")),
+        (GPT_OSS, f"{ANALYSIS}<|channel|>final<|message|>It is 5.", ("so 5", "It is 5.")),
+        (GPT_OSS, "<|channel|>final<|message|>It is 5.", ("", "It is 5.")),
+        (f"{GPT_OSS}<|channel|>final<|message|>", "It is 5.", ("", "It is 5.")),
+    ],
+)
+def test_split_reasoning_closed_gives_the_text_after_it(opening, text, expected):
+    assert split_reasoning(text, opening) == expected
+
+
+@pytest.mark.parametrize(
+    ("opening", "text"),
+    [
+        (THINK, "It is 5."),
+        ("", " <think>It is 5."),
+        ("", "<think>It is $5$.</think>\n"),
+        (GPT_OSS, "<|channel|>analysis<|message|>It is 5."),
+        (GPT_OSS, f"{ANALYSIS}<|channel|>commentary<|message|>It is 5."),
+    ],
+)
+def test_split_reasoning_without_an_answer_has_no_final_text(opening, text):
+    assert split_reasoning(text, opening)[1] == ""

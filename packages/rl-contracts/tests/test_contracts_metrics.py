@@ -250,3 +250,11 @@ def test_writer_after_a_kill_cuts_the_unfinished_line(tmp_path: Path) -> None:
     MetricsWriter(path).write({"step": 2})
 
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_record_number_that_is_not_finite_is_refused(value: float) -> None:
+    with collect() as figures, pytest.raises(DataError, match="mine"):
+        record("mine", value)
+
+    assert figures.results() == {}

@@ -636,3 +636,19 @@ def test_stage_of_an_episode_whose_generation_failed_is_what_it_was_before(clock
 
     clock.run(main())
     assert set(stages) == {"workflow"}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [([0.3, 0.1 + 0.2], False), ([0.3, 0.3001], True), ([1e6, 1e6 + 0.5], False), ([0.0], False)],
+)
+def test_dynamic_sampling_nearly_equal_rewards_count_as_equal(rewards, expected):
+    rows = [_row(reward=reward, episode_id=index) for index, reward in enumerate(rewards)]
+
+    assert dynamic_sampling(rows) is expected
+
+
+@pytest.mark.parametrize("reward", [1e39, float("nan"), float("-inf")])
+def test_reward_that_float32_cannot_hold_is_refused_where_its_episode_ends(clock, reward):
+    with pytest.raises(DataError, match="float32"):
+        stamped([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))

@@ -168,8 +168,10 @@ def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") 
 
     Raises:
         ConfigError: the name is known as another kind, or there is no such kind.
-        DataError: the value or weight is not a number.
+        DataError: the value or weight is no number, or the value is not finite (a tensor is not read).
     """
+    if not (_is_tensor(value) or _is_tensor(weight)) and weight and not math.isfinite(_number(name, value)):
+        raise DataError(f"metric {name!r}: expected a finite number, found {value!r}; record what was measured only.")
     if (collector := _collector.get()) is not None:
         collector.add(name, value, weight, kind)
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 """Arrays of a trajectory that speak of its tokens."""
 
+LARGEST = 3.4028234e38
+"""Of float32."""
+EPS = 1e-6
+"""Of the mean, if that is above 1."""
+
 ShouldAccept = Callable[[Sequence["Trajectory"]], bool]
 """`(trajectories of one group) -> whether it is trained on`. A rejected group is replaced and its prompt counted."""
 
@@ -25,10 +30,13 @@ ShouldAccept = Callable[[Sequence["Trajectory"]], bool]
 def dynamic_sampling(trajectories: Sequence[Trajectory]) -> bool:
     """Whether the rewards of a group differ (DAPO, arXiv 2503.14476, section 3.2).
 
-    Equal rewards give every member the advantage 0: the group would only thin the batch.
+    Equal rewards give every member the advantage 0: the group would only thin the batch. Rewards whose sample standard
+    deviation is at most `EPS` count as equal, as they do in advantages.
     """
-    first = trajectories[0].reward
-    return any(trajectory.reward != first for trajectory in trajectories)
+    import numpy as np
+
+    rewards = np.array(list({row.episode_id: row.reward for row in trajectories}.values()))
+    return len(rewards) > 1 and bool(rewards.std(ddof=1) > EPS * max(abs(rewards.mean()), 1.0))
 
 
 @dataclass(slots=True)
@@ -189,8 +197,8 @@ def stamped(
     """What a workflow returned, with the ids of its episode.
 
     Raises:
-        DataError: it is no list or an empty one; arrays of a trajectory differ in length; or the rewards of its rows
-            differ, of which an episode has one.
+        DataError: it is no list or an empty one; arrays of a trajectory differ in length; a reward is not finite in
+            float32; or the rewards of its rows differ, of which an episode has one.
         TypeError, ValueError: a reward is no number.
     """
     if trajectories is None:
@@ -211,6 +219,11 @@ def stamped(
                 "entry per token in each."
             )
         trajectory.reward = float(trajectory.reward)
+        if not abs(trajectory.reward) <= LARGEST:
+            raise DataError(
+                f"{workflow}.arun_episode returned a trajectory with the reward {trajectory.reward}; expected a number "
+                f"that float32 can hold, at most {LARGEST:.3g} in size. Clip or scale the reward."
+            )
         trajectory.prompt_id = context.prompt_id
         trajectory.group_id = context.group_id
         trajectory.episode_id = context.sample

@@ -286,6 +286,20 @@ def test_actor_overlong_penalty_counts_the_generated_tokens_of_an_episode(engine
         assert (batch["advantages"][row][batch["loss_mask"][row]] - expected[row]).abs().max() < 1e-6
 
 
+def test_actor_overlong_penalty_counts_what_rows_share_once(engine):
+    batch = _batch(rows=1)
+    whole, learn = select(batch, [0]), batch["loss_mask"]
+    first = learn & (learn.cumsum(-1) <= 2)
+    rows = torch.cat([whole, select(batch, [0])])
+    rows["loss_mask"] = torch.cat([first, learn & ~first])
+    reward = RewardConfig(overlong_max=40, overlong_cache=40)
+    actor = PolicyActor(engine, AlgorithmConfig(advantage=AdvantageConfig("return"), reward=reward))
+    actor.prepare(rows)
+
+    expected = batch["rewards"][0] - learn.sum() / 40
+    assert rows["advantages"][rows["loss_mask"]].numpy() == pytest.approx(float(expected))
+
+
 def test_actor_turn_rewards_reach_the_tokens_before_them(engine):
     batch = _batch(rows=2)
     batch["rewards"][:] = 0.0

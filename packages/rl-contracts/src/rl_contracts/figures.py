@@ -38,7 +38,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "reward",
             "mean over episodes, after what `algorithm.reward` makes of it",
         ),
-        "length/mean": ("tokens", "generated in a row, mean over rows"),
+        "length/mean": ("tokens", "sampled in an episode, mean over episodes"),
         "truncated/fraction": ("fraction of rows", "whose answer was cut off before it ended"),
         "staleness/mean": ("versions", "from a row's oldest token to the trainer's weights, mean over rows"),
         "staleness/max": ("versions", "the same, of the oldest row"),

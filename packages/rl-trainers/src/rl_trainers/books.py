@@ -266,9 +266,9 @@ def summarise(batch: TensorDict, version: int) -> Figures:
         version: the trainer's version when the batch left the runtime.
 
     Returns:
-        `rows`, `tokens/trained`, `reward/mean`, `reward/square` (see `reward_std`), `length/mean` (generated tokens),
-        `truncated/fraction`, `staleness/mean` and `staleness/max` (version minus a row's oldest token's),
-        `staleness/fraction_0` to `staleness/fraction_3` and `staleness/fraction_4_and_more` (trained tokens by age).
+        `rows`, `tokens/trained`, `reward/mean`, `reward/square` (see `reward_std`), `truncated/fraction`,
+        `staleness/mean` and `staleness/max` (version minus a row's oldest token's), `staleness/fraction_0` to
+        `staleness/fraction_3` and `staleness/fraction_4_and_more` (trained tokens by age).
     """
     figures = Figures()
     learn, versions, rewards = batch["loss_mask"], batch["versions"], batch["rewards"].double()
@@ -280,7 +280,6 @@ def summarise(batch: TensorDict, version: int) -> Figures:
     figures.add("tokens/trained", learn, kind="sum")
     figures.add("reward/mean", rewards)
     figures.add("reward/square", rewards.square())
-    figures.add("length/mean", generated.sum(-1))
     figures.add("truncated/fraction", batch["truncated"])
     figures.add("staleness/mean", age, answered)
     figures.add("staleness/max", age, answered, kind="max")

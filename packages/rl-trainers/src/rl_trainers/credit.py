@@ -37,7 +37,7 @@ class Outcomes:
     groups: torch.Tensor
     """int64 [E] ids."""
     lengths: torch.Tensor
-    """int64 [E] generated tokens over all of its rows."""
+    """int64 [E] sampled tokens over all of its rows, each counted once."""
     penalties: torch.Tensor
     """float32 [E] KL penalty over all of its trained tokens, at most 0 in the mean."""
     of_row: torch.Tensor
@@ -84,7 +84,7 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
 
     Returns:
         `groups/trained`, `groups/singleton` (those of one episode) and `groups/zero_variance` (of several with equal
-        rewards), counted over all replicas; `reward/shaped` (mean over episodes).
+        rewards), counted over all replicas; `reward/shaped` and `length/mean` (sampled tokens), means over episodes.
 
     Raises:
         DataError: there are rewards of single turns, which the estimator would pass over.
@@ -108,6 +108,7 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
         "groups/singleton": float(alone.sum()),
         "groups/zero_variance": float((groups.flat & ~alone).sum()),
         "reward/shaped": float(rewards.double().mean()) if len(rewards) else None,
+        "length/mean": float(outcomes.lengths.double().mean()) if len(rewards) else None,
     }
 
 
@@ -115,7 +116,9 @@ def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: Parall
     """What the estimator is given (collective)."""
     learn, penalty = batch["loss_mask"], _kl_penalty(batch, config)
     mine = {name: batch[name] for name in ("group_ids", "episode_ids", "rewards")}
-    mine |= {"lengths": (batch["versions"] >= 0).sum(-1), "penalties": penalty.sum(-1)}
+    generated = batch["versions"] >= 0
+    own = generated & (learn | ~learn.any(-1, keepdim=True))  # masked rows train nothing
+    mine |= {"lengths": generated.sum(-1), "own_lengths": own.sum(-1), "penalties": penalty.sum(-1)}
     parts = parallel.gather_tensors(mine)
     whole = {name: torch.cat([part[name] for part in parts]) for name in mine}
     ids = torch.stack([whole["group_ids"], whole["episode_ids"]], 1)
@@ -127,7 +130,8 @@ def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: Parall
 
     begin = sum(len(part["rewards"]) for part in parts[: parallel.dp_rank])
     own = of_row[begin : begin + batch.batch_size[0]]
-    groups, lengths = key[:, 0], added("lengths")
+    several = torch.bincount(of_row) > 1  # what their rows share is trained in one of them
+    groups, lengths = key[:, 0], torch.where(several, added("own_lengths"), added("lengths"))
     rewards = shape_rewards(whole["rewards"][first], lengths, groups, config.reward)
     per_token = terminal_rewards(rewards[own], learn) + penalty
     if "token_rewards" in batch:

@@ -9,6 +9,7 @@ from policy_toys import terms_of
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.trajectory import pack
+from rl_trainers.functional.kl import kl_estimate
 from rl_trainers.functional.policy_losses import cispo_loss, clip_loss, importance_loss, reinforce_loss, sapo_loss
 from rl_trainers.functional.terms import PolicyTerms, policy_terms
 
@@ -174,3 +175,30 @@ def test_policy_terms_untrained_token_may_hold_anything():
     torch.stack(losses).sum().backward()
     assert logprobs.grad[0] != 0
     assert logprobs.grad[1:].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("log_ratio", [100.0, 60.0, -100.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_losses_log_ratio_beyond_float32_has_a_finite_gradient(log_ratio, advantage):
+    old, trained = torch.tensor([-0.5, -0.5 - log_ratio]), torch.ones(2, dtype=torch.bool)
+    for loss, constants in (
+        (clip_loss, {"clip_low": 0.2, "clip_high": 0.28}),
+        (cispo_loss, {"clip_low": 1.0, "clip_high": 4.0}),
+        (sapo_loss, {}),
+        (importance_loss, {}),
+    ):
+        leaf = torch.tensor([-0.5, -0.5], requires_grad=True)
+        losses, _ = loss(policy_terms(leaf, old, torch.tensor([1.0, advantage]), trained), **constants)
+        losses.sum().backward()
+        assert losses.isfinite().all(), loss
+        assert leaf.grad.isfinite().all(), loss
+        assert leaf.grad[0] != 0, loss
+
+
+def test_kl_k3_is_bounded_far_apart_and_the_formula_elsewhere():
+    d = torch.tensor([0.5, -2.0, -30.0, -100.0, 100.0], requires_grad=True)
+    found = kl_estimate(d, torch.zeros(5), "k3")
+    found.sum().backward()
+
+    assert found.tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.exp(2.0) - 3, 10.0, 10.0, 10.0])
+    assert d.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 1 - math.exp(2.0), 0.0, 0.0, 0.0])

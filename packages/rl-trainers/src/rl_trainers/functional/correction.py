@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_trainers.functional.terms import row_means
+from rl_trainers.functional.terms import ratio_of, row_means
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class OffPolicy:
     def ratio(self, level: str) -> torch.Tensor:
         """pi_old / pi_behaviour [N]: of the `token`, of its row (`sequence`: the product over the row's trained tokens)
         or the row's `geometric` mean per token."""
-        return LEVELS[level](self).exp()
+        return ratio_of(LEVELS[level](self))
 
 
 LEVELS: dict[str, Callable[[OffPolicy], torch.Tensor]] = {

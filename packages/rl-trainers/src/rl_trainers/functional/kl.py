@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rl_trainers.functional.terms import MAX_LOG_RATIO
+
 if TYPE_CHECKING:
     import torch
 
@@ -14,10 +16,15 @@ def k3(d: torch.Tensor) -> torch.Tensor:
     return (-d).expm1() + d
 
 
+def bounded_k3(d: torch.Tensor) -> torch.Tensor:
+    """`k3`, at most 10 and without gradient beyond, as in verl, SkyRL and NeMo-RL: of d = -30 it is 1e13."""
+    return k3(d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=10.0)
+
+
 ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda d: d,
     "k2": lambda d: d.square() / 2,
-    "k3": k3,
+    "k3": bounded_k3,
 }
 """By name, of d = log pi - log ref."""
 
@@ -26,7 +33,7 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str)
     """Per-token estimate of KL(pi || ref) from tokens that pi sampled (Schulman, "Approximating KL divergence", 2020).
 
     With d = log pi - log ref: k1 = d (unbiased, may be negative), k2 = d^2 / 2 (biased, low variance), k3 = exp(-d) - 1
-    + d (unbiased, never negative).
+    + d (unbiased, never negative; see `bounded_k3`).
 
     Differentiated as a loss, they are something else (d times grad log pi is the unbiased gradient of KL(pi || ref)):
     k1 gives grad log pi, whose mean is zero: nothing is regularised. k2 gives d grad log pi: right. k3 gives (1 -

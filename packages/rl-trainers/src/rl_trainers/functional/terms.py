@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     """Losses, float [N] with gradient; and marks, bool [N], whose fractions of the trained tokens are reported."""
 
 
+MAX_LOG_RATIO = 20.0
+
+
 @dataclass(slots=True)
 class PolicyTerms:
     """One packed micro-batch in the eyes of a policy loss. Where a token is not trained, log-prob and advantage are 0
@@ -60,7 +63,13 @@ def policy_terms(
     if packed is not None:
         mean = row_means(difference.detach(), trained, packed)[packed.row_of_token]
         difference = mean.masked_fill(untrained, 0.0) + logprobs - logprobs.detach()
-    return PolicyTerms(logprobs, difference.exp(), advantages.masked_fill(untrained, 0.0), trained)
+    return PolicyTerms(logprobs, ratio_of(difference), advantages.masked_fill(untrained, 0.0), trained)
+
+
+def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(log_ratio), at most e^20 and at least e^-20 and without gradient beyond, as in verl and SkyRL: one token must
+    not overflow, and with it the gradient of its minibatch."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def row_means(values: torch.Tensor, trained: torch.Tensor, packed: PackedBatch) -> torch.Tensor:

@@ -86,6 +86,15 @@ def test_compose_biased_sampling_is_taken_where_it_is_allowed():
     assert config.rollout.generation.top_k == 5
 
 
+@pytest.mark.parametrize(
+    ("form", "epochs", "expected"), [("rl", 0, 20), ("rl", 2, 9), ("rl", 9, 20), ("sft", 2, 8), ("sft", 0, 20)]
+)
+def test_steps_end_with_the_epochs_if_these_are_over_first(form, epochs, expected):
+    config = _grpo("total_steps=20", "data.batch_size=8", f"total_epochs={epochs}")
+
+    assert config.steps_with(36, form) == expected
+
+
 def test_deterministic_reaches_the_engine_and_nothing_else_sets_it():
     assert _grpo("deterministic=true", "rollout.max_staleness=0").finetune_spec().deterministic
     assert not _grpo().finetune_spec().deterministic
@@ -271,8 +280,6 @@ def test_data_set_that_raises_is_told_with_its_line_and_without_a_traceback(caps
 @pytest.mark.parametrize(
     ("arguments", "warning"),
     [
-        (["total_steps=20"], "actor.optimizer.warmup_steps=20 covers the whole run (20 optimizer steps)"),
-        (["algorithm=ppo", "critic.optimizer.warmup_steps=900"], "critic.optimizer.warmup_steps=900 covers"),
         (["rollout.generation.max_new_tokens=5000"], "rollout.generation.max_new_tokens=5000 leaves no room"),
         (["evaluation.generation.max_new_tokens=5000"], "evaluation.generation.max_new_tokens=5000 leaves no room"),
     ],

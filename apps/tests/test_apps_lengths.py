@@ -142,3 +142,12 @@ def test_trainers_learn_from_the_rows_that_are_left(tmp_path, model, data, app):
     with Parts(Run(config, layout_of("fsdp:d1", "optional"), tmp_path, "cpu")) as parts:
         assert [row["messages"][0]["content"] for row in parts.rows("train", app.form)] == [SHORT]
         assert parts.workflow(len).max_length == 256
+
+
+def test_engine_schedule_spans_the_steps_that_the_epochs_have(tmp_path, model, data):
+    words = [*data, f"model.path={model}", "data.overlong=drop", "data.batch_size=1", "total_epochs=3"]
+    config = gsm8k_sft.APP.config([*words, "actor.minibatches=1", "actor.optimizer.schedule=linear"])
+    with Parts(Run(config, layout_of("fsdp:d1", "optional"), tmp_path, "cpu")) as parts:
+        parts.rows("train", "sft")
+
+        assert parts.engine()._spec.total_steps == 3

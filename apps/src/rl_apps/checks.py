@@ -100,15 +100,6 @@ def remarks(run: Run[Any]) -> list[str]:
         ConfigError: see `longest_row`; the canary does not fit; or this machine has too few files for the answers.
     """
     config, found = run.config, []
-    steps, optimizers = config.total_steps * config.actor.minibatches, {"actor": config.actor.optimizer}
-    if isinstance(config, GRPOConfig) and config.algorithm.needs_critic:
-        optimizers["critic"] = config.critic.optimizer
-    for name, optimizer in optimizers.items():
-        if optimizer.warmup_steps >= steps:
-            found.append(
-                f"warning: {name}.optimizer.warmup_steps={optimizer.warmup_steps} covers the whole run ({steps} "
-                "optimizer steps), so the peak learning rate is never reached"
-            )
     if isinstance(config, GRPOConfig):
         found += _too_few_files(config, run.layout.actor.strategy.data)
     if run.layout.rollout is not None:

@@ -145,8 +145,19 @@ class RunConfig(Settings):
         """The models that the run loads: setting, and what it says."""
         return {"model.path": self.model.path}
 
+    def steps_with(self, examples: int, form: str) -> int:
+        """Steps of the run: `total_steps`, or fewer where `total_epochs` of so many examples end it first.
+
+        Args:
+            examples: of the training data.
+            form: of the data, see `load_rows`; `rl` goes on over the end of an epoch, others drop a last short batch.
+        """
+        size, epochs = self.data.batch_size, self.total_epochs
+        of_data = -(-examples * epochs // size) if form == "rl" else examples // size * epochs
+        return min(self.total_steps, of_data) if epochs else self.total_steps
+
     def finetune_spec(self) -> FinetuneSpec:
-        """What the engine of the model that learns is told of the run."""
+        """What the engine of the model that learns is given of the run."""
         return FinetuneSpec(
             self.model.directory(),
             self.total_steps * self.actor.minibatches,

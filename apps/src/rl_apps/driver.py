@@ -178,13 +178,16 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
     from rl_trainers.points import last_point
 
     config, run_dir = run.config, run.directory
+    steps = config.total_steps
+    if config.total_epochs:
+        steps = config.steps_with(len(load_rows(config.data, "train", app.form, config.seed)), app.form)
     weights = _cleared(run)
     metrics = run_dir / "metrics.jsonl"
     with (
         RunReport(run_dir, sys.argv) as report,
         kept_names(run_dir, config.launcher) as names,
         RunControl(names) as control,
-        RunProgress(metrics, config.total_steps, app.columns) as progress,
+        RunProgress(metrics, steps, app.columns) as progress,
     ):
         make = partial(make_model, config.model, config.data, config.seed, app.form, app.lessons, say=progress.say)
         config.model.directories[config.model.path] = str(make(warm_up=False))
@@ -381,14 +384,15 @@ def _in_six_lines(app: App, run: Run[Any], devices: Devices) -> dict[str, str]:
     """What one wants to know of a run first."""
     config, data = run.config, run.config.data
     rows = load_rows(data, "train", app.form, config.seed)
-    passes = config.total_steps * data.batch_size / len(rows)
-    ends = f" (or {config.total_epochs} epoch(s), whatever comes first)" if config.total_epochs else ""
+    steps = config.steps_with(len(rows), app.form)
+    passes = steps * data.batch_size / len(rows)
+    ends = f" (total_epochs={config.total_epochs})" if steps < config.total_steps else ""
     model = config.model.directory()
     placed = "" if model == config.model.path else f" ({model})"
     return {
         "Devices": devices.sentence,
         "Data": f"{len(rows)} rows of {' '.join(filter(None, (data.name, data.path)))}, {data.batch_size} a step",
-        "Steps": f"{config.total_steps}{ends}, {passes:.2g} passes over the data",
+        "Steps": f"{steps}{ends}, {passes:.2g} passes over the data",
         "Model": f"{config.model.path}{placed}, recipe {config.recipe or 'none'}",
         "Allocation": f"{config.allocation}, started by {config.launcher.kind}",
         "Files": str(run.directory),

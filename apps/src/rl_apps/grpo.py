@@ -38,9 +38,9 @@ def train(run: Run[GRPOConfig]) -> None:
 
     config = run.config
     with Parts(run) as parts:
+        rows = parts.rows("train", "rl")
         engine = parts.engine()  # the policy, and this process's place among the trainer's ranks
         ranks = engine.parallel
-        rows = parts.rows("train", "rl")
         prompts = PromptLoader(
             rows, seed=config.seed, epochs=config.total_epochs or None, num_shards=ranks.dp_size, shard=ranks.dp_rank
         )

@@ -20,6 +20,7 @@ from rl_trainers.preference import PreferenceConfig
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rl_apps.data import Rows
     from rl_contracts.data import FinetuneSpec
     from rl_contracts.engine import LossFn, TrainEngine
 
@@ -51,19 +52,23 @@ def score_spec(run: Run[RunConfig]) -> FinetuneSpec:
 def train_reward_model(run: Run[RunConfig]) -> None:
     """The work of one trainer process: a reward model (Bradley-Terry)."""
     with Parts(run) as parts:
+        rows = parts.rows("train", "pairs")
         engine = parts.engine(spec=score_spec(run))
-        learn_pairs(parts, engine, rl_trainers.reward_model_loss)
+        learn_pairs(parts, rows, engine, rl_trainers.reward_model_loss)
 
 
 def train_policy(run: Run[DPOConfig]) -> None:
     """The work of one trainer process: a policy, beside a frozen copy of itself (DPO or IPO)."""
     with Parts(run) as parts:
+        rows = parts.rows("train", "pairs")
         engine = parts.engine()
         reference = parts.engine(spec=replace(run.config.finetune_spec(), optimizer=None))
-        learn_pairs(parts, engine, rl_trainers.PolicyPreferenceLoss(run.config.preference), reference)
+        learn_pairs(parts, rows, engine, rl_trainers.PolicyPreferenceLoss(run.config.preference), reference)
 
 
-def learn_pairs(parts: Parts, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None) -> None:
+def learn_pairs(
+    parts: Parts, rows: Rows, engine: TrainEngine, loss: LossFn, reference: TrainEngine | None = None
+) -> None:
     """The steps: from the data set's pairs to the updated weights."""
     from rl_trainers.preference import pairs, preference_rows
     from rl_trainers.supervised import shard_rows
@@ -74,7 +79,7 @@ def learn_pairs(parts: Parts, engine: TrainEngine, loss: LossFn, reference: Trai
         cuts = parts.config.data.overlong == "truncate"
         return shard_rows(preference_rows(rows, renderer, parts.max_length, cuts), engine.parallel)
 
-    learn_rows(parts, "pairs", rl_trainers.LossLearner(engine, loss, pairs, reference), batch_of)
+    learn_rows(parts, rows, "pairs", rl_trainers.LossLearner(engine, loss, pairs, reference), batch_of)
 
 
 REWARD_MODEL = App(

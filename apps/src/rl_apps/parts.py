@@ -86,6 +86,8 @@ class Parts(ExitStack):
     def __init__(self, run: Run[Any]) -> None:
         super().__init__()
         self.run, self.config = run, run.config
+        self.steps: int = run.config.total_steps
+        """Of the run, over which learning rates decay; `rows` of the training data may lower it."""
         self.asked_to_stop = threading.Event()
         self._at_stop: list[Callable[[], None]] = []
 
@@ -102,7 +104,8 @@ class Parts(ExitStack):
         """
         made = registry.load("rl.train_engines", self.run.layout.actor.backend)
         engine: TrainEngine = made(settings or self.config.actor.engine, self.run.layout.actor.strategy)
-        self.add(engine).initialize(replace(spec or self.config.finetune_spec(), device=self.run.device))
+        spec = replace(spec or self.config.finetune_spec(), device=self.run.device)
+        self.add(engine).initialize(replace(spec, total_steps=self.steps * self.config.actor.minibatches))
         return engine
 
     @cached_property
@@ -123,6 +126,8 @@ class Parts(ExitStack):
     def rows(self, split: str, form: str, first: int | None = None) -> Rows:
         """The rows of one split, without those that are too long; see `load_rows`.
 
+        Ask for those of the training data before `engine`, whose learning rate is to end with them.
+
         Args:
             first: only so many of them.
         """
@@ -131,9 +136,11 @@ class Parts(ExitStack):
             return []
         rows = load_rows(config.data, split, form, config.seed)
         rows = rows if first is None else first_rows(rows, first)
-        if config.data.overlong == "refuse" or not rows:  # the command has looked
-            return rows
-        return lengths_of(self.run, form, self.tokenizer).fit(rows, split)[0]
+        if config.data.overlong != "refuse" and rows:  # else the command has looked
+            rows = lengths_of(self.run, form, self.tokenizer).fit(rows, split)[0]
+        if split == "train":
+            self.steps = config.steps_with(len(rows), form)
+        return rows
 
     def renderer(self) -> ChatRenderer:
         """The chat template of the run's model."""

@@ -19,6 +19,7 @@ from rl_apps.progress import SFT_COLUMNS
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rl_apps.data import Rows
     from rl_trainers.evaluation import Evaluation
 
 
@@ -32,6 +33,7 @@ def train(run: Run[SFTConfig]) -> None:
     from rl_trainers.supervised import shard_rows, supervised_rows
 
     with Parts(run) as parts:
+        rows = parts.rows("train", "sft")
         engine, renderer = parts.engine(), parts.renderer()
 
         def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
@@ -45,11 +47,13 @@ def train(run: Run[SFTConfig]) -> None:
             rollout = parts.runtime(client, parts.workflow(parts.reward()), engine)
             publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
             evaluations.append(parts.answer_evaluation(engine, rollout))
-        learn_rows(parts, "sft", rl_trainers.LossLearner(engine), batch_of, evaluations, publisher=publisher, gap=gap)
+        learner = rl_trainers.LossLearner(engine)
+        learn_rows(parts, rows, "sft", learner, batch_of, evaluations, publisher=publisher, gap=gap)
 
 
 def learn_rows(
     parts: Parts,
+    rows: Rows,
     form: str,
     learner: rl_trainers.LossLearner,
     batch_of: Callable[[list[dict[str, Any]]], TensorDict],
@@ -59,6 +63,7 @@ def learn_rows(
     """The steps, from the rows of a data set to the updated weights, with the loss on held-out rows.
 
     Args:
+        rows: of the training data.
         form: of the rows, see `load_rows`.
         batch_of: this rank's share of rows, as a batch.
         evaluations: further ones.
@@ -67,7 +72,6 @@ def learn_rows(
     from rl_datasets import BatchLoader
 
     config, engine = parts.config, learner.engine
-    rows = parts.rows("train", form)
     batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.total_epochs or None)
     source = rl_trainers.DataSource(batches, batch_of)
     held_out = parts.rows("test", form, config.evaluation.rows)

@@ -133,13 +133,11 @@ def test_given_module_whose_output_is_logits_is_used() -> None:
     ("schedule", "rates"),
     [
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]),
-        ("cosine", [0.5, 1.0, 0.2 + 0.8 * (2 + math.sqrt(2)) / 4, 0.6, 0.2 + 0.8 * (2 - math.sqrt(2)) / 4, 0.2]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        ("cosine", [0.5, 1.0, 1.0, 0.2 + 0.8 * (2 + math.sqrt(2)) / 4, 0.6, 0.2 + 0.8 * (2 - math.sqrt(2)) / 4]),
     ],
 )
-def test_learning_rate_rises_to_the_peak_and_falls_to_the_minimum_at_the_last_step(
-    schedule: str, rates: list[float]
-) -> None:
+def test_learning_rate_rises_to_the_peak_and_falls_until_the_end(schedule: str, rates: list[float]) -> None:
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.2)
 
     assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(rates)

@@ -183,11 +183,13 @@ class OptimizerConfig(Settings):
     options: dict[str, Any] = field(default_factory=dict)
     """Further constants of an optimizer, by the names of its keyword arguments."""
     schedule: str = choice("constant", ("constant", "linear", "cosine"))
-    """After the warm-up: `constant`, `linear` or `cosine` down to `min_lr_ratio * lr` at the last step."""
-    warmup_steps: int = bounded(0, "0 or more", lambda steps: steps >= 0)
-    """Optimizer steps over which the rate rises linearly from 0; the first step already uses lr / warmup_steps."""
+    """After the warm-up: `constant`, or `linear` or `cosine` towards `min_lr_ratio * lr`, which the step after the last
+    one would have."""
+    warmup_steps: float = bounded(0.0, "0 or more", lambda steps: steps >= 0)
+    """Optimizer steps over which the rate rises linearly from 0; the first step already uses lr / warmup_steps. A
+    number below 1 is a fraction of the run's steps."""
     min_lr_ratio: float = bounded(0.0, "in [0, 1]", lambda ratio: 0 <= ratio <= 1)
-    """Rate at the last step over the peak rate."""
+    """Rate at the end over the peak rate."""
     max_grad_norm: float = bounded(1.0, "0 (off) or more", lambda norm: norm >= 0)
     """Global norm to which gradients are clipped; 0 switches clipping off."""
     max_skipped_steps: int = bounded(8, "0 or more", lambda steps: steps >= 0)
@@ -196,15 +198,16 @@ class OptimizerConfig(Settings):
     def rate(self, step: int, total_steps: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0.
 
-        Step `warmup_steps - 1` (or 0, without a warm-up) has the peak rate, step `total_steps - 1` has
-        `min_lr_ratio` times it.
+        The warm-up ends at the peak rate, at the last step at the latest. What follows decays to `min_lr_ratio` times
+        the peak at step `total_steps`, one after the last, so that no step is without effect (as in torchtitan).
         """
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
+        warmup = min(self.warmup_steps if self.warmup_steps >= 1 else self.warmup_steps * total_steps, total_steps)
+        warmup = math.ceil(warmup)
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
         if self.schedule == "constant":
             return self.lr
-        peak, last = max(self.warmup_steps - 1, 0), total_steps - 1
-        progress = min(max((step - peak) / max(last - peak, 1), 0.0), 1.0)
+        progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
         decay = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
 

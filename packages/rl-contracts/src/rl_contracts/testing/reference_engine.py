@@ -226,15 +226,15 @@ class ReferenceTrainEngine(TrainEngine):
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step `step`, counted from 0: the peak at the end of the warm-up, the minimum at the last."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    peak = max(config.warmup_steps - 1, 0)
-    progress = min((step - peak) / max(total_steps - 1 - peak, 1), 1.0)
-    decay = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
+    """Rate of optimizer step `step`, counted from 0: the peak after the warm-up, the minimum after the last step."""
+    share = config.warmup_steps
+    warmup = min(math.ceil(share * total_steps if share < 1 else share), total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    left = max((total_steps - step) / (total_steps - warmup), 0.0) if total_steps > warmup else 0.0
+    curve = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[config.schedule]
+    least = 0.0 if config.schedule == "constant" else config.min_lr_ratio
+    return config.lr * (least + (1 - least) * curve)
 
 
 def _write(copied: Any, meta: SaveLoadMeta) -> list[Path]:

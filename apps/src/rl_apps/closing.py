@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_apps.config import GRPOConfig, RunConfig
-from rl_apps.data import GENERATED, first_rows, load_rows
+from rl_apps.data import GENERATED, held_out_rows, load_rows
 from rl_apps.model import EMBEDDED
 from rl_contracts.lines import json_lines
 
@@ -108,7 +108,7 @@ def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[st
     """Return the held-out accuracy before and after, by verb."""
     from rl_apps.embedded.warmup import TAUGHT_VERBS
 
-    rows = first_rows(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
+    rows = held_out_rows(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
     before, after = (accuracy_by("verbs", rows, run_dir, step) for step in (first, last))
     lines = ["Accuracy by verb:"]
     for kind, chosen in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -79,6 +80,13 @@ def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
     if not len(rows):
         raise DataError(f"data.name={config.name}: the {named} split has no rows.")
     return rows
+
+
+def held_out_rows(rows: Rows, count: int) -> list[dict[str, Any]]:
+    """`count` rows in their order, a random sample that is the same in every run, or all there are. The first rows of a
+    file that is sorted by difficulty would say little about the others."""
+    numbers = range(len(rows))
+    return [rows[i] for i in (numbers if count >= len(rows) else sorted(random.Random(0).sample(numbers, count)))]
 
 
 def first_rows(rows: Rows, count: int) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_apps.app import Run
-from rl_apps.data import DataConfig, Rows, first_rows, load_rows
+from rl_apps.data import DataConfig, Rows, held_out_rows, load_rows
 from rl_apps.template import load_tokenizer
 from rl_contracts.config import require
 from rl_contracts.errors import DataError
@@ -172,7 +172,7 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
         _check_micro_batch(run, lengths, fitting)
     if config.evaluation.rows:
         test = load_rows(config.data, "test", form, config.seed)
-        found.append(lengths.fit(first_rows(test, config.evaluation.rows), "test")[1])
+        found.append(lengths.fit(held_out_rows(test, config.evaluation.rows), "test")[1])
     told = [f"data.overlong={config.data.overlong}: {sentence}" for sentence in found if sentence]
     if form == "rl" and len(fitting) < config.data.batch_size:
         told.append(

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import rl_trainers
 import rl_workflows
 from rl_apps.app import Run
-from rl_apps.data import Rows, first_rows, load_rows
+from rl_apps.data import Rows, held_out_rows, load_rows
 from rl_apps.directory import names_of
 from rl_apps.layout import Devices, Layout
 from rl_apps.lengths import lengths_of, longest_row
@@ -129,13 +129,13 @@ class Parts(ExitStack):
         Ask for those of the training data before `engine`, whose learning rate is to end with them.
 
         Args:
-            first: only so many of them.
+            first: only so many of them, see `held_out_rows`.
         """
         config = self.config
         if first == 0:
             return []
         rows = load_rows(config.data, split, form, config.seed)
-        rows = rows if first is None else first_rows(rows, first)
+        rows = rows if first is None else held_out_rows(rows, first)
         if config.data.overlong != "refuse" and rows:  # else the command has looked
             rows = lengths_of(self.run, form, self.tokenizer).fit(rows, split)[0]
         if split == "train":

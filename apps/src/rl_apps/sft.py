@@ -75,7 +75,7 @@ def learn_rows(
     batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.total_epochs or None)
     source = rl_trainers.DataSource(batches, batch_of)
     held_out = parts.rows("test", form, config.evaluation.rows)
-    losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)))] if held_out else []
+    losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)), len(held_out))] if held_out else []
     epochs = partial(getattr, batches, "epoch")
     books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
     recover = parts.recover({"actor": engine}, {"source": source, "books": books}, epochs)

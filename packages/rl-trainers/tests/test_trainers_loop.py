@@ -265,7 +265,7 @@ def test_train_supervised_rows_lower_the_held_out_loss(engine, tmp_path):
         engine,
         tmp_path / "run",
         CheckpointConfig(),
-        evaluations=[LossEvaluation(LossLearner(engine), batch_of(ROWS))],
+        evaluations=[LossEvaluation(LossLearner(engine), batch_of(ROWS), len(ROWS))],
         renamed={"loss": "loss/train"},
     )
     source = DataSource([ROWS] * 10, batch_of)

@@ -228,7 +228,7 @@ def test_learner_a_few_steps_prefer_the_chosen_rows(kind: str, tmp_path: Path) -
     batch = pair_batch(4)
     loss = PolicyPreferenceLoss(PreferenceConfig(loss=kind))
     learner = LossLearner(engine, loss, pairs, reference)
-    evaluate = LossEvaluation(learner, batch)
+    evaluate = LossEvaluation(learner, batch, 2)
     before = evaluate(0)
 
     for _ in range(6):

@@ -163,14 +163,19 @@ def test_every_that_is_no_number_of_steps_is_refused():
 def test_answer_evaluation_gives_shares_and_means_and_none_without_answers(tmp_path):
     class Rollout:
         def evaluate(self, rows, generation, n):
-            return [_answer(reward=row["reward"]) for row in rows]
+            return [
+                _answer(reward=row["reward"], group_id=i) for i, row in enumerate(rows) if row["reward"] is not None
+            ]
 
     def figures(rewards):
         rows = [{"reward": reward} for reward in rewards]
         return AnswerEvaluation(Rollout(), rows, EvaluationConfig(), ParallelContext())(7)
 
-    assert figures([1.0, 0.0, 0.0, 0.0]) == {"eval/accuracy": 0.25, "eval/reward": 0.25, "eval/length": 3.0}
-    assert figures([]) == {"eval/accuracy": None, "eval/reward": None, "eval/length": None}
+    of_four = {"eval/length": 3.0, "eval/rows": 4.0, "eval/failed": 0.0}
+    assert figures([1.0, 0.0, 0.0, 0.0]) == {"eval/accuracy": 0.25, "eval/reward": 0.25, **of_four}
+    assert figures([1.0, 0.0, None, 1.0]) == {"eval/accuracy": 0.5, "eval/reward": 0.5, **of_four, "eval/failed": 1.0}
+    none = dict.fromkeys(("eval/accuracy", "eval/reward", "eval/length"))
+    assert figures([]) == {**none, "eval/rows": 0.0, "eval/failed": 0.0}
     assert GenerationConfig(temperature=0.0) == EvaluationConfig().generation
 
 
@@ -178,11 +183,12 @@ def test_answer_evaluation_gives_shares_and_means_and_none_without_answers(tmp_p
 def test_reward_that_is_not_0_or_1_is_not_called_accuracy(rewards):
     class Rollout:
         def evaluate(self, rows, generation, n):
-            return [_answer(reward=reward) for reward in rewards]
+            return [_answer(reward=reward, group_id=index) for index, reward in enumerate(rewards)]
 
     figures = AnswerEvaluation(Rollout(), [{}] * len(rewards), EvaluationConfig(), ParallelContext())(7)
 
-    assert figures == {"eval/reward": pytest.approx(sum(rewards) / len(rewards)), "eval/length": 3.0}
+    assert "eval/accuracy" not in figures
+    assert figures["eval/reward"] == pytest.approx(sum(rewards) / len(rewards))
 
 
 def test_reward_std_is_the_sample_deviation_whatever_the_split():

@@ -144,6 +144,11 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Evaluation": {
         "eval/accuracy": ("fraction", "of held-out answers with reward 1, or of held-out pairs that are judged right"),
         "eval/reward": ("reward", "mean over held-out answers"),
+        "eval/rows": ("rows", "held out, which the figures of an evaluation are about"),
+        "eval/failed": (
+            "answers",
+            "to held-out rows without a reward, which count as 0 in `eval/accuracy` and `eval/reward`",
+        ),
         "eval/length": ("tokens", "generated in a held-out answer, mean"),
         "eval/margin": ("-", "`pair/margin` of held-out pairs"),
         "eval/<name>": ("as <name>", "what the answers of an evaluation recorded under that name"),

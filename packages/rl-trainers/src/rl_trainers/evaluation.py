@@ -26,7 +26,7 @@ class HeldOutConfig(Settings):
     every: int = bounded(0, "0 (ends only) or more steps", lambda steps: steps >= 0)
     """Steps between evaluations; 0: only before the first step and after the last."""
     rows: int = bounded(512, "0 (off) or more", lambda rows: rows >= 0)
-    """Held-out rows; 0 switches evaluation off."""
+    """Held-out rows, a random sample that is the same in every run; 0 switches evaluation off."""
 
 
 @dataclass
@@ -54,7 +54,8 @@ class AnswerEvaluation:
 
     def __call__(self, step: int) -> dict[str, float | None]:
         """`eval/reward`, `eval/length` and, unless a reward is neither 0 nor 1, `eval/accuracy` (collective); None
-        without an answer."""
+        without an answer. Beside them `eval/rows`, and `eval/failed`, answers without a reward, which count as 0 in
+        reward and accuracy."""
         import torch
 
         answers = self.rollout.evaluate(self.rows, self.config.generation, self.config.n)
@@ -66,7 +67,12 @@ class AnswerEvaluation:
         figures.add("graded", (rewards != 0) & (rewards != 1), kind="max")
         figures.add("eval/reward", rewards)
         figures.add("eval/length", torch.tensor([int((answer.versions >= 0).sum()) for answer in answers]))
+        figures.add("answers", len(answers), kind="sum")
+        figures.add("episodes", len({(answer.group_id, answer.episode_id) for answer in answers}), kind="sum")
         found = figures.over_replicas(self.parallel).results()
         if found.pop("graded"):
             del found["eval/accuracy"]
-        return found
+        count, failed = found.pop("answers") or 0.0, len(self.rows) * self.config.n - (found.pop("episodes") or 0.0)
+        for name in found.keys() & {"eval/accuracy", "eval/reward"} if count else ():
+            found[name] = (found[name] or 0.0) * count / (count + failed)
+        return found | {"eval/rows": float(len(self.rows)), "eval/failed": failed}

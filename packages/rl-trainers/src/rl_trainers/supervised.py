@@ -151,15 +151,16 @@ class LossEvaluation:
 
     Args:
         batch: this rank's share of them; it is given what the loss needs (collective).
+        rows: how many there are on all ranks.
     """
 
-    def __init__(self, learner: LossLearner, batch: TensorDict) -> None:
+    def __init__(self, learner: LossLearner, batch: TensorDict, rows: int) -> None:
         learner.prepare(batch)
-        self.learner, self.batch = learner, batch
+        self.learner, self.batch, self.rows = learner, batch, rows
 
     def __call__(self, step: int) -> dict[str, float | None]:
-        """`loss/eval` (of cross entropy in nats per token); of pairs also `eval/accuracy` and `eval/margin`
-        (collective)."""
+        """`loss/eval` (of cross entropy in nats per token) and `eval/rows`; of pairs also `eval/accuracy` and
+        `eval/margin` (collective)."""
         found = self.learner.engine.eval_batch(self.batch, self.learner.loss, self.learner.weigh)
         names = {"loss": "loss/eval", "pair/accuracy": "eval/accuracy", "pair/margin": "eval/margin"}
-        return {named: found[name] for name, named in names.items() if name in found}
+        return {"eval/rows": self.rows, **{named: found[name] for name, named in names.items() if name in found}}

@@ -28,8 +28,8 @@ async def answer_held_out(
 ) -> list[FinishedGroup]:
     """Answer each row `n` times: one group per row, in order.
 
-    An episode that fails or is rejected has no reward and is left out, with a warning; it is held against the same
-    failure budget as in training, so that an accuracy never speaks of a few rows only.
+    An episode that fails or is rejected has no reward and is left out, with a warning: whoever takes a mean counts it
+    as wrong. It is held against the same failure budget as in training.
 
     Args:
         episodes: how they are run; its `generation` is the evaluation's.
@@ -92,7 +92,7 @@ def _hold_against(budget: FailureBudget, group: FinishedGroup, n: int) -> None:
         budget.failed(
             RLError(
                 f"the workflow returned None for row {group.ticket.group_id} (its keys are {sorted(group.prompt)}): a "
-                "held-out row needs a reward, or the accuracy would speak of the others alone."
+                "held-out row needs a reward."
             )
         )
     for _ in range(n - len(group.failures) - group.declined):
@@ -118,7 +118,7 @@ def _finish(groups: list[FinishedGroup], episodes: Episodes, version: int, n: in
     for trajectory in answers:
         trajectory.temperature = episodes.generation.temperature or 1.0
     if lost := sum(len(group.failures) + group.declined for group in groups):
-        log.warning("evaluation: %d of %d episodes have no reward and are left out", lost, len(groups) * n)
+        log.warning("evaluation: %d of %d episodes have no reward and count as wrong", lost, len(groups) * n)
     stamped = [row.versions[row.versions >= 0] for row in answers]
     found = np.unique(np.concatenate(stamped)) if stamped else np.empty(0)
     if len(found) > 1 or (len(found) and found[0] < version):

@@ -1,0 +1,14 @@
+"""Which rows of a data set a run uses."""
+
+from rl_apps.data import held_out_rows
+
+
+def test_held_out_rows_are_a_sample_of_the_whole_file_in_its_order():
+    rows = [{"number": number} for number in range(1000)]
+    numbers = [row["number"] for row in held_out_rows(rows, 100)]
+
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == 100
+    assert 400 < sum(numbers) / 100 < 600
+    assert numbers == [row["number"] for row in held_out_rows(rows, 100)]
+    assert held_out_rows(rows, 1000) == held_out_rows(rows, 5000) == rows

@@ -85,6 +85,22 @@ def test_ipo_matches_hand_computation() -> None:
     assert loss.item() == pytest.approx((1.0 - 2.0) ** 2 + (-0.4 - 2.0) ** 2, rel=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("ipo", 0.0), ("ipo_sum", (10 / 0.2 - 1 / 0.2) ** 2)])
+def test_ipo_averages_log_ratios_over_the_tokens_of_an_answer(kind: str, expected: float) -> None:
+    # as in AReaL's test: 10 tokens each, whose mean log-ratios are 1 / (2 beta) apart
+    rows = [{"chosen": talk("hi", "a" * 9), "rejected": talk("hi", "b" * 9)}]
+    batch = shard_rows(preference_rows(rows, Letters(), 99), ParallelContext())
+    batch["ref_logprobs"] = torch.zeros_like(batch["logprobs"])
+    packed = pack(batch)
+    chosen = packed["rewards"][packed.row_of_token] > 0
+    logprobs = torch.where(chosen & packed["loss_mask"], 5.0, 0.0)
+
+    loss, _ = PolicyPreferenceLoss(PreferenceConfig(loss=kind, beta=0.1))(TokenOutputs(logprobs, logprobs), packed)
+
+    assert int(packed["loss_mask"].sum()) == 20
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize("name", ["bradley_terry", "dpo", "dpo smoothed", "ipo"])
 def test_gradients_equal_finite_differences(name: str) -> None:
     packed = packed_pairs(3)

@@ -26,8 +26,9 @@ class PreferenceConfig(Settings):
     """How a policy learns from pairs."""
 
     setting: ClassVar[str] = "preference"
-    loss: str = choice("dpo", ("dpo", "ipo"))
-    """`dpo` (arXiv 2305.18290) or `ipo` (arXiv 2310.12036)."""
+    loss: str = choice("dpo", ("dpo", "ipo", "ipo_sum"))
+    """`dpo` (arXiv 2305.18290); `ipo` (arXiv 2310.12036), with log-probs averaged over an answer's tokens as in TRL; or
+    `ipo_sum`, with their sums."""
     beta: float = bounded(0.1, "more than 0", lambda beta: beta > 0)
     """Strength of the pull to the reference policy (IPO: tau)."""
     label_smoothing: float = bounded(0.0, "in [0, 0.5)", lambda fraction: 0 <= fraction < 0.5)
@@ -38,7 +39,7 @@ class PreferenceConfig(Settings):
         require(
             self.loss == "dpo" or not self.label_smoothing,
             "preference.label_smoothing",
-            "0 with preference.loss=ipo (label smoothing belongs to DPO)",
+            f"0 with preference.loss={self.loss} (label smoothing belongs to DPO)",
             self.label_smoothing,
         )
 
@@ -116,9 +117,11 @@ class PolicyPreferenceLoss:
         """`(loss_sum, stats)`."""
         learn = packed["loss_mask"]
         ratios = packed.row_sums(torch.where(learn, outputs.logprobs - packed["ref_logprobs"], 0.0))
+        if self.config.loss == "dpo":
+            return dpo_loss(ratios, packed, self.config.beta, self.config.label_smoothing)
         if self.config.loss == "ipo":
-            return ipo_loss(ratios, packed, self.config.beta)
-        return dpo_loss(ratios, packed, self.config.beta, self.config.label_smoothing)
+            ratios = ratios / packed.row_sums(learn.to(ratios.dtype)).clamp(min=1)
+        return ipo_loss(ratios, packed, self.config.beta)
 
 
 def pairs(batch: TensorDict) -> torch.Tensor:

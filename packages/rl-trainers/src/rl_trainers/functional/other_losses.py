@@ -76,10 +76,11 @@ def dpo_loss(
 def ipo_loss(log_ratios: torch.Tensor, packed: PackedBatch, beta: float) -> tuple[torch.Tensor, Stats]:
     """Identity preference optimization (Azar et al., arXiv 2310.12036, eq. 17).
 
-    The sum over pairs of (h - 1 / (2 beta))^2, with h as in `dpo_loss`.
+    The sum over pairs of (h - 1 / (2 beta))^2, with h as in `dpo_loss`. The paper's experiments divide each row's
+    log-ratio by its tokens, as TRL documents.
 
     Args:
-        log_ratios: [S], log pi - log pi_ref of each row; carries gradient.
+        log_ratios: [S], log pi - log pi_ref of each row, summed or averaged over its tokens; carries gradient.
         beta: tau of the paper, more than 0.
 
     Returns:

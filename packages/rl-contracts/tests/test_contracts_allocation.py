@@ -79,6 +79,18 @@ def test_parse_hybrid_folds_experts_into_the_ranks_of_attention() -> None:
     assert strategy.expert_data == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("(attn:d2p2t2|ffn:e4)", ParallelStrategy(data=2, pipeline=2, tensor=2, expert=4, expert_tensor=1)),
+        ("(attn:d4t2|ffn:e2)", ParallelStrategy(data=4, tensor=2, expert=2, expert_tensor=1)),
+        ("(attn:d4|ffn:t2)", ParallelStrategy(data=4, expert_tensor=2)),
+    ],
+)
+def test_parse_hybrid_derives_d_and_p_of_the_experts(text: str, expected: ParallelStrategy) -> None:
+    assert parse(f"megatron:{text}").component("megatron").strategy == expected
+
+
 def test_parse_hybrid_shares_devices_with_servers() -> None:
     allocation = parse("sglang:d2t2|megatron:(attn:d2t2|ffn:e2t2)")
 
@@ -153,8 +165,11 @@ def test_component_unknown_or_ambiguous_lists_what_there_is() -> None:
             17,
             "expected a dimension (one of d, t, p, c, then a number), found 'e'",
         ),
-        ("megatron:(attn:d2p2|ffn:d4)", 20, "need the same p, found 2 and 1"),
-        ("megatron:(attn:d2t2|ffn:e2)", 20, "must equal ffn d*t*p*e: found 4 and 2"),
+        ("megatron:(attn:d2p2|ffn:d4p1)", 20, "need the same p, found 2 and 1"),
+        ("megatron:(attn:d2p2|ffn:d4)", 20, "must equal ffn d*t*p*e: found 4 and 8"),
+        ("megatron:(attn:d2t2|ffn:e3)", 20, "must equal ffn d*t*p*e: found 4 and 3"),
+        ("sglang:d4+archon:attn:d8|ffn:e8", 10, "archon"),
+        ("archon:d4", 0, "archon"),
         ("fsdp:d2+fsdp:d2", 8, "two components are called 'actor'"),
         ("sglang[a]:d1+fsdp[a]:d1", 13, "two components are called 'a'"),
         ("vllm:d2t2|fsdp:d8", 10, "world sizes must be equal: rollout has 4, actor has 8"),

@@ -5,7 +5,8 @@
     component  := backend ["[" name "]"] ":" (dims | hybrid)
     backend    := installed name | module ":" class
     dims       := one or more of d<n> t<n> p<n> c<n> e<n>, each at most once; what is missing is 1
-    hybrid     := "(attn:" dims "|ffn:" dims ")"   mixture-of-experts layers split apart from attention
+    hybrid     := "(attn:" dims "|ffn:" dims ")"   mixture-of-experts layers split apart from attention; the p of ffn is
+                                                   that of attn, and its d what is left, where they are missing
 
 `sglang[r]:d2+fsdp[actor]:d4|fsdp[critic]:d4` is two devices for the servers `r`, and four that actor and critic
 share. What a backend does follows from what is installed: names in the entry-point group `rl.inference_engines` serve,

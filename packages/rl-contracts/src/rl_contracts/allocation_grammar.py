@@ -56,6 +56,8 @@ class Reader:
     def component(self) -> Written:
         backend = self.take(_BACKEND, "the name of a backend, such as 'fsdp' or 'sglang'")
         at, name = self.at - len(backend), ""
+        if backend.partition(":")[0] == "archon":
+            raise pointed_at(self.text, "archon is AReaL's own engine; expected fsdp or megatron", at)
         if self.take(r"\["):
             name = self.take(_IDENTIFIER, "the name of the component")
             self.take("]", "']'")
@@ -65,14 +67,17 @@ class Reader:
         return Written(backend, name, sizes, at, sizes_at)
 
     def hybrid(self) -> dict[str, int]:
-        """Attention and experts split apart over the same ranks (the opening bracket is read)."""
+        """Attention and experts split apart over the same ranks (the opening bracket is read). Where `ffn` has no p or
+        d, they are that of `attn` and what is left of its ranks, as in AReaL."""
         self.take("attn *: *", "'attn:'")
         attention = self.dimensions("dtpc")
         self.take(r"\| *", "'|'")
         start = self.at
         self.take("ffn *: *", "'ffn:'")
-        experts = self.dimensions("dtpe")
+        experts = {"pipeline": attention["pipeline"], **self.written("dtpe")}
         self.take(r"\)", "')'")
+        others = math.prod(size for name, size in experts.items() if name != "data")
+        experts = {"tensor": 1, "expert": 1, "data": max(math.prod(attention.values()) // others, 1)} | experts
         if attention["pipeline"] != experts["pipeline"]:
             raise pointed_at(
                 self.text,
@@ -91,6 +96,10 @@ class Reader:
 
     def dimensions(self, letters: str) -> dict[str, int]:
         """Sizes by the names that a `ParallelStrategy` has for the dimensions; 1 where none is written."""
+        return dict.fromkeys((_STRATEGY[letter] for letter in letters), 1) | self.written(letters)
+
+    def written(self, letters: str) -> dict[str, int]:
+        """The same, of those that are written."""
         sizes: dict[str, int] = {}
         while not sizes or self.text[self.at : self.at + 1].isalnum():
             letter = self.match(f"[{letters}]", f"a dimension (one of {', '.join(letters)}, then a number)")
@@ -102,7 +111,7 @@ class Reader:
                     self.text, f"expected a size of at least 1 for dimension '{letter}', found 0", self.at - len(size)
                 )
             sizes[letter] = int(size)
-        return {_STRATEGY[letter]: sizes.get(letter, 1) for letter in letters}
+        return {_STRATEGY[letter]: size for letter, size in sizes.items()}
 
     def take(self, pattern: str, expected: str = "") -> str:
         """`match` behind the blanks that may come first."""

@@ -140,22 +140,6 @@ def set_checkpointing(engine: Any, enabled: bool) -> None:
     engine._maker._prepare_layers(engine._model)
 
 
-def step_flops(engine: Any, tokens: int, squares: int) -> float:
-    """Return the useful operations of a step; of an MoE model those of the experts that a token meets."""
-    from rl_contracts.training.usage import dense_step_flops
-    from rl_engines_fsdp import usage
-
-    model = engine._model
-    dense = usage.step_flops(model, tokens, squares)
-    if dense is not None:
-        return dense
-    config = model.model.config
-    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
-    active = usage.matrix_parameters(model) + experts * config.num_experts_per_tok // config.num_experts
-    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return dense_step_flops(active, active, attention, tokens, squares)
-
-
 def timed(step: Callable[[], Any], device: str) -> float:
     """Return the seconds of one call, with all kernels finished."""
     import torch
@@ -195,7 +179,9 @@ def measure(engine: Any, batch: Any, load: Load, device: str) -> Measured:
     """Time, profile and count a training step of an engine."""
     import torch
 
-    from rl_contracts.training.usage import peak_gib
+    from rl_contracts.attention_windows import layer_windows
+    from rl_contracts.training.usage import attended_pairs, peak_gib
+    from rl_engines_fsdp.usage import step_flops
 
     step = partial(engine.train_batch, batch, nll, lambda rows: rows["loss_mask"].sum())
     if device == "cuda":
@@ -205,7 +191,8 @@ def measure(engine: Any, batch: Any, load: Load, device: str) -> Measured:
         timed(step, device)
     seconds = statistics.median(timed(step, device) for _ in range(load.timed))
     memory, sizes = peak_gib(torch.device(device)), batch["attention_mask"].sum(-1)
-    flops = step_flops(engine, int(sizes.sum()), int(sizes.square().sum()))
+    windows = layer_windows(engine._model.model.config)
+    flops = step_flops(engine._model, int(sizes.sum()), int(attended_pairs(sizes, windows))) or 0.0
     return Measured(seconds, memory, flops, top_kernels(step, device))
 
 

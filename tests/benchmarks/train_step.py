@@ -223,11 +223,13 @@ def utilisation(ours: Ours, seconds: float) -> float | None:
     where that is not known, as of any CPU."""
     import torch
 
-    from rl_contracts.training.usage import peak_flops
+    from rl_contracts.attention_windows import layer_windows
+    from rl_contracts.training.usage import attended_pairs, peak_flops
     from rl_engines_fsdp.usage import step_flops
 
     work, model = ours.work, ours.engine._model
-    flops = step_flops(model, work.tokens, int(work.batch["attention_mask"].sum(-1).square().sum()))
+    pairs = attended_pairs(work.batch["attention_mask"].sum(-1), layer_windows(model.model.config))
+    flops = step_flops(model, work.tokens, int(pairs))
     peak = peak_flops(torch.device(work.device), work.dtype)
     return round(flops / (peak * seconds), 4) if flops and peak else None
 

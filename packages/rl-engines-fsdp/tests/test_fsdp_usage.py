@@ -14,18 +14,21 @@ from fsdp_toys import (
     value_loss_fn,
 )
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Gemma3TextConfig, MistralConfig, Qwen3Config
 
 from rl_contracts import linear
+from rl_contracts.attention_windows import layer_windows
 from rl_contracts.errors import ConfigError
 from rl_contracts.training import usage
-from rl_contracts.training.usage import peak_flops
+from rl_contracts.training.usage import attended_pairs, peak_flops
 from rl_engines_fsdp.config import LoRAConfig
 from rl_engines_fsdp.usage import matrix_parameters, step_flops
 
 
 def work_of(batch):
+    """Tokens, and the pairs of the two layers of a toy."""
     sizes = batch["attention_mask"].sum(-1)
-    return int(sizes.sum()), int(sizes.square().sum())
+    return int(sizes.sum()), int(2 * sizes.square().sum())
 
 
 @pytest.fixture
@@ -42,25 +45,23 @@ def counted_products(monkeypatch):
 def test_step_flops_are_what_torch_counts_but_for_what_runs_twice(family, tmp_path, counted_products):
     # tied and untied; the head runs once here because all its probabilities are kept
     engine, batch = make_engine(make_model(tmp_path, family), micro_batch=10_000), make_batch(longest=40)
-    tokens, squares = work_of(batch)
+    tokens, pairs = work_of(batch)
 
     with FlopCounterMode(display=False) as counter:
         engine.train_batch(batch, loss_fn, loss_weight_fn)
 
     # torch does not count its attention on a CPU, nor products that are added in place: the head's gradients
-    layers, width, head = 2, 32, 61 * 32
+    width, head = 32, 61 * 32
     counted = 6 * matrix_parameters(engine._model) * tokens - 4 * head * tokens
     assert counter.get_total_flops() == pytest.approx(counted, rel=2e-3)
-    assert step_flops(engine._model, tokens, squares) == 6 * (
-        matrix_parameters(engine._model) * tokens + layers * width * squares
-    )
+    assert step_flops(engine._model, tokens, pairs) == 6 * (matrix_parameters(engine._model) * tokens + width * pairs)
 
 
 @pytest.mark.slow
 def test_step_flops_of_adapters_count_two_of_three_passes_of_frozen_weights(tmp_path, counted_products):
     engine = make_engine(make_model(tmp_path, "Llama"), micro_batch=10_000, lora=LoRAConfig(rank=4))
     model, batch = engine._model, make_batch(longest=40)
-    tokens, squares = work_of(batch)
+    tokens, pairs = work_of(batch)
 
     with FlopCounterMode(display=False) as counter:
         engine.train_batch(batch, loss_fn, loss_weight_fn)
@@ -73,10 +74,10 @@ def test_step_flops_of_adapters_count_two_of_three_passes_of_frozen_weights(tmp_
     attention = model.model.model.layers[0].self_attn
     first = [getattr(attention, f"{name}_proj") for name in "qkv"]
     unneeded = sum(layer.base_layer.weight.numel() + layer.lora_A["default"].weight.numel() for layer in first)
-    layers, width, head = 2, 32, 61 * 32
+    width, head = 32, 61 * 32
     counted = (4 * frozen + 6 * trained - 2 * unneeded - 2 * head) * tokens
     assert counter.get_total_flops() == pytest.approx(counted, rel=2e-3)
-    assert step_flops(model, tokens, squares) == (4 * frozen + 6 * trained) * tokens + 6 * layers * width * squares
+    assert step_flops(model, tokens, pairs) == (4 * frozen + 6 * trained) * tokens + 6 * width * pairs
 
 
 def test_step_flops_of_a_critic_leave_the_embedding_out(tmp_path):
@@ -89,8 +90,36 @@ def test_step_flops_of_a_critic_leave_the_embedding_out(tmp_path):
     )
 
 
-def test_step_flops_of_a_mixture_of_experts_are_not_known(tmp_path):
-    assert step_flops(make_engine(make_model(tmp_path, "Qwen3Moe"))._model, 10, 100) is None
+def test_matrix_parameters_of_a_mixture_are_those_that_a_token_meets(tmp_path):
+    model = make_engine(make_model(tmp_path, "Qwen3Moe"))._model
+    config, sizes = model.model.config, {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
+    experts = sum(size for name, size in sizes.items() if "experts" in name)
+    table = 0 if config.tie_word_embeddings else model.model.get_input_embeddings().weight.numel()
+
+    found = matrix_parameters(model)
+
+    active = experts * config.num_experts_per_tok // config.num_experts
+    assert 0 < active < experts
+    assert found == sum(sizes.values()) - table - experts + active
+
+
+def test_attended_pairs_of_a_window_are_those_that_its_mask_shows():
+    lengths, window = torch.tensor([1, 3, 400]), 100
+    shown = [sum(min(token + 1, window) for token in range(int(length))) for length in lengths]
+
+    assert attended_pairs(lengths, [None, window]) == pytest.approx(1 + 9 + 400**2 + 2 * sum(shown), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (Gemma3TextConfig(num_hidden_layers=6, sliding_window=4), [4, 4, 4, 4, 4, None]),
+        (MistralConfig(num_hidden_layers=2, sliding_window=8), [8, 8]),
+        (Qwen3Config(num_hidden_layers=2), [None, None]),
+    ],
+)
+def test_layer_windows_are_those_of_the_configuration(config, expected):
+    assert layer_windows(config) == expected
 
 
 def test_stats_on_a_cpu_have_peak_memory_and_no_utilisation(tmp_path):
@@ -125,8 +154,8 @@ def test_stats_of_a_known_device_are_flops_over_peak_and_time_and_begin_anew(tmp
 
     found = figures["throughput/mfu"]
     assert 0 < figures["time/train_batch"] < seconds
-    tokens, squares = work_of(batch)
-    assert found == pytest.approx(2 * step_flops(engine._model, tokens, squares) / seconds / 1e12, rel=0.2)
+    tokens, pairs = work_of(batch)
+    assert found == pytest.approx(2 * step_flops(engine._model, tokens, pairs) / seconds / 1e12, rel=0.2)
     assert engine.stats()["throughput/mfu"] is None
 
 

@@ -26,12 +26,19 @@ def test_matrix_parameters_are_those_of_two_dimensions_but_an_embedding_that_is_
 
     assert architecture.matrix_parameters("lm") == matrices
     assert architecture.matrix_parameters("value") == matrices - config.vocab_size * config.hidden_size + 16
-    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    width = config.num_attention_heads * config.head_dim
     assert architecture.step_flops("lm", 100, 2500) == 6 * (matrices * 100 + width * 2500)
 
 
-def test_step_flops_of_a_mixture_are_not_known():
-    assert Architecture.from_hugging_face(toy_config("qwen3_moe")).step_flops("lm", 100, 2500) is None
+def test_matrix_parameters_of_a_mixture_are_those_that_a_token_meets():
+    config = toy_config("qwen3_moe")
+    shapes = toy_shapes(config)
+    experts = {name: prod(shape) for name, shape in shapes.items() if ".experts." in name}
+    looked_up = set() if config.tie_word_embeddings else {"model.embed_tokens.weight"}
+    others = sum(prod(s) for name, s in shapes.items() if len(s) == 2 and name not in experts and name not in looked_up)
+    active = sum(experts.values()) * config.num_experts_per_tok // config.num_experts
+
+    assert Architecture.from_hugging_face(config).matrix_parameters("lm") == others + active
 
 
 @pytest.mark.slow
@@ -48,7 +55,7 @@ def test_stats_of_a_known_device_are_flops_over_peak_and_time_and_begin_anew(tmp
     engine.destroy()
 
     sizes = torch.cat([batch["attention_mask"].sum(-1) for batch in batches])
-    flops = architecture.step_flops("lm", int(sizes.sum()), int(sizes.square().sum()))
+    flops = architecture.step_flops("lm", int(sizes.sum()), int(2 * sizes.square().sum()))
     assert figures["throughput/mfu"] == pytest.approx(flops / figures["time/train_batch"] / 1e12)
     assert figures["memory/peak_gib"] > 0.05
     assert after["throughput/mfu"] is None

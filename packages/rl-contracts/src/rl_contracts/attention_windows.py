@@ -25,6 +25,14 @@ def other_layers(config: Any) -> list[str]:
     return sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - KINDS)
 
 
+def layer_windows(config: Any) -> list[int | None]:
+    """The window of each layer by a model's configuration; None: it sees all tokens before."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    return [None if kind == "full_attention" else window for kind in kinds]
+
+
 def layer_window(module: Any, given: int | None) -> int | None:
     """The tokens that a layer's attention sees, the asking one included; None: all before it.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.attention_windows import layer_windows
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import AdapterSpec, FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
@@ -25,7 +26,7 @@ from rl_contracts.training import micro_batches
 from rl_contracts.training.hugging_face import read_config
 from rl_contracts.training.process_group import join, pick_device, read_environment
 from rl_contracts.training.step_sums import AUXILIARY, StepSums
-from rl_contracts.training.usage import UsageMeter
+from rl_contracts.training.usage import UsageMeter, attended_pairs
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_contracts.weights.adapters import begins_with
 from rl_engines_fsdp.checkpoint.adapter import load_adapter, save_adapter
@@ -127,7 +128,7 @@ class FSDPEngine(TrainEngine):
         if optimizer is None or settings is None:
             raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
         began = time.perf_counter()
-        bins, denominator, tokens, squares = self._begin(batch, loss_weight_fn)
+        bins, denominator, tokens, pairs = self._begin(batch, loss_weight_fn)
         optimizer.zero_grad(set_to_none=True)
         sums = StepSums(self.parallel.is_dp_head)
         # FSDP averages gradients over data and context ranks (see sharding.shard); the loss is a sum
@@ -147,22 +148,22 @@ class FSDPEngine(TrainEngine):
         result["grad_norm"] **= 0.5
         rate = settings.rate(self._steps, self._spec.total_steps)
         applied = self._step(optimizer, settings, gradients, result, rate)
-        self._usage.add(time.perf_counter() - began, tokens, squares)
+        self._usage.add(time.perf_counter() - began, tokens, pairs)
         return result | {"lr": rate, "applied": float(applied), "tokens": float(tokens)}
 
     def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int, int]:
-        """Micro-batches; denominator, tokens and squared lengths of rows over all ranks."""
+        """Micro-batches; denominator, tokens and `attended_pairs` over all ranks."""
         bins = micro_batches.plan(batch, self._spec, self.parallel)
-        sizes = lengths(batch).to(torch.float64)
+        sizes, windows = lengths(batch), layer_windows(self._model.model.config)
         weight = loss_weight_fn(batch).detach().to("cpu", torch.float64)
-        sums = torch.stack([weight, sizes.sum(), sizes.square().sum()])
-        denominator, tokens, squares = self.parallel.sum_over_replicas(sums).tolist()
+        sums = torch.stack([weight, sizes.sum().double(), attended_pairs(sizes, windows)])
+        denominator, tokens, pairs = self.parallel.sum_over_replicas(sums).tolist()
         if not (denominator > 0 and tokens > 0):
             raise EngineError(
                 f"minibatch: expected tokens and a positive denominator over all ranks, found {int(tokens)} tokens and "
                 f"a denominator of {denominator}: there is nothing to learn from. Is every loss_mask False?"
             )
-        return bins, denominator, int(tokens), int(squares)
+        return bins, denominator, int(tokens), int(pairs)
 
     def _backward(
         self, packed: PackedBatch, loss_fn: LossFn, factor: float, factor_of_tokens: float, sums: StepSums

@@ -104,29 +104,27 @@ class Architecture:
             mixture=Mixture.from_hugging_face(config),
         )
 
-    def matrix_parameters(self, head: str) -> int | None:
-        """Those by which each token is multiplied: all matrices, the embedding where it is the output layer too.
+    def matrix_parameters(self, head: str) -> int:
+        """Those by which each token is multiplied: all matrices, the embedding where it is the output layer too, and of
+        experts as many as a token is sent to.
 
         Args:
             head: `lm`, or that of a scalar.
-
-        Returns:
-            None of a mixture of experts, of which a token meets a few only.
         """
-        if self.mixture is not None:
-            return None
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.groups)
-        layers = self.layers * (attention + 3 * self.hidden * self.intermediate)
+        dense, sparse = self.layers, 0
+        if self.mixture is not None:
+            dense -= len(self.mixture.layers)
+            sparse = len(self.mixture.layers) * (self.mixture.experts + 3 * self.mixture.chosen * self.mixture.width)
+        layers = self.layers * attention + self.hidden * (3 * dense * self.intermediate + sparse)
         return layers + self.hidden * (self.vocab if head == "lm" else 1)
 
-    def step_flops(self, head: str, tokens: int, squared_lengths: int) -> float | None:
-        """Useful floating-point operations of a training step; see `dense_step_flops`. None of a mixture of experts."""
-        matrices, width = self.matrix_parameters(head), self.layers * self.heads * self.head_dim
-        if matrices is None:
-            return None
-        from rl_contracts.training.usage import dense_step_flops
+    def step_flops(self, head: str, tokens: int, pairs: int) -> float:
+        """Useful floating-point operations of a training step; see `rl_contracts.training.usage.step_flops`."""
+        from rl_contracts.training.usage import step_flops
 
-        return dense_step_flops(matrices, matrices, width, tokens, squared_lengths)
+        matrices = self.matrix_parameters(head)
+        return step_flops(matrices, matrices, self.heads * self.head_dim, tokens, pairs)
 
 
 def _read(config: Any, name: str) -> Any:

@@ -24,7 +24,7 @@ from rl_contracts.training.hugging_face import read_config
 from rl_contracts.training.new_directory import new_directory
 from rl_contracts.training.process_group import join, pick_device, read_environment
 from rl_contracts.training.step_sums import AUXILIARY, StepSums
-from rl_contracts.training.usage import UsageMeter
+from rl_contracts.training.usage import UsageMeter, attended_pairs
 from rl_contracts.trajectory import PackedBatch, lengths
 from rl_engines_megatron.config import MegatronEngineConfig
 from rl_engines_megatron.cpu import without_cuda
@@ -139,7 +139,7 @@ class MegatronEngine(TrainEngine):
         if stepper is None or settings is None:
             raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
         began = time.perf_counter()
-        bins, denominator, tokens, squares = self._begin(batch, loss_weight_fn)
+        bins, denominator, tokens, pairs = self._begin(batch, loss_weight_fn)
         sums = StepSums(self._speaks)
         self._spread.begin(tokens, self._device)
 
@@ -171,22 +171,22 @@ class MegatronEngine(TrainEngine):
                     f"{settings.max_skipped_steps}). Lower the learning rate, and check the last batch "
                     "with `rl replay`."
                 )
-        self._usage.add(time.perf_counter() - began, tokens, squares)
+        self._usage.add(time.perf_counter() - began, tokens, pairs)
         return result | {"grad_norm": norm, "lr": rate, "applied": float(applied), "tokens": float(tokens)}
 
     def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int, int]:
-        """Micro-batches; denominator, tokens and squared lengths of rows over all ranks."""
+        """Micro-batches; denominator, tokens and `attended_pairs` over all ranks."""
         bins = self._plan(batch)
         weight = loss_weight_fn(batch).detach().to("cpu", torch.float64)
-        sizes = lengths(batch).to(torch.float64)
-        sums = torch.stack([weight, sizes.sum(), sizes.square().sum()])
-        denominator, tokens, squares = self.parallel.sum_over_replicas(sums).tolist()
+        sizes, windows = lengths(batch), self._parts[0].partition.architecture.windows
+        sums = torch.stack([weight, sizes.sum().double(), attended_pairs(sizes, windows)])
+        denominator, tokens, pairs = self.parallel.sum_over_replicas(sums).tolist()
         if not (denominator > 0 and tokens > 0):
             raise EngineError(
                 f"minibatch: expected tokens and a positive denominator over all ranks, found {int(tokens)} tokens and "
                 f"a denominator of {denominator}: there is nothing to learn from. Is every loss_mask False?"
             )
-        return bins, denominator, int(tokens), int(squares)
+        return bins, denominator, int(tokens), int(pairs)
 
     def _plan(self, batch: TensorDict) -> list[list[int]]:
         """Rows of each micro-batch (collective). Interleaved stages work on as many at a time as there are ranks."""

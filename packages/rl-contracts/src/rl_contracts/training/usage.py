@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,35 +46,49 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     return known[dtype] * 1e12 if dtype in known else None
 
 
-def dense_step_flops(matrices: int, trained: int, attention: int, tokens: int, squared_lengths: int) -> float:
+def attended_pairs(lengths: torch.Tensor, windows: Sequence[int | None]) -> torch.Tensor:
+    """Twice the pairs of a token and one that it sees, itself included, over all rows and layers; float64 scalar. They
+    are L^2 of a row of L tokens, to first order, and L^2 - (L - W)^2 where a layer sees W tokens.
+
+    Args:
+        lengths: of rows, [B].
+        windows: of each layer; None: it sees all tokens before.
+    """
+    sizes, total = lengths.double(), torch.zeros((), dtype=torch.float64)
+    for window, layers in Counter(windows).items():
+        beyond = 0.0 if window is None else (sizes - window).clamp(min=0).square()
+        total += layers * (sizes.square() - beyond).sum()
+    return total
+
+
+def step_flops(matrices: int, trained: int, attention: int, tokens: int, pairs: int) -> float:
     """Useful floating-point operations of a training step (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
     For each matrix parameter and token 2 forward, 2 backward for the gradient of what it is multiplied by, and 2 for
-    its own gradient where it is trained: those under adapters are not. And 6 * layers * heads * head size * L^2 for the
-    causal attention of a sequence of L tokens, half of what attention to all tokens takes. What is computed twice
-    (checkpointing, the vocabulary projection) does not count.
+    its own gradient where it is trained: those under adapters are not. And 6 * heads * head size for each of
+    `attended_pairs`. What is computed twice (checkpointing, the vocabulary projection) does not count.
 
     Args:
-        matrices: parameters by which each token is multiplied.
+        matrices: parameters by which each token is multiplied; of experts, those that it is sent to.
         trained: those of them that are trained.
-        attention: layers * heads * head size.
+        attention: heads * head size.
         tokens: over all ranks.
-        squared_lengths: sum of the squares of the rows' lengths, over all ranks.
+        pairs: see `attended_pairs`, over all ranks.
     """
-    return float((4 * matrices + 2 * trained) * tokens + 6 * attention * squared_lengths)
+    return float((4 * matrices + 2 * trained) * tokens + 6 * attention * pairs)
 
 
 class UsageMeter:
     """Adds up what training steps did since it was last read."""
 
     def __init__(self) -> None:
-        self._seconds, self._tokens, self._squares = 0.0, 0, 0
+        self._seconds, self._tokens, self._pairs = 0.0, 0, 0
 
-    def add(self, seconds: float, tokens: int, squared_lengths: int) -> None:
-        """Count one step: its wall time, and tokens and squared lengths over all ranks."""
+    def add(self, seconds: float, tokens: int, pairs: int) -> None:
+        """Count one step: its wall time, and tokens and `attended_pairs` over all ranks."""
         self._seconds += seconds
         self._tokens += tokens
-        self._squares += squared_lengths
+        self._pairs += pairs
 
     def read(
         self, flops_of: Callable[[int, int], float | None], device: torch.device, dtype: str, ranks: int
@@ -86,11 +101,11 @@ class UsageMeter:
         a step, or where model or device are not known.
 
         Args:
-            flops_of: useful FLOPs of so many tokens with so large a sum of squared lengths; None where not known.
+            flops_of: useful FLOPs of so many tokens and `attended_pairs`; None where not known.
         """
-        flops, peak = flops_of(self._tokens, self._squares), peak_flops(device, dtype)
+        flops, peak = flops_of(self._tokens, self._pairs), peak_flops(device, dtype)
         known = flops is not None and peak is not None and self._seconds > 0
         mfu = flops / (peak * ranks * self._seconds) if known else None  # type: ignore[operator]
         figures = {"memory/peak_gib": peak_gib(device), "throughput/mfu": mfu, "time/train_batch": self._seconds}
-        self._seconds, self._tokens, self._squares = 0.0, 0, 0
+        self._seconds, self._tokens, self._pairs = 0.0, 0, 0
         return figures

@@ -38,6 +38,7 @@ PRESETS = (
     "sapo",
     "m2po",
     "lite_ppo",
+    "maxrl",
     "decoupled",
     "tis",
     "icepop",

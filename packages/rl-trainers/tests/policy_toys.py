@@ -25,7 +25,11 @@ def terms_of(ratio, advantages, logprobs=None):
     leaf = logprobs.clone().requires_grad_()
     shown = ratio * (leaf - logprobs).exp()
     return leaf, PolicyTerms(
-        leaf, shown, torch.as_tensor(advantages, dtype=torch.float64), torch.ones(len(ratio), dtype=torch.bool)
+        leaf,
+        shown,
+        torch.as_tensor(advantages, dtype=torch.float64),
+        torch.ones(len(ratio), dtype=torch.bool),
+        torch.zeros_like(ratio),
     )
 
 

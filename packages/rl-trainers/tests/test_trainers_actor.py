@@ -16,6 +16,7 @@ from rl_contracts.trajectory import load_batch, save_batch, select
 from rl_trainers import Critic, PolicyActor, replay_batch
 from rl_trainers.algorithm import (
     AdvantageConfig,
+    AggregationConfig,
     AlgorithmConfig,
     CorrectionConfig,
     KLConfig,
@@ -274,6 +275,25 @@ def test_actor_distillation_moves_the_policy_to_its_teacher(model_path, other_pa
     assert float((moved * gap[learn]).mean()) > 0
 
 
+def test_actor_loss_of_ones_own_reads_the_entropy(engine, monkeypatch):
+    seen = []
+
+    def curious(terms):
+        seen.append(terms.entropy)
+        return -terms.ratio * terms.advantages, {}
+
+    monkeypatch.setattr("rl_trainers.functional.policy_losses.curious", curious, raising=False)
+    batch = _batch()
+    expected = engine.forward(batch, lambda outputs, _: outputs.entropy)
+    loss = LossConfig("rl_trainers.functional.policy_losses:curious")
+    actor = PolicyActor(engine, AlgorithmConfig(loss=loss))
+    actor.prepare(batch)
+    seen.clear()
+    actor.update(batch)
+
+    assert float(torch.cat(seen).sum()) == pytest.approx(float(expected[batch["loss_mask"]].sum()), rel=1e-4)
+
+
 def test_actor_overlong_penalty_counts_the_generated_tokens_of_an_episode(engine):
     settings = RewardConfig(overlong_max=10, overlong_cache=5)
     batch = _batch(rows=4)
@@ -391,3 +411,21 @@ def test_prepared_entries_are_all_known_to_the_books(model_path, other_path):
         _full_actor(model_path, other_path, **settings).prepare(batch)
         added |= set(batch.keys()) - kept
     assert added <= set(COMPUTED)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_actor_prompt_mean_weighs_groups_alike(engine, minibatches):
+    batch = _batch(rows=6)
+    batch["group_ids"] = torch.tensor([7, 7, 7, 3, 3, 3])
+    algorithm = AlgorithmConfig(aggregation=AggregationConfig("prompt_mean"))
+    actor = PolicyActor(engine, algorithm, minibatches=minibatches)
+    batch["minibatch"] = torch.arange(6) % minibatches
+    actor.prepare(batch)
+
+    weights, learn = batch["loss_weights"], batch["loss_mask"]
+    assert [float(weights[batch["group_ids"] == group].sum()) for group in (7, 3)] == pytest.approx([1.0, 1.0])
+    parts = [
+        actor._denominator(select(batch, (batch["minibatch"] == m).nonzero().flatten())) for m in range(minibatches)
+    ]
+    assert float(sum(parts)) == pytest.approx(2.0)
+    assert bool((weights[~learn] == 0).all())

@@ -203,3 +203,14 @@ def test_advantages_of_an_empty_share_are_empty():
     batch = select(_batch(), [])
     assign_credit(batch, AlgorithmConfig(advantage=AdvantageConfig("gae")), ParallelContext())
     assert batch["advantages"].shape[0] == batch["returns"].shape[0] == 0
+
+
+def test_maxrl_divides_by_the_mean_of_the_group():
+    batch = stack([_row(episode, reward, 2) for episode, reward in enumerate([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])])
+    batch["group_ids"] = torch.tensor([0, 0, 0, 0, 1, 1])
+
+    assign_credit(batch, AlgorithmConfig(advantage=AdvantageConfig(std="mean")), ParallelContext())
+
+    # (r - p) / p with p = 1/4: 3 for the right answer, -1 for the others; a group without a right one teaches nothing
+    found = [float(batch["advantages"][row][batch["loss_mask"][row]][0]) for row in range(6)]
+    assert found == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0], abs=1e-4)

@@ -53,7 +53,7 @@ def test_algorithm_settings_that_cannot_work_are_refused(settings, message):
         (lambda: AdvantageConfig(mean="none", leave_one_out=True), "leave_one_out with algorithm.advantage.mean=none"),
         (lambda: LossConfig(clip_low=1.5), "algorithm.loss.clip_low"),
         (lambda: AggregationConfig("mode"), "algorithm.aggregation.kind: expected one of token_mean"),
-        (lambda: CorrectionConfig(floor=0.5), "correction.floor with algorithm.correction.kind=truncate"),
+        (lambda: CorrectionConfig("plain", floor=0.5), "correction.floor with algorithm.correction.kind=plain"),
         (lambda: CorrectionConfig("mask", floor=6.0), r"below cap \(2\)"),
         (lambda: CorrectionConfig(cap=0.0), "kind=none leaves the weight out"),
         (lambda: MaskConfig("ratio", low=2.0), "algorithm.mask.low: expected 0 to algorithm.mask.high"),

@@ -12,6 +12,7 @@ from rl_contracts.trajectory import pack
 from rl_trainers.functional.correction import (
     LEVELS,
     OffPolicy,
+    divergence_mask,
     interpolated_logprobs,
     masked_weights,
     plain_weights,
@@ -38,6 +39,41 @@ def test_truncated_weights_above_the_cap_are_truncated_and_marked():
     weights, marks = truncated_weights(_tokens([0.1, 1.0, 7.4]), level="token", cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([0.1, 1.0, 2.0]))
     assert marks["correction/capped"].tolist() == [False, False, True]
+
+
+def test_truncated_weights_below_the_floor_are_raised_to_it():
+    weights, marks = truncated_weights(_tokens([0.1, 1.0, 7.4]), level="token", cap=2.0, floor=0.5)
+    torch.testing.assert_close(weights, torch.tensor([0.5, 1.0, 2.0]))
+    assert marks["correction/capped"].tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "over", "expected"),
+    [  # log r of row one: 0.1, -2; of row two: 0.3, 0.3
+        ("k1", "token", [False, True, False, False]),
+        ("k2", "token", [False, True, False, False]),
+        ("k3", "token", [False, True, False, False]),
+        ("k2", "max", [True, True, False, False]),
+        ("k3", "max", [True, True, False, False]),
+        ("k1", "sum", [True, True, True, True]),
+        ("k2", "sum", [True, True, False, False]),
+        ("k1", "mean", [True, True, False, False]),
+        ("k3", "mean", [True, True, False, False]),
+    ],
+)
+def test_divergence_mask_drops_tokens_and_rows_beyond_the_bound(estimator, over, expected):
+    batch = make_batch(2, seed=1, lengths=(2, 2))
+    batch["loss_mask"] = torch.ones(2, 2, dtype=torch.bool)
+    log_ratio = torch.tensor([0.1, -2.0, 0.3, 0.3])
+    values = {"k1": log_ratio.abs(), "k2": log_ratio.square() / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
+    packed = pack(batch)
+    off = OffPolicy(log_ratio, packed["loss_mask"], packed)
+
+    found = divergence_mask(off, bound=0.5, estimator=estimator, over=over)
+
+    rows = values.view(2, 2)
+    of_row = {"token": rows, "sum": rows.sum(-1, True), "mean": rows.mean(-1, True), "max": rows.amax(-1, True)}[over]
+    assert found.tolist() == (of_row > 0.5).expand(2, 2).flatten().tolist() == expected
 
 
 OUTSIDE = [0.4, 0.5, 1.2, 5.0, 5.1, math.inf, math.nan]

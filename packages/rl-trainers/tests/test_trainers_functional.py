@@ -118,10 +118,13 @@ def test_whitened_values_that_do_not_vary_are_zero(values):
         ("sequence_mean_token_mean", ((1 + 2 + 3) / 3 + 4) / 2),
         ("sequence_mean_token_sum", (1 + 2 + 3 + 4) / 2),
         ("constant_length", (1 + 2 + 3 + 4) / 10 / 2),
+        ("token_sum", 1 + 2 + 3 + 4),
+        ("prompt_mean", ((1 + 2 + 3) / 3 + 4) / 2),
     ],
 )
 def test_aggregation_two_rows_matches_hand_computation(aggregation, expected):
     losses = torch.tensor([[9.0, 1, 2, 3], [9.0, 9.0, 4, 9.0], [9.0, 9.0, 9.0, 9.0]])
     mask = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]]).bool()
-    weights = token_weights(mask, aggregation, constant_length=10)
-    assert ((losses * weights).sum() / denominator(mask, aggregation)).item() == pytest.approx(expected)
+    of_group = torch.tensor([3.0, 1.0, 0.0])
+    weights = token_weights(mask, aggregation, constant_length=10, group_tokens=of_group)
+    assert ((losses * weights).sum() / denominator(mask, aggregation, of_group)).item() == pytest.approx(expected)

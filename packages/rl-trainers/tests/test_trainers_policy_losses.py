@@ -124,7 +124,7 @@ def test_cispo_loss_gradient_matches_finite_differences_of_the_log_prob_alone():
     weight = (here - old).exp()
 
     def total(logprobs):
-        terms = PolicyTerms(logprobs, weight, advantages, torch.ones(20, dtype=torch.bool))
+        terms = PolicyTerms(logprobs, weight, advantages, torch.ones(20, dtype=torch.bool), torch.zeros(20))
         return cispo_loss(terms, clip_low=1.0, clip_high=0.3)[0]
 
     assert torch.autograd.gradcheck(total, (here.clone().requires_grad_(),))

@@ -21,6 +21,9 @@ from rl_trainers.steps import take_steps
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+GROUP_TOKENS_KEY = "group_tokens"
+"""float32 [B]: trained tokens of a row's group in the whole batch, where the aggregation is `prompt_mean`."""
+
 
 class PolicyActor:
     """Computes advantages and proximal log-probs once per batch, then takes `minibatches` optimizer steps.
@@ -110,12 +113,23 @@ class PolicyActor:
         return figures if self.critic is None else figures | self.critic.update(batch)
 
     def _denominator(self, minibatch: TensorDict) -> torch.Tensor:
-        return denominator(minibatch["loss_mask"], self.algorithm.aggregation.kind)
+        kind, replicas = self.algorithm.aggregation.kind, self.engine.parallel.dp_size
+        return denominator(minibatch["loss_mask"], kind, minibatch.get(GROUP_TOKENS_KEY), replicas)
+
+    def _group_tokens(self, batch: TensorDict) -> torch.Tensor:
+        """Trained tokens of each row's group over all replicas, float32 [B] (collective)."""
+        mine = {"group_ids": batch["group_ids"], "tokens": batch["loss_mask"].sum(-1).float()}
+        parts = self.engine.parallel.gather_tensors(mine)
+        names, index = torch.unique(torch.cat([part["group_ids"] for part in parts]), return_inverse=True)
+        tokens = torch.zeros(len(names)).index_add(0, index, torch.cat([part["tokens"] for part in parts]))
+        return tokens[torch.searchsorted(names, batch["group_ids"])]
 
     def _weights(self, batch: TensorDict) -> torch.Tensor:
         """Weight of each token's loss, by aggregation and staleness, float32 [B, T]."""
         learn, aggregation = batch["loss_mask"], self.algorithm.aggregation
-        weights = token_weights(learn, aggregation.kind, aggregation.constant_length)
+        if aggregation.kind == "prompt_mean":
+            batch[GROUP_TOKENS_KEY] = self._group_tokens(batch)
+        weights = token_weights(learn, aggregation.kind, aggregation.constant_length, batch.get(GROUP_TOKENS_KEY))
         if self.algorithm.staleness_coef:
             age = (self.version - batch["versions"]).float()
             weights = weights * torch.where(learn, torch.exp(-self.algorithm.staleness_coef * age), 0.0)

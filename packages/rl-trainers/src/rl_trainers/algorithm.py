@@ -28,6 +28,8 @@ class RewardConfig(Settings):
     """Generated tokens at which the penalty for long answers reaches -1 (DAPO); 0 switches it off."""
     overlong_cache: int = 0
     """Tokens below `overlong_max` at which the penalty begins; 0: a fifth of it."""
+    overlong_weight: float = bounded(1.0, "more than 0", lambda weight: weight > 0)
+    """Multiplies the penalty."""
     scale: float = 1.0
     """Multiplies the reward; 0 leaves only the KL penalty (distillation)."""
     bias: float = 0.0
@@ -59,9 +61,9 @@ class AdvantageConfig(PartConfig):
     (the discounted sum of the rewards that follow a token: REINFORCE), `gae` (PPO; needs a critic), or anybody's."""
     mean: str = choice("group", OVER)
     """Subtracted from an `outcome`: the mean over its `group` or the `batch`, or `none`."""
-    std: str = choice("group", OVER)
-    """By what the difference is divided: the std over its `group` (GRPO) or the `batch` (LitePPO), or `none` (Dr.
-    GRPO)."""
+    std: str = choice("group", (*OVER, "mean"))
+    """By what the difference is divided: the std over its `group` (GRPO) or the `batch` (LitePPO), `none` (Dr. GRPO),
+    or the `mean` of its group (MaxRL)."""
     leave_one_out: bool = False
     """The mean is that of the *other* answers (RLOO)."""
     whiten: bool = False
@@ -85,7 +87,7 @@ class AdvantageConfig(PartConfig):
     @property
     def compares_groups(self) -> bool:
         """Whether answers to one prompt are compared, so that one alone has no advantage."""
-        return self.kind == "outcome" and "group" in (self.mean, self.std)
+        return self.kind == "outcome" and {"group", "mean"} & {self.mean, self.std} != set()
 
     @property
     def reads_tokens(self) -> bool:
@@ -117,8 +119,9 @@ class AggregationConfig(Settings):
 
     setting: ClassVar[str] = "algorithm.aggregation"
     kind: str = choice("token_mean", AGGREGATIONS)
-    """`token_mean`, `sequence_mean_token_mean`, `sequence_mean_token_sum`, or `constant_length` (Dr. GRPO: that,
-    divided by `constant_length`). A sequence is a row."""
+    """`token_mean`, `token_sum`, `prompt_mean` (the mean over the tokens of a group, averaged over groups),
+    `sequence_mean_token_mean`, `sequence_mean_token_sum`, or `constant_length` (Dr. GRPO: that, divided by
+    `constant_length`). A sequence is a row."""
     constant_length: int = bounded(256, "at least 1", lambda tokens: tokens >= 1)
     """Tokens; read by the kind `constant_length`."""
 
@@ -137,15 +140,15 @@ class CorrectionConfig(PartConfig):
     cap: float = bounded(2.0, "more than 0 (kind=none leaves the weight out)", lambda cap: cap > 0)
     """Upper bound of `truncate` and `mask`."""
     floor: float = 0.0
-    """Lower bound of `mask`."""
+    """... and lower bound."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        masks = self.kind == "mask"
+        bounded_below = self.kind in ("mask", "truncate")
         require(
-            0 <= self.floor < self.cap if masks else self.floor == 0,
+            0 <= self.floor < self.cap if bounded_below else self.floor == 0,
             f"algorithm.correction.floor with algorithm.correction.kind={self.kind}",
-            f"0 or more, below cap ({self.cap:g})" if masks else "0 (only `mask` has a floor)",
+            f"0 or more, below cap ({self.cap:g})" if bounded_below else "0 (only `mask` and `truncate` have a floor)",
             self.floor,
         )
 
@@ -157,8 +160,9 @@ class MaskConfig(PartConfig):
     group: ClassVar[str] = "rl.masks"
     setting: ClassVar[str] = "algorithm.mask"
     kind: str = "none"
-    """`ratio` (tokens whose pi_proximal / pi_behaviour is outside [low, high]), `second_moment` (M2PO), `none`,
-    anybody's, or several joined by `+`."""
+    """`ratio` (tokens whose pi_proximal / pi_behaviour is outside [low, high]), `divergence` (tokens or rows that are
+    more than `options.bound` apart by `options.estimator`), `second_moment` (M2PO), `none`, anybody's, or several
+    joined by `+`."""
     level: str = choice("geometric", LEVELS)
     """Whose ratio `ratio` looks at: `token`, or its row's `sequence` (the product) or `geometric` mean."""
     low: float = 0.5
@@ -256,7 +260,9 @@ class AlgorithmConfig(Settings):
             "`token`: that loss has no ratio; take algorithm.loss.kind=importance",
             self.ratio,
         )
-        by_ratio = self.correction.kind == "mask" or {"ratio", "second_moment"} & set(self.mask.kind.split("+"))
+        by_ratio = self.correction.kind == "mask" or {"ratio", "divergence", "second_moment"} & set(
+            self.mask.kind.split("+")
+        )
         require(
             not by_ratio or self.proximal != "behaviour",
             f"algorithm.proximal with algorithm.correction.kind={self.correction.kind} and "

@@ -35,6 +35,7 @@ COMPUTED = (
     "returns",
     "values",
     "loss_weights",
+    "group_tokens",
     "prox_logprobs",
     "ref_logprobs",
     "moment_dropped",

@@ -13,7 +13,7 @@ import torch
 from rl_contracts.errors import DataError
 from rl_contracts.registry import load_part
 from rl_trainers.critic import RETURNS_KEY, VALUES_KEY
-from rl_trainers.functional.advantages import Groups, gae, grouped, moments, normalised, whitened
+from rl_trainers.functional.advantages import EPS, Groups, gae, grouped, moments, normalised, whitened
 from rl_trainers.functional.kl import kl_estimate
 from rl_trainers.functional.rewards import overlong_penalty, shaped, terminal_rewards, to_trained_tokens
 
@@ -55,10 +55,15 @@ class Outcomes:
 
 def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> Advantages:
     """`normalised` rewards of episodes, with their KL penalty if there is one, on each of their tokens; rewards per
-    turn are not read."""
+    turn are not read. With `std="mean"` they are divided by the mean of their group, (r - mean) / (mean + 1e-6): MaxRL
+    (arXiv 2602.02710), for rewards of at least 0."""
     rewards = outcomes.rewards + outcomes.penalties
     over = over_what(rewards, outcomes.groups)
-    return outcomes.spread(normalised(rewards, over[mean], over[std], leave_one_out)), None
+    advantages = normalised(rewards, over[mean], over.get(std), leave_one_out)
+    if std == "mean":
+        groups = grouped(rewards, outcomes.groups)
+        advantages = advantages / (groups.mean + EPS)[groups.index]
+    return outcomes.spread(advantages), None
 
 
 def discounted_return(outcomes: Outcomes, *, gamma: float) -> Advantages:
@@ -146,7 +151,7 @@ def shape_rewards(
     if config.overlong_max:
         # DAPO's own setting: 4096 of 20480 tokens
         cache = config.overlong_cache or max(config.overlong_max // 5, 1)
-        rewards = rewards + overlong_penalty(lengths, config.overlong_max, cache)
+        rewards = rewards + config.overlong_weight * overlong_penalty(lengths, config.overlong_max, cache)
     rewards = shaped(rewards, config.scale, config.bias, config.clip)
     over = over_what(rewards, groups)[config.normalise]
     return normalised(rewards, over, over)

@@ -79,7 +79,8 @@ class PolicyLoss:
         """
         trained, weights = packed["loss_mask"], packed["loss_weights"]
         old = torch.where(trained, self.proximal.logprobs(outputs, packed), 0.0)
-        terms = policy_terms(outputs.logprobs, old, packed["advantages"], trained, packed if self.of_rows else None)
+        of_rows = packed if self.of_rows else None
+        terms = policy_terms(outputs.logprobs, old, packed["advantages"], trained, of_rows, outputs.entropy)
         losses, marks = checked("algorithm.loss", self.loss(terms), trained)
         off = OffPolicy(torch.where(trained, old - packed["logprobs"], 0.0).detach(), trained, packed)
         correction, stats = self._correct(off, marks)

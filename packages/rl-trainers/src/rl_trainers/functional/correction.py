@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rl_contracts.config import require
 from rl_trainers.functional.terms import ratio_of, row_means
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ def plain_weights(off: OffPolicy, *, level: str) -> Weights:
     return off.ratio(level), {}
 
 
-def truncated_weights(off: OffPolicy, *, level: str, cap: float) -> Weights:
-    """min(ratio, cap): truncated importance sampling (Ionides 2008; between server and trainer: TIS, Yao et al. 2025;
-    as the weight of the decoupled objective: AReaL, arXiv 2505.24298, eq. 5)."""
+def truncated_weights(off: OffPolicy, *, level: str, cap: float, floor: float = 0.0) -> Weights:
+    """The ratio, at least `floor` and at most `cap`: truncated importance sampling (Ionides 2008; between server and
+    trainer: TIS, Yao et al. 2025; as the weight of the decoupled objective: AReaL, arXiv 2505.24298, eq. 5)."""
     ratio = off.ratio(level)
-    return ratio.clamp(max=cap), {"correction/capped": ratio > cap}
+    return ratio.clamp(floor, cap), {"correction/capped": (ratio > cap) | (ratio < floor)}
 
 
 def masked_weights(off: OffPolicy, *, level: str, floor: float, cap: float) -> Weights:
@@ -71,6 +72,38 @@ def ratio_mask(off: OffPolicy, *, level: str, low: float, high: float) -> torch.
     """Drop the tokens whose ratio (of their row, with the levels `sequence` and `geometric`) is below `low` or above
     `high`; bool [N]."""
     return outside(off.ratio(level), low, high)
+
+
+def divergence_mask(off: OffPolicy, *, bound: float, estimator: str = "k3", over: str = "token") -> torch.Tensor:
+    """Drop what diverges by more than `bound`, as verl's `rollout_rs`; bool [N].
+
+    Args:
+        bound: largest divergence that is kept, in nats.
+        estimator: of a token, with r = pi_old / pi_behaviour: `k1` is |log r|, `k2` (log r)^2 / 2, `k3` r - 1 - log r.
+            Bounds of the ratio itself, verl's k1, are `ratio_mask`.
+        over: whose divergence is bounded: the `token`'s, or the `sum`, `mean` or `max` over the trained tokens of its
+            row, which is dropped as a whole.
+    """
+    require(
+        estimator in _DIVERGENCES, "algorithm.mask.options.estimator", f"one of {', '.join(_DIVERGENCES)}", estimator
+    )
+    require(over in ("token", "sum", "mean", "max"), "algorithm.mask.options.over", "token, sum, mean or max", over)
+    values = _DIVERGENCES[estimator](off.log_ratio)
+    if over == "token":
+        return ~(values <= bound)
+    rows = off.packed.row_of_token
+    if over == "max":
+        of_row = values.new_zeros(off.packed.num_rows).index_reduce(0, rows, values, "amax")
+    else:
+        of_row = off.packed.row_sums(values) if over == "sum" else row_means(values, off.trained, off.packed)
+    return ~(of_row <= bound)[rows]
+
+
+_DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda log_ratio: log_ratio.abs(),
+    "k2": lambda log_ratio: log_ratio.square() / 2,
+    "k3": lambda log_ratio: log_ratio.expm1() - log_ratio,
+}
 
 
 def outside(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:

@@ -34,6 +34,9 @@ class PolicyTerms:
     """[N]."""
     trained: torch.Tensor
     """bool [N]."""
+    entropy: torch.Tensor
+    """[N] of the policy's next-token distribution, in nats, 0 where not trained; carries gradient where the engine was
+    made with `entropy_grad`."""
 
 
 def policy_terms(
@@ -42,6 +45,7 @@ def policy_terms(
     advantages: torch.Tensor,
     trained: torch.Tensor,
     packed: PackedBatch | None = None,
+    entropy: torch.Tensor | None = None,
 ) -> PolicyTerms:
     """The terms of a micro-batch.
 
@@ -56,6 +60,7 @@ def policy_terms(
         advantages: [N].
         trained: bool [N].
         packed: whose rows share a ratio; None: each token has its own.
+        entropy: [N] of the policy that learns; may hold anything where not trained. None: 0.
     """
     untrained = ~trained
     logprobs = logprobs.masked_fill(untrained, 0.0)
@@ -63,7 +68,8 @@ def policy_terms(
     if packed is not None:
         mean = row_means(difference.detach(), trained, packed)[packed.row_of_token]
         difference = mean.masked_fill(untrained, 0.0) + logprobs - logprobs.detach()
-    return PolicyTerms(logprobs, ratio_of(difference), advantages.masked_fill(untrained, 0.0), trained)
+    entropy = logprobs.new_zeros(logprobs.shape) if entropy is None else entropy.masked_fill(untrained, 0.0)
+    return PolicyTerms(logprobs, ratio_of(difference), advantages.masked_fill(untrained, 0.0), trained, entropy)
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:

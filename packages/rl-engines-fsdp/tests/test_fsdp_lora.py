@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -339,3 +340,26 @@ def test_adapters_on_two_ranks_train_publish_and_save_as_on_one(model_path, tmp_
     for name, scale in adapter.scales.items():
         made = merged(base[name], *(alone[each] for each in adapter.matrices(name)), scale)
         torch.testing.assert_close(made, published[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [["q_proj", "v_porj"], ["q_proj", "query_key_value"]])
+def test_lora_name_that_matches_no_layer_is_refused(model_path, wrong):
+    with pytest.raises(ConfigError, match=f"found {wrong[1]}"):
+        make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=wrong))
+
+
+def test_lora_what_is_adapted_is_logged(model_path, caplog):
+    caplog.set_level("INFO")
+    engine = make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=["layers.1.self_attn.q_proj", "v_proj"]))
+
+    learning = sum(p.numel() for p in engine._model.parameters() if p.requires_grad)
+    assert f"3 layers are adapted (q_proj, v_proj), with {learning} parameters" in caplog.text
+
+
+@pytest.mark.slow
+def test_state_of_adapters_with_another_alpha_is_refused(model_path, tmp_path):
+    state = SaveLoadMeta(str(tmp_path / "state"), kind="state")
+    trained_engine(model_path).save(state)
+
+    with pytest.raises(ModelError, match="alpha"):
+        make_engine(model_path, lora=replace(LORA, alpha=2 * LORA.alpha)).load(state)

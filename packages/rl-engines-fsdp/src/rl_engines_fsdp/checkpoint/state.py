@@ -19,6 +19,8 @@ COUNTERS = ("version", "steps", "skipped")
 """Training batches applied, optimizer steps done, consecutive steps skipped."""
 FIRST_RANDOM = "random.0.cpu"
 """Entry of rank 0's random state, which every state has."""
+SCALING = "adapter.scaling"
+"""Entry of a model with adapters: alpha / rank."""
 NOTHING = "optimizer.nothing"
 """Entry of a state whose optimizer keeps nothing of its parameters, as before its first step."""
 
@@ -47,8 +49,10 @@ def load_state(
     elif optimizer is not None and not optimizer.state:
         make_state(optimizer)
     state = state_of(model, optimizer, dict.fromkeys(COUNTERS, 0), parallel)
-    # of another number of ranks, or another kind of device
-    state = {key: value for key, value in state.items() if key in stored or not key.startswith("random.")}
+    # of another number of ranks, or another kind of device; the scaling was not always kept
+    optional = ("random.", SCALING)
+    state = {key: value for key, value in state.items() if key in stored or not key.startswith(optional)}
+    scaling = float(state.get(SCALING, 0.0))
     state[FIRST_RANDOM] = torch.empty_like(torch.get_rng_state())
     others = (key for key in stored if optimizer is not None and key.startswith("optimizer."))
     missing = sorted((state.keys() - stored) | (set(others) - state.keys()))
@@ -61,6 +65,11 @@ def load_state(
         shards.fill(state)
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{path}: the saved state cannot be loaded into this model: {error}") from error
+    if SCALING in state and scaling != float(state[SCALING]):
+        raise ModelError(
+            f"{path}: expected adapters scaled by alpha / rank = {float(state[SCALING]):g}, as they were trained, "
+            f"found {scaling:g}. Set lora.alpha back."
+        )
     if optimizer is not None:
         _put_numbers(model, optimizer, state)
     cpu, cuda = (state.get(f"random.{parallel.rank}.{kind}") for kind in ("cpu", "cuda"))
@@ -91,6 +100,8 @@ def state_of(
         state.update({f"optimizer.{key}.{name}": torch.as_tensor(v) for key, v in kept.items() if v is not None})
     if optimizer is not None and not any(key.startswith("optimizer.") for key in state):
         state[NOTHING] = torch.zeros(())
+    for pair in model.adapters().values():
+        state[SCALING] = torch.tensor(pair.scaling)
     state.update({f"counter.{name}": torch.tensor(value) for name, value in counters.items()})
     state[f"random.{parallel.rank}.cpu"] = torch.get_rng_state()
     if parallel.device.startswith("cuda"):

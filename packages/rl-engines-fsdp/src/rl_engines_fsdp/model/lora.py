@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl_contracts.errors import ConfigError
+from rl_contracts.logging import get_logger
 from rl_contracts.weights import adapters
 from rl_engines_fsdp.config import LoRAConfig
+
+log = get_logger("engines.fsdp")
 
 ADAPTER = "default"
 """Name of the adapter inside peft's layers."""
@@ -77,11 +80,12 @@ def adapt(model: Any, config: LoRAConfig, head: str) -> None:
     B is zero and A random (peft's initialisation), so the model computes what it did before.
 
     Raises:
-        ConfigError: peft is not installed, or no layer or one that cannot be adapted has such a name.
+        ConfigError: peft is not installed, or a name is that of no layer or of one that cannot be adapted.
     """
     settings = peft_config(config, "", head)
     from peft import inject_adapter_in_model
 
+    known = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if type(layer) is nn.Linear})
     try:
         inject_adapter_in_model(settings, model, ADAPTER)
     except ValueError as error:
@@ -96,6 +100,16 @@ def adapt(model: Any, config: LoRAConfig, head: str) -> None:
             )
     if head != "lm":
         getattr(model, HEAD).requires_grad_(True)
+    adapted = [name for name, _ in _adapted(model)]
+    idle = [wanted for wanted in config.target_modules if not any(f".{n}".endswith(f".{wanted}") for n in adapted)]
+    if idle:
+        raise ConfigError(
+            f"lora.target_modules: expected names of linear layers ({', '.join(known)}), found {', '.join(idle)}, "
+            "which match none. Correct them, or leave them out."
+        )
+    names = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
+    learning = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    log.info("lora: %d layers are adapted (%s), with %d parameters that learn", len(adapted), names, learning)
 
 
 def is_adapter(name: str) -> bool:

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from rl_apps.closing import REPOSITORY, after_grpo, after_sft
+from rl_apps.closing import REPOSITORY, after_grpo, after_sft, last_checkpoint
 from rl_apps.config import GRPOConfig, SFTConfig
 
 BIN = Path(sys.executable).parent
@@ -57,3 +57,10 @@ def test_next_command_can_be_run_where_the_one_before_was(tmp_path, monkeypatch)
         program = "uv run --package rl-apps --extra agents math-agent" if inside else str(BIN / "math-agent")
         assert last.startswith(f"Try next: {program} --config ")
     assert (BIN / "math-agent").is_file()
+
+
+def test_last_checkpoint_leaves_directories_of_others_alone(tmp_path):
+    for name in ("step_2", "step_10", "step_10_merged", "step_best"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10"

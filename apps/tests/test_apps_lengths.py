@@ -1,6 +1,7 @@
 """Rows that are too long: found before anything starts, and refused, left out or cut."""
 
 import json
+import shutil
 
 import pytest
 from transformers import AutoTokenizer
@@ -151,3 +152,24 @@ def test_engine_schedule_spans_the_steps_that_the_epochs_have(tmp_path, model, d
         parts.rows("train", "sft")
 
         assert parts.engine()._spec.total_steps == 3
+
+
+def test_row_with_a_token_beyond_the_embedding_is_refused_by_its_name(model, tmp_path, capsys):
+    larger = shutil.copytree(model, tmp_path / "larger")
+    larger_tokenizer = AutoTokenizer.from_pretrained(larger)
+    larger_tokenizer.add_tokens(["<|new|>"])
+    larger_tokenizer.save_pretrained(larger)
+    rows = [{"question": text, "answer": "#### 3"} for text in (SHORT, "Ann has <|new|> eggs.")]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [f"data.path={tmp_path}", "data.name=gsm8k", "data.batch_size=1", "evaluation.rows=0"]
+
+    assert main("gsm8k-grpo", ["--dry-run", *words, f"model.path={larger}"]) == 2
+
+    assert "row 1 has the token '<|new|>'" in capsys.readouterr().err
+
+
+def test_together_of_a_pair_has_the_tokens_of_both_sides(tokenizer):
+    lengths = _lengths(tokenizer, "pairs", "drop")
+    row = _rows("pairs")[0]
+
+    assert lengths.together(row) == sum(map(len, lengths.ids(row))) > lengths.tokens(row)

@@ -60,6 +60,11 @@ class Dicts(Flow):
     async def arun_episode(self, engine, data):
         return [{"input_ids": [1]}]
 
+class Unwritable(Flow):
+    async def arun_episode(self, engine, data):
+        (row,) = await self.rows(engine)
+        return [dataclasses.replace(row, info={"share": np.float32(0.5)})]
+
 class Uneven(Flow):
     async def arun_episode(self, engine, data):
         (row,) = await self.rows(engine)
@@ -148,6 +153,7 @@ def test_rehearsal_of_what_works_says_nothing_and_leaves_what_the_reward_printed
         ("rollout.workflow=my_parts:Careless", "KeyError: 'missing'", "no such key"),
         ("rollout.workflow=my_parts:Clumsy", "Clumsy.run raised ZeroDivisionError", "no number"),
         ("rollout.workflow=my_parts:Island", "Island.step raised KeyError: 'ship'", "none comes"),
+        ("rollout.workflow=my_parts:Unwritable", "`info` of a trajectory", "class Unwritable"),
         ("rollout.workflow=my_parts:Single", "returned one Trajectory: expected a list", "class Single"),
         (
             "rollout.workflow=my_parts:Dicts",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -310,7 +311,8 @@ def find_batch(run: Path, step: int | None) -> Path:
         if run.suffix != ".safetensors":
             raise DataError(f"{run}: expected a run directory, or a file of its batches/ (step_<n>-....safetensors).")
         return run.resolve()
-    found = {int(p.name.split("-")[0].removeprefix("step_")): p for p in (run / "batches").glob("step_*.safetensors")}
+    named = ((re.match(r"step_(\d+)-", path.name), path) for path in (run / "batches").glob("step_*.safetensors"))
+    found = {int(match[1]): path for match, path in named if match}
     if not found:
         raise DataError(f"{run}: no saved batches. Run with checkpoint.save_batches=true to keep them.")
     chosen = max(found) if step is None else step

@@ -11,6 +11,7 @@ from rl_apps.config import GRPOConfig, RunConfig
 from rl_apps.data import GENERATED, held_out_rows, load_rows
 from rl_apps.model import EMBEDDED
 from rl_contracts.lines import json_lines
+from rl_trainers.background import steps_in
 
 REPORT = "report.html"
 """Page of a run; see `rl_apps.report`."""
@@ -138,8 +139,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def last_checkpoint(run_dir: Path) -> Path | None:
     """Return the newest checkpoint, or None."""
-    found = {int(p.name.removeprefix("step_")): p for p in (run_dir / "checkpoints").glob("step_*")}
-    return found[max(found)] if found else None
+    directory = run_dir / "checkpoints"
+    steps = steps_in(directory)
+    return directory / f"step_{steps[-1]}" if steps else None
 
 
 def _called(command: str) -> str:

@@ -13,7 +13,7 @@ from rl_apps.data import DataConfig, Rows, held_out_rows, load_rows
 from rl_apps.template import load_tokenizer
 from rl_contracts.config import require
 from rl_contracts.errors import DataError
-from rl_contracts.model_directory import context_length
+from rl_contracts.model_directory import context_length, vocabulary_size
 from rl_contracts.rendering import ChatRenderer
 
 USUAL = 2048
@@ -111,9 +111,19 @@ class Lengths:
 
     def tokens(self, row: dict[str, Any]) -> int:
         """Tokens of a row, the longer side of a pair, a prompt with the first token of its answer."""
+        return max(map(len, self.ids(row))) + (self.form == "rl")
+
+    def ids(self, row: dict[str, Any]) -> list[Sequence[int]]:
+        """Token ids of a row: of its prompt, its conversation or its two sides."""
         if self.form == "rl":
-            return len(self.renderer.render(row["messages"])) + 1
-        return max(len(rendered.input_ids) for rendered in self._rendered(row, USUAL**3))
+            return [self.renderer.render(row["messages"])]
+        return [rendered.input_ids for rendered in self._rendered(row, USUAL**3)]
+
+    def together(self, row: dict[str, Any]) -> int:
+        """Tokens of a row that are in the same micro-batch, at most: of a pair, those of both sides."""
+        if self.form != "pairs":
+            return self.tokens(row)
+        return sum(min(len(ids), self.limit) for ids in self.ids(row))
 
     def cut(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """The row that is used instead of one that is too long; None if nothing would be left to learn from.
@@ -161,14 +171,16 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
 
     Raises:
         ConfigError: `data.max_length` is more than the model's context, or a row may be longer than a micro-batch.
-        DataError: rows are too long and `data.overlong=refuse`, or none is left.
+        DataError: rows are too long and `data.overlong=refuse`, or none is left; or one has a token that the model has
+            no embedding of.
     """
     config = run.config
     lengths = lengths_of(run, form, load_tokenizer(config.model))
     train = load_rows(config.data, "train", form, config.seed)
     fitting, sentence = lengths.fit(train, "train")
     found = [sentence]
-    if config.actor.micro_batch.max_tokens < lengths.limit:
+    _check_ids(config.model.directory(), lengths, fitting)
+    if config.actor.micro_batch.max_tokens < lengths.limit * (2 if form == "pairs" else 1):
         _check_micro_batch(run, lengths, fitting)
     if config.evaluation.rows:
         test = load_rows(config.data, "test", form, config.seed)
@@ -182,11 +194,27 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
     return told
 
 
+def _check_ids(model: str, lengths: Lengths, rows: Rows) -> None:
+    """Refuse rows with tokens that the model has no embedding of, where its tokenizer has more than the model."""
+    known, largest = vocabulary_size(model), max(lengths.tokenizer.get_vocab().values())
+    if known is None or largest < known:
+        return
+    for number in range(len(rows)):
+        beyond = max(max(ids) for ids in lengths.ids(rows[number]))
+        if beyond >= known:
+            name, token = rows[number].get("prompt_id", number), lengths.tokenizer.convert_ids_to_tokens(int(beyond))
+            raise DataError(
+                f"row {name} has the token {token!r} ({beyond}), but the model {model} has embeddings of {known} "
+                "tokens only. Resize its embeddings for this tokenizer, or take its own."
+            )
+
+
 def _check_micro_batch(run: Run[Any], lengths: Lengths, rows: Rows) -> None:
-    """Refuse rows that, with their answers, may be longer than a micro-batch, which would end the run on the way."""
-    longest = max(lengths.tokens(rows[number]) for number in range(len(rows)))
+    """Refuse rows that, with their answers, may be longer than a micro-batch, which would end the run on the way. Both
+    sides of a pair are in the same one."""
+    longest = max(lengths.together(rows[number]) for number in range(len(rows)))
     answers = run.config.generation.max_new_tokens - 1 if lengths.form == "rl" else 0
-    needed = min(lengths.limit, longest + answers)
+    needed = longest if lengths.form == "pairs" else min(lengths.limit, longest + answers)
     expected = f"at least {needed}, which the longest row of the data may have, or a smaller data.max_length"
     found = run.config.actor.micro_batch.max_tokens
     require(found >= needed, "actor.micro_batch.max_tokens", expected, found)

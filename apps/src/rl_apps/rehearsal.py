@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import rl_trainers
 from rl_apps.app import Run
@@ -13,6 +15,9 @@ from rl_contracts.clock import SystemClock
 from rl_contracts.errors import ConfigError, DataError, ModelError, RewardError, defined_at, raised_at
 from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
 from rl_trainers.algorithm import LossConfig
+
+if TYPE_CHECKING:
+    from rl_contracts.trajectory import Trajectory
 
 ROWS = 8
 """Tried one after the other until one is not refused as a row."""
@@ -96,4 +101,14 @@ def _episode(parts: Parts, workflow: RolloutWorkflow, row: dict[str, Any]) -> Ba
     engine.initialize(["nowhere"])
     episodes = Episodes(workflow, engine, SystemClock(), config.seed)
     trial = run_group(episodes, row, Ticket(0, 0), 1, 1)
-    return parts.loop.run(trial, SECONDS + config.rollout.reward_timeout).error
+    group = parts.loop.run(trial, SECONDS + config.rollout.reward_timeout)
+    return group.error or _unwritable(group.trajectories)
+
+
+def _unwritable(rows: Sequence[Trajectory]) -> TypeError | None:
+    """Why the values for people of some rows cannot be stored, which would end the run after its first steps."""
+    try:
+        json.dumps([row.info for row in rows], ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        return TypeError(f"`info` of a trajectory: expected values that JSON has, found others ({error})")
+    return None

@@ -177,3 +177,16 @@ def test_load_state_of_another_model_refuses(model_path, tmp_path):
 def test_save_of_an_unknown_kind_refuses(model_path, tmp_path):
     with pytest.raises(ModelError, match="'onnx'"):
         make_engine(model_path).save(SaveLoadMeta(str(tmp_path / "new"), kind="onnx"))
+
+
+def test_save_hf_leaves_out_code_that_is_not_there(tmp_path):
+    path = Path(make_model(tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (path / "config.json").write_text(json.dumps(config))
+
+    make_engine(str(path)).save(SaveLoadMeta(str(tmp_path / "saved")))
+
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)

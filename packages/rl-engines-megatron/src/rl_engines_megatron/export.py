@@ -121,6 +121,9 @@ def _write_rest(index: str, config: Any, source: Path, meta: SaveLoadMeta, direc
     (directory / INDEX).write_text(index)
     config = copy.deepcopy(config)
     config.dtype = dtype
+    vars(config).pop(
+        "auto_map", None
+    )  # files of the model's own code, which transformers has and this directory has not
     generation = source / "generation_config.json"
     kind: Any = transformers.AutoModelForCausalLM
     if getattr(config, "num_labels", 0) == 1:

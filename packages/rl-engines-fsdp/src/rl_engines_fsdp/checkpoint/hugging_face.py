@@ -46,6 +46,9 @@ def copy_hugging_face(
         return list
     whole |= {name: value.to("cpu", copy=True) for name, value in model.kept_buffers()}
     config = copy.deepcopy(inner.config)
+    vars(config).pop(
+        "auto_map", None
+    )  # files of the model's own code, which transformers has and this directory has not
     if model.head != "lm":
         config.get_text_config().pad_token_id = pad_token_id(config, inner.generation_config, meta.tokenizer_path)
     # has no memory, and writes what it is given; made here, because transformers sets torch's default dtype meanwhile

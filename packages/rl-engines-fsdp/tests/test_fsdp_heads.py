@@ -21,6 +21,7 @@ from fsdp_toys import (
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
 from rl_contracts.testing import make_tiny_tokenizer
+from rl_contracts.trajectory import select
 from rl_engines_fsdp.model import attention
 
 
@@ -190,6 +191,32 @@ def test_save_hf_loads_as_a_classifier_that_scores_padded_rows_alike(language_mo
     last = batch["attention_mask"].sum(-1) - 1
     expected = engine.forward(batch, values_of)[torch.arange(len(batch)), last]
     assert (expected != 0).all()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_save_hf_pads_with_another_token_than_conversations_end_with(language_model, tmp_path):
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>\n", "<|im_end|>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    engine, batch = make_engine(language_model, head="score"), make_batch()
+    engine.train_batch(batch, value_loss_fn, loss_weight_fn)
+    rows = [[5, 6, 7, tokenizer.eos_token_id], [8, tokenizer.eos_token_id]]
+
+    engine.save(SaveLoadMeta(str(tmp_path / "saved"), tokenizer_path=str(tmp_path / "tokenizer")))
+
+    from transformers import AutoTokenizer
+
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    padded = saved.pad({"input_ids": rows}, return_tensors="pt")
+    with torch.no_grad():
+        found = plain_model(tmp_path / "saved")(**padded).logits[:, 0]
+    batch = select(batch, [0, 1])
+    for row, ids in enumerate(rows):
+        batch["attention_mask"][row] = torch.arange(batch["input_ids"].shape[1]) < len(ids)
+        batch["input_ids"][row, : len(ids)] = torch.tensor(ids)
+    values = engine.forward(batch, values_of)
+    expected = torch.stack([values[row, len(ids) - 1] for row, ids in enumerate(rows)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -126,14 +126,15 @@ def _write_rest(index: str, config: Any, source: Path, meta: SaveLoadMeta, direc
     )  # files of the model's own code, which transformers has and this directory has not
     generation = source / "generation_config.json"
     kind: Any = transformers.AutoModelForCausalLM
+    pad_id = None
     if getattr(config, "num_labels", 0) == 1:
         kind = transformers.AutoModelForSequenceClassification
-        config.pad_token_id = pad_token_id(config, None, meta.tokenizer_path)
+        config.pad_token_id = pad_id = pad_token_id(config, None, meta.tokenizer_path)
     config.architectures = [kind._model_mapping[type(config)].__name__]
     config.save_pretrained(directory)
     if generation.is_file():
         shutil.copy2(generation, directory)
     if meta.tokenizer_path is not None:
-        copy_tokenizer(Path(meta.tokenizer_path), directory)
+        copy_tokenizer(Path(meta.tokenizer_path), directory, pad_id)
     of_ranks = {*json.loads(index)["weight_map"].values()}
     return sorted(file for file in directory.iterdir() if file.name not in of_ranks)

@@ -11,6 +11,7 @@ from typing import Any
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
 from rl_contracts.model_directory import check_model_directory
+from rl_contracts.rendering import ChatRenderer
 
 log = get_logger("engines")
 
@@ -67,7 +68,8 @@ def _fit_config(path: str, config: Any, head: str) -> None:
 def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> int | None:
     """The id with which rows will be padded, which transformers' classifiers take to find a row's last token.
 
-    The tokenizer that is saved with the model decides; without one the model's own settings do.
+    The tokenizer that is saved with the model decides; without one the model's own settings do. A token with which
+    conversations end is none: the last token of a row would be taken for padding. Another special token then is one.
 
     Raises:
         ModelError: the tokenizer cannot be read.
@@ -76,9 +78,10 @@ def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> in
         from transformers import AutoTokenizer
 
         try:
-            found: int | None = AutoTokenizer.from_pretrained(tokenizer_path).pad_token_id
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"tokenizer {tokenizer_path}: expected one with a pad token: {error}") from error
+        found = _padding(tokenizer)
         if found is not None:
             return found
     for settings in (config.get_text_config(), generation):
@@ -91,8 +94,21 @@ def pad_token_id(config: Any, generation: Any, tokenizer_path: str | None) -> in
     return None
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
+def _padding(tokenizer: Any) -> int | None:
+    end = tokenizer.eos_token_id
+    if tokenizer.chat_template:
+        renderer = ChatRenderer(tokenizer)
+        end = renderer.encode(renderer.closing)[-1]
+    special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    others = sorted(special, key=lambda index: ("pad" not in special[index], index))
+    return next((index for index in (tokenizer.pad_token_id, *others) if index not in (None, end)), None)
+
+
+def copy_tokenizer(source: Path, target: Path, pad_id: int | None = None) -> None:
     """Copy the files of a tokenizer from one directory to another.
+
+    Args:
+        pad_id: with which the copy pads, where that is not what the original does.
 
     Raises:
         ModelError: the source is no directory.
@@ -105,6 +121,14 @@ def copy_tokenizer(source: Path, target: Path) -> None:
                 shutil.copy2(entry, target / entry.name)
             else:
                 shutil.copytree(entry, target / entry.name, dirs_exist_ok=True)
+    if pad_id is None:
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    if tokenizer.pad_token_id not in (None, pad_id):
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
+        tokenizer.save_pretrained(target)
 
 
 @contextmanager

@@ -49,8 +49,10 @@ def copy_hugging_face(
     vars(config).pop(
         "auto_map", None
     )  # files of the model's own code, which transformers has and this directory has not
+    pad_id = None
     if model.head != "lm":
-        config.get_text_config().pad_token_id = pad_token_id(config, inner.generation_config, meta.tokenizer_path)
+        pad_id = pad_token_id(config, inner.generation_config, meta.tokenizer_path)
+        config.get_text_config().pad_token_id = pad_id
     # has no memory, and writes what it is given; made here, because transformers sets torch's default dtype meanwhile
     shell: Any = empty_model(config, model.head).to(kind)
     shell._weight_conversions = getattr(inner, "_weight_conversions", None)  # by the names of its source
@@ -64,7 +66,7 @@ def copy_hugging_face(
             # as it was: `save_pretrained` would refuse settings that some published models have
             inner.generation_config.to_json_file(directory / "generation_config.json")
         if meta.tokenizer_path is not None:
-            copy_tokenizer(Path(meta.tokenizer_path), directory)
+            copy_tokenizer(Path(meta.tokenizer_path), directory, pad_id)
         return [file for file in directory.rglob("*") if file.is_file()]
 
     return write

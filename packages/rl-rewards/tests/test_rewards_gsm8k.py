@@ -120,6 +120,7 @@ BOXES = [
     (r"\boxed{\approx 5}", 5),
     (r"\(\{3\}\) so \boxed{72}", 72),
     (r"so \boxed{72", 72),  # cut off: the last number
+    (r"Maybe \boxed{7}? No: \boxed{72", 72),
 ]
 
 STATEMENTS = [
@@ -225,6 +226,9 @@ LAST_NUMBERS = [
     ("He arrives with 72 at 3:30", 72),
     ("72 with version 1.2.3", 72),
     ("<answer>72</answer>", 72),
+    ("<answer>72 clips</answer> for 3 days", 72),
+    (r"I thought of \boxed{10}. <answer>\boxed{72}</answer> That is for 3 days.", 72),
+    ("<answer>unknown</answer> or 72", 72),
     ("<think>maybe \\boxed{10}? #### 11</think>She sold 72 clips.", 72),
     ("*72*", 72),
     ("That's 72...", 72),

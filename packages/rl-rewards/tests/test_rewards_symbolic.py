@@ -1,12 +1,18 @@
+"""The reward of mathematical answers."""
+
+# ruff: noqa: RUF001 (models write look-alike characters)
+import math
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from rl_contracts.errors import RewardError
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_rewards import math_reward_fn
+from rl_rewards.places import marked_answer, read_part, stated_answers
 
 
 @pytest.mark.parametrize(
@@ -34,7 +40,139 @@ def test_math_reward_is_one_exactly_for_equal_expressions(completion, answer, re
     assert math_reward_fn("", completion, [], [], answer=answer) == reward
 
 
-@pytest.mark.parametrize("answer", [None, "", "???"])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (r"25\%", "25"),
+        (r"25\%", "0.25"),
+        (r"25\%", r"25\text{ percent}"),
+        (r"\frac{1}{2}\%", r"0.5\%"),
+        ("42.", "42"),
+        ("-1./3", r"-\frac{1}{3}"),
+        ("½", "0.5"),
+        ("3½", r"\frac{7}{2}"),
+        ("1 1/2", "1.5"),
+        ("√3", r"\sqrt{3}"),
+        ("√(2)/2", r"\frac{\sqrt{2}}{2}"),
+        ("x² + 1", "x^2+1"),
+        ("１２", "12"),
+        ("٣", "3"),
+        ("2π", r"2\pi"),
+        ("(−∞, 3]", r"(-\infty,3]"),
+        (r"12\,500", "12500"),
+        ("12'500", "12,500"),
+        ("1.5e3", "1500"),
+        (r"0.1\overline{6}", "1/6"),
+        (r"1 - \frac{1}{\mathrm{e}}", "1-1/e"),
+        ("E_1,E_2", "E_1, E_2"),
+        ("10 dollars", "10"),
+        ("sin x", r"\sin x"),
+        ("ab", "ba"),
+        ("12:00", r"12:00"),
+        ("07:05", "7:05"),
+        ("3:2", r"\frac{3}{2}"),
+        ("1001_2", "1001_{2}"),
+        ("Evelyn", r"\text{Evelyn}"),
+        ("No solution", r"\text{no solution}"),
+        ("C", r"\textbf{(C)}\ 12"),
+        ("A and C", "A, C"),
+    ],
+)
+def test_math_reward_of_two_spellings_is_one_in_both_roles(one, other):
+    assert math_reward_fn("", rf"So $\boxed{{{one}}}$.", [], [], answer=other) == 1.0
+    assert math_reward_fn("", rf"So $\boxed{{{other}}}$.", [], [], answer=one) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("listen", "silent"),
+        ("no", "on"),
+        (r"\text{north}", r"\text{thorn}"),
+        ("odd", "d o d"),
+        ("forty two", "42"),
+        ("12:00", "1:00"),
+        ("3:2", "1.5"),
+        ("1001_2", "1001"),
+        ("12/25/2020", "25/12/2020"),
+        ("C", "D"),
+        ("A", "A, C"),
+        ("(a)^2", "(a)^3"),
+        (r"25\%", r"0.25\%"),
+        (r"1 - \frac{1}{\mathrm{e}}", r"1 + \frac{1}{\mathrm{e}}"),
+    ],
+)
+def test_math_reward_of_different_answers_is_zero_in_both_roles(one, other):
+    assert math_reward_fn("", rf"So $\boxed{{{one}}}$.", [], [], answer=other) == 0.0
+    assert math_reward_fn("", rf"So $\boxed{{{other}}}$.", [], [], answer=one) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"The roots are \boxed{1} and \boxed{2}.", "1,2", 1.0),
+        (r"The roots are \boxed{1} and \boxed{2}.", "2", 0.0),
+        (r"\boxed{(98, 2)} \quad \text{and} \quad \boxed{(99, 503)}", "(98, 2), (99, 503)", 1.0),
+        (r"\boxed{1,-2}", r"The solutions are \boxed{1} and \boxed{-2}.", 1.0),
+        (r"First \boxed{4}. Wait, no: \boxed{5}", "5", 1.0),
+        (r"First \boxed{3}, so finally \boxed{4}", "4", 1.0),
+        (r"\boxed{5}. So the answer is \boxed{5}.", "5", 1.0),
+        (r"\boxed{1/2} = \boxed{0.5}", "0.5", 1.0),
+        (r"Maybe \boxed{7}? No: \boxed{12", "7", 0.0),
+        (r"so \boxed{12", "12", 0.0),
+        (r"\boxed{7} then \boxed{ }", "7", 0.0),
+        (r"Write it as \boxed{}. It is \boxed{7}.", "7", 1.0),
+        (r"\boxed 9", "9", 1.0),
+        (r"\framebox{42}", "42", 1.0),
+    ],
+)
+def test_math_reward_of_boxes_reads_the_last_answer(completion, answer, reward):
+    assert math_reward_fn("", completion, [], [], answer=answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("<answer>5</answer>", "5", 1.0),
+        (r"I thought of \boxed{4}. <answer>\boxed{5}</answer> It is not 6.", "5", 1.0),
+        ("<answer></answer> It is 5", "5", 1.0),
+        ("<answer>no solution</answer>", "no solution", 1.0),
+        (r"That is \boxed{200}. Final Answer: The final answer is $10,455$. I hope it is correct.", "10455", 1.0),
+        (r"That is \boxed{200}. Final Answer: The final answer is $10,455$. I hope it is correct.", "200", 0.0),
+        ("Answer: C", "C", 1.0),
+        ("**Answer:** (C) 12 m", "C", 1.0),
+        ("The correct option is **C**.", "C", 1.0),
+        ("Option C is the correct answer.", "C", 1.0),
+        ("A and B are too small. Answer: C", "A", 0.0),
+        ("The answer is a large number", "A", 0.0),
+        ("Answer: Evelyn, because she is older.", "Evelyn", 1.0),
+        ("The answer is 12:00.", "12:00", 1.0),
+        ("Answer: x = 3 or x = -3", "3,-3", 1.0),
+        ("The answer is √3.", r"\sqrt{3}", 1.0),
+        ("### Final Answer\n\\[\n\\frac{5}{6}\n\\]", "5/6", 1.0),
+        ("The answer is 25%.", r"25\%", 1.0),
+    ],
+)
+def test_math_reward_finds_the_answer_in_its_place(completion, answer, reward):
+    assert math_reward_fn("", completion, [], [], answer=answer) == reward
+
+
+@pytest.mark.parametrize(
+    "unit", [r"\boxed{", r"\boxed{1} and ", "answer is ", "final answer is 1 ", "<answer>", "(A) is "]
+)
+def test_places_of_an_adversarial_text_are_found_in_linear_time(unit):
+    text = unit * (1_000_000 // len(unit)) + "}" * 100_000
+
+    started = time.process_time()
+    marked_answer(read_part(text))
+    stated_answers(text)
+
+    assert time.process_time() - started < 10.0  # about 0.5 s
+
+
+@pytest.mark.parametrize(
+    "answer", [None, "", "???", "1/0", r"\frac{1}{", r"\boxed{5", math.nan, math.inf, "NaN", "-inf", "1e400"]
+)
 def test_math_reward_without_a_readable_gold_answer_raises_reward_error(answer):
     with pytest.raises(RewardError, match="expected `answer`"):
         math_reward_fn("", r"\boxed{5}", [], [], answer=answer)

@@ -15,7 +15,6 @@ and the time to find one stays bounded whatever a policy writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from itertools import islice
 
 from rl_rewards.markup import plain
@@ -28,7 +27,18 @@ _SLOT_CHARS = 400
 """An answer stands within this distance after what announces it."""
 
 _HASHES = re.compile(r"#{4,}:?")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,2}\{|\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\{1,2}(?:boxed|f(?:rame)?box)\s{0,2}(?:\{|(?P<bare>-?[0-9][0-9.,]{0,30}))|\\.|[{}]", re.DOTALL)
+_BLANK = re.compile(r"\s*\}")
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
+# Two boxes form one answer where math-verify joins them: next to each other, or with one of these between, ...
+_JOINS = re.compile(r"\b(?:and|or)\b|[,;]")
+# ... unless the text between says that the second follows from the first or replaces it.
+_REPLACES = re.compile(
+    r"\b(?:wait|no|not|nope|actually|rather|instead|correct\w*|sorry|mistake|hmm|oops|check|again|but|so|thus|hence|"
+    r"therefore|finally|then|which|becomes?|gives?|equals?|simplif\w+|i\.e|that\sis|final)\b"
+    r"|^[\s$)]*(?:[=\u2192]|\\(?:to|approx|implies|[Rr]ightarrow)\b)",
+    re.IGNORECASE,
+)
 # "the answer", "answer (in dollars)", "answer to the question"; not the verb in "to answer this, note that ..."
 _ANSWER = r"(?<!\bto )\banswers?\b(?:\s?\([^()\n]{0,30}\)|\s(?:to|for|in|of)\s[^\n.:=,]{0,60}?)?"
 _STATEMENT = re.compile(
@@ -55,6 +65,11 @@ _EQUATION = re.compile(r"(?:(?!\b(?:because|since|as|so|where|and)\b)[^=,;:(\n])
 def find_answer(text: str) -> WrittenNumber | None:
     """The number that a completion gives as its answer, or None where it holds no number."""
     text = text.rpartition("</think>")[2][-MAX_CHARS:]
+    tagged = tagged_answer(text)
+    return (_find(tagged) if tagged else None) or _find(text)
+
+
+def _find(text: str) -> WrittenNumber | None:
     cleaned = plain(text)
     last = last_number(cleaned)
     if last is None:
@@ -62,30 +77,65 @@ def find_answer(text: str) -> WrittenNumber | None:
     return _after_hashes(cleaned) or _in_box(text) or _after_statement(cleaned) or _after_label(cleaned, last) or last
 
 
-def last_box(text: str) -> str | None:
-    r"""The content of the last non-empty `\boxed{...}` whose braces are balanced."""
-    return next(_boxes(text), None)
+def tagged_answer(text: str) -> str | None:
+    """Return the content of the last non-empty `<answer>...</answer>`, or None."""
+    return next((m[1].strip() for m in reversed(list(_TAGGED.finditer(text))) if m[1].strip()), None)
 
 
-def _boxes(text: str) -> Iterator[str]:
-    """Contents of the boxes, the one that opens last first. One pass, so that nesting costs nothing."""
+def boxed_answer(text: str) -> tuple[str | None, int]:
+    r"""Return the content of the last `\boxed{...}` and its end in the text.
+
+    Commas join it to the boxes before it that belong to the same answer. The content is "" if the last box is empty
+    or unterminated. Without a box the result is (None, 0).
+    """
+    spans = _boxes(text)
+    if not spans:
+        return None, 0
+    start, end = last = spans.pop()
+    if end < 0:
+        return "", len(text)
+    contents = [text[start:end].strip()]
+    for start_before, end_before in reversed(spans):
+        if end_before > start:  # around it
+            continue
+        content = text[start_before:end_before].strip()
+        if end_before < 0 or not _joined(text[end_before:start].removeprefix("}"), content != contents[-1]):
+            break
+        start = start_before
+        contents += [content] if content != contents[-1] else []
+    return ", ".join(reversed(contents)), last[1] + 1
+
+
+def _joined(between: str, differ: bool) -> bool:
+    r"""Whether two boxes form one answer, by the text between them, which ends with the command of the second box."""
+    between = re.sub(r"\\(?:boxed|f(?:rame)?box)\s{0,2}\{$", "", between)
+    near = len(between) < 10 or (differ and len(between) < 70 and _JOINS.search(between) is not None)
+    return near and not _REPLACES.search(between)
+
+
+def _boxes(text: str) -> list[tuple[int, int]]:
+    """Return the spans of the contents of boxes, sorted by start. The end of an empty or unterminated box is -1.
+
+    It takes one pass, so the time does not depend on the depth of nesting.
+    """
     open_braces: list[tuple[bool, int]] = []
     spans: list[tuple[int, int]] = []
     for match in _BOX.finditer(text):
         token = match.group()
-        if token == "}":
+        if match["bare"]:
+            spans.append(match.span("bare"))
+        elif token == "}":
             is_box, start = open_braces.pop() if open_braces else (False, 0)
-            if is_box and text[start : match.start()].strip():
-                spans.append((start, match.start()))
+            if is_box:
+                spans.append((start, -1 if _BLANK.match(text, start) else match.start()))
         elif token.endswith("{") and token != r"\{":
             open_braces.append((len(token) > 1, match.end()))
-    for start, end in sorted(spans, reverse=True):
-        yield text[start:end]
+    return sorted(spans + [(start, -1) for is_box, start in open_braces if is_box])
 
 
 def _after_hashes(text: str) -> WrittenNumber | None:
     for match in reversed(list(_HASHES.finditer(text))):
-        slot = _join_sign(_line(text, match.end()))
+        slot = _join_sign(line_after(text, match.end()))
         # `#### Step 2: add them` and `#### 2. Add them` are Markdown headings
         number = _leading_number(slot) or (None if ":" in slot else _right_hand_side(slot))
         if number and not _LIST_ITEM.match(slot, number.end):
@@ -94,7 +144,10 @@ def _after_hashes(text: str) -> WrittenNumber | None:
 
 
 def _in_box(text: str) -> WrittenNumber | None:
-    read = (_read_slot(_join_sign(plain(content[:_SLOT_CHARS]))) for content in _boxes(text))
+    spans = _boxes(text)
+    if not spans or spans[-1][1] < 0:
+        return None
+    read = (_read_slot(_join_sign(plain(text[start:end][:_SLOT_CHARS]))) for start, end in reversed(spans) if end > 0)
     return next(filter(None, read), None)
 
 
@@ -106,7 +159,7 @@ def _after_statement(text: str) -> WrittenNumber | None:
 def _after_label(text: str, last: WrittenNumber) -> WrittenNumber | None:
     """A label may also open a worked solution: only the line that holds the text's last number is read in full."""
     for match in reversed(list(_LABEL.finditer(text))):
-        slot = _line(text, match.end())
+        slot = line_after(text, match.end())
         start = text.find(slot, match.end())
         closes = last.end <= start + len(slot)
         number = (_right_hand_side(slot) if closes else None) or _leading_number(slot)
@@ -117,14 +170,14 @@ def _after_label(text: str, last: WrittenNumber) -> WrittenNumber | None:
     return None
 
 
-def _line(text: str, start: int) -> str:
+def line_after(text: str, start: int) -> str:
     """The first line after `start` that holds more than punctuation, or ""."""
     lines = text[start : start + _SLOT_CHARS].split("\n")
     return next((line for line in lines if _has_words(line)), "")
 
 
 def _sentence(text: str, start: int) -> str:
-    line = _line(text, start)
+    line = line_after(text, start)
     end = _SENTENCE_END.search(line)
     return line[: end.start()] if end else line
 

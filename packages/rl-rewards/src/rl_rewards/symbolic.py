@@ -1,4 +1,4 @@
-r"""The reward for mathematical answers: equal as expressions, through math-verify.
+r"""The reward for mathematical answers, equal as texts or, through math-verify, as expressions.
 
 math-verify limits its own time with SIGALRM, which works in the main thread only, and turns a time-out into "not
 equal". Here its limits are off: the caller's deadline (a reward runs in a worker process that can be killed) is the
@@ -7,14 +7,22 @@ only one, and an answer that takes too long is a reward error rather than a sile
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import math
+import re
 from typing import Any
 
 from rl_contracts.errors import RewardError
-from rl_rewards.extraction import last_box
+from rl_rewards.latex import canonical
+from rl_rewards.places import MAX_CHARS, marked_answer, read_part, stated_answers
+from rl_rewards.texts import has_words, is_words, only_text, same_text
 
-MAX_CHARS = 2_000
-"""Characters of an unboxed completion that are searched, from its end; math-verify's search is not linear."""
+_PERCENT = re.compile(r"\\?%|\\text\s?\{\s?(?:percent(?:age)?|pct)\s?\}|\b(?:percent(?:age)?|pct)\b", re.IGNORECASE)
+_UNIT = re.compile(r"(?<=[0-9])\s{1,3}([A-Za-z]{3,20}(?:[\s/][A-Za-z]{1,20}){0,4}|(?:[kc]?m|ft|mi)/(?:s|h|hr|min))$")
+_CLAUSE = re.compile(r"[,;(]|\s(?:because|since|as)\s")
+_FUNCTION = re.compile(r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|ln|log)(?=[\s(])")
 
 
 def math_reward_fn(
@@ -25,51 +33,110 @@ def math_reward_fn(
     answer: str | int | float | None = None,
     **_: Any,
 ) -> float:
-    r"""1.0 if the answer that `completions` gives is mathematically equal to `answer`, else 0.0.
+    r"""1.0 if the answer that `completions` gives is equal to `answer`, as a text or as mathematics, else 0.0.
 
-    The last `\boxed{...}` counts; without one, the line after the last `####`; without that, what math-verify finds
-    in the last `MAX_CHARS` characters. Comparing two expressions may take without bound: run it under a deadline.
+    `rl_rewards.places` lists the places of an answer. If none has one, math-verify searches the last `MAX_CHARS`
+    characters. `rl_rewards.texts` describes the comparison as texts. A percent sign on one side only counts as `/100`
+    or as a unit. Comparing two expressions may take unbounded time: run this function under a deadline.
 
     Args:
         prompt: not read.
         completions: the text of one sample.
         prompt_ids: not read.
         completion_ids: not read.
-        answer: the gold answer: a solution with a `\boxed{...}` or a `####` line, or a bare LaTeX or plain expression.
+        answer: the gold answer: a solution with a marked answer, or a bare text, LaTeX or plain expression.
 
     Raises:
-        RewardError: `answer` is missing or cannot be read as an expression.
+        RewardError: `answer` is missing, not finite, or neither a text nor an expression.
     """
-    gold = [] if answer is None else _parse(_boxed(_final_part(str(answer)) or str(answer)))
-    if not gold:
-        found = "no answer" if answer is None else repr(str(answer)[-80:])
+    gold = _gold(answer)
+    text = read_part(completions.rpartition("</think>")[2])
+    given = marked_answer(text)
+    if given is not None:
+        return float(_equal(gold, given))
+    stated = stated_answers(text)
+    if stated and (same_text(gold, stated[0]) or (is_words(gold) and same_text(gold, _CLAUSE.split(stated[0])[0]))):
+        return 1.0
+    given = next((slot for slot in stated if slot and not has_words(slot)), None)
+    if given is not None:
+        return float(_equal(gold, given))
+    return float(not is_words(gold) and _verify(_values(gold, also_as_fraction="%" in gold), _search(text)))
+
+
+def _gold(answer: str | int | float | None) -> str:
+    """Return the text of the gold answer.
+
+    Raises:
+        RewardError: the answer is missing, not finite, or neither a text nor an expression.
+    """
+    text = "" if answer is None else str(answer).strip()
+    part = read_part(text)
+    marked = marked_answer(part)
+    gold = next(iter(stated_answers(part)), part) if marked is None else marked
+    if not _is_gold(gold):
+        shown = "no answer" if answer is None else repr(text[-80:])
         raise RewardError(
-            f"expected `answer` to be a mathematical expression, found {found}; check the data row's 'answer'"
+            f"expected `answer` to be a text or a finite mathematical expression, found {shown}; check the data row's "
+            "'answer'"
         )
-    final = _final_part(completions)
-    given = _parse(_boxed(final)) if final else _parse(completions[-MAX_CHARS:])
-    if not given:
-        return 0.0
+    return gold
+
+
+def _is_gold(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return math.isfinite(float(text))
+    if is_words(text) or only_text(text, text):
+        return True
+    if values := _values(text):
+        return not any(str(value) in ("nan", "zoo") for value in values)
+    braces = text.replace(r"\{", "").replace(r"\}", "")
+    return braces.count("{") == braces.count("}") and any(c.isalnum() for c in text)
+
+
+def _equal(gold: str, given: str) -> bool:
+    if same_text(gold, given):
+        return True
+    if only_text(gold, given):
+        return False
+    percent = [_PERCENT.search(side) is not None for side in (gold, given)]
+    differ = percent[0] != percent[1]
+    return _verify(
+        _values(gold, also_as_fraction=differ and percent[0]), _values(given, also_as_fraction=differ and percent[1])
+    )
+
+
+def _verify(gold: list[Any], given: list[Any]) -> bool:
+    if not gold or not given:
+        return False
     from math_verify import verify
 
-    return float(verify(gold, given, timeout_seconds=None))
+    return bool(verify(gold, given, timeout_seconds=None))
 
 
-def _final_part(text: str) -> str | None:
-    text = text.rpartition("</think>")[2]
-    boxed = last_box(text)
-    if boxed is not None:
-        return boxed[-MAX_CHARS:]
-    _, hashes, line = text.rpartition("####")
-    return line.strip().split("\n")[0][:MAX_CHARS] if hashes else None
+def _values(text: str, also_as_fraction: bool = False) -> list[Any]:
+    """Return the parsed expression, without its percent sign, or [] if it cannot be parsed.
+
+    Args:
+        text: the expression.
+        also_as_fraction: append the expression divided by 100.
+    """
+    body = _PERCENT.sub("", canonical(text))
+    body = re.sub(r"\\[()\[\]]|\\?[$\"]|\*\*", "", body).strip().rstrip(" \n.,;:")
+    unit = _UNIT.search(body)
+    if unit and ("/" in unit[1] or has_words(unit[1])):
+        body = body[: unit.start()]
+    body = _FUNCTION.sub(r"\\\1 ", body)
+    values = _parse(rf"$\boxed{{{body}}}$")
+    return values + (_parse(rf"$\boxed{{\frac{{{body}}}{{100}}}}$") if also_as_fraction else [])
 
 
-def _boxed(expression: str) -> str:
-    return rf"$\boxed{{{expression.strip().strip('$')}}}$"
+def _search(text: str) -> list[Any]:
+    return _parse(canonical(text[-MAX_CHARS:]))
 
 
+@functools.lru_cache(maxsize=256)
 def _parse(text: str) -> list[Any]:
-    """Expressions found in `text`; empty if there is none that can be read."""
+    """Expressions found in `text`; empty if there is none that can be read. Completions of a group share a gold."""
     # imported here: sympy takes most of a second, and rewards of other kinds do not need it
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 

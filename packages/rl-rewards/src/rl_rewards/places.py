@@ -1,0 +1,61 @@
+r"""Places of a mathematical answer in a completion, in the order of the search.
+
+1. the last non-empty `<answer>...</answer>`; the other places are then searched inside it
+2. the last `\boxed{...}`, joined with the boxes before it that belong to the same answer; or, after that box, the
+   closing sentence of Minerva's prompt: "The final answer is ... I hope it is correct."
+3. the line after the last `####`
+4. a statement ("the answer is ...", "Answer: ...", "the correct option is ...", "C is correct"), or a text without
+   prose
+"""
+
+from __future__ import annotations
+
+import re
+
+from rl_rewards.extraction import boxed_answer, line_after, tagged_answer
+
+MAX_CHARS = 2_000
+"""Characters of a marked answer that are read, counted from its end."""
+
+_MINERVA = re.compile(
+    r"final answer is:?((?:(?!final answer is).){1,400}?)\.?\s{0,3}I hope it is correct", re.IGNORECASE | re.DOTALL
+)
+_STATEMENT = re.compile(
+    r"(?<!\bto )\b(?:answers?|(?:correct|right|best)\s(?:option|choice))\b"
+    r"(?:\s?\([^()\n]{0,30}\)|\s(?:to|for|in|of)\s[^\n.:=,]{0,60}?)?[\s*_\"]{0,4}"
+    r"(?::|\b(?:(?:should|would|must)\s)?(?:therefore\s|thus\s)?(?:is|are|be)\b(?:\s(?:therefore|thus))?\s?:?)"
+    r"|^\W{0,8}(?:(?:the|my|final|correct)\s){0,2}answer\W{0,8}$"
+    r"|(?<=\()(?=[A-J]\)\*{0,2}\sis\s(?:the\s)?correct)|\b(?=[A-J]\*{0,2}\sis\s(?:the\s)?correct)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_SENTENCE_END = re.compile(r"\.(?=\s|$)|(?<=[A-J])\)?\*{0,2}\sis\s(?:the\s)?correct")
+_SHORT, _SEARCHED = 400, 20_000
+"""Characters of a text that can be an answer as a whole, and characters at the end searched for statements."""
+
+
+def read_part(text: str) -> str:
+    """Return the content of the last non-empty `<answer>` element, or the whole text."""
+    return tagged_answer(text) or text
+
+
+def marked_answer(text: str) -> str | None:
+    """Return the answer in a box, in Minerva's closing sentence or after `####`.
+
+    The result is "" if the last box is empty or unterminated, and None if no answer is marked.
+    """
+    boxed, end = boxed_answer(text)
+    closing = list(_MINERVA.finditer(text, end))
+    if closing:
+        return closing[-1][1]
+    if boxed is not None:
+        return boxed[-MAX_CHARS:]
+    _, hashes, line = text.rpartition("####")
+    return line.strip().split("\n")[0][:MAX_CHARS] if hashes else None
+
+
+def stated_answers(text: str) -> list[str]:
+    """Return the answers that statements give, the last one first, or a short text without statements as it is."""
+    text = text[-_SEARCHED:]
+    slots = [line_after(text, match.end()) for match in _STATEMENT.finditer(text)]
+    answers = [_SENTENCE_END.split(slot, maxsplit=1)[0].strip(" *_\"'`") for slot in reversed(slots)]
+    return answers or ([text.strip(" *_`\n").rstrip(".")] if len(text) <= _SHORT else [])

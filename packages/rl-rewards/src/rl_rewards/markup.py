@@ -51,6 +51,11 @@ _STEPS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\^[ ]?\{?[ ]?\\circ[ ]?\}?"), " "),
     # thin spaces between groups of three digits are thousands separators
     (re.compile(r"(?<=[0-9])(?:\\[,;:]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), ","),
+    # ... and so are spaces and apostrophes, from the first group on
+    (
+        re.compile(r"(?<![0-9A-Za-z.,_^/:])(?<![0-9] )[1-9][0-9]{0,2}(?:[ '’][0-9]{3}(?![0-9])){1,5}(?![ ]?/)"),
+        lambda match: re.sub(r"[ '’]", ",", match.group()),
+    ),
     (re.compile(r"\\[,;:!()\[\] ]|[\u00a0\u2009\u202f~]"), " "),
     # commands whose argument is what a reader sees, and commands without a value of their own
     (

@@ -1,7 +1,7 @@
 r"""Numbers as people and models write them, read exactly.
 
-Read: signs, thousands separators (`1,234`), decimals, scientific notation, fractions (`3/4`), mixed numbers
-(`1 3/4`), a currency symbol before, a percent sign, a unit or a magnitude (`1.5 million`) after. A comma is a
+Read: signs, thousands separators (`1,234`, `1 234`, `1'234`), decimals, scientific notation, fractions (`3/4`), mixed
+numbers (`1 3/4`), a currency symbol before, a percent sign, a unit or a magnitude (`1.5 million`) after. A comma is a
 separator between groups of three digits and otherwise ends a number: the decimal comma is not read. A percent sign
 is a unit: `50%` is 50. Times and ratios (`3:30`) are not numbers.
 """

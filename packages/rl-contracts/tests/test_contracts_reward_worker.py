@@ -19,14 +19,21 @@ import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
 from rl_contracts.metrics import collect
+from rl_contracts.reward import time_limit
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.testing.waiting import wait_until
 
 REWARDS = """
 import asyncio, ctypes, logging, os, subprocess, sys, time
+from rl_contracts.reward import time_limit
 
 def exact(prompt, completions, prompt_ids, completion_ids, answer, **data):
     return 1.0 if completions == answer else 0.0
+
+LIMIT = time_limit()
+
+def limited(prompt, completions, prompt_ids, completion_ids, **data):
+    return 0.0 if time_limit() != LIMIT else LIMIT
 
 def narrow(prompt, completions):
     return 1.0
@@ -166,6 +173,14 @@ async def test_call_figures_that_the_function_records_reach_the_callers_collecto
 
     assert [(f["length"], f["calls"]) for f in found] == [(4.0, 2.0), (8.0, 2.0)]
     assert failed["length"] == 0.0, "what was recorded before the function raised"
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_time_limit_in_a_worker_is_the_timeout_of_its_calls() -> None:
+    async with AsyncRewardWrapper("worker_rewards:limited", timeout=12.5) as wrapper:
+        assert await score(wrapper, "") == 12.5
+
+    assert time_limit() is None
 
 
 @pytest.mark.usefixtures("rewards")
@@ -447,6 +462,7 @@ async def test_worker_that_was_killed_while_idle_is_replaced_without_a_failed_ca
 
 PARENT = """
 import asyncio, sys
+from rl_contracts.reward import time_limit
 from rl_contracts.reward_worker import AsyncRewardWrapper
 
 async def main():

@@ -166,8 +166,14 @@ def test_sandbox_more_time_than_allowed_ends_it(code, stopped):
     run = Sandbox(SandboxLimits(seconds=4 if "sleep" in code else 30, cpu_seconds=1)).run(code, stdin="\n")
 
     assert run.code < 0
-    assert (run.stopped, run.output) == (stopped, "before\n")
+    assert (run.stopped, run.output, run.timed_out) == (stopped, "before\n", True)
     assert time.monotonic() - begin < 25
+
+
+def test_sandbox_run_with_less_time_than_its_limit_ends_then(sandbox):
+    run = sandbox.run("import time\ntime.sleep(60)", seconds=0.5)
+
+    assert (run.stopped, run.timed_out) == ("it did not end within 0.5 s", True)
 
 
 def test_sandbox_fork_bomb_is_contained(sandbox):
@@ -220,7 +226,7 @@ def test_sandbox_flood_of_files_ends_it(delete):
     code += f"    kept[-1].write(bytes(1 << 20))\n    kept[-1].flush()\n    {delete}\ntime.sleep(60)"
     run = Sandbox(SandboxLimits(files=20 << 20, file=2 << 20, seconds=30)).run(code)
 
-    assert run.stopped == "its files had more than 20,971,520 bytes"
+    assert (run.stopped, run.timed_out) == ("its files had more than 20,971,520 bytes", False)
 
 
 def test_sandbox_other_processes_get_no_signals_and_it_gets_its_own(sandbox):

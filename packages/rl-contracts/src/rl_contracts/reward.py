@@ -6,6 +6,19 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+_time_limit: float | None = None
+
+
+def time_limit() -> float | None:
+    """Return the seconds that a call may take in this reward worker, or None outside of a worker."""
+    return _time_limit
+
+
+def set_time_limit(seconds: float) -> None:
+    """Set the result of `time_limit`, in a new reward worker before it imports its function."""
+    global _time_limit
+    _time_limit = seconds
+
 
 class RewardFunction(Protocol):
     """Scores one sample. Plain or async."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, LaunchError
 
 _POLL_SECONDS = 0.05
+_LATE = "it did not end within"
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/dev/urandom")
 
 
@@ -63,6 +65,8 @@ class SandboxRun:
     """0: it came to its end. Below 0: the signal that ended it."""
     stopped: str = ""
     """Which limit ended it; empty where it ended by itself."""
+    timed_out: bool = False
+    """Whether that limit was one of wall or processor time."""
 
 
 class Sandbox:
@@ -93,12 +97,13 @@ class Sandbox:
         if tried.code != 0:
             raise ConfigError(f"the sandbox ran an empty program, which ended with {tried}. Raise its limits.")
 
-    def run(self, code: str, stdin: str = "") -> SandboxRun:
+    def run(self, code: str, stdin: str = "", seconds: float = math.inf) -> SandboxRun:
         """Run a program, and wait for its end: `limits.seconds` at most.
 
         Args:
             code: Python; its `__main__`.
             stdin: what it reads there.
+            seconds: wall time of this run, if less than `limits.seconds`.
 
         Raises:
             LaunchError: its process could not be started or confined; nothing of the code was run.
@@ -121,7 +126,8 @@ class Sandbox:
             finally:
                 os.close(told)
             try:
-                stopped = self._watch(process, Path(directory))
+                stopped = self._watch(process, Path(directory), min(seconds, self.limits.seconds))
+                timed_out = stopped.startswith(_LATE)
                 confined = os.read(heard, 1) == b"1"
             finally:
                 process.kill()
@@ -131,8 +137,8 @@ class Sandbox:
             if not confined and not stopped:
                 raise LaunchError(f"the sandbox could not confine its process, and ran nothing in it: {shown}")
             if process.returncode == -signal.SIGXCPU and not stopped:
-                stopped = f"it used more than {self.limits.cpu_seconds} s of the processor"
-            return SandboxRun(_begin(output, self.limits.output), shown, process.returncode, stopped)
+                stopped, timed_out = f"it used more than {self.limits.cpu_seconds} s of the processor", True
+            return SandboxRun(_begin(output, self.limits.output), shown, process.returncode, stopped, timed_out)
 
     def _start(
         self, directory: str, told: int, streams: tuple[BinaryIO, BinaryIO, BinaryIO]
@@ -151,15 +157,15 @@ class Sandbox:
             start_new_session=True,
         )
 
-    def _watch(self, process: subprocess.Popen[bytes], directory: Path) -> str:
+    def _watch(self, process: subprocess.Popen[bytes], directory: Path, seconds: float) -> str:
         """Wait for its end; which limit it passed."""
-        deadline = time.monotonic() + self.limits.seconds
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 process.wait(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())))
             except subprocess.TimeoutExpired:
                 if time.monotonic() >= deadline:
-                    return f"it did not end within {self.limits.seconds:g} s"
+                    return f"{_LATE} {seconds:g} s"
                 if _size(directory, process.pid) > self.limits.files:
                     return f"its files had more than {self.limits.files:,} bytes"
             else:

@@ -1,7 +1,7 @@
 """The worker process: reads calls of one reward function from stdin, writes results to what was stdout.
 
-The first frame names the function: `{"target": name or dotted path, "path": sys.path}`; the answer is
-`{"ready": true}` or `{"refused": text}`. Each further frame is a call, `[prompt, completions, prompt_ids,
+The first frame names the function: `{"target": name or dotted path, "path": sys.path, "timeout": seconds}`; the answer
+is `{"ready": true}` or `{"refused": text}`. Each further frame is a call, `[prompt, completions, prompt_ids,
 completion_ids, data]`; its answer is `{"value": number}` or `{"error": text}`, with the `figures` that the function
 recorded, if it did. Whatever it prints or logs (from INFO on) goes to stderr.
 """
@@ -47,6 +47,7 @@ def main() -> None:
     if setup is None:
         return
     sys.path[:] = setup["path"]
+    set_time_limit(setup["timeout"])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         function = load("rl.rewards", setup["target"])

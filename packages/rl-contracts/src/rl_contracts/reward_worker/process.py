@@ -26,13 +26,14 @@ class WorkerProcess:
 
     Args:
         target: registry name or dotted path of the function.
+        timeout: seconds that the owner allows for a call, which the function can ask for.
         log: what the function prints and logs is appended here; None: kept for errors alone.
 
     Raises:
         ConfigError: the process cannot be started.
     """
 
-    def __init__(self, target: str, log: Path | None = None) -> None:
+    def __init__(self, target: str, timeout: float, log: Path | None = None) -> None:
         self._what = f"reward {target!r}"
         # a session of its own: the whole group can be killed, and Ctrl-C in the terminal goes to the parent alone
         try:
@@ -53,7 +54,7 @@ class WorkerProcess:
         os.set_blocking(self._in, False)
         self._events = select.poll()
         self._events.register(self._out, select.POLLIN)
-        self._setup = wire.encode({"target": target, "path": sys.path})
+        self._setup = wire.encode({"target": target, "path": sys.path, "timeout": timeout})
 
     def lives(self) -> bool:
         """Whether it has not ended."""

@@ -170,7 +170,7 @@ class AsyncRewardWrapper:
     def _employ(self, started: Future[None], log: Path | None) -> None:
         """The life of one process: give it one call after the other. Where one ends it, it is replaced at once, so that
         the next call finds the function imported."""
-        process = WorkerProcess(self.target, log)
+        process = WorkerProcess(self.target, self._timeout, log)
         self._processes.add(process)
         try:
             if self._closed:

@@ -68,7 +68,8 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "agent/rows": ("rows", "that an agent's episode became, mean"),
         "agent/turn_rewards": ("rewards", "of single turns that an agent reported in an episode, mean"),
         "agent/<name>": ("-", "a figure that an agent returned or reported, mean over episodes"),
-        "code/passed": ("fraction of tests", "that an answer's program passed, mean over answers"),
+        "code/passed": ("fraction of tests", "passed by the program of a completion, mean over completions"),
+        "reward/timeouts": ("programs", "whose tests exceeded their time limit and whose reward is therefore 0"),
     },
     "The policy loss": {
         "loss/policy": ("-", "what was minimised; its value says little, since advantages have mean 0"),

@@ -1,31 +1,42 @@
-"""A reward of programs: 1.0 where a completion's Python code passes its tests, in a sandbox."""
+"""The reward of programs: a completion's Python code passes its tests in a sandbox."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import time
 from typing import Any
 
-from rl_contracts.errors import RewardError
 from rl_contracts.metrics import record
-from rl_contracts.sandbox import Sandbox
+from rl_contracts.reward import time_limit
+from rl_contracts.sandbox import Sandbox, SandboxLimits
+from rl_rewards.program_tests import ProgramTest, read_tests
+from rl_rewards.programs import find_program
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+REWARD_TIMEOUT = 30.0
+"""Assumed seconds for a call outside of a reward worker, the default of `rollout.reward_timeout`."""
+TESTS_SHARE = 0.8
+"""Part of the time for a call that the tests of a program may take."""
 
 
 class CodeReward:
-    """Runs the last code block of a completion once for each test, and compares what it prints with what it should.
+    """Runs the program of a completion on each test and compares its result with the expected one.
+
+    `rl_rewards.programs` describes which code block is the program, `rl_rewards.program_tests` the formats of tests and
+    the comparison.
 
     Args:
-        sandbox: None: one with the default limits. The reward's deadline (`rollout.reward_timeout`) holds for all tests
-            of a completion together.
+        sandbox: sets the limits of each test; None for the default limits.
+        fraction: whether the reward is the fraction of passed tests, instead of 1.0 for all of them and 0.0 otherwise.
+        seconds: time for all tests of a program, at least that of the sandbox for one test; None for 80 % of
+            `rollout.reward_timeout`.
 
     Raises:
         ConfigError: the kernel cannot confine a process.
     """
 
-    def __init__(self, sandbox: Sandbox | None = None) -> None:
-        self._sandbox = sandbox or Sandbox()
+    def __init__(self, sandbox: Sandbox | None = None, *, fraction: bool = False, seconds: float | None = None) -> None:
+        self._seconds = seconds or TESTS_SHARE * (time_limit() or REWARD_TIMEOUT)
+        self._sandbox = sandbox or Sandbox(SandboxLimits(seconds=min(SandboxLimits.seconds, self._seconds)))
+        self._fraction = fraction
 
     def __call__(
         self,
@@ -33,33 +44,51 @@ class CodeReward:
         completions: str,
         prompt_ids: list[int],
         completion_ids: list[int],
-        tests: Sequence[dict[str, str]] | None = None,
+        tests: Any = None,
+        fn_name: str | None = None,
+        metadata: Any = None,
         **_: Any,
     ) -> float:
-        """1.0 if all tests pass, else 0.0; the fraction that did is recorded as `code/passed`.
+        """1.0 if all tests pass, else 0.0, or the fraction that passes.
+
+        The first test that exceeds its time ends the rest, and the reward is 0.0. Records the fraction of passed tests
+        as `code/passed` and the number of programs that exceed their time as `reward/timeouts`.
 
         Args:
-            tests: each with `input`, which the program reads from stdin, and `output`, what it must print, but for
-                blanks at the ends of lines.
+            prompt: not read.
+            completions: the text of one sample.
+            prompt_ids: not read.
+            completion_ids: not read.
+            tests: in one of the formats of `rl_rewards.program_tests`.
+            fn_name: the function that tests call; None if `tests` or `metadata` name it, or programs read stdin.
+            metadata: an object with `func_name`, or a JSON string of one.
 
         Raises:
-            RewardError: no tests.
+            RewardError: there are no tests, or they have another format.
             LaunchError: the sandbox's process could not be started.
         """
-        if not tests:
-            raise RewardError("code: expected `tests`, each with `input` and `output`, found none; check the data row.")
-        blocks = _BLOCK.findall(completions.rpartition("</think>")[2])
-        passed = sum(self._passes(blocks[-1], test) for test in tests) if blocks else 0
-        record("code/passed", passed / len(tests))
-        return float(passed == len(tests))
+        cases = read_tests(tests, fn_name, metadata)
+        program = find_program(completions.rpartition("</think>")[2], cases[0].function)
+        passed, timed_out = (0, False) if program is None else self._count(program, cases)
+        record("code/passed", passed / len(cases))
+        record("reward/timeouts", timed_out, kind="sum")
+        if timed_out:
+            return 0.0
+        return passed / len(cases) if self._fraction else float(passed == len(cases))
 
-    def _passes(self, code: str, test: dict[str, str]) -> bool:
-        run = self._sandbox.run(code, test.get("input", ""))
-        return run.code == 0 and _lines(run.output) == _lines(test["output"])
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    def _count(self, program: str, cases: list[ProgramTest]) -> tuple[int, bool]:
+        """Return the number of passed tests, and whether one exceeded its time, which ends the rest."""
+        deadline, passed = time.monotonic() + self._seconds, 0
+        for index, case in enumerate(cases):
+            script = case.script(program)
+            # the limit of the sandbox is enough for the first test
+            remaining = (max(0.0, deadline - time.monotonic()),) if index else ()
+            run = self._sandbox.run(*script, *remaining)
+            if run.code == 0:
+                passed += case.accepts(run.output)
+            elif run.timed_out:
+                return passed, True
+        return passed, False
 
 
 code_reward_fn = CodeReward()

@@ -1,0 +1,185 @@
+"""Tests of programs, in the formats of published data sets, and the comparison of results.
+
+A data row has its tests as a list of `{"input": ..., "output": ...}` (LiveCodeBench), as `{"inputs": [...], "outputs":
+[...]}` (APPS, TACO, CodeContests), or as a JSON string of either (PRIME). Tests call a function if the row, the tests
+or a test has its name: `fn_name`, or `func_name` in `metadata`. Otherwise a program reads stdin and prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rl_contracts.errors import RewardError
+
+RELATIVE, ABSOLUTE = 1e-5, 1e-8
+"""Tolerances of numbers, those of the checker of APPS (`numpy.allclose`)."""
+
+# The program runs as a module, so that its block under `if __name__ == "__main__"` does not run, and with the imports
+# that the judges of these data sets make. Its prints are not part of the result.
+_CALL = """\
+import json, os, sys, types
+arguments, real = json.load(sys.stdin), sys.stdout
+sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")
+sys.setrecursionlimit(50000)
+# JSON writes integer keys as text
+arguments = [
+    {{int(k): v for k, v in a.items()}} if isinstance(a, dict) and all(k.isdigit() for k in a) else a for a in arguments
+]
+module = sys.modules["solution"] = types.ModuleType("solution")
+for name in ("typing", "collections", "itertools", "functools", "heapq", "bisect", "math", "string", "builtins"):
+    exec(f"from {{name}} import *\\nimport {{name}}", module.__dict__)
+exec("import copy, datetime, operator, random, re, statistics, sys", module.__dict__)
+exec(compile({code!r}, "solution.py", "exec"), module.__dict__)
+owner = module.Solution() if hasattr(getattr(module, "Solution", None), {name!r}) else module
+result = getattr(owner, {name!r})(*arguments)
+real.write("\\n" + json.dumps(result, default=list))
+real.flush()
+"""
+
+
+@dataclass(frozen=True)
+class ProgramTest:
+    """A single test of a program."""
+
+    given: Any
+    """Text for stdin, or the list of arguments."""
+    expected: Any
+    """Text on stdout, or the result of the function."""
+    function: str | None = None
+    """Name of the function, or of the method of `class Solution`, that the test calls."""
+
+    def script(self, code: str) -> tuple[str, str]:
+        """Return what to run for a program, and its stdin."""
+        if self.function is None:
+            return code, self.given
+        return _CALL.format(code=code, name=self.function), json.dumps(self.given)
+
+    def accepts(self, output: str) -> bool:
+        """Whether the stdout of a script that came to its end is right."""
+        if self.function is None:
+            return same_output(self.expected, output)
+        try:
+            result = json.loads(output.rpartition("\n")[2])
+        except ValueError:
+            return False
+        return any(same_value(expected, result) for expected in _readings(self.expected))
+
+
+def read_tests(tests: Any, function: str | None = None, metadata: Any = None) -> list[ProgramTest]:
+    """Return the tests of a data row.
+
+    Args:
+        tests: in one of the formats of this module.
+        function: the row's `fn_name`.
+        metadata: the row's `metadata`, an object with `func_name` or a JSON string of one.
+
+    Raises:
+        RewardError: there are none, or they have another format.
+    """
+    try:
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        if not isinstance(tests, dict):
+            cases = list(tests)
+        else:
+            function = tests.get("fn_name") or function
+            inputs, outputs = (tests[name] if name in tests else tests[name[:-1]] for name in ("inputs", "outputs"))
+            cases = [{"input": given, "output": output} for given, output in zip(inputs, outputs, strict=True)]
+        function = function or _function(metadata)
+        read = [_test(case, case.get("fn_name") or _function(case.get("metadata")) or function) for case in cases]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _unreadable(f"{type(error).__name__}: {error}") from error
+    if not read:
+        raise _unreadable("none")
+    return read
+
+
+def same_output(expected: str, output: str) -> bool:
+    """Whether two texts have the same lines, but for blanks around and between words, blank lines, and tolerances."""
+    left, right = ([line.split() for line in text.splitlines() if line.strip()] for text in (expected, output))
+    return len(left) == len(right) and all(
+        len(one) == len(other) and all(map(_same_word, one, other)) for one, other in zip(left, right, strict=True)
+    )
+
+
+def same_value(expected: Any, result: Any) -> bool:
+    """Whether two JSON values are equal, floats within the tolerances."""
+    if isinstance(expected, list) and isinstance(result, list):
+        return len(expected) == len(result) and all(map(same_value, expected, result))
+    if isinstance(expected, dict) and isinstance(result, dict):
+        return expected.keys() == result.keys() and all(same_value(expected[key], result[key]) for key in expected)
+    if isinstance(expected, float) or isinstance(result, float):
+        return (
+            isinstance(expected, int | float)
+            and isinstance(result, int | float)
+            and math.isclose(expected, result, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        )
+    return bool(expected == result)
+
+
+def _unreadable(found: str) -> RewardError:
+    return RewardError(
+        "code: expected `tests` as a list of {input, output}, as {inputs, outputs}, or as a JSON string of either, "
+        f"found {found:.200}; check the data row."
+    )
+
+
+def _test(case: dict[str, Any], function: str | None) -> ProgramTest:
+    if function is None:
+        if case.get("testtype") == "functional":
+            raise ValueError("a functional test without the name of its function in `fn_name`")
+        return ProgramTest(_text(case.get("input") or ""), _text(case["output"]))
+    return ProgramTest(_arguments(case["input"]), case["output"], function)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """Return the arguments of a call: a list of them, one JSON value in each line of a text, or a single argument."""
+    if isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            return [json.loads(line) for line in given.split("\n") if line.strip()]
+    return given if isinstance(given, list) else [given]
+
+
+def _function(metadata: Any) -> str | None:
+    """Return the `func_name` of a test's or row's metadata, if that has one."""
+    if isinstance(metadata, str):
+        with contextlib.suppress(ValueError):
+            metadata = json.loads(metadata)
+    return metadata.get("func_name") if isinstance(metadata, dict) else None
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        raise ValueError("a test without an output")
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _readings(expected: Any) -> Iterator[Any]:
+    """Yield the values that an expected output can stand for: JSON text, and APPS's list around a single result."""
+    yield expected
+    if isinstance(expected, str):
+        try:
+            yield json.loads(expected)
+        except ValueError:
+            return
+    elif isinstance(expected, list) and len(expected) == 1:
+        yield expected[0]
+
+
+def _same_word(expected: str, word: str) -> bool:
+    if expected == word:
+        return True
+    if _is_integer(expected) and _is_integer(word):
+        return False
+    try:
+        return math.isclose(float(expected), float(word), rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    except ValueError:
+        return False
+
+
+def _is_integer(word: str) -> bool:
+    return word.lstrip("+-").isdigit()

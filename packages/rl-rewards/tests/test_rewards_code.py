@@ -141,6 +141,20 @@ def test_read_tests_of_a_function_accepts_its_result(row):
     assert not test.accepts("")
 
 
+def test_read_tests_with_json_text_reads_the_result_as_json():
+    (test,) = read_tests([{"input": "1", "output": "true"}], "f")
+
+    assert test.accepts("\ntrue")
+    assert not test.accepts('\n"true"')
+
+
+def test_read_tests_with_listed_arguments_keeps_texts():
+    (test,) = read_tests({"inputs": [["a"]], "outputs": ["1"], "fn_name": "f"})
+
+    assert test.accepts('\n"1"')
+    assert not test.accepts("\n1")
+
+
 @pytest.mark.parametrize(
     "tests",
     [

@@ -1,0 +1,47 @@
+"""Rewards of completions in the forms of ten model families, with the labels that people gave before they saw rewards.
+
+A line of `labelled/NAME.jsonl` is a completion with its data row, the model family whose form it has, and its label.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rl_contracts.sandbox import Sandbox, SandboxLimits
+from rl_rewards import gsm8k_reward_fn, math_reward_fn
+from rl_rewards.code import CodeReward
+
+REWARDS = {
+    "gsm8k": gsm8k_reward_fn,
+    "math": math_reward_fn,
+    "code": CodeReward(Sandbox(SandboxLimits(seconds=4))),  # one of the programs does not end
+}
+NUMBER, DIFFERENT = 60, 1
+"""Completions for each reward, and how many of them may have another reward than their label."""
+
+
+def examples(name):
+    path = Path(__file__).parent / "labelled" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", pytest.param("code", marks=pytest.mark.slow)])
+def test_reward_of_labelled_completions_is_their_label(name):
+    different = []
+    for example in examples(name):
+        family, completion, label = (example.pop(key) for key in ("family", "completion", "reward"))
+        if (reward := REWARDS[name]("", completion, [], [], **example)) != label:
+            different.append((family, completion, label, reward))
+
+    assert len(different) <= DIFFERENT, different
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_labelled_completions_have_ten_families_and_both_labels(name):
+    families = Counter(example["family"] for example in examples(name))
+
+    assert families.total() == NUMBER
+    assert len(families) == 10
+    assert {example["reward"] for example in examples(name)} == {0.0, 1.0}

@@ -36,6 +36,7 @@ _CHARACTERS = str.maketrans(
     | dict.fromkeys("−–‐‑﹣", "-")
     | dict.fromkeys("\u00a0\u2009\u202f\u2007", r"\,")
     | dict.fromkeys("\u200b\ufeff", "")
+    | dict.fromkeys("⁄∕", "/")
     | {"°": r"^\circ ", "’": "'", "⟨": "(", "⟩": ")"}
     # the full-width forms of ASCII
     | {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}

@@ -2,7 +2,8 @@ r"""Places of a mathematical answer in a completion, in the order of the search.
 
 1. the last non-empty `<answer>...</answer>`; the other places are then searched inside it
 2. the last `\boxed{...}`, joined with the boxes before it that belong to the same answer; or, after that box, the
-   closing sentence of Minerva's prompt: "The final answer is ... I hope it is correct."
+   closing sentence of Minerva's prompt: "The final answer is ... I hope it is correct.", without its second part
+   only at the end and without prose
 3. the line after the last `####`
 4. a statement ("the answer is ...", "Answer: ...", "the correct option is ...", "C is correct"), or a text without
    prose
@@ -13,12 +14,13 @@ from __future__ import annotations
 import re
 
 from rl_rewards.extraction import boxed_answer, line_after, tagged_answer
+from rl_rewards.texts import has_words
 
 MAX_CHARS = 2_000
 """Characters of a marked answer that are read, counted from its end."""
 
 _MINERVA = re.compile(
-    r"final answer is:?((?:(?!final answer is).){1,400}?)\.?\s{0,3}I hope it is correct", re.IGNORECASE | re.DOTALL
+    r"final answer is:?((?:(?!final answer is).){1,400}?)\.?\s{0,3}(I hope it is correct|\Z)", re.IGNORECASE | re.DOTALL
 )
 _STATEMENT = re.compile(
     r"(?<!\bto )\b(?:answers?|(?:correct|right|best)\s(?:option|choice))\b"
@@ -44,9 +46,9 @@ def marked_answer(text: str) -> str | None:
     The result is "" if the last box is empty or unterminated, and None if no answer is marked.
     """
     boxed, end = boxed_answer(text)
-    closing = list(_MINERVA.finditer(text, end))
+    closing = [match[1] for match in _MINERVA.finditer(text, end) if match[2] or not has_words(match[1])]
     if closing:
-        return closing[-1][1]
+        return closing[-1]
     if boxed is not None:
         return boxed[-MAX_CHARS:]
     _, hashes, line = text.rpartition("####")

@@ -20,7 +20,10 @@ from rl_rewards.places import MAX_CHARS, marked_answer, read_part, stated_answer
 from rl_rewards.texts import has_words, is_words, only_text, same_text
 
 _PERCENT = re.compile(r"\\?%|\\text\s?\{\s?(?:percent(?:age)?|pct)\s?\}|\b(?:percent(?:age)?|pct)\b", re.IGNORECASE)
-_UNIT = re.compile(r"(?<=[0-9])\s{1,3}([A-Za-z]{3,20}(?:[\s/][A-Za-z]{1,20}){0,4}|(?:[kc]?m|ft|mi)/(?:s|h|hr|min))$")
+_UNIT = re.compile(
+    r"(?<=[0-9])\s{1,3}(?:(?P<words>[A-Za-z]{3,20}(?:[\s/][A-Za-z]{1,20}){0,4})"
+    r"|(?:[kc]?m|ft|mi)/(?:s|h|hr|min)|(?:[kcm]?m|ft|in|mi)\^\{?[23]\}?)$"
+)
 _CLAUSE = re.compile(r"[,;(]|\s(?:because|since|as)\s")
 _FUNCTION = re.compile(r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|ln|log)(?=[\s(])")
 
@@ -123,7 +126,7 @@ def _values(text: str, also_as_fraction: bool = False) -> list[Any]:
     body = _PERCENT.sub("", canonical(text))
     body = re.sub(r"\\[()\[\]]|\\?[$\"]|\*\*", "", body).strip().rstrip(" \n.,;:")
     unit = _UNIT.search(body)
-    if unit and ("/" in unit[1] or has_words(unit[1])):
+    if unit and (unit["words"] is None or has_words(unit["words"])):
         body = body[: unit.start()]
     body = _FUNCTION.sub(r"\\\1 ", body)
     values = _parse(rf"$\boxed{{{body}}}$")

@@ -80,9 +80,8 @@ def test_find_program_without_a_python_block_returns_none(completion):
 
 
 def test_find_program_with_a_fence_in_a_string_returns_all_of_it():
-    code = f"s = '''{FENCE}'''\n{PROGRAM}"
-
-    assert find_program(f"{FENCE}python\n{code}{FENCE}") == code
+    for code in (f"s = '''{FENCE}'''\n{PROGRAM}", f"s = '''\n{FENCE}\nx\n{FENCE}\n'''\n{PROGRAM}"):
+        assert find_program(f"So:\n{FENCE}python\n{code}{FENCE}\nOutput:\n{FENCE}\n2\n{FENCE}") == code
 
 
 def test_find_program_of_a_function_returns_the_block_that_defines_it():

@@ -3,20 +3,25 @@
 The completion is parsed as CommonMark. The program is the last fenced code block marked as Python (`python`, `python3`,
 `py`, `Python title="a.py"`, `{.python}`, `main.py`, ...). Without such a block it is the last unmarked fenced block
 that calls or defines a function, and without such a block the last unmarked one. Blocks marked otherwise (`text`,
-`bash`, `cpp`) never count. A block without a closing fence ends with the completion. If the tests call a function, a
-block that defines it is preferred to later blocks that do not.
+`bash`, `cpp`) never count. A block without a closing fence ends with the completion. A block that is no Python, but is
+Python up to a later closing fence, ends there. If the tests call a function, a block that defines it is preferred to
+later blocks that do not.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
+from itertools import islice
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 # Text in a block is not needed, and `<answer>` on a line is not the start of HTML that hides a fence.
 _MARKDOWN = MarkdownIt("commonmark").disable(["inline", "html_block"])
+_LATER_FENCES = 6
 _PYTHON = re.compile(r"\{?\.?(?:(?:i?python|py(?:py)?)[0-9.]*|[\w./-]+\.py)(?![\w-])", re.IGNORECASE)
 
 
@@ -39,17 +44,40 @@ def find_program(completion: str, function: str | None = None) -> str | None:
 
 def _fences(text: str) -> Iterator[tuple[str, str]]:
     """Yield the info string and the content of each fenced block, also of those that are indented as a whole."""
+    lines, read = re.split(r"\r\n?|\n", text), 0
     for token in _MARKDOWN.parse(text):
+        if token.map is None or token.map[0] < read:
+            continue
         if token.type == "fence":
-            yield token.info.strip(), token.content
+            content, read = _whole_program(token, lines) if _PYTHON.match(token.info.strip()) else (token.content, 0)
+            yield token.info.strip(), content
         elif token.type == "code_block" and token.content.startswith(("```", "~~~")):
             yield from _fences(token.content)
 
 
+def _whole_program(token: Token, lines: list[str]) -> tuple[str, int]:
+    """Return the content of a Python block and the line after it.
+
+    A line of a string in the program may look like the closing fence. So a block that is no Python ends at a later
+    closing fence, if it is Python up to there.
+    """
+    first, end = token.map or (0, 0)
+    fences = (n for n in range(end, len(lines)) if re.fullmatch(rf" {{0,3}}{token.markup}\s*", lines[n]))
+    for last in () if _parse(token.content) else islice(fences, _LATER_FENCES):
+        if _parse(content := "\n".join([*lines[first + 1 : last], ""])):
+            return content, last + 1
+    return token.content, end
+
+
+def _parse(code: str) -> ast.AST | None:
+    with warnings.catch_warnings(action="ignore"):  # of escapes in strings, for example
+        try:
+            return ast.parse(code)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+
+
 def _acts(code: str) -> bool:
     """Whether a text is Python that does something, unlike sample input or output."""
-    try:
-        nodes = list(ast.walk(ast.parse(code)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return any(isinstance(node, ast.Call | ast.FunctionDef | ast.ClassDef) for node in nodes)
+    tree = _parse(code)
+    return tree is not None and any(isinstance(n, ast.Call | ast.FunctionDef | ast.ClassDef) for n in ast.walk(tree))

@@ -155,6 +155,8 @@ def test_math_reward_of_boxes_reads_the_last_answer(completion, answer, reward):
         ("The answer is √3.", r"\sqrt{3}", 1.0),
         ("### Final Answer\n\\[\n\\frac{5}{6}\n\\]", "5/6", 1.0),
         ("The answer is 25%.", r"25\%", 1.0),
+        ("The answer is 5 :)", "5", 1.0),
+        ("答案：5", "5", 1.0),
     ],
 )
 def test_math_reward_finds_the_answer_in_its_place(completion, answer, reward):

@@ -11,6 +11,7 @@ r"""Places of a mathematical answer in a completion, in the order of the search.
 
 from __future__ import annotations
 
+# ruff: noqa: RUF001 (models write full-width punctuation)
 import re
 
 from rl_rewards.extraction import boxed_answer, line_after, tagged_answer
@@ -26,11 +27,12 @@ _STATEMENT = re.compile(
     r"(?<!\bto )\b(?:answers?|(?:correct|right|best)\s(?:option|choice))\b"
     r"(?:\s?\([^()\n]{0,30}\)|\s(?:to|for|in|of)\s[^\n.:=,]{0,60}?)?[\s*_\"]{0,4}"
     r"(?::|\b(?:(?:should|would|must)\s)?(?:therefore\s|thus\s)?(?:is|are|be)\b(?:\s(?:therefore|thus))?\s?:?)"
+    r"|答案(?:是|为)?\s?[:：]?"
     r"|^\W{0,8}(?:(?:the|my|final|correct)\s){0,2}answer\W{0,8}$"
     r"|(?<=\()(?=[A-J]\)\*{0,2}\sis\s(?:the\s)?correct)|\b(?=[A-J]\*{0,2}\sis\s(?:the\s)?correct)",
     re.IGNORECASE | re.MULTILINE,
 )
-_SENTENCE_END = re.compile(r"\.(?=\s|$)|(?<=[A-J])\)?\*{0,2}\sis\s(?:the\s)?correct")
+_SENTENCE_END = re.compile(r"\.(?=\s|$)|。|(?<=[A-J])\)?\*{0,2}\sis\s(?:the\s)?correct")
 _SHORT, _SEARCHED = 400, 20_000
 """Characters of a text that can be an answer as a whole, and characters at the end searched for statements."""
 

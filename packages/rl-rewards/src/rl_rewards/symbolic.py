@@ -60,8 +60,8 @@ def math_reward_fn(
     stated = stated_answers(text)
     if stated and (same_text(gold, stated[0]) or (is_words(gold) and same_text(gold, _CLAUSE.split(stated[0])[0]))):
         return 1.0
-    given = next((slot for slot in stated if slot and not has_words(slot)), None)
-    if given is not None:
+    given = next((slot for slot in stated if slot and not has_words(slot)), "")
+    if given and (only_text(gold, given) or _values(given)):
         return float(_equal(gold, given))
     return float(not is_words(gold) and _verify(_values(gold, also_as_fraction="%" in gold), _search(text)))
 

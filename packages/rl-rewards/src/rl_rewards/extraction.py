@@ -8,6 +8,9 @@ Ways of giving an answer, in the order in which they are tried (in each, the las
 4. a label: "Answer: 72", "Final answer" as a heading, "A: 72" at the start of a line
 5. the last number of the text
 
+The last non-empty `<answer>...</answer>` is searched first, then the whole text. Boxes are skipped if the last one is
+empty or unterminated.
+
 Only what follows the last `</think>` is read, and of that the last `MAX_CHARS` characters: answers stand at the end,
 and the time to find one stays bounded whatever a policy writes.
 """

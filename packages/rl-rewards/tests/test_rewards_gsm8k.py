@@ -275,7 +275,6 @@ def test_reward_of_a_right_answer_is_one_and_of_a_neighbour_zero(completion, gol
         "A:",
         "x2 and H2O",
         "5/0",
-        "<think>72</think>",
     ],
 )
 def test_reward_without_a_number_is_zero(completion):

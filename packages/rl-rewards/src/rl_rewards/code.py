@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from rl_contracts.metrics import record
+from rl_contracts.reasoning import split_reasoning
 from rl_contracts.reward import time_limit
 from rl_contracts.sandbox import Sandbox, SandboxLimits
 from rl_rewards.program_tests import ProgramTest, read_tests
@@ -47,6 +48,7 @@ class CodeReward:
         tests: Any = None,
         fn_name: str | None = None,
         metadata: Any = None,
+        final_text: str | None = None,
         **_: Any,
     ) -> float:
         """1.0 if all tests pass, else 0.0, or the fraction that passes.
@@ -62,13 +64,15 @@ class CodeReward:
             tests: in one of the formats of `rl_rewards.program_tests`.
             fn_name: the function that tests call; None if `tests` or `metadata` name it, or programs read stdin.
             metadata: an object with `func_name`, or a JSON string of one.
+            final_text: what follows the reasoning of the sample; None: found in `completions`.
 
         Raises:
             RewardError: there are no tests, or they have another format.
             LaunchError: the sandbox's process could not be started.
         """
         cases = read_tests(tests, fn_name, metadata)
-        program = find_program(completions.rpartition("</think>")[2], cases[0].function)
+        text = split_reasoning(completions)[1] if final_text is None else final_text
+        program = find_program(text, cases[0].function)
         passed, timed_out = (0, False) if program is None else self._count(program, cases)
         record("code/passed", passed / len(cases))
         record("reward/timeouts", timed_out, kind="sum")

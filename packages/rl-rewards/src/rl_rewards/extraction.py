@@ -11,8 +11,8 @@ Ways of giving an answer, in the order in which they are tried (in each, the las
 The last non-empty `<answer>...</answer>` is searched first, then the whole text. Boxes are skipped if the last one is
 empty or unterminated.
 
-Only what follows the last `</think>` is read, and of that the last `MAX_CHARS` characters: answers stand at the end,
-and the time to find one stays bounded whatever a policy writes.
+Only the last `MAX_CHARS` characters of the final text, which follows the reasoning, are read: answers stand at the
+end, and the time to find one stays bounded whatever a policy writes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _EQUATION = re.compile(r"(?:(?!\b(?:because|since|as|so|where|and)\b)[^=,;:(\n])
 
 def find_answer(text: str) -> WrittenNumber | None:
     """The number that a completion gives as its answer, or None where it holds no number."""
-    text = text.rpartition("</think>")[2][-MAX_CHARS:]
+    text = text[-MAX_CHARS:]
     tagged = tagged_answer(text)
     return (_find(tagged) if tagged else None) or _find(text)
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from rl_contracts.errors import RewardError
+from rl_contracts.reasoning import split_reasoning
 from rl_rewards.extraction import find_answer
 from rl_rewards.numbers import parse_number
 
@@ -17,6 +18,7 @@ def gsm8k_reward_fn(
     prompt_ids: list[int],
     completion_ids: list[int],
     answer: str | int | float | Fraction | None = None,
+    final_text: str | None = None,
     **_: Any,
 ) -> float:
     r"""1.0 if the answer that `completions` gives equals `answer`, else 0.0.
@@ -30,12 +32,13 @@ def gsm8k_reward_fn(
         prompt_ids: not read.
         completion_ids: not read.
         answer: the gold answer: a worked answer that ends with `#### 72`, or a bare number.
+        final_text: what follows the reasoning of the sample; None: found in `completions`.
 
     Raises:
         RewardError: `answer` is missing or is no number. A reward of zero would hide that from whoever trains.
     """
     gold = gold_number(answer)
-    number = find_answer(completions)
+    number = find_answer(split_reasoning(completions)[1] if final_text is None else final_text)
     return float(number is not None and number.equals(gold))
 
 

@@ -15,6 +15,7 @@ import re
 from typing import Any
 
 from rl_contracts.errors import RewardError
+from rl_contracts.reasoning import split_reasoning
 from rl_rewards.latex import canonical
 from rl_rewards.places import MAX_CHARS, marked_answer, read_part, stated_answers
 from rl_rewards.texts import has_words, is_words, only_text, same_text
@@ -34,6 +35,7 @@ def math_reward_fn(
     prompt_ids: list[int],
     completion_ids: list[int],
     answer: str | int | float | None = None,
+    final_text: str | None = None,
     **_: Any,
 ) -> float:
     r"""1.0 if the answer that `completions` gives is equal to `answer`, as a text or as mathematics, else 0.0.
@@ -48,12 +50,13 @@ def math_reward_fn(
         prompt_ids: not read.
         completion_ids: not read.
         answer: the gold answer: a solution with a marked answer, or a bare text, LaTeX or plain expression.
+        final_text: what follows the reasoning of the sample; None: found in `completions`.
 
     Raises:
         RewardError: `answer` is missing, not finite, or neither a text nor an expression.
     """
     gold = _gold(answer)
-    text = read_part(completions.rpartition("</think>")[2])
+    text = read_part(split_reasoning(completions)[1] if final_text is None else final_text)
     given = marked_answer(text)
     if given is not None:
         return float(_equal(gold, given))

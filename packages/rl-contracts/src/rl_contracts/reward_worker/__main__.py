@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 from rl_contracts.errors import defined_at, raised_at
 from rl_contracts.metrics import collect
 from rl_contracts.registry import load
-from rl_contracts.reward import keywords
+from rl_contracts.reward import keywords, set_time_limit
 from rl_contracts.reward_worker import wire
 
 _PR_SET_PDEATHSIG = 1

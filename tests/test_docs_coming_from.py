@@ -1,14 +1,24 @@
 """docs/coming-from.md: our names are settings that there are, and TRL's are of the version that is named."""
 
+import math
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl_apps.compose import describe
 from rl_apps.gsm8k_grpo import APP
 from rl_apps.synonyms import SYNONYMS
+from rl_contracts.registry import load_part
+from rl_contracts.testing.batches import make_batch
+from rl_contracts.trajectory import pack
+from rl_trainers.algorithm import LossConfig, MaskConfig
+from rl_trainers.credit import over_what
+from rl_trainers.functional.advantages import normalised
+from rl_trainers.functional.correction import OffPolicy
+from rl_trainers.functional.terms import policy_terms
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 ROWS = [
@@ -71,3 +81,43 @@ def test_row_has_a_name_of_ours_and_of_somebody_else(row: list[str]) -> None:
     assert len(row) == 4
     assert row[3]
     assert any(row[:3])
+
+
+def test_cispo_of_trl_at_5_is_clip_high_4() -> None:
+    trained = torch.ones(2, dtype=torch.bool)
+    terms = policy_terms(torch.zeros(2), torch.tensor([0.0, -3.0]), torch.ones(2), trained)
+    terms.logprobs = torch.tensor([-1.0, -1.0])  # the loss is the weight
+
+    loss = load_part(LossConfig("cispo", clip_low=1.0, clip_high=4.0))
+
+    assert loss(terms)[0].tolist() == pytest.approx([1.0, 5.0])
+
+
+def test_dual_clip_of_verl_is_an_option_of_the_loss() -> None:
+    trained = torch.ones(1, dtype=torch.bool)
+    terms = policy_terms(torch.zeros(1), torch.tensor([-3.0]), torch.tensor([-1.0]), trained)
+    loss = load_part(LossConfig("clip", options={"dual_clip": 3.0}))
+
+    assert loss(terms)[0].tolist() == pytest.approx([3.0])
+
+
+@pytest.mark.parametrize(("drift", "kept"), [(-0.4, True), (-0.42, False), (0.68, True), (0.7, False)])
+def test_seq_mean_k1_of_verl_has_the_bounds_of_the_inverse(drift: float, kept: bool) -> None:
+    batch = make_batch(1, lengths=(4, 4))
+    batch["loss_mask"][:] = True
+    packed = pack(batch)
+    log_ratio = torch.tensor([drift - 0.3, drift + 0.3, drift - 0.1, drift + 0.1])
+    off = OffPolicy(log_ratio, packed["loss_mask"], packed)
+    mask = load_part(MaskConfig("ratio", level="geometric", low=0.667, high=2.0))
+
+    assert (math.log(0.5) <= -float(log_ratio.mean()) <= math.log(1.5)) is kept
+    assert mask(off).tolist() == [not kept] * 4
+
+
+def test_batch_std_is_around_the_mean_of_the_batch() -> None:
+    rewards, groups = torch.tensor([0.0, 1.0, 4.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    over = over_what(rewards, groups)
+
+    found = normalised(rewards, over["group"], over["batch"])
+
+    assert found.tolist() == pytest.approx([x / float(rewards.std()) for x in (-0.5, 0.5, -0.5, 0.5)], abs=1e-5)

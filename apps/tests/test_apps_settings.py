@@ -365,7 +365,6 @@ def commands(at, port=4711):
         "algorithm.reward.overlong_max": 9,
         "algorithm.reward.overlong_cache": 3,
         "algorithm.advantage.kind": "gae",
-        "algorithm.advantage.mean": "batch",
         "algorithm.advantage.options": "{lam: 0.5}",
         "algorithm.loss.options": "{dual_clip: 3.0}",
         "algorithm.aggregation.kind": "constant_length",
@@ -397,7 +396,19 @@ def commands(at, port=4711):
     made = {
         "grpo": Command(GRPO, given | trainer | servers | algorithm, KEPT),
         "grpo-same": Command(
-            GRPO, given | same | short | {"rollout.max_staleness": 0, "algorithm.loss.kind": "importance"}
+            GRPO,
+            given
+            | same
+            | short
+            | {
+                "rollout.max_staleness": 0,
+                "algorithm.loss.kind": "importance",
+                "algorithm.advantage.mean": "batch",
+                "algorithm.advantage.std": "batch",
+                "algorithm.advantage.leave_one_out": "true",
+                "algorithm.mask.kind": "second_moment",
+                "algorithm.mask.threshold": 0.5,
+            },
         ),
         "grpo-failing": Command(GRPO, given | failing, code=1),
         "sft": Command(SFT, given | trainer | rows | servers, ROWS),
@@ -414,6 +425,10 @@ def commands(at, port=4711):
 
 
 KEPT = (
+    "algorithm.advantage.leave_one_out",
+    "algorithm.advantage.mean",
+    "algorithm.advantage.std",
+    "algorithm.mask.threshold",
     "*.compile",
     "*.offload",
     "deterministic",

@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-CEILING = 28_440
+CEILING = 28_453
 """Statements of all packages and apps together, at most."""
 NOT_COUNTED = ("testing", "testing.py", "conformance")
 

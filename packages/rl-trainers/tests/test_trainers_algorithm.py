@@ -1,12 +1,14 @@
 """Settings of an algorithm: what cannot work is refused, with the fields named; parts are found by name."""
 
+import inspect
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
 from rl_contracts.errors import ConfigError
-from rl_contracts.registry import available, load_part, load_parts
+from rl_contracts.registry import available, load, load_part, load_parts
 from rl_trainers.algorithm import (
     AdvantageConfig,
     AggregationConfig,
@@ -49,7 +51,7 @@ def test_algorithm_settings_that_cannot_work_are_refused(settings, message):
         (lambda: RewardConfig(overlong_max=4, overlong_cache=9), "expected 0 .a fifth. to overlong_max"),
         (lambda: RewardConfig(clip=-1.0), "algorithm.reward.clip: expected 0 .off. or more, found -1.0"),
         (lambda: AdvantageConfig(mean="median"), "algorithm.advantage.mean: expected one of none, group, batch"),
-        (lambda: AdvantageConfig(gamma=1.1), "algorithm.advantage.gamma"),
+        (lambda: AdvantageConfig("return", gamma=1.1), "algorithm.advantage.gamma"),
         (lambda: AdvantageConfig(mean="none", leave_one_out=True), "leave_one_out with algorithm.advantage.mean=none"),
         (lambda: LossConfig(clip_low=1.5), "algorithm.loss.clip_low"),
         (lambda: AggregationConfig("mode"), "algorithm.aggregation.kind: expected one of token_mean"),
@@ -134,3 +136,27 @@ def test_part_takes_constants_from_its_settings_and_from_options(toy):
 def test_part_unknown_name_lists_what_is_installed():
     with pytest.raises(ConfigError, match="did you mean 'clip'"):
         load_part(LossConfig("clipp"))
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        (AdvantageConfig, ("outcome", "return", "gae")),
+        (MaskConfig, ("none", "ratio", "second_moment", "divergence")),
+    ],
+)
+def test_setting_that_a_kind_does_not_read_is_refused(config, kinds):
+    others = {
+        "mean": "batch", "std": "batch", "leave_one_out": True, "gamma": 0.5, "lam": 0.5, "unit": "turn",
+        "level": "token", "low": 0.1, "high": 3.0, "threshold": 0.5,
+    }  # fmt: skip
+    known = {item.name for item in fields(config)}
+    for kind in kinds:
+        part = load(config.group, kind) if kind != "none" else lambda: None
+        takes = set(inspect.signature(part).parameters)
+        for name, value in others.items():
+            if name in known and name not in takes:
+                with pytest.raises(ConfigError, match=f"{name} with .*kind={kind}"):
+                    config(kind, **{name: value})
+            elif name in known:
+                config(kind, **{name: value})

@@ -6,7 +6,8 @@ see `rl_contracts.config.PartConfig`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from rl_contracts.config import PartConfig, Settings, bounded, choice, require
@@ -17,6 +18,27 @@ from rl_trainers.proximal import PROXIMALS
 
 OVER = ("none", "group", "batch")
 """Of what a mean or std is taken: of nothing, of the answers to one prompt, of the whole batch."""
+
+
+def _refuse_unread(config: PartConfig, reads: Mapping[str, set[str]]) -> None:
+    """Refuse settings that the chosen kind does not read, at another value than their default.
+
+    Args:
+        config: of a part.
+        reads: what each installed kind reads, of the settings that only some kinds read; others are not known.
+    """
+    kinds = config.kind.split("+")
+    if not reads.keys() >= set(kinds):
+        return
+    unread = set().union(*reads.values()).difference(*(reads[kind] for kind in kinds))
+    for item in fields(config):
+        found = getattr(config, item.name)
+        require(
+            item.name not in unread or found == item.default,
+            f"{config.setting}.{item.name} with {config.setting}.kind={config.kind}",
+            f"{item.default!r}, since that kind does not read it",
+            found,
+        )
 
 
 @dataclass
@@ -77,6 +99,8 @@ class AdvantageConfig(PartConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        groups = {"mean", "std", "leave_one_out"}
+        _refuse_unread(self, {"outcome": groups, "return": {"gamma"}, "gae": {"gamma", "lam", "unit"}})
         require(
             self.mean != "none" or not self.leave_one_out,
             "algorithm.advantage.leave_one_out with algorithm.advantage.mean=none",
@@ -178,6 +202,8 @@ class MaskConfig(PartConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        ratio = {"level", "low", "high"}
+        _refuse_unread(self, {"none": set(), "ratio": ratio, "divergence": set(), "second_moment": {"threshold"}})
         bounds = 0 <= self.low < self.high
         require(bounds, "algorithm.mask.low", f"0 to algorithm.mask.high ({self.high:g})", self.low)
 

@@ -283,7 +283,7 @@ DATA = {
         *_set("data.name=word-problems", "data.columns.question=q"),
         "data.columns: expected none: data.name=word-problems takes no names",
     ),
-    "empty-text": (*_data(_lines({"messages": " ", "answer": "2"})), "theirs.jsonl:1: expected `messages`"),
+    "empty-text": (*_data(_lines({"messages": " ", "answer": "2"})), "theirs.jsonl:1: messages: expected a text"),
     "no-such-split": (*_set("data.test_split=validation"), "name another split (data.train_split, data.test_split)"),
     "no-pairs": (*_data(_lines(*ROWS), command=DPO), "say which one it is by data.columns.chosen=NAME"),
 }

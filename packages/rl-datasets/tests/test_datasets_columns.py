@@ -113,7 +113,8 @@ def test_chat_of_parquet_has_no_entries_that_are_not_filled_in(tmp_path: Path) -
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    talk = [USER | {"name": None}, {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    talk = [USER | {"name": None}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     row = {"messages": talk, "when": datetime.date(2026, 1, 2), "answer": None}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
 
@@ -127,7 +128,7 @@ def test_chat_of_parquet_has_no_entries_that_are_not_filled_in(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("row", "form", "told"),
     [
-        ({"messages": []}, "rl", "expected `messages` to be a list of messages with role and content, or a text"),
+        ({"messages": []}, "rl", "messages: expected a text or a list of messages with role and content"),
         ({"messages": [{"text": "hi"}]}, "rl", "expected messages with role and content, found {'text': 'hi'}"),
         ({"messages": [ASSISTANT]}, "rl", "with a question before the answer, found none"),
         ({"messages": [USER]}, "sft", "end with a turn of 'user': expected a column 'answer', found only 'messages'"),

@@ -8,7 +8,7 @@ import pytest
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError
 from rl_datasets import HHRLHF, WordProblemPairs
-from rl_datasets.hh_rlhf import parse_dialogue
+from rl_datasets.conversations import parse_dialogue
 from rl_datasets.word_problems import MISTAKES, WordProblems, with_mistake
 
 DIALOGUE = "\n\nHuman: How are you?\n\nAssistant: Well.\n\nHuman: And now?\n\nAssistant:"
@@ -50,6 +50,104 @@ def test_hh_rlhf_lists_of_messages(tmp_path):
     assert HHRLHF(_file(tmp_path, sides))[0]["rejected"] == sides["rejected"]
 
 
+def _talk(*texts):
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=False)]
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected"),
+    [
+        ("2 + 2?", _talk("2 + 2?", "4"), _talk("2 + 2?", "5")),
+        (_talk("2 + 2?"), _talk("2 + 2?", "4"), _talk(" 2 + 2?", "5")),
+        ([SYSTEM, *_talk("2 + 2?")], _talk("2 + 2?", "4"), [SYSTEM, *_talk("2 + 2?", "5")]),
+        ("2 + 2?", [SYSTEM, *_talk("2 + 2?", "4")], [SYSTEM, *_talk("2 + 2?", "5")]),
+        (_talk("2 + 2?"), _talk("2 + 2?", "4")[1:], {"role": "assistant", "content": "5"}),
+        (_talk("2 + 2?"), {"from": "gpt", "value": "4"}, [{"from": "gpt", "value": "5"}]),
+        (_talk("2 + 2?", ""), "4", "5"),
+        ("2 + 2?", _talk("2 + 2?", "4"), "5"),
+        ("\n\nHuman: 2 + 2?", "4", "5"),
+        ("\n\nHuman: 2 + 2?\n\nAssistant:", " 4", " 5"),
+        ("\n\nHuman: 2 + 2?\n\nAssistant:", *(f"\n\nHuman: 2 + 2?\n\nAssistant: {n}" for n in (4, 5))),
+        ("Human: 2 + 2?", "Human: 2 + 2?\n\nAssistant: 4", "Assistant: 5"),
+    ],
+)
+def test_hh_rlhf_prompt_is_in_each_conversation_once(tmp_path, prompt, chosen, rejected):
+    row = HHRLHF(_file(tmp_path, {"prompt": prompt, "chosen": chosen, "rejected": rejected}))[0]
+
+    turns = [
+        [(m["role"], m["content"].strip()) for m in row[s] if m["role"] != "system"] for s in ("chosen", "rejected")
+    ]
+    assert turns == [[("user", "2 + 2?"), ("assistant", answer)] for answer in ("4", "5")]
+
+
+@pytest.mark.parametrize("text", ["Here is one:\n\nHuman: Hello!\n\nAssistant: Hi", "So:\n\nAssistant: x"])
+def test_hh_rlhf_text_that_begins_without_a_mark_is_one_turn(tmp_path, text):
+    row = HHRLHF(_file(tmp_path, {"prompt": f"Continue. {text}", "chosen": text, "rejected": "No."}))[0]
+
+    assert row["chosen"] == _talk(f"Continue. {text}", text)
+
+
+def test_hh_rlhf_messages_are_read_as_chat_data_are(tmp_path):
+    call = {"name": "weather", "arguments": '{"town": "Ulm"}'}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather "}, {"type": "text", "text": "in Ulm?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": call}], "name": None},
+        {"from": "observation", "value": "rain"},
+    ]
+    answers = ({"role": "assistant", "content": text, "reasoning_content": "so"} for text in ("Rain.", "Sun."))
+    row = HHRLHF(_file(tmp_path, dict(zip(("chosen", "rejected"), ([*turns, a] for a in answers), strict=True))))[0]
+
+    function = {"name": "weather", "arguments": {"town": "Ulm"}}
+    assert row["chosen"] == [
+        {"role": "user", "content": "Weather in Ulm?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "a", "function": function}]},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "Rain.", "reasoning_content": "so"},
+    ]
+
+
+def test_hh_rlhf_answers_may_differ_from_an_earlier_turn_on(tmp_path):
+    sides = {"chosen": _talk("1?", "a", "2?", "b"), "rejected": _talk("1?", "c", "3?", "d")}
+
+    assert HHRLHF(_file(tmp_path, sides))[0]["rejected"] == sides["rejected"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": _talk("2 + 2?", "4"), "rejected": _talk("2 + 3?", "4")},
+        {"chosen": [SYSTEM, *_talk("2 + 2?", "4")], "rejected": _talk("2 + 2?", "5")},
+        {"chosen": _talk("2 + 2?", "4"), "rejected": _talk("2 + 2?", "4", "sure?", "No.")},
+        {"prompt": "1 + 1?", "chosen": _talk("2 + 2?", "4"), "rejected": _talk("2 + 2?", "5")},
+        {
+            "prompt": [SYSTEM, *_talk("a")],
+            "chosen": [{**SYSTEM, "content": "Long."}, *_talk("a", "b")],
+            "rejected": "c",
+        },
+        {"prompt": _talk("2 + 2?", "It is"), "chosen": "4", "rejected": "5"},
+        {"prompt": "What is 2 + 2?", "chosen": "What is 2 + 2? 4", "rejected": "What is 2 + 2? 5"},
+        {"chosen": "4", "rejected": "5"},
+        {"chosen": "You are a pirate.\n\nHuman: hi\n\nAssistant: Arr", "rejected": ROW["rejected"]},
+        {"prompt": "2 + 2?", "chosen": "\n\nAssistant:", "rejected": "5"},
+        {"prompt": "2 + 2?", "chosen": [{"role": "assistant", "content": None}], "rejected": "5"},
+        {"prompt": "2 + 2?", "chosen": [{"role": "assistant", "tool_calls": [{"id": "a"}]}], "rejected": "5"},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": "4", "rejected": "5"},
+    ],
+)
+def test_hh_rlhf_pair_that_is_no_question_with_two_answers_is_rejected(tmp_path, row):
+    with pytest.raises(DataError, match=r"train\.jsonl:2"):
+        HHRLHF(_file(tmp_path, ROW, row))
+
+
+def test_hh_rlhf_short_prompt_that_answers_return_is_no_prefix(tmp_path):
+    row = HHRLHF(_file(tmp_path, {"prompt": "Hi", "chosen": "Hi there!", "rejected": "Hi"}))[0]
+
+    assert row["chosen"] == _talk("Hi", "Hi there!")
+
+
 def test_hh_rlhf_row_is_made_anew(tmp_path):
     data = HHRLHF(_file(tmp_path, ROW))
     data[0]["chosen"][0]["content"] = "changed"
@@ -67,7 +165,7 @@ def test_hh_rlhf_row_is_made_anew(tmp_path):
         ),
         ({**ROW, "rejected": ROW["chosen"]}, "chosen and rejected are the same"),
         ({**ROW, "rejected": DIALOGUE}, "expected 'rejected' to end with an assistant turn"),
-        ({**ROW, "rejected": 3}, "rejected: expected text or a list of messages"),
+        ({**ROW, "rejected": 3}, "rejected: expected a text or a list of messages"),
     ],
 )
 def test_hh_rlhf_row_that_is_no_pair_is_refused_with_its_line(tmp_path, row, message):
@@ -94,6 +192,10 @@ def test_parse_dialogue_joins_turns_of_one_role():
         {"role": "user", "content": "a\n\nb"},
         {"role": "assistant", "content": "c"},
     ]
+
+
+def test_parse_dialogue_empty_last_mark_opens_the_answer():
+    assert parse_dialogue("Human: a\n\nAssistant: ") == [{"role": "user", "content": "a"}]
 
 
 def test_parse_dialogue_text_without_marks_is_no_dialogue():

@@ -11,13 +11,9 @@ from typing import Any
 from rl_contracts.config import require
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing
+from rl_datasets.conversations import Message, read_messages
 from rl_datasets.files import read_records
 from rl_datasets.rows import Rows, read_options, require_form
-
-Message = dict[str, Any]
-
-_SHAREGPT = {"human": "user", "gpt": "assistant"}
-"""Roles in conversations of `from` and `value`, where they are called otherwise."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +31,8 @@ class ChatOptions:
 class Chat(Rows[dict[str, Any]]):
     """The rows of one split, in the order of the file.
 
-    A row's `messages` are a list of `{"role", "content"}` (or of ShareGPT's `{"from", "value"}`), or a text: one
-    message of the user's.
+    A row's `messages` are a list of `{"role", "content"}` (or of ShareGPT's `{"from", "value"}`), or a text: the
+    user's question, or a dialogue. See `rl_datasets.conversations.read_messages`.
 
     RL form: `{"prompt_id": row index, "messages": up to the answer, "answer": ..., ...}`. A last message of the
     assistant's is no part of the prompt; it is the `answer` where the row has none. All further columns that JSON can
@@ -114,28 +110,13 @@ def _messages(record: Record, options: ChatOptions, columns: Mapping[str, str] |
     where, row = record
     if "messages" not in row:
         raise missing(where, {(columns or {}).get(name, name): value for name, value in row.items()}, "messages")
-    said = row["messages"]
-    said = [{"role": "user", "content": said}] if isinstance(said, str) and said.strip() else said
-    if not isinstance(said, list) or not said:
-        expected = "expected `messages` to be a list of messages with role and content, or a text"
-        raise DataError(f"{where}: {expected}, found {said!r:.60}; complete the row or remove it")
-    messages = [_message(where, message) for message in said]
+    messages = read_messages(f"{where}: messages", row["messages"])
     if options.system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": options.system})
     asked = next((message for message in reversed(messages) if message["role"] == "user"), None)
-    if options.instruction and asked is not None and isinstance(asked["content"], str):
+    if options.instruction and asked is not None:
         asked["content"] = f"{asked['content']}\n\n{options.instruction}"
     return messages
-
-
-def _message(where: str, message: Any) -> Message:
-    """One message, without entries that are not filled in: parquet gives those to every message."""
-    given = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
-    if {"from", "value"} <= given.keys() and "role" not in given:
-        given = {"role": _SHAREGPT.get(given["from"], given["from"]), "content": given["value"]}
-    if not isinstance(given.get("role"), str) or not ("content" in given or "tool_calls" in given):
-        raise DataError(f"{where}: expected messages with role and content, found {message!r:.60}; mend the row")
-    return {"content": "", **given}
 
 
 def _plain(value: Any) -> bool:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from rl_contracts.errors import ConfigError, DataError
 from rl_datasets.columns import Record, missing, require_known
+from rl_datasets.conversations import Message, is_dialogue, is_empty, read_messages, without_opening
 from rl_datasets.files import read_records
 from rl_datasets.rows import Rows, require_form
 
-_TURN = re.compile(r"\n\n(Human|Assistant):")
-_ROLES = {"Human": "user", "Assistant": "assistant"}
+_SIDES = ("chosen", "rejected")
+_PROMPT_WORDS = 3
+"""Words from which on a text that both answers begin with is the prompt, and no greeting that they return."""
 
 
 class HHRLHF(Rows[dict[str, Any]]):
     """The pairs of one split, in the order of the file: `{"prompt_id": row index, "chosen": messages, "rejected":
     messages}`.
 
-    A side is either one text with turns marked `\\n\\nHuman:` and `\\n\\nAssistant:`, as in HH-RLHF, or a list of
-    messages `{"role", "content"}`; with a `prompt` (text or messages) beside them, the sides may be the answers alone.
+    A side is a list of messages `{"role", "content"}` or a text. A text that begins with a mark, `\\n\\nHuman:` or
+    `\\n\\nAssistant:` as in HH-RLHF, is a dialogue; any other is one assistant turn. With a `prompt` (text or messages)
+    in the row, a side either begins with the messages of the prompt or is the answer to it. See
+    `rl_datasets.conversations.read_messages`.
     """
 
     def __init__(
@@ -44,8 +48,8 @@ class HHRLHF(Rows[dict[str, Any]]):
 
         Raises:
             ConfigError: another form, an unknown column, or an option (there are none).
-            DataError: nothing can be read there, a row lacks a side, a side does not end with an assistant turn, or
-                both are the same.
+            DataError: nothing can be read there, a row lacks a side or its question, a side does not end with an
+                assistant turn, both are the same, or they answer different questions.
         """
         require_form("hh-rlhf", form, ("pairs",))
         if options:
@@ -57,46 +61,88 @@ class HHRLHF(Rows[dict[str, Any]]):
             raise DataError(f"{path}: expected pairs in the split {split!r}, found none")
 
     def _row(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
-        return {**item, **{side: [dict(message) for message in item[side]] for side in ("chosen", "rejected")}}
+        return {**item, **{side: [dict(message) for message in item[side]] for side in _SIDES}}
 
 
 def _pair(index: int, record: Record) -> dict[str, Any]:
     where, row = record
-    prompt = _messages(row["prompt"], f"{where}: prompt", "user") if row.get("prompt") else []
-    sides: dict[str, list[dict[str, str]]] = {}
-    for side in ("chosen", "rejected"):
+    prompt = without_opening(read_messages(f"{where}: prompt", row["prompt"])) if row.get("prompt") else []
+    for side in _SIDES:
         if side not in row:
             raise missing(where, row, side)
-        if not row[side]:
-            raise DataError(f"{where}: expected text or messages in {side!r}, found {row[side]!r}; complete the row")
-        sides[side] = prompt + _messages(row[side], f"{where}: {side}", "assistant")
-        if sides[side][-1]["role"] != "assistant" or not sides[side][-1]["content"].strip():
-            raise DataError(f"{where}: expected {side!r} to end with an assistant turn, found {row[side]!r:.60}")
+    _reject_repeated_text(where, row)
+    sides = {side: _side(where, row, side, prompt) for side in _SIDES}
     if sides["chosen"] == sides["rejected"]:
         raise DataError(f"{where}: chosen and rejected are the same; there is nothing to prefer. Remove the row")
+    _require_one_question(where, sides["chosen"], sides["rejected"])
     return {"prompt_id": index, **sides}
 
 
-def _messages(value: Any, where: str, role: str) -> list[dict[str, str]]:
-    """Messages of a side; plain text without marks is one turn of `role`."""
-    if isinstance(value, str):
-        return parse_dialogue(value) or [{"role": role, "content": value}]
-    if isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
-        return [{"role": str(m["role"]), "content": str(m["content"])} for m in value]
-    raise DataError(f"{where}: expected text or a list of messages with role and content, found {value!r:.60}")
+def _side(where: str, row: Mapping[str, Any], side: str, prompt: list[Message]) -> list[Message]:
+    """Return the whole conversation of a side."""
+    messages = read_messages(f"{where}: {side}", row[side], "assistant")
+    if prompt:
+        if isinstance(row[side], str) and isinstance(row["prompt"], str) and is_dialogue(row["prompt"]):
+            messages = [{**message, "content": message["content"].strip()} for message in messages]
+        messages = _after_prompt(where, side, prompt, messages)
+    if messages[-1]["role"] != "assistant" or is_empty(messages[-1]):
+        raise DataError(
+            f"{where}: expected {side!r} to end with an assistant turn, found {row[side]!r:.60}; complete the row"
+        )
+    if not any(message["role"] == "user" for message in messages):
+        raise DataError(
+            f"{where}: expected a question before the answer in {side!r}, found {row[side]!r:.60}; name its column by "
+            f"data.columns.prompt, or complete the row"
+        )
+    return messages
 
 
-def parse_dialogue(text: str) -> list[dict[str, str]]:
-    """The turns of a text marked `\\n\\nHuman:` and `\\n\\nAssistant:`; none if it has no marks.
+def _after_prompt(where: str, side: str, prompt: list[Message], messages: list[Message]) -> list[Message]:
+    """Return a conversation whose side either begins with the prompt or is the answer alone."""
+    (prompt_system, asked), (side_system, turns) = _split_system(prompt), _split_system(messages)
+    if prompt_system and side_system and _key(prompt_system[0]) != _key(side_system[0]):
+        raise DataError(f"{where}: expected one system message, found another in {side!r} than in the prompt; keep one")
+    system = side_system or prompt_system
+    if [*map(_key, turns[: len(asked)])] == [*map(_key, asked)]:
+        return [*system, *turns]
+    if turns and turns[0]["role"] == "assistant" and asked[-1]["role"] != "assistant":
+        return [*system, *asked, *turns]
+    raise DataError(
+        f"{where}: expected {side!r} to begin with the messages of the prompt, or to be the answer to it, found "
+        f"{turns[0] if turns else messages[0]!r:.60} after a prompt that ends with {asked[-1]!r:.60}; correct the row"
+    )
 
-    Turns that follow each other with the same role are joined by a blank line, as chat templates ask for alternation.
-    """
-    parts = _TURN.split(text if text.startswith("\n\n") else f"\n\n{text}")
-    turns: list[dict[str, str]] = []
-    for mark, content in zip(parts[1::2], parts[2::2], strict=True):
-        role = _ROLES[mark]
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] = f"{turns[-1]['content']}\n\n{content.strip()}".strip()
-        else:
-            turns.append({"role": role, "content": content.strip()})
-    return turns
+
+def _split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    count = int(messages[0]["role"] == "system")
+    return messages[:count], messages[count:]
+
+
+def _reject_repeated_text(where: str, row: Mapping[str, Any]) -> None:
+    """Reject answers without marks that both begin with the text of the prompt: the prompt would be there twice."""
+    texts = [row.get("prompt"), *(row[side] for side in _SIDES)]
+    if not all(isinstance(text, str) and text and not is_dialogue(text) for text in texts):
+        return
+    prompt, *sides = texts
+    if len(prompt.split()) >= _PROMPT_WORDS and all(side.startswith(prompt) for side in sides):
+        raise DataError(
+            f"{where}: expected answers beside the prompt, found that chosen and rejected both begin with the text of "
+            f"the prompt {prompt!r:.60}; remove it from them"
+        )
+
+
+def _require_one_question(where: str, chosen: list[Message], rejected: list[Message]) -> None:
+    """Reject sides whose first difference is not in an assistant turn."""
+    for number, (one, other) in enumerate(zip_longest(chosen, rejected)):
+        if one is None or other is None or _key(one) != _key(other):
+            if one is None or other is None or not one["role"] == other["role"] == "assistant":
+                raise DataError(
+                    f"{where}: expected chosen and rejected to answer the same question, found that they differ in "
+                    f"message {number}, {one!r:.60} and {other!r:.60}; correct or remove the row"
+                )
+            return
+
+
+def _key(message: Message) -> Message:
+    """Return a message in the form in which it is compared: blanks around its text do not count."""
+    return {**message, "content": message["content"].strip()}

@@ -1,0 +1,152 @@
+"""Read conversations: the one reader of messages for chat, preference and tool data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rl_contracts.errors import DataError
+
+Message = dict[str, Any]
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_FIRST_TURN = re.compile(r"\s*(?:Human|Assistant):")
+_ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "ai", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
+}
+"""Roles of other formats (ShareGPT, OpenAI's functions, HH-RLHF), and the chat templates' names for them."""
+_CONTENT = ("content", "value")
+_CALLS = ("tool_calls", "function_call")
+
+
+def read_messages(where: str, value: Any, role: str = "user") -> list[Message]:
+    """Return the messages of a column.
+
+    Args:
+        where: place of the row, for errors.
+        value: a list of messages, one message, or a text. A text that begins with `Human:` or `Assistant:` is a
+            dialogue (see `parse_dialogue`), any other is one message.
+        role: role of a text that is no dialogue.
+
+    Returns:
+        Messages with `role`, a text `content`, and the further entries of each that are not null; `tool_calls` as
+        OpenAI writes them, with arguments as objects.
+
+    Raises:
+        DataError: the value holds no messages, or a message cannot be read.
+    """
+    if isinstance(value, str) and value.strip() and not is_dialogue(value):
+        return [{"role": role, "content": value}]
+    messages = parse_dialogue(value) if isinstance(value, str) else [value] if isinstance(value, Mapping) else value
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f"{where}: expected a text or a list of messages with role and content, found {value!r:.60}; complete the "
+            "row or remove it"
+        )
+    return [_message(where, message) for message in messages]
+
+
+def is_dialogue(text: str) -> bool:
+    """Whether a text begins with the mark of a turn."""
+    return _FIRST_TURN.match(text) is not None
+
+
+def parse_dialogue(text: str) -> list[Message]:
+    """Return the turns of a text marked `\\n\\nHuman:` and `\\n\\nAssistant:`; none if it does not begin with a mark.
+
+    Turns that follow each other with the same role are joined by a blank line, because chat templates ask for
+    alternation. A mark of the assistant with nothing after it, at the end, opens the answer and is no turn.
+    """
+    if not is_dialogue(text):
+        return []
+    parts = _TURN.split(f"\n\n{text.lstrip()}")
+    turns: list[Message] = []
+    for mark, part in zip(parts[1::2], parts[2::2], strict=True):
+        role, content = _ROLES.get(mark.lower(), mark.lower()), part.strip()
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] = f"{turns[-1]['content']}\n\n{content}".strip()
+        else:
+            turns.append({"role": role, "content": content})
+    return without_opening(turns)
+
+
+def without_opening(messages: list[Message]) -> list[Message]:
+    """Return the messages of a prompt without an empty assistant turn at their end, which only opens the answer."""
+    return messages[:-1] if messages and messages[-1]["role"] == "assistant" and is_empty(messages[-1]) else messages
+
+
+def is_empty(message: Message) -> bool:
+    """Whether a message has neither text nor tool calls."""
+    return not message["content"].strip() and not message.get("tool_calls")
+
+
+def _message(where: str, message: Any) -> Message:
+    """Return one message; entries that are null are left out, because Parquet gives every message all keys."""
+    entries = (
+        {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
+    )
+    name, *_ = [entries.pop(key) for key in ("role", "from") if key in entries] or [None]
+    content, *_ = [entries.pop(key) for key in _CONTENT if key in entries] or [None]
+    calls, *_ = [entries.pop(key) for key in _CALLS if key in entries] or [None]
+    if name == "function_call":
+        content, calls = None, content
+    if not isinstance(name, str) or (content is None and not calls):
+        raise DataError(f"{where}: expected messages with role and content, found {message!r:.60}; correct the row")
+    role = name.strip().lower()
+    role = _ROLES.get(role, role)
+    result = {**entries, "role": role, "content": _text(where, role, content)}
+    return result | ({"tool_calls": _calls(where, calls)} if calls else {})
+
+
+def _text(where: str, role: str, content: Any) -> str:
+    """Return content as a text: a list of text parts is joined, the result of a tool is written as JSON."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if isinstance(content, list) and all(isinstance(text, str) for text in texts):
+        return "".join(texts)
+    if role == "tool" or (isinstance(content, int | float) and not isinstance(content, bool)):
+        return json.dumps(content, ensure_ascii=False, default=str)
+    kinds = sorted({str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts})
+    raise DataError(
+        f"{where}: expected the content of a {role} message to be a text or a list of text parts, found parts of type "
+        f"{', '.join(kinds)}; only text is read, so remove the row"
+    )
+
+
+def _calls(where: str, value: Any) -> list[dict[str, Any]]:
+    """Return tool calls as `{"type": "function", "function": {"name", "arguments"}}` with objects as arguments."""
+    calls = parsed(value)
+    return [_call(where, call) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise DataError(
+            f"{where}: expected tool calls with the name of a function and its arguments, found {call!r:.60}; correct "
+            "the row"
+        )
+    arguments = function.get("arguments")
+    outer = {key: value for key, value in call.items() if key != "function" and value is not None}
+    return {
+        "type": "function",
+        **(outer if "function" in call else {}),
+        "function": {**function, "arguments": {} if arguments is None else parsed(arguments)},
+    }
+
+
+def parsed(value: Any) -> Any:
+    """Return the object or list that a text of JSON holds; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        result = json.loads(value)
+    except json.JSONDecodeError:
+        return value
+    return result if isinstance(result, dict | list) else value

@@ -37,7 +37,8 @@ class DataConfig(Settings):
     columns: dict[str, str] = field(default_factory=dict)
     """Columns that have other names there: `data.columns.question=problem`. The names before `=` are those that the
     data set asks for (`gsm8k`: question, answer; `chat`: messages, answer, and what the reward asks for; `hh-rlhf`:
-    chosen, rejected, prompt), those behind it the file's, with dots for what lies inside of another column."""
+    chosen, rejected, prompt; each also system, history, input), behind it the file's, with dots for what lies inside
+    of another column. `data.columns.unused_context=context` keeps `context` out of the question."""
     train_split: str = "train"
     """The split that is learned from, by its name in the data set."""
     test_split: str = "test"

@@ -13,6 +13,7 @@ from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing
 from rl_datasets.conversations import Message, read_messages
 from rl_datasets.files import read_records
+from rl_datasets.questions import read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
 
 
@@ -32,7 +33,8 @@ class Chat(Rows[dict[str, Any]]):
     """The rows of one split, in the order of the file.
 
     A row's `messages` are a list of `{"role", "content"}` (or of ShareGPT's `{"from", "value"}`), or a text: the
-    user's question, or a dialogue. See `rl_datasets.conversations.read_messages`.
+    user's question, or a dialogue. See `rl_datasets.conversations.read_messages`, and
+    `rl_datasets.questions.read_question` for the columns `system`, `history` and `input`.
 
     RL form: `{"prompt_id": row index, "messages": up to the answer, "answer": ..., ...}`. A last message of the
     assistant's is no part of the prompt; it is the `answer` where the row has none. All further columns that JSON can
@@ -100,6 +102,10 @@ def _conversation(record: Record, messages: list[Message]) -> dict[str, Any]:
     if "answer" not in row:
         raise missing(f"{where}: the messages end with a turn of {messages[-1]['role']!r}", row, "answer")
     answer = row["answer"]
+    if isinstance(answer, list | Mapping):
+        answers = read_messages(f"{where}: answer", answer)
+        if answers[0]["role"] == answers[-1]["role"] == "assistant":
+            return {"messages": [*messages, *answers]}
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise DataError(f"{where}: expected text in the column 'answer', found {answer!r:.60}; complete or remove it")
     return {"messages": [*messages, {"role": "assistant", "content": str(answer)}]}
@@ -110,7 +116,8 @@ def _messages(record: Record, options: ChatOptions, columns: Mapping[str, str] |
     where, row = record
     if "messages" not in row:
         raise missing(where, {(columns or {}).get(name, name): value for name, value in row.items()}, "messages")
-    messages = read_messages(f"{where}: messages", row["messages"])
+    messages = read_question(record, "messages")
+    reject_unread(record, messages)
     if options.system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": options.system})
     asked = next((message for message in reversed(messages) if message["role"] == "user"), None)

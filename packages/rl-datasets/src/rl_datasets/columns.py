@@ -10,10 +10,14 @@ from rl_contracts.errors import ConfigError, DataError
 Record = tuple[str, dict[str, Any]]
 """Where a record stands (`train.jsonl:17`), and the record."""
 
+UNUSED = "unused_"
+"""Beginning of the names by which columns are left out (`data.columns.unused_context=context`)."""
+
 USUAL: dict[str, tuple[str, ...]] = {
     "question": ("problem", "prompt", "query", "instruction", "input"),
     "answer": ("solution", "response", "completion", "output", "target", "label", "reward_model.ground_truth"),
     "messages": ("conversations", "conversation", "prompt", "problem", "question", "query", "instruction", "input"),
+    "prompt": ("question", "query", "problem", "instruction", "input"),
     "chosen": ("accepted", "preferred", "winner", "answer_w"),
     "rejected": ("refused", "dispreferred", "loser", "answer_l"),
 }
@@ -47,12 +51,12 @@ def renamed(records: Iterable[Record], columns: Mapping[str, str]) -> Iterator[R
 
 
 def require_known(name: str, columns: Mapping[str, str] | None, known: tuple[str, ...]) -> None:
-    """Refuse names that are none of a data set's columns.
+    """Reject names that are none of a data set's columns, and do not begin with `UNUSED`.
 
     Raises:
         ConfigError: names them.
     """
-    odd = sorted(set(columns or ()) - set(known))
+    odd = sorted(name for name in columns or () if name not in known and not name.startswith(UNUSED))
     if odd:
         raise ConfigError(f"data.columns of {name} data: expected names of its columns {known}, found {odd}")
 

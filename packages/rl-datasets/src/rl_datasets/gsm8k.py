@@ -9,7 +9,9 @@ from typing import Any
 
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing, require_known
+from rl_datasets.conversations import Message
 from rl_datasets.files import read_records
+from rl_datasets.questions import COLUMNS, read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
 
 FORMS = ("rl", "sft")
@@ -25,12 +27,13 @@ class GSM8KOptions:
     """Appended to each question after a blank line, for example how to end the answer."""
 
 
-class GSM8K(Rows[tuple[str, str]]):
+class GSM8K(Rows[tuple[list[Message], str]]):
     """The rows of one split, in the order of the file.
 
     RL form: `{"prompt_id": row index, "messages": [the question], "answer": worked answer}`. SFT form:
     `{"prompt_id": row index, "messages": [the question, the worked answer]}`. The worked answers keep their
-    calculator marks (`<<48/2=24>>`) and end with `#### n`.
+    calculator marks (`<<48/2=24>>`) and end with `#### n`. Columns `system`, `history` and `input` belong to the
+    question: see `rl_datasets.questions.read_question`.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class GSM8K(Rows[tuple[str, str]]):
             split: `train` or `test`.
             form: `rl` or `sft`.
             seed: part of every data set's signature; this one generates nothing. The loader shuffles.
-            columns: `question` and `answer` to what they are called in the file.
+            columns: `question`, `answer`, `system`, `history`, `input` to what they are called in the file.
             **options: fields of `GSM8KOptions`.
 
         Raises:
@@ -59,23 +62,22 @@ class GSM8K(Rows[tuple[str, str]]):
         require_form("gsm8k", form, FORMS)
         self.form = form
         self._options = read_options(GSM8KOptions, "gsm8k", options)
-        require_known("gsm8k", columns, ("question", "answer"))
+        require_known("gsm8k", columns, ("question", "answer", *COLUMNS))
         records = read_records(path, split, self._options.subset, columns)
         super().__init__([_question_and_answer(record) for record in records])
         if not self._items:
             raise DataError(f"{path}: expected rows in the split {split!r}, found none; is its file empty?")
 
-    def _row(self, index: int, item: tuple[str, str]) -> dict[str, Any]:
-        question, answer = item
+    def _row(self, index: int, item: tuple[list[Message], str]) -> dict[str, Any]:
+        *before, last = (dict(message) for message in item[0])
         if self._options.instruction:
-            question = f"{question}\n\n{self._options.instruction}"
-        user = {"role": "user", "content": question}
+            last["content"] += f"\n\n{self._options.instruction}"
         if self.form == "sft":
-            return {"prompt_id": index, "messages": [user, {"role": "assistant", "content": answer}]}
-        return {"prompt_id": index, "messages": [user], "answer": answer}
+            return {"prompt_id": index, "messages": [*before, last, {"role": "assistant", "content": item[1]}]}
+        return {"prompt_id": index, "messages": [*before, last], "answer": item[1]}
 
 
-def _question_and_answer(record: Record) -> tuple[str, str]:
+def _question_and_answer(record: Record) -> tuple[list[Message], str]:
     where, row = record
     for key in ("question", "answer"):
         if key not in row:
@@ -83,4 +85,6 @@ def _question_and_answer(record: Record) -> tuple[str, str]:
         text = row[key]
         if isinstance(text, bool) or not isinstance(text, str | int | float) or not str(text).strip():
             raise DataError(f"{where}: expected text in the column {key!r}, found {text!r:.60}; complete or remove it")
-    return str(row["question"]), str(row["answer"])
+    messages = read_question((where, {**row, "question": str(row["question"])}), "question")
+    reject_unread((where, {**row, "question": None}), messages)
+    return messages, str(row["answer"])

@@ -11,6 +11,7 @@ from rl_contracts.errors import ConfigError, DataError
 from rl_datasets.columns import Record, missing, require_known
 from rl_datasets.conversations import Message, is_dialogue, is_empty, read_messages, without_opening
 from rl_datasets.files import read_records
+from rl_datasets.questions import COLUMNS, read_question, reject_unread, with_system
 from rl_datasets.rows import Rows, require_form
 
 _SIDES = ("chosen", "rejected")
@@ -25,7 +26,8 @@ class HHRLHF(Rows[dict[str, Any]]):
     A side is a list of messages `{"role", "content"}` or a text. A text that begins with a mark, `\\n\\nHuman:` or
     `\\n\\nAssistant:` as in HH-RLHF, is a dialogue; any other is one assistant turn. With a `prompt` (text or messages)
     in the row, a side either begins with the messages of the prompt or is the answer to it. See
-    `rl_datasets.conversations.read_messages`.
+    `rl_datasets.conversations.read_messages`, and `rl_datasets.questions.read_question` for the columns `system`,
+    `history` and `input`.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class HHRLHF(Rows[dict[str, Any]]):
             split: `train` or `test`.
             form: `pairs`.
             seed: part of every data set's signature; nothing is generated.
-            columns: `chosen`, `rejected` and `prompt` to what they are called in the file.
+            columns: `chosen`, `rejected`, `prompt`, `system`, `history`, `input` to what they are called in the file.
 
         Raises:
             ConfigError: another form, an unknown column, or an option (there are none).
@@ -54,7 +56,7 @@ class HHRLHF(Rows[dict[str, Any]]):
         require_form("hh-rlhf", form, ("pairs",))
         if options:
             raise ConfigError(f"hh-rlhf data: expected no options, found {', '.join(sorted(options))}")
-        require_known("hh-rlhf", columns, ("chosen", "rejected", "prompt"))
+        require_known("hh-rlhf", columns, ("chosen", "rejected", "prompt", *COLUMNS))
         records = read_records(path, split, columns=columns)
         super().__init__([_pair(index, record) for index, record in enumerate(records)])
         if not self._items:
@@ -66,25 +68,27 @@ class HHRLHF(Rows[dict[str, Any]]):
 
 def _pair(index: int, record: Record) -> dict[str, Any]:
     where, row = record
-    prompt = without_opening(read_messages(f"{where}: prompt", row["prompt"])) if row.get("prompt") else []
+    prompt = without_opening(read_question(record, "prompt")) if row.get("prompt") else []
     for side in _SIDES:
         if side not in row:
             raise missing(where, row, side)
     _reject_repeated_text(where, row)
-    sides = {side: _side(where, row, side, prompt) for side in _SIDES}
+    sides = {side: _side(record, side, prompt) for side in _SIDES}
     if sides["chosen"] == sides["rejected"]:
         raise DataError(f"{where}: chosen and rejected are the same; there is nothing to prefer. Remove the row")
     _require_one_question(where, sides["chosen"], sides["rejected"])
     return {"prompt_id": index, **sides}
 
 
-def _side(where: str, row: Mapping[str, Any], side: str, prompt: list[Message]) -> list[Message]:
+def _side(record: Record, side: str, prompt: list[Message]) -> list[Message]:
     """Return the whole conversation of a side."""
+    where, row = record
     messages = read_messages(f"{where}: {side}", row[side], "assistant")
     if prompt:
         if isinstance(row[side], str) and isinstance(row["prompt"], str) and is_dialogue(row["prompt"]):
             messages = [{**message, "content": message["content"].strip()} for message in messages]
         messages = _after_prompt(where, side, prompt, messages)
+    messages = with_system(record, messages)
     if messages[-1]["role"] != "assistant" or is_empty(messages[-1]):
         raise DataError(
             f"{where}: expected {side!r} to end with an assistant turn, found {row[side]!r:.60}; complete the row"
@@ -94,6 +98,7 @@ def _side(where: str, row: Mapping[str, Any], side: str, prompt: list[Message]) 
             f"{where}: expected a question before the answer in {side!r}, found {row[side]!r:.60}; name its column by "
             f"data.columns.prompt, or complete the row"
         )
+    reject_unread((where, {**row, "prompt": None}), messages)
     return messages
 
 

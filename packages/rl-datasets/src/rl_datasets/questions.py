@@ -1,0 +1,108 @@
+"""Read the columns that belong to a question: `system`, `history` and `input`; others are rejected by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl_contracts.errors import DataError
+from rl_datasets.columns import UNUSED, Record
+from rl_datasets.conversations import Message, is_dialogue, parsed, read_messages
+
+COLUMNS = ("system", "history", "input")
+"""Columns that every data set of files reads beside its question."""
+_SYSTEM = ("system", "system_prompt", "system_message")
+_TEXTS = (
+    *("prompt", "instruction", "question", "query", "problem", "input", "history"),
+    *("context", "passage", "document", "choices", "options"),
+)
+"""Columns that hold a text of the question in public data sets (Alpaca, Dolly, SQuAD, MMLU)."""
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def read_question(record: Record, column: str) -> list[Message]:
+    """Return the messages of a column with the row's `system` before them.
+
+    Where the column is one text, `input` is appended after a blank line, and the turns of `history` (messages, or pairs
+    of a question and its answer) come before it, as in Alpaca's format.
+
+    Raises:
+        DataError: a column cannot be read.
+    """
+    where, row = record
+    messages = read_messages(f"{where}: {column}", row[column])
+    if isinstance(row[column], str) and not is_dialogue(row[column]):
+        given = row.get("input")
+        if isinstance(given, str | int) and str(given).strip():
+            messages[0]["content"] += f"\n\n{given}"
+        messages = [*_history(where, row.get("history")), *messages]
+    return with_system(record, messages)
+
+
+def with_system(record: Record, messages: list[Message]) -> list[Message]:
+    """Return messages that begin with the row's `system` column, where it has one.
+
+    Raises:
+        DataError: it is no text, or the messages begin with another system message.
+    """
+    where, row = record
+    for name in _SYSTEM:
+        text = row.get(name)
+        if not text:
+            continue
+        if not isinstance(text, str):
+            raise DataError(f"{where}: expected a text in the column {name!r}, found {text!r:.60}; correct the row")
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": text}, *messages]
+        elif _normal(messages[0]["content"]) != _normal(text):
+            raise DataError(
+                f"{where}: expected one system message, found {text!r:.60} in the column {name!r} and "
+                f"{messages[0]['content']!r:.60} before it; keep one of them"
+            )
+    return messages
+
+
+def reject_unread(record: Record, messages: list[Message]) -> None:
+    """Reject a row with a column of its question whose text is not in the messages up to the last question.
+
+    Raises:
+        DataError: names the column.
+    """
+    where, row = record
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
+    shown = _normal("\n".join(message["content"] for message in messages[: last + 1]))
+    for name in (*_TEXTS, *_MEDIA):
+        value = parsed(row.get(name))
+        if value and (name in _MEDIA or any(_normal(text) not in shown for text in _texts(value))):
+            raise DataError(
+                f"{where}: expected the column {name!r} in the messages, because it may belong to the question, found "
+                f"that they do not have it; add it to them, or leave it out by data.columns.{UNUSED}{name}={name}"
+            )
+
+
+def _history(where: str, value: Any) -> list[Message]:
+    turns = parsed(value) or []
+    if not isinstance(turns, list):
+        raise DataError(
+            f"{where}: expected the column 'history' to be a list of turns, found {value!r:.60}; correct it"
+        )
+    if all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        turns = [{"role": r, "content": t} for turn in turns for r, t in zip(("user", "assistant"), turn, strict=True)]
+    return read_messages(f"{where}: history", turns) if turns else []
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of a column: of messages their contents, of other lists and objects all values."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, Mapping):
+        content = value.get("content", value.get("value"))
+        for item in value.values() if content is None else [content]:
+            yield from _texts(item)
+    elif isinstance(value, str | int | float) and value == value:  # NaN stands for null in tables
+        yield str(value)
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,147 @@
+"""Columns that belong to a question, in chat data, questions with answers, and pairs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_contracts.errors import DataError
+from rl_datasets import GSM8K, HHRLHF, Chat
+
+PIRATE = {"role": "system", "content": "You are a pirate."}
+HI, ARR = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Arr"}
+ALPACA = {"instruction": "Translate.", "input": "good day", "output": "guten Tag"}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("form", ["rl", "sft"])
+@pytest.mark.parametrize(
+    ("row", "columns", "question"),
+    [
+        (ALPACA, {"messages": "instruction", "answer": "output"}, [("user", "Translate.\n\ngood day")]),
+        ({**ALPACA, "input": ""}, {"messages": "instruction", "answer": "output"}, [("user", "Translate.")]),
+        ({"messages": [HI, ARR], "system": "Be brief."}, {}, [("system", "Be brief."), ("user", "hi")]),
+        ({"messages": [PIRATE, HI, ARR], "system": "You are  a pirate."}, {}, [(*PIRATE.values(),), ("user", "hi")]),
+        ({"messages": "hi", "answer": "Arr", "system_prompt": "Be."}, {}, [("system", "Be."), ("user", "hi")]),
+        (
+            {"history": [["I am Ann", "Hello Ann"]], "query": "Who am I?", "answer": "Ann", "system": "Be brief."},
+            {"messages": "query"},
+            [("system", "Be brief."), ("user", "I am Ann"), ("assistant", "Hello Ann"), ("user", "Who am I?")],
+        ),
+        (
+            {"history": [HI, ARR], "messages": "Who am I?", "answer": "Ann"},
+            {},
+            [("user", "hi"), ("assistant", "Arr"), ("user", "Who am I?")],
+        ),
+        (
+            {"text": "Sum", "context": "1 and 2", "answer": "3"},
+            {"messages": "text", "input": "context"},
+            [("user", "Sum\n\n1 and 2")],
+        ),
+    ],
+)
+def test_chat_columns_of_the_question_are_in_the_messages(
+    tmp_path: Path, form: str, row: Any, columns: dict[str, str], question: list[tuple[str, str]]
+) -> None:
+    messages = Chat(write(tmp_path / "a.jsonl", row), form=form, columns=columns)[0]["messages"]
+
+    turns = [(message["role"], message["content"]) for message in messages]
+    assert turns[: len(question)] == question
+    assert len(turns) == len(question) + (form == "sft")
+
+
+@pytest.mark.parametrize("form", ["rl", "sft"])
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"messages": [HI, ARR], "input": "good day"}, "input"),
+        ({"messages": [HI, ARR], "history": [["I am Ann", "Hello Ann"]]}, "history"),
+        ({"messages": "Who?", "answer": "Ann", "history": "Ann"}, "history"),
+        ({"messages": [PIRATE, HI, ARR], "system": "Be brief."}, "system"),
+        ({"messages": [HI, ARR], "system": ["Be brief."]}, "system"),
+        ({"messages": "Which one?", "answer": "B", "choices": ["hens", "eggs"]}, "choices"),
+        ({"messages": "Who?", "answer": "Ann", "context": "Ann was here."}, "context"),
+        ({"messages": [HI, ARR], "prompt": [{"role": "user", "content": "hello"}]}, "prompt"),
+        ({"messages": [HI, ARR], "images": [{"path": "a.png"}]}, "images"),
+        ({"messages": [HI, {**ARR, "content": "good day"}], "question": "good day"}, "question"),
+    ],
+)
+def test_chat_column_that_is_not_in_the_question_is_rejected_by_name(
+    tmp_path: Path, form: str, row: Any, column: str
+) -> None:
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{column!r}"):
+        Chat(write(tmp_path / "a.jsonl", {"messages": [HI, ARR]}, row), form=form)
+
+
+def test_chat_columns_whose_text_is_in_the_question_or_empty_are_accepted(tmp_path: Path) -> None:
+    row = {
+        "messages": "Which? A: hens\nB: eggs",
+        "answer": "B",
+        "choices": ["hens", "eggs"],
+        "images": [],
+        "input": None,
+    }
+    row |= {"prompt": "Which?  A: hens", "options": {"label": ["A", "B"], "text": ["hens", "eggs"]}}
+
+    assert Chat(write(tmp_path / "a.jsonl", row))[0]["choices"] == ["hens", "eggs"]
+
+
+def test_chat_column_named_unused_is_left_out_of_the_question(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"messages": "hi", "answer": "Arr", "context": "Ann was here."})
+
+    row = Chat(file, columns={"unused_context": "context"})[0]
+
+    assert row == {"prompt_id": 0, "messages": [HI], "answer": "Arr", "unused_context": "Ann was here."}
+
+
+def test_chat_answer_of_messages_follows_the_question(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"prompt": [HI], "completion": [ARR]})
+
+    assert Chat(file, form="sft", columns={"messages": "prompt", "answer": "completion"})[0]["messages"] == [HI, ARR]
+
+
+def test_gsm8k_columns_of_the_question_are_in_the_messages(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"question": 7, "input": "plus 1", "answer": "8", "system": "Add."})
+
+    row = GSM8K(file, instruction="Be brief.")[0]
+
+    assert [message["content"] for message in row["messages"]] == ["Add.", "7\n\nplus 1\n\nBe brief."]
+    with pytest.raises(DataError, match="context"):
+        GSM8K(write(tmp_path / "b.jsonl", {"question": "How many?", "answer": "8", "context": "8 hens"}))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "chosen": "Arr", "rejected": "No.", "system": PIRATE["content"]},
+        {"prompt": "hi", "chosen": [HI, ARR], "rejected": "No.", "system": PIRATE["content"]},
+        {"chosen": [HI, ARR], "rejected": [HI, {**ARR, "content": "No."}], "system": PIRATE["content"]},
+    ],
+)
+def test_hh_rlhf_system_column_begins_both_conversations(tmp_path: Path, row: Any) -> None:
+    pair = HHRLHF(write(tmp_path / "a.jsonl", row))[0]
+
+    assert pair["chosen"] == [PIRATE, HI, ARR]
+    assert pair["rejected"][:2] == [PIRATE, HI]
+
+
+def test_hh_rlhf_input_and_history_belong_to_the_prompt(tmp_path: Path) -> None:
+    sides = {"chosen": "Arr", "rejected": "No."}
+    rows = [
+        {"prompt": "Say", "input": "hi", "history": [["hi", "Arr"]], **sides},
+        {"chosen": [HI, ARR], "rejected": "No."},
+    ]
+
+    assert [m["content"] for m in HHRLHF(write(tmp_path / "a.jsonl", rows[0]))[0]["chosen"]] == [
+        "hi",
+        "Arr",
+        "Say\n\nhi",
+        "Arr",
+    ]
+    with pytest.raises(DataError, match="context"):
+        HHRLHF(write(tmp_path / "b.jsonl", {"prompt": "hi", "context": "a ship", **sides}))

@@ -227,6 +227,17 @@ def test_render_sft_end_token_in_the_text_is_refused() -> None:
         RENDERER.render_sft(messages)
 
 
+def test_render_sft_turn_of_weight_0_is_not_learned() -> None:
+    messages = [*CONVERSATION[:2], {**CONVERSATION[2], "weight": 0}, *CONVERSATION[3:]]
+    ids, mask = RENDERER.render_sft(messages)
+    whole_ids, whole = RENDERER.render_sft(CONVERSATION)
+
+    assert ids == whole_ids
+    first = whole.index(True)
+    end = whole.index(False, first)
+    assert mask == [learned and not first <= i < end for i, learned in enumerate(whole)]
+
+
 def test_render_sft_no_answer_is_refused() -> None:
     with pytest.raises(DataError, match="assistant message to learn from"):
         RENDERER.render_sft(CONVERSATION[:2])

@@ -167,3 +167,45 @@ def test_missing_column_beside_one_that_lies_inside_of_another_names_that() -> N
     rows = [("train.jsonl:1", {"problem": "1 + 1?", "reward_model": {"ground_truth": "2"}, "level": {}})]
     with pytest.raises(DataError, match=r"found only 'problem', 'reward_model\.ground_truth', 'level'; name"):
         list(renamed(rows, {"answer": "reward_model.groundtruth"}))
+
+
+SWITCHES = ("weight", "train", "training", "trainable", "learn", "loss", "loss_weight")
+
+
+@pytest.mark.parametrize("key", SWITCHES)
+def test_chat_turn_with_a_switch_off_has_weight_0(tmp_path: Path, key: str) -> None:
+    wrong = {"from": "gpt", "value": "3", key: 0.0 if "weight" in key else False}
+    talk = [USER | {key: 0}, wrong, USER, ASSISTANT | {key: True}]
+
+    rows = Chat(write(tmp_path / "a.jsonl", {"messages": talk}), form="sft")
+
+    assert rows[0]["messages"] == [USER, {"role": "assistant", "content": "3", "weight": 0}, USER, ASSISTANT]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {**ASSISTANT, "weight": 0.5},
+        {**ASSISTANT, "train": "no"},
+        {**ASSISTANT, "loss_mask": [0, 1]},
+        {**ASSISTANT, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
+        {**ASSISTANT, "train": True, "weight": 0},
+        {**ASSISTANT, "weight": 0},
+    ],
+)
+@pytest.mark.parametrize("form", ["rl", "sft"])
+def test_chat_weight_that_is_not_used_is_rejected(tmp_path: Path, form: str, turn: Any) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*(weight|train|loss_mask)"):
+        Chat(write(tmp_path / "a.jsonl", {"messages": [USER, turn]}), form=form)
+
+
+def test_chat_weight_of_a_question_or_row_is_rejected(tmp_path: Path) -> None:
+    for row in ({"messages": [USER | {"weight": 1}, ASSISTANT]}, {"messages": [USER, ASSISTANT], "weight": 0}):
+        with pytest.raises(DataError, match="weight"):
+            Chat(write(tmp_path / "a.jsonl", row), form="sft")
+
+
+def test_hh_rlhf_answer_of_weight_0_is_rejected(tmp_path: Path) -> None:
+    row = {"prompt": "1 + 1?", "chosen": [ASSISTANT | {"weight": 0}], "rejected": "3"}
+    with pytest.raises(DataError, match="chosen"):
+        HHRLHF(write(tmp_path / "a.jsonl", row))

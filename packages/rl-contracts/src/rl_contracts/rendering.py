@@ -102,7 +102,8 @@ class ChatRenderer:
         """Token ids of a finished conversation, and which of them the model has to generate.
 
         The mask is True on each assistant turn from the first token after the generation prompt up to and including
-        the end-of-turn token; the line break that many templates put after it is theirs, not the model's.
+        the end-of-turn token; the line break that many templates put after it is theirs, not the model's. A turn with
+        `weight` 0 is not learned.
 
         Returns:
             (ids, loss_mask), both of the conversation's length.
@@ -115,7 +116,7 @@ class ChatRenderer:
         ids = self.render(messages, tools, add_generation_prompt=False)
         mask = [False] * len(ids)
         for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             self._refuse_stop_tokens(message, index)
             start = len(self._prompt_of(messages, index, tools, ids))
@@ -123,7 +124,7 @@ class ChatRenderer:
             mask[start : stop + 1] = [True] * (stop + 1 - start)
         if not any(mask):
             roles = [message["role"] for message in messages]
-            raise DataError(f"expected an assistant message to learn from, found the roles {roles}")
+            raise DataError(f"expected an assistant message to learn from (weight 1), found the roles {roles}")
         return ids, mask
 
     def append_turn(

@@ -11,7 +11,7 @@ from typing import Any
 from rl_contracts.config import require
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing
-from rl_datasets.conversations import Message, read_messages
+from rl_datasets.conversations import Message, is_learned, read_messages, reject_row_weight
 from rl_datasets.files import read_records
 from rl_datasets.questions import read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
@@ -83,32 +83,48 @@ class Chat(Rows[dict[str, Any]]):
 
 
 def _prompt(record: Record, messages: list[Message]) -> dict[str, Any]:
-    """The RL form of a row."""
+    """Return the RL form of a row."""
     where, row = record
     rest = {name: value for name, value in row.items() if name != "messages" and _plain(value)}
     if messages[-1]["role"] == "assistant":
         *messages, last = messages
-        rest |= {"answer": last["content"]} if rest.get("answer") is None else {}
+        if rest.get("answer") is None:
+            _require_learned(where, [last])
+            rest |= {"answer": last["content"]}
     if not any(message["role"] != "system" for message in messages):
         raise DataError(f"{where}: expected messages with a question before the answer, found none; remove the row")
     return {**rest, "messages": messages}
 
 
 def _conversation(record: Record, messages: list[Message]) -> dict[str, Any]:
-    """The SFT form of a row."""
+    """Return the SFT form of a row."""
     where, row = record
-    if messages[-1]["role"] == "assistant":
-        return {"messages": messages}
+    reject_row_weight(where, row)
+    if messages[-1]["role"] != "assistant":
+        messages = [*messages, *_answer(where, messages[-1]["role"], row)]
+    _require_learned(where, messages)
+    return {"messages": messages}
+
+
+def _answer(where: str, role: str, row: Mapping[str, Any]) -> list[Message]:
+    """Return the turns of the column `answer`."""
     if "answer" not in row:
-        raise missing(f"{where}: the messages end with a turn of {messages[-1]['role']!r}", row, "answer")
+        raise missing(f"{where}: the messages end with a turn of {role!r}", row, "answer")
     answer = row["answer"]
     if isinstance(answer, list | Mapping):
-        answers = read_messages(f"{where}: answer", answer)
-        if answers[0]["role"] == answers[-1]["role"] == "assistant":
-            return {"messages": [*messages, *answers]}
+        turns = read_messages(f"{where}: answer", answer)
+        if turns[0]["role"] == turns[-1]["role"] == "assistant":
+            return turns
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise DataError(f"{where}: expected text in the column 'answer', found {answer!r:.60}; complete or remove it")
-    return {"messages": [*messages, {"role": "assistant", "content": str(answer)}]}
+    return [{"role": "assistant", "content": str(answer)}]
+
+
+def _require_learned(where: str, messages: list[Message]) -> None:
+    if not any(map(is_learned, messages)):
+        raise DataError(
+            f"{where}: expected an assistant turn to learn from, found that all have the weight 0; remove the row"
+        )
 
 
 def _messages(record: Record, options: ChatOptions, columns: Mapping[str, str] | None) -> list[Message]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_contracts.errors import DataError
+from rl_datasets.columns import UNUSED
 
 Message = dict[str, Any]
 
@@ -21,6 +22,10 @@ _ROLES = {
 """Roles of other formats (ShareGPT, OpenAI's functions, HH-RLHF), and the chat templates' names for them."""
 _CONTENT = ("content", "value")
 _CALLS = ("tool_calls", "function_call")
+_SWITCH = re.compile(r"weight|train|learn|loss|mask|supervis|ignore")
+"""In the names of entries that say whether a turn is learned."""
+_SWITCHES = ("weight", "train", "training", "trainable", "learn", "loss", "loss_weight")
+_ROW_SWITCHES = ("weight", "loss_weight", "sample_weight", "train", "trainable")
 
 
 def read_messages(where: str, value: Any, role: str = "user") -> list[Message]:
@@ -34,10 +39,11 @@ def read_messages(where: str, value: Any, role: str = "user") -> list[Message]:
 
     Returns:
         Messages with `role`, a text `content`, and the further entries of each that are not null; `tool_calls` as
-        OpenAI writes them, with arguments as objects.
+        OpenAI writes them, with arguments as objects. An assistant turn that is not learned has `weight` 0, whichever
+        entry says so.
 
     Raises:
-        DataError: the value holds no messages, or a message cannot be read.
+        DataError: the value holds no messages, or a message or an entry of it cannot be read.
     """
     if isinstance(value, str) and value.strip() and not is_dialogue(value):
         return [{"role": role, "content": value}]
@@ -84,6 +90,25 @@ def is_empty(message: Message) -> bool:
     return not message["content"].strip() and not message.get("tool_calls")
 
 
+def is_learned(message: Message) -> bool:
+    """Whether a message is an assistant turn to learn from."""
+    return bool(message["role"] == "assistant" and message.get("weight") != 0)
+
+
+def reject_row_weight(where: str, row: Mapping[str, Any]) -> None:
+    """Reject a row with a weight of its own: every row counts once.
+
+    Raises:
+        DataError: names the column.
+    """
+    for name in _ROW_SWITCHES:
+        if row.get(name, 1) not in (1, None):
+            raise DataError(
+                f"{where}: expected 1 in {name!r}, because each example counts once, found {row[name]!r:.60}; "
+                f"remove the row, or leave the column out by data.columns.{UNUSED}{name}={name}"
+            )
+
+
 def _message(where: str, message: Any) -> Message:
     """Return one message; entries that are null are left out, because Parquet gives every message all keys."""
     entries = (
@@ -98,8 +123,26 @@ def _message(where: str, message: Any) -> Message:
         raise DataError(f"{where}: expected messages with role and content, found {message!r:.60}; correct the row")
     role = name.strip().lower()
     role = _ROLES.get(role, role)
-    result = {**entries, "role": role, "content": _text(where, role, content)}
+    weight = _weight(where, role, entries)
+    result = {**entries, **weight, "role": role, "content": _text(where, role, content)}
     return result | ({"tool_calls": _calls(where, calls)} if calls else {})
+
+
+def _weight(where: str, role: str, entries: dict[str, Any]) -> dict[str, int]:
+    """Return the weight 0 of a turn that is not learned, and take the entries that say it out of a message."""
+    switches = {key: entries.pop(key) for key in [*entries] if _SWITCH.search(key.lower())}
+    for key, value in switches.items():
+        if key not in _SWITCHES or not isinstance(value, int | float) or value not in (0, 1):
+            raise DataError(
+                f"{where}: expected {' or '.join(_SWITCHES)} with 0 or 1 in messages, found {key}={value!r:.60}; turns "
+                "are learned or not, so change or remove it"
+            )
+        if value and (role != "assistant" or not all(switches.values())):
+            raise DataError(
+                f"{where}: expected {key}={value!r} in an assistant turn without other such entries, found a "
+                f"{role} message with {switches}; only assistant turns are learned, so remove it"
+            )
+    return {"weight": 0} if role == "assistant" and switches and not any(switches.values()) else {}
 
 
 def _text(where: str, role: str, content: Any) -> str:

@@ -9,7 +9,15 @@ from typing import Any
 
 from rl_contracts.errors import ConfigError, DataError
 from rl_datasets.columns import Record, missing, require_known
-from rl_datasets.conversations import Message, is_dialogue, is_empty, read_messages, without_opening
+from rl_datasets.conversations import (
+    Message,
+    is_dialogue,
+    is_empty,
+    is_learned,
+    read_messages,
+    reject_row_weight,
+    without_opening,
+)
 from rl_datasets.files import read_records
 from rl_datasets.questions import COLUMNS, read_question, reject_unread, with_system
 from rl_datasets.rows import Rows, require_form
@@ -72,6 +80,7 @@ def _pair(index: int, record: Record) -> dict[str, Any]:
     for side in _SIDES:
         if side not in row:
             raise missing(where, row, side)
+    reject_row_weight(where, row)
     _reject_repeated_text(where, row)
     sides = {side: _side(record, side, prompt) for side in _SIDES}
     if sides["chosen"] == sides["rejected"]:
@@ -89,9 +98,10 @@ def _side(record: Record, side: str, prompt: list[Message]) -> list[Message]:
             messages = [{**message, "content": message["content"].strip()} for message in messages]
         messages = _after_prompt(where, side, prompt, messages)
     messages = with_system(record, messages)
-    if messages[-1]["role"] != "assistant" or is_empty(messages[-1]):
+    if not is_learned(messages[-1]) or is_empty(messages[-1]):
         raise DataError(
-            f"{where}: expected {side!r} to end with an assistant turn, found {row[side]!r:.60}; complete the row"
+            f"{where}: expected {side!r} to end with an assistant turn to learn, found {row[side]!r:.60}; complete "
+            "the row"
         )
     if not any(message["role"] == "user" for message in messages):
         raise DataError(

@@ -16,6 +16,7 @@ from rl_apps.lengths import Lengths, longest_row
 from rl_apps.parts import Parts
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.rendering import ChatRenderer
+from rl_contracts.testing.chat_formats import make_chat_tokenizer
 
 SHORT, LONG = "Ann has 3 eggs.", "Ann has 3 eggs. " * 20  # a word is a token; the model holds 256
 
@@ -85,6 +86,19 @@ def test_prompt_that_is_too_long_loses_its_beginning_and_leaves_room_for_an_answ
     assert len(ChatRenderer(tokenizer).render(kept[2]["messages"])) <= 60 - 20
     assert kept[2]["messages"][-1]["content"].endswith("How many?")
     assert sentence.endswith(": 1 truncated, 0 dropped")
+
+
+@pytest.mark.parametrize("form", ["rl", "sft"])
+def test_tools_of_a_row_count_as_its_tokens(form):
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+    row = {"messages": _talk("a", "b")[: 1 + (form == "sft")], "tools": [{"type": "function", "function": function}]}
+
+    rows, sentence = _lengths(make_chat_tokenizer("gemma3"), form, "drop", limit=100).fit(
+        [row, {**row, "tools": []}], "train"
+    )
+
+    assert len(rows) == 1
+    assert "1 dropped" in sentence
 
 
 def test_rows_that_all_fit_are_handed_on_as_they_are(tokenizer):

@@ -85,7 +85,7 @@ class Lengths:
             row = rows[number]
             texts = [row[key] for key in ("messages", "chosen", "rejected") if row.get(key)]
             # a token is a byte of the text or more, so that most rows need not be tokenised
-            if texts and max(_bytes(text, overhead) for text in texts) >= self.limit:
+            if row.get("tools") or (texts and max(_bytes(text, overhead) for text in texts) >= self.limit):
                 tokens = self.tokens(row)
                 if tokens > self.limit:
                     too_long[number] = tokens
@@ -116,7 +116,7 @@ class Lengths:
     def ids(self, row: dict[str, Any]) -> list[Sequence[int]]:
         """Token ids of a row: of its prompt, its conversation or its two sides."""
         if self.form == "rl":
-            return [self.renderer.render(row["messages"])]
+            return [self.renderer.render(row["messages"], row.get("tools"))]
         return [rendered.input_ids for rendered in self._rendered(row, USUAL**3)]
 
     def together(self, row: dict[str, Any]) -> int:

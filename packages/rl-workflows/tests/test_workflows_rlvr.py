@@ -10,6 +10,7 @@ from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, RewardError
 from rl_contracts.metrics import collect, record
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
+from rl_contracts.testing.chat_formats import make_chat_tokenizer
 from rl_contracts.testing.models import make_tiny_tokenizer
 from rl_workflows import RLVRWorkflow, Ticket
 from rl_workflows.episode import Episodes
@@ -61,6 +62,20 @@ async def test_episode_reward_sees_texts_ids_and_the_rows_other_entries(tokenize
     assert row.info == {"prompt": seen["prompt"], "completion": "it is 5", "answer": "5"}
 
 
+async def test_episode_tools_of_the_row_are_in_the_prompt_and_the_reward(answering):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+    seen = {}
+
+    def reward(prompt, completions, prompt_ids, completion_ids, **data):
+        seen.update(data, prompt=prompt)
+        return 0.5
+
+    await _workflow(make_chat_tokenizer("llama3"), reward).arun_episode(answering, {**ROW, "tools": tools})
+
+    assert '"name": "weather"' in seen["prompt"]
+    assert seen["tools"] == tools
+
+
 async def test_episode_async_reward_is_awaited(tokenizer, answering):
     async def reward(*given, **data):
         await asyncio.sleep(0)
@@ -110,7 +125,7 @@ async def test_group_renders_its_prompt_once(tokenizer, answering, monkeypatch):
     workflow = _workflow(tokenizer, lambda *given, **data: 1.0)
     calls = []
     render = workflow._renderer.render
-    monkeypatch.setattr(workflow._renderer, "render", lambda messages: calls.append(1) or render(messages))
+    monkeypatch.setattr(workflow._renderer, "render", lambda *given: calls.append(1) or render(*given))
 
     group = await run_group(Episodes(workflow, answering, SystemClock(), seed=0), ROW, Ticket(0, 0), size=3, needed=3)
 

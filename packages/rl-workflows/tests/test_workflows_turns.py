@@ -98,6 +98,24 @@ async def test_multi_turn_wrong_answer_gets_feedback_and_the_last_reward_counts(
     assert figures.results()["conversation/turns"] == 2
 
 
+async def test_multi_turn_tools_of_the_row_are_in_every_prompt():
+    engine, tokenizer, asked = scripted("llama3", "it is 6", "it is 5")
+    workflow = MultiTurnWorkflow(tokenizer, GENERATION, lambda *given, **data: right(*given, answer=data["answer"]))
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+    await workflow.arun_episode(engine, {**ROW, "tools": [schema]})
+
+    assert ['"name": "add"' in prompt for prompt in asked] == [True, True]
+
+
+async def test_tools_of_a_row_that_the_workflow_lacks_are_rejected():
+    engine, tokenizer, _ = scripted("llama3", "it is 5")
+    schema = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object", "properties": {}}}}
+
+    with pytest.raises(DataError, match="tools"):
+        await ToolWorkflow(tokenizer, GENERATION, right, tools=[add]).arun_episode(engine, {**ROW, "tools": [schema]})
+
+
 async def test_multi_turn_right_answer_ends_the_conversation():
     engine, tokenizer, asked = scripted("llama3", {"content": "it is 5"})
 

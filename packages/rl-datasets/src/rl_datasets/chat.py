@@ -15,6 +15,7 @@ from rl_datasets.conversations import Message, is_learned, read_messages, reject
 from rl_datasets.files import read_records
 from rl_datasets.questions import read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
+from rl_datasets.tools import read_tools
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Chat(Rows[dict[str, Any]]):
 
     SFT form: `{"prompt_id": row index, "messages": all of them}`. Where they end with a question, the row's `answer`
     comes behind them.
+
+    Both have `tools` where the row has any, see `rl_datasets.tools.read_tools`.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Chat(Rows[dict[str, Any]]):
         require_form("chat", form, ("rl", "sft"))
         made, chosen = (_prompt if form == "rl" else _conversation), read_options(ChatOptions, "chat", options)
         records = read_records(path, split, chosen.subset, columns)
-        super().__init__([made(record, _messages(record, chosen, columns)) for record in records])
+        super().__init__([made(record, _messages(record, chosen, columns)) | read_tools(record) for record in records])
         if not self._items:
             raise DataError(
                 f"{path}: expected rows in the split {split!r}, found none; is its file empty? (Commands need no "

@@ -14,6 +14,7 @@ from typing import Any
 
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, renamed
+from rl_datasets.tools import without_added_nulls
 
 _SPLITS = ("train", "test", "validation")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zip", ".arrow")
@@ -27,7 +28,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def read_records(
     path: str | Path, split: str, subset: str | None = None, columns: Mapping[str, str] | None = None
 ) -> Iterator[Record]:
-    """The records of one split.
+    """Yield the records of one split. Messages and tools of Parquet files and the hub have no null entries.
 
     Args:
         path: a directory with `<split>.jsonl`, `<split>.parquet` or `<split>-*.parquet` (there or in `subset/`); a
@@ -41,10 +42,13 @@ def read_records(
         DataError: nothing is there, the file is of an unknown kind, it cannot be read, or a record lacks one of
             `columns`.
     """
-    return renamed(_records(path, split, subset), columns or {})
+    records, is_arrow = _records(path, split, subset)
+    for where, row in renamed(records, columns or {}):
+        yield where, without_added_nulls(row) if is_arrow else row
 
 
-def _records(path: str | Path, split: str, subset: str | None) -> Iterator[Record]:
+def _records(path: str | Path, split: str, subset: str | None) -> tuple[Iterator[Record], bool]:
+    """Return the records of a split, and whether they are Arrow's, whose structs have all keys."""
     local = Path(path).expanduser()
     if local.is_dir():
         files = _files_of_split(local, split, subset)
@@ -52,13 +56,14 @@ def _records(path: str | Path, split: str, subset: str | None) -> Iterator[Recor
         _check_file(local, split)
         files = [local]
     elif _HUB_ID.fullmatch(str(path)) and local.suffix not in _FILE_SUFFIXES:
-        return _read_hub(str(path), split, subset)
+        return _read_hub(str(path), split, subset), True
     else:
         raise DataError(
             f"{path}: expected a directory, a .jsonl or .parquet file or a hub id, found nothing there; paths begin at "
             f"{Path.cwd()}"
         )
-    return _read_jsonl(files[0]) if files[0].suffix == ".jsonl" else _read_parquet(files)
+    is_arrow = files[0].suffix != ".jsonl"
+    return _read_parquet(files) if is_arrow else _read_jsonl(files[0]), is_arrow
 
 
 def _files_of_split(directory: Path, split: str, subset: str | None) -> list[Path]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing, require_known
-from rl_datasets.conversations import Message
 from rl_datasets.files import read_records
 from rl_datasets.questions import COLUMNS, read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
+from rl_datasets.tools import read_tools
 
 FORMS = ("rl", "sft")
 
@@ -27,13 +27,13 @@ class GSM8KOptions:
     """Appended to each question after a blank line, for example how to end the answer."""
 
 
-class GSM8K(Rows[tuple[list[Message], str]]):
+class GSM8K(Rows[dict[str, Any]]):
     """The rows of one split, in the order of the file.
 
     RL form: `{"prompt_id": row index, "messages": [the question], "answer": worked answer}`. SFT form:
     `{"prompt_id": row index, "messages": [the question, the worked answer]}`. The worked answers keep their
     calculator marks (`<<48/2=24>>`) and end with `#### n`. Columns `system`, `history` and `input` belong to the
-    question: see `rl_datasets.questions.read_question`.
+    question (see `rl_datasets.questions.read_question`), and `tools` is an entry of the row.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GSM8K(Rows[tuple[list[Message], str]]):
             split: `train` or `test`.
             form: `rl` or `sft`.
             seed: part of every data set's signature; this one generates nothing. The loader shuffles.
-            columns: `question`, `answer`, `system`, `history`, `input` to what they are called in the file.
+            columns: `question`, `answer`, `system`, `history`, `input`, `tools` to their names in the file.
             **options: fields of `GSM8KOptions`.
 
         Raises:
@@ -68,16 +68,17 @@ class GSM8K(Rows[tuple[list[Message], str]]):
         if not self._items:
             raise DataError(f"{path}: expected rows in the split {split!r}, found none; is its file empty?")
 
-    def _row(self, index: int, item: tuple[list[Message], str]) -> dict[str, Any]:
-        *before, last = (dict(message) for message in item[0])
+    def _row(self, index: int, item: dict[str, Any]) -> dict[str, Any]:
+        messages = [dict(message) for message in item["messages"]]
         if self._options.instruction:
-            last["content"] += f"\n\n{self._options.instruction}"
+            messages[-1]["content"] += f"\n\n{self._options.instruction}"
+        row = {"prompt_id": index, **item, "messages": messages}
         if self.form == "sft":
-            return {"prompt_id": index, "messages": [*before, last, {"role": "assistant", "content": item[1]}]}
-        return {"prompt_id": index, "messages": [*before, last], "answer": item[1]}
+            messages.append({"role": "assistant", "content": row.pop("answer")})
+        return row
 
 
-def _question_and_answer(record: Record) -> tuple[list[Message], str]:
+def _question_and_answer(record: Record) -> dict[str, Any]:
     where, row = record
     for key in ("question", "answer"):
         if key not in row:
@@ -87,4 +88,4 @@ def _question_and_answer(record: Record) -> tuple[list[Message], str]:
             raise DataError(f"{where}: expected text in the column {key!r}, found {text!r:.60}; complete or remove it")
     messages = read_question((where, {**row, "question": str(row["question"])}), "question")
     reject_unread((where, {**row, "question": None}), messages)
-    return messages, str(row["answer"])
+    return {"messages": messages, "answer": str(row["answer"]), **read_tools(record)}

@@ -21,6 +21,7 @@ from rl_datasets.conversations import (
 from rl_datasets.files import read_records
 from rl_datasets.questions import COLUMNS, read_question, reject_unread, with_system
 from rl_datasets.rows import Rows, require_form
+from rl_datasets.tools import read_tools
 
 _SIDES = ("chosen", "rejected")
 _PROMPT_WORDS = 3
@@ -29,7 +30,7 @@ _PROMPT_WORDS = 3
 
 class HHRLHF(Rows[dict[str, Any]]):
     """The pairs of one split, in the order of the file: `{"prompt_id": row index, "chosen": messages, "rejected":
-    messages}`.
+    messages}`, and `tools` where the row has any.
 
     A side is a list of messages `{"role", "content"}` or a text. A text that begins with a mark, `\\n\\nHuman:` or
     `\\n\\nAssistant:` as in HH-RLHF, is a dialogue; any other is one assistant turn. With a `prompt` (text or messages)
@@ -54,7 +55,7 @@ class HHRLHF(Rows[dict[str, Any]]):
             split: `train` or `test`.
             form: `pairs`.
             seed: part of every data set's signature; nothing is generated.
-            columns: `chosen`, `rejected`, `prompt`, `system`, `history`, `input` to what they are called in the file.
+            columns: `chosen`, `rejected`, `prompt`, `system`, `history`, `input`, `tools` to their names in the file.
 
         Raises:
             ConfigError: another form, an unknown column, or an option (there are none).
@@ -86,7 +87,7 @@ def _pair(index: int, record: Record) -> dict[str, Any]:
     if sides["chosen"] == sides["rejected"]:
         raise DataError(f"{where}: chosen and rejected are the same; there is nothing to prefer. Remove the row")
     _require_one_question(where, sides["chosen"], sides["rejected"])
-    return {"prompt_id": index, **sides}
+    return {"prompt_id": index, **sides, **read_tools(record)}
 
 
 def _side(record: Record, side: str, prompt: list[Message]) -> list[Message]:

@@ -1,4 +1,7 @@
-"""Read the columns that belong to a question: `system`, `history` and `input`; others are rejected by name."""
+"""Read the columns that belong to a question: `system`, `history` and `input`; others are rejected by name.
+
+`tools` is read by `rl_datasets.tools`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from rl_contracts.errors import DataError
 from rl_datasets.columns import UNUSED, Record
 from rl_datasets.conversations import Message, is_dialogue, parsed, read_messages
 
-COLUMNS = ("system", "history", "input")
+COLUMNS = ("system", "history", "input", "tools")
 """Columns that every data set of files reads beside its question."""
 _SYSTEM = ("system", "system_prompt", "system_message")
 _TEXTS = (
@@ -17,7 +20,7 @@ _TEXTS = (
     *("context", "passage", "document", "choices", "options"),
 )
 """Columns that hold a text of the question in public data sets (Alpaca, Dolly, SQuAD, MMLU)."""
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "chat_template_kwargs")
 
 
 def read_question(record: Record, column: str) -> list[Message]:
@@ -71,9 +74,9 @@ def reject_unread(record: Record, messages: list[Message]) -> None:
     where, row = record
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
     shown = _normal("\n".join(message["content"] for message in messages[: last + 1]))
-    for name in (*_TEXTS, *_MEDIA):
+    for name in (*_TEXTS, *_NOT_READ):
         value = parsed(row.get(name))
-        if value and (name in _MEDIA or any(_normal(text) not in shown for text in _texts(value))):
+        if value and (name in _NOT_READ or any(_normal(text) not in shown for text in _texts(value))):
             raise DataError(
                 f"{where}: expected the column {name!r} in the messages, because it may belong to the question, found "
                 f"that they do not have it; add it to them, or leave it out by data.columns.{UNUSED}{name}={name}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,7 +51,7 @@ def preference_rows(
     from is the last assistant turn; what comes before it is the prompt.
 
     Args:
-        rows: each with the conversations `chosen` and `rejected`.
+        rows: each with the conversations `chosen` and `rejected`, and `tools` where they have any.
         truncate: cut conversations at `max_length` tokens.
 
     Raises:
@@ -61,7 +61,7 @@ def preference_rows(
     result = []
     for number, row in enumerate(rows):
         name = int(row.get("prompt_id", number))
-        sides = [_side(row[side], side, name, renderer, max_length, truncate) for side in ("chosen", "rejected")]
+        sides = [_side(row, side, name, renderer, max_length, truncate) for side in ("chosen", "rejected")]
         if np.array_equal(sides[0][0], sides[1][0]):
             raise DataError(f"row {name}: chosen and rejected are the same text; there is nothing to prefer. Drop it.")
         for which, (ids, mask) in enumerate(sides):
@@ -81,12 +81,13 @@ def preference_rows(
 
 
 def _side(
-    messages: Sequence[dict[str, Any]], side: str, name: int, renderer: ChatRenderer, max_length: int, truncate: bool
+    row: dict[str, Any], side: str, name: int, renderer: ChatRenderer, max_length: int, truncate: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of a conversation, and which of them are its last assistant turn."""
+    """Return the token ids of a conversation, and which of them are its last assistant turn."""
+    messages = row[side]
     if not messages or messages[-1]["role"] != "assistant":
         raise DataError(f"row {name}: expected `{side}` to end with an assistant turn, found {messages!r:.80}.")
-    ids, mask = renderer.render_sft(messages)
+    ids, mask = renderer.render_sft(messages, row.get("tools"))
     if len(ids) > max_length and not truncate:
         raise DataError(
             f"row {name}: `{side}` has {len(ids)} tokens, more than data.max_length ({max_length}); raise that or drop "

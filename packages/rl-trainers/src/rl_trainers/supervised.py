@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 def supervised_rows(
     rows: Iterable[dict[str, Any]], renderer: ChatRenderer, max_length: int, truncate: bool = False
 ) -> list[Trajectory]:
-    """Conversations as trajectories that no model sampled: versions are -1 and log-probs 0 throughout.
+    """Return conversations as trajectories that no model sampled: versions are -1 and log-probs 0 throughout.
 
     Args:
+        rows: each with `messages`, and `tools` where the conversation has any.
         truncate: cut rows at `max_length` tokens.
 
     Raises:
@@ -35,7 +36,7 @@ def supervised_rows(
     """
     result = []
     for number, row in enumerate(rows):
-        ids, mask = renderer.render_sft(row["messages"])
+        ids, mask = renderer.render_sft(row["messages"], row.get("tools"))
         name = row.get("prompt_id", number)
         if len(ids) > max_length and not truncate:
             raise DataError(

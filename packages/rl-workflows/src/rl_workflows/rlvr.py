@@ -30,7 +30,8 @@ NOT_FOR_REWARDS = frozenset(
 class RLVRWorkflow(RolloutWorkflow):
     """Renders `messages`, samples one answer, and scores it.
 
-    A data row has `messages` (the chat up to the answer) and whatever the reward function asks for, such as `answer`.
+    A data row has `messages` (the chat up to the answer), `tools` that the prompt shows, if any, and arguments of the
+    reward function, such as `answer`.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
@@ -76,7 +77,7 @@ class RLVRWorkflow(RolloutWorkflow):
         if "rlvr_prompt" not in cache:
             if not data.get("messages"):
                 raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
-            ids = self._renderer.render(data["messages"])
+            ids = self._renderer.render(data["messages"], data.get("tools"))
             cache["rlvr_prompt"] = (self._tokenizer.decode(ids), ids)
         text, ids = cache["rlvr_prompt"]
         return text, ids

@@ -61,7 +61,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         talk, messages = Conversation(self._renderer), self._messages(data)
         reward = 0.0
         while len(talk.turns) < self._turns:
-            answer = await self._ask(engine, talk, messages)
+            answer = await self._ask(engine, talk, messages, data.get("tools"))
             if answer is None:
                 break
             reward = await self._scored(messages, answer, data)
@@ -146,6 +146,11 @@ class ToolWorkflow(MultiTurnWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """One conversation; never rejects."""
         talk, messages = Conversation(self._renderer), self._messages(data)
+        if data.get("tools") not in (None, [], self._schemas):
+            raise DataError(
+                f"data row: expected no `tools` other than the workflow's {', '.join(self._tools)}, found some that it "
+                "cannot call; add them to workflow.tools, or leave the column out by data.columns.unused_tools=tools."
+            )
         last: Turn | None = None
         while len(talk.turns) < self._turns:
             answer = await self._ask(engine, talk, messages, self._schemas)

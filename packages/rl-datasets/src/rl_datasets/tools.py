@@ -1,0 +1,63 @@
+"""Read the tools of a row, and remove the nulls that Arrow adds to them and to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_contracts.errors import DataError
+from rl_datasets.columns import UNUSED, Record
+from rl_datasets.conversations import parsed
+
+COLUMNS = ("tools", "tool_defs", "functions")
+"""Names of the column in public data sets."""
+
+
+def read_tools(record: Record) -> dict[str, list[dict[str, Any]]]:
+    """Return `{"tools": JSON schemas as OpenAI writes them}`, or an empty dict where a row has none.
+
+    Args:
+        record: `tools`, `tool_defs` or `functions` is a list of schemas or its JSON text; a schema without the outer
+            `{"type": "function"}` gets it.
+
+    Raises:
+        DataError: a column holds something else, or two of them differ.
+    """
+    where, row = record
+    tools: list[dict[str, Any]] = []
+    for name in COLUMNS:
+        value = parsed(row.get(name)) or []
+        schemas = [_schema(where, name, schema) for schema in (value if isinstance(value, list) else [value])]
+        if tools and schemas and tools != schemas:
+            raise DataError(f"{where}: expected one list of tools, found another in the column {name!r}; keep one")
+        tools = tools or schemas
+    return {"tools": tools} if tools else {}
+
+
+def _schema(where: str, name: str, value: Any) -> dict[str, Any]:
+    schema = parsed(value)
+    function = schema.get("function", schema) if isinstance(schema, Mapping) else {}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f"{where}: expected JSON schemas of functions in the column {name!r}, found {value!r:.60}; correct it, or "
+            f"leave the column out by data.columns.{UNUSED}{name}={name}"
+        )
+    return dict(schema) if "function" in schema else {"type": "function", "function": dict(schema)}
+
+
+def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of Parquet or Arrow whose messages and tools have no null entries: its structs have all keys."""
+    return {
+        name: _without_nulls(value) if name in COLUMNS or _has_messages(value) else value for name, value in row.items()
+    }
+
+
+def _has_messages(value: Any) -> bool:
+    messages = value if isinstance(value, list) else [value]
+    return any(isinstance(message, Mapping) and {"role", "from"} & message.keys() for message in messages)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -101,6 +101,17 @@ def test_tools_of_a_row_count_as_its_tokens(form):
     assert "1 dropped" in sentence
 
 
+@pytest.mark.parametrize("form", ["rl", "sft", "pairs"])
+def test_row_that_the_template_does_not_show_whole_is_refused_by_name(form):
+    hidden = [{"role": "developer", "content": "Be brief."}]
+    rows = [_rows(form)[0], {k: hidden + v if isinstance(v, list) else v for k, v in _rows(form)[0].items()}]
+
+    with pytest.raises(DataError, match="row 1: message 0"):
+        _lengths(make_chat_tokenizer("llama3"), form, "drop", limit=1000).fit(
+            [{**r, "prompt_id": i} for i, r in enumerate(rows)], "train"
+        )
+
+
 def test_rows_that_all_fit_are_handed_on_as_they_are(tokenizer):
     rows = _rows("sft")[:1]
     assert _lengths(tokenizer, "sft", "drop").fit(rows, "train") == (rows, "")

@@ -76,14 +76,19 @@ class Lengths:
         """The rows that are used, and a sentence about those that are too long; "" if there are none.
 
         Raises:
-            DataError: rows are too long and `data.overlong=refuse`, or none is left.
+            DataError: the chat template does not show a row whole, rows are too long and `data.overlong=refuse`, or
+                none is left.
         """
         sides = [{"role": role, "content": "."} for role in ("user", "assistant")]
         overhead = len(self.renderer.render(sides))  # of any message, at least
         too_long: dict[int, int] = {}
+        kinds = set[Any]()
         for number in range(len(rows)):
             row = rows[number]
             texts = [row[key] for key in ("messages", "chosen", "rejected") if row.get(key)]
+            if (kind := _kind(texts, row)) not in kinds:
+                kinds.add(kind)
+                self._require_shown(texts, row, number)
             # a token is a byte of the text or more, so that most rows need not be tokenised
             if row.get("tools") or (texts and max(_bytes(text, overhead) for text in texts) >= self.limit):
                 tokens = self.tokens(row)
@@ -108,6 +113,14 @@ class Lengths:
         if not kept:
             raise DataError(f"{sentence}: none is left. Raise data.max_length.")
         return Picked(rows, kept, instead), f"{sentence}: {len(instead)} truncated, {len(rows) - len(kept)} dropped"
+
+    def _require_shown(self, texts: Sequence[Any], row: dict[str, Any], number: int) -> None:
+        """Reject a row that the chat template does not show whole."""
+        try:
+            for messages in texts:
+                self.renderer.require_shown(messages, row.get("tools"), self.form == "rl")
+        except DataError as error:
+            raise DataError(f"row {row.get('prompt_id', number)}: {error}") from error
 
     def tokens(self, row: dict[str, Any]) -> int:
         """Tokens of a row, the longer side of a pair, a prompt with the first token of its answer."""
@@ -218,6 +231,14 @@ def _check_micro_batch(run: Run[Any], lengths: Lengths, rows: Rows) -> None:
     expected = f"at least {needed}, which the longest row of the data may have, or a smaller data.max_length"
     found = run.config.actor.micro_batch.max_tokens
     require(found >= needed, "actor.micro_batch.max_tokens", expected, found)
+
+
+def _kind(texts: Sequence[Any], row: Mapping[str, Any]) -> Any:
+    """Return what a chat template may drop of a row. One row of each kind is checked before anything starts, every row
+    when it is rendered."""
+    messages = [(index, message) for text in texts for index, message in enumerate(text)]
+    keys = ("content", "tool_calls", "reasoning_content")
+    return bool(row.get("tools")), frozenset((i == 0, m["role"], *(bool(m.get(k)) for k in keys)) for i, m in messages)
 
 
 def _bytes(messages: Sequence[Mapping[str, Any]], overhead: int) -> int:

@@ -174,6 +174,9 @@ def test_config_that_cannot_work_is_refused(settings: dict[str, Any], name: str)
 class Letters:
     """A renderer whose tokens are characters; the model writes assistant turns and their ends."""
 
+    def require_shown(self, messages: Any, tools: Any = None) -> None:
+        pass
+
     def render_sft(self, messages: Any, tools: Any = None) -> tuple[list[int], list[bool]]:
         ids, mask = [], []
         for message in messages:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import pytest
+
+from rl_contracts.errors import DataError
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
 from rl_trainers.preference import preference_rows
@@ -24,3 +27,19 @@ def test_rows_with_tools_show_them_in_the_prompt() -> None:
     for row in rows:
         prompt = row.input_ids[: row.loss_mask.argmax()].tolist()
         assert prompt == renderer.render(talk("")[:1], TOOLS)
+
+
+def test_row_that_the_template_does_not_show_whole_is_named() -> None:
+    renderer = ChatRenderer(make_chat_tokenizer("gemma3"))
+    hidden = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "developer", "content": "Be brief."},
+        *talk("Rain.")[1:],
+    ]
+
+    for rows, render in (
+        ([{"prompt_id": 7, "messages": hidden}], supervised_rows),
+        ([{"prompt_id": 7, "chosen": hidden, "rejected": talk("Sun.")}], preference_rows),
+    ):
+        with pytest.raises(DataError, match=r"row 7: .*Be brief"):
+            render(rows, renderer, 2048)

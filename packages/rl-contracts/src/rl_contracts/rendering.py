@@ -6,11 +6,13 @@ log-probs and masks silently speak of tokens that nobody generated. A further tu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.shown import require_shown
 
 Message = Mapping[str, Any]
 """One chat message: `role`, `content`, and what the template knows besides (`tool_calls`, `reasoning_content`)."""
@@ -203,25 +205,41 @@ class ChatRenderer:
         return self._after_answer(_PROBE, None, False)
 
     def shows_tools(self, tools: Sequence[Any]) -> bool:
-        """Whether the template tells the model about tools."""
+        """Whether the template shows tools to the model."""
         if tools == self._shown:  # the question costs as much as a prompt, and is asked for each
             return True
         shown = self.text(_PROBE[:1], tools) != self.text(_PROBE[:1])
         self._shown = tools if shown else self._shown
         return shown
 
+    def require_shown(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
+    ) -> None:
+        """Reject a conversation of which the template does not show everything; see `rl_contracts.shown`.
+
+        Raises:
+            DataError: names the message or the tool, and what is missing.
+        """
+        if tools and not self.shows_tools(tools):
+            raise DataError(
+                "expected a chat template that shows tools, because the conversation has some, found one that shows "
+                "none; leave the tools out, or give another template (commands: `model.chat_template=FILE`)"
+            )
+        require_shown(messages, tools, self.text(messages, tools, add_generation_prompt))
+
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool, **options: Any) -> Any:
         from jinja2 import TemplateError, TemplateSyntaxError
 
         roles = [message.get("role") for message in messages]
+        given = [self._message(message) for message in messages]
+        options |= {"tools": None if tools is None else list(tools), "add_generation_prompt": generate, **self._options}
         try:
-            return self._tokenizer.apply_chat_template(
-                [self._message(message) for message in messages],
-                tools=None if tools is None else list(tools),
-                add_generation_prompt=generate,
-                **options,
-                **self._options,
-            )
+            try:
+                return self._tokenizer.apply_chat_template(given, **options)
+            except TypeError:  # DeepSeek's template joins the arguments of calls to its text
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                return self._tokenizer.apply_chat_template([*map(_with_text_arguments, given)], **options)
         except TemplateSyntaxError as error:
             raise DataError(
                 f"the chat template is no Jinja template (line {error.lineno}): {str(error.message).rstrip('.')}. Mend "
@@ -237,6 +255,10 @@ class ChatRenderer:
         content = message.get("content")
         if self._parts and isinstance(content, str):
             return {**message, "content": [{"type": "text", "text": content}]}
+        if not self._parts and isinstance(content, list):
+            texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+            if all(isinstance(text, str) for text in texts):
+                return {**message, "content": "".join(texts)}
         return dict(message)
 
     def _after_answer(self, messages: Sequence[Message], tools: Sequence[Any] | None, generate: bool) -> str:
@@ -310,6 +332,16 @@ def answer_text(tokenizer: Any, ids: Sequence[int], stop_ids: Collection[int]) -
         list(ids[:-1] if ended else ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return text
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose tool calls have their arguments as JSON text."""
+    calls = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls") or ()
+        for function in [call["function"]]
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _rewritten(count: int) -> str:

@@ -14,6 +14,7 @@ from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import DataError, EngineError
 from rl_contracts.trajectory import PackedBatch, Trajectory
 from rl_trainers.functional.other_losses import bradley_terry_loss, dpo_loss, ipo_loss
+from rl_trainers.supervised import rendered
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -87,7 +88,7 @@ def _side(
     messages = row[side]
     if not messages or messages[-1]["role"] != "assistant":
         raise DataError(f"row {name}: expected `{side}` to end with an assistant turn, found {messages!r:.80}.")
-    ids, mask = renderer.render_sft(messages, row.get("tools"))
+    ids, mask = rendered(renderer, messages, row.get("tools"), f"row {name}: `{side}`")
     if len(ids) > max_length and not truncate:
         raise DataError(
             f"row {name}: `{side}` has {len(ids)} tokens, more than data.max_length ({max_length}); raise that or drop "

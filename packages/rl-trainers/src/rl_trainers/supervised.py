@@ -32,12 +32,13 @@ def supervised_rows(
         truncate: cut rows at `max_length` tokens.
 
     Raises:
-        DataError: a row has nothing to learn from, or is longer than `max_length` tokens and not cut; names it.
+        DataError: a row has nothing to learn from, is not shown whole by the chat template, or is longer than
+            `max_length` tokens and not cut; names it.
     """
     result = []
     for number, row in enumerate(rows):
-        ids, mask = renderer.render_sft(row["messages"], row.get("tools"))
         name = row.get("prompt_id", number)
+        ids, mask = rendered(renderer, row["messages"], row.get("tools"), f"row {name}")
         if len(ids) > max_length and not truncate:
             raise DataError(
                 f"row {name} has {len(ids)} tokens, more than data.max_length ({max_length}); raise that or drop it."
@@ -58,6 +59,21 @@ def supervised_rows(
             )
         )
     return result
+
+
+def rendered(
+    renderer: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, where: str
+) -> tuple[list[int], list[bool]]:
+    """Return `render_sft` of a conversation that the chat template shows whole.
+
+    Raises:
+        DataError: the template does not show everything, or rejects the conversation; names the row.
+    """
+    try:
+        renderer.require_shown(messages, tools)
+        return renderer.render_sft(messages, tools)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 class DataSource:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,10 +77,22 @@ class RLVRWorkflow(RolloutWorkflow):
         if "rlvr_prompt" not in cache:
             if not data.get("messages"):
                 raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
-            ids = self._renderer.render(data["messages"], data.get("tools"))
+            messages, tools = data["messages"], data.get("tools")
+            self._require_shown(messages, tools, data)
+            ids = self._renderer.render(messages, tools)
             cache["rlvr_prompt"] = (self._tokenizer.decode(ids), ids)
         text, ids = cache["rlvr_prompt"]
         return text, ids
+
+    def _require_shown(self, messages: Sequence[Any], tools: Sequence[Any] | None, data: dict[str, Any]) -> None:
+        """Reject a prompt that the chat template does not show whole; checked once for all samples of a group."""
+        cache = group_cache()
+        if "is_shown" not in cache:
+            try:
+                self._renderer.require_shown(messages, tools, add_generation_prompt=True)
+            except DataError as error:
+                raise DataError(f"row {data.get('prompt_id')}: {error}") from error
+            cache["is_shown"] = True
 
     async def _score(
         self,

@@ -58,7 +58,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """One conversation; never rejects."""
-        talk, messages = Conversation(self._renderer), self._messages(data)
+        talk, messages = Conversation(self._renderer), self._messages(data, data.get("tools"))
         reward = 0.0
         while len(talk.turns) < self._turns:
             answer = await self._ask(engine, talk, messages, data.get("tools"))
@@ -71,9 +71,10 @@ class MultiTurnWorkflow(RLVRWorkflow):
         record("conversation/turns", len(talk.turns))
         return self._rows(talk, reward * self._discount ** (len(talk.turns) - 1), data)
 
-    def _messages(self, data: dict[str, Any]) -> list[Any]:
+    def _messages(self, data: dict[str, Any], tools: Sequence[Any] | None) -> list[Any]:
         if not data.get("messages"):
             raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
+        self._require_shown(data["messages"], tools, data)
         return list(data["messages"])
 
     async def _ask(
@@ -145,7 +146,7 @@ class ToolWorkflow(MultiTurnWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """One conversation; never rejects."""
-        talk, messages = Conversation(self._renderer), self._messages(data)
+        talk, messages = Conversation(self._renderer), self._messages(data, self._schemas)
         if data.get("tools") not in (None, [], self._schemas):
             raise DataError(
                 f"data row: expected no `tools` other than the workflow's {', '.join(self._tools)}, found some that it "

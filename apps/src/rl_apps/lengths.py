@@ -242,4 +242,7 @@ def _kind(texts: Sequence[Any], row: Mapping[str, Any]) -> Any:
 
 
 def _bytes(messages: Sequence[Mapping[str, Any]], overhead: int) -> int:
-    return sum(overhead + len(json.dumps(message, ensure_ascii=False, default=str).encode()) for message in messages)
+    return sum(
+        overhead + len(json.dumps(message, ensure_ascii=False, default=str).encode(errors="replace"))
+        for message in messages
+    )

@@ -525,3 +525,11 @@ def test_call_that_goes_on_from_what_is_shown_as_sampled_costs_one_rendering(nam
     assert prompt.parent is first
     assert len(texts) == 2
     assert prompt.text == texts[1]
+
+
+def test_prompt_of_text_that_is_not_utf8_is_rejected() -> None:
+    conversation = Conversation(ChatRenderer(make_chat_tokenizer("llama3")))
+    with pytest.raises(DataError, match="UTF-8"):
+        conversation.prompt([{"role": "user", "content": "half \ud83d"}])
+    with pytest.raises(DataError, match="UTF-8"):
+        conversation.completion("half \ud83d")

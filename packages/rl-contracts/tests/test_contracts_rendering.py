@@ -238,6 +238,15 @@ def test_render_sft_turn_of_weight_0_is_not_learned() -> None:
     assert mask == [learned and not first <= i < end for i, learned in enumerate(whole)]
 
 
+@pytest.mark.parametrize("tool_calls", [[], [{"function": {"name": "add", "arguments": {"a": 1}}}]])
+def test_render_text_that_is_not_utf8_is_rejected(tool_calls: list[Any]) -> None:
+    half = {"role": "user", "content": "half \ud83d", "tool_calls": tool_calls}
+    with pytest.raises(DataError, match="UTF-8"):
+        RENDERER.render([half])
+    with pytest.raises(DataError, match="UTF-8"):
+        RENDERER.append_turn(RENDERER.render(CONVERSATION[:2]), [half])
+
+
 def test_render_sft_no_answer_is_refused() -> None:
     with pytest.raises(DataError, match="assistant message to learn from"):
         RENDERER.render_sft(CONVERSATION[:2])

@@ -122,7 +122,7 @@ def test_chat_of_parquet_has_no_entries_that_are_not_filled_in(tmp_path: Path) -
         USER,
         {"role": "assistant", "content": "", **talk[1]} | {"content": ""},
     ]
-    assert Chat(tmp_path)[0] == {"prompt_id": 0, "messages": [USER], "answer": ""}
+    assert Chat(tmp_path)[0] == {"prompt_id": 0, "messages": [USER], "answer": None, "tool_calls": [call]}
 
 
 @pytest.mark.parametrize(

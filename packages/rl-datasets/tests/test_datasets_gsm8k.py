@@ -210,7 +210,8 @@ def test_gsm8k_with_unknown_form_or_option_is_refused(directory):
     with pytest.raises(ConfigError, match=r"data\.name=gsm8k: expected to be read in the form rl or sft, found 'dpo'"):
         GSM8K(directory, form="dpo")
     with pytest.raises(
-        ConfigError, match=r"data\.options of data\.name=gsm8k: expected subset, instruction, found instuction"
+        ConfigError,
+        match=r"data\.options of data\.name=gsm8k: expected invalid_text, subset, instruction, found instuction",
     ):
         GSM8K(directory, instuction="x")
 

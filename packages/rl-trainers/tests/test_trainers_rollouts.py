@@ -203,3 +203,13 @@ def test_reward_std_is_the_sample_deviation_whatever_the_split():
     found = parts[0].results()
     assert reward_std(found["mean"], found["square"], found["rows"]) == pytest.approx(rewards.std(ddof=1))
     assert reward_std(1.0, 1.0, 1.0) is None
+
+
+def test_answers_that_json_cannot_hold_name_another_remedy_than_a_disk(tmp_path):
+    writer = RolloutWriter(tmp_path)
+    answer = _answer()
+    answer.info["note"] = "half \ud83d"
+    writer.training(1, [answer])
+    writer._thread.join(60)
+    with pytest.raises(DataError, match="`info`"):
+        writer.training(2, [_answer()])

@@ -146,9 +146,17 @@ class Conversation:
 
     def completion(self, given: str | Sequence[int]) -> Prompt:
         """Where a call stands whose prompt is a text or tokens without messages: after the longest of such prompts and
-        its answer with which it begins. After a text that is an answer that the model did not end."""
+        its answer with which it begins. After a text that is an answer that the model did not end.
+
+        Raises:
+            DataError: the text is not UTF-8.
+        """
         import numpy as np
 
+        from rl_contracts.rendering import require_utf8
+
+        if isinstance(given, str):
+            require_utf8(given)
         said = given.encode() if isinstance(given, str) else np.asarray(given, dtype=np.int64).tobytes()
         hashed, done, parent, length = blake2b(digest_size=16), 0, None, 0
         for end in sorted(self._lengths):

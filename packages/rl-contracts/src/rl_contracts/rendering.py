@@ -168,7 +168,12 @@ class ChatRenderer:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens by their names in it, and none besides."""
+        """Return the token ids of a text, special tokens by their names in it, and no others.
+
+        Raises:
+            DataError: the text is not UTF-8.
+        """
+        require_utf8(text)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def said(self, ids: Sequence[int]) -> str:
@@ -246,6 +251,7 @@ class ChatRenderer:
                 "it, or give another template (commands: `model.chat_template=FILE`)."
             ) from error
         except (TemplateError, TypeError, ValueError) as error:
+            require_utf8(json.dumps([messages, tools], ensure_ascii=False, default=str))
             raise DataError(
                 f"the chat template refuses messages with the roles {roles}: {str(error).rstrip('.')}. Change the "
                 "messages, or give another template (commands: `model.chat_template=FILE`)."
@@ -323,6 +329,21 @@ class ChatRenderer:
         if list(whole[: stop + 1]) != ids[: stop + 1]:
             raise ConfigError(_rewritten(index + 1))
         return stop
+
+
+def require_utf8(text: str) -> None:
+    """Reject a text with half a character (a lone surrogate), which no tokenizer reads.
+
+    Raises:
+        DataError: names the characters before it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"expected text that is UTF-8, found half a character (a lone surrogate) after "
+            f"{text[max(error.start - 20, 0) : error.start]!r}; remove or replace it"
+        ) from None
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], stop_ids: Collection[int]) -> str:

@@ -15,11 +15,12 @@ from rl_datasets.conversations import Message, is_learned, read_messages, reject
 from rl_datasets.files import read_records
 from rl_datasets.questions import read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
+from rl_datasets.texts import FileOptions, checked, reject_empty, require_finite
 from rl_datasets.tools import read_tools
 
 
 @dataclass(frozen=True)
-class ChatOptions:
+class ChatOptions(FileOptions):
     """What may be set beyond path, split and form."""
 
     subset: str | None = None
@@ -30,6 +31,10 @@ class ChatOptions:
     """Appended to the last question after a blank line, for example how to end the answer."""
 
 
+_ANSWERS = (("answer", "content"), ("tool_calls", "tool_calls"))
+"""Entries of a row in RL form, and those of its last message that they are."""
+
+
 class Chat(Rows[dict[str, Any]]):
     """The rows of one split, in the order of the file.
 
@@ -38,8 +43,8 @@ class Chat(Rows[dict[str, Any]]):
     `rl_datasets.questions.read_question` for the columns `system`, `history` and `input`.
 
     RL form: `{"prompt_id": row index, "messages": up to the answer, "answer": ..., ...}`. A last message of the
-    assistant's is no part of the prompt; it is the `answer` where the row has none. All further columns that JSON can
-    hold go along, and a reward is given them as keyword arguments.
+    assistant's is no part of the prompt; where the row has no `answer`, its text is, and its `tool_calls` are an entry
+    of the row. All further columns that JSON can hold go along, and a reward is given them as keyword arguments.
 
     SFT form: `{"prompt_id": row index, "messages": all of them}`. Where they end with a question, the row's `answer`
     comes behind them.
@@ -68,13 +73,19 @@ class Chat(Rows[dict[str, Any]]):
 
         Raises:
             ConfigError: no path, or an unknown form or option.
-            DataError: nothing can be read there, or a row lacks its messages or what is to be learned from.
+            DataError: nothing can be read there, or a row lacks its messages or the text to learn, or has text that is
+                not UTF-8.
         """
         require(bool(path), "data.path of chat data", "a directory, a .jsonl or .parquet file, or a hub id", str(path))
         require_form("chat", form, ("rl", "sft"))
         made, chosen = (_prompt if form == "rl" else _conversation), read_options(ChatOptions, "chat", options)
         records = read_records(path, split, chosen.subset, columns)
-        super().__init__([made(record, _messages(record, chosen, columns)) | read_tools(record) for record in records])
+        super().__init__(
+            [
+                checked(record[0], made(record, _messages(record, chosen, columns)) | read_tools(record), chosen)
+                for record in records
+            ]
+        )
         if not self._items:
             raise DataError(
                 f"{path}: expected rows in the split {split!r}, found none; is its file empty? (Commands need no "
@@ -93,7 +104,11 @@ def _prompt(record: Record, messages: list[Message]) -> dict[str, Any]:
         *messages, last = messages
         if rest.get("answer") is None:
             _require_learned(where, [last])
-            rest |= {"answer": last["content"]}
+            reject_empty(where, [last])
+            rest |= {name: last[key] for name, key in _ANSWERS if last.get(key)}
+    if isinstance(rest.get("answer"), str) and not rest["answer"].strip():
+        raise DataError(f"{where}: expected text in the column 'answer', found {rest['answer']!r}; remove the row")
+    reject_empty(where, messages)
     if not any(message["role"] != "system" for message in messages):
         raise DataError(f"{where}: expected messages with a question before the answer, found none; remove the row")
     return {**rest, "messages": messages}
@@ -106,6 +121,7 @@ def _conversation(record: Record, messages: list[Message]) -> dict[str, Any]:
     if messages[-1]["role"] != "assistant":
         messages = [*messages, *_answer(where, messages[-1]["role"], row)]
     _require_learned(where, messages)
+    reject_empty(where, messages)
     return {"messages": messages}
 
 
@@ -118,6 +134,7 @@ def _answer(where: str, role: str, row: Mapping[str, Any]) -> list[Message]:
         turns = read_messages(f"{where}: answer", answer)
         if turns[0]["role"] == turns[-1]["role"] == "assistant":
             return turns
+    require_finite(where, answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise DataError(f"{where}: expected text in the column 'answer', found {answer!r:.60}; complete or remove it")
     return [{"role": "assistant", "content": str(answer)}]

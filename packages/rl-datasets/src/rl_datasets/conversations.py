@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -153,7 +154,8 @@ def _text(where: str, role: str, content: Any) -> str:
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if isinstance(content, list) and all(isinstance(text, str) for text in texts):
         return "".join(texts)
-    if role == "tool" or (isinstance(content, int | float) and not isinstance(content, bool)):
+    is_number = isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content)
+    if role == "tool" or is_number:
         return json.dumps(content, ensure_ascii=False, default=str)
     kinds = sorted({str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts})
     raise DataError(

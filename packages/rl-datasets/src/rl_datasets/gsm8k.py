@@ -12,13 +12,14 @@ from rl_datasets.columns import Record, missing, require_known
 from rl_datasets.files import read_records
 from rl_datasets.questions import COLUMNS, read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
+from rl_datasets.texts import FileOptions, checked, require_finite
 from rl_datasets.tools import read_tools
 
 FORMS = ("rl", "sft")
 
 
 @dataclass(frozen=True)
-class GSM8KOptions:
+class GSM8KOptions(FileOptions):
     """What may be set beyond path, split and form."""
 
     subset: str = "main"
@@ -64,7 +65,7 @@ class GSM8K(Rows[dict[str, Any]]):
         self._options = read_options(GSM8KOptions, "gsm8k", options)
         require_known("gsm8k", columns, ("question", "answer", *COLUMNS))
         records = read_records(path, split, self._options.subset, columns)
-        super().__init__([_question_and_answer(record) for record in records])
+        super().__init__([checked(record[0], _question_and_answer(record), self._options) for record in records])
         if not self._items:
             raise DataError(f"{path}: expected rows in the split {split!r}, found none; is its file empty?")
 
@@ -84,6 +85,7 @@ def _question_and_answer(record: Record) -> dict[str, Any]:
         if key not in row:
             raise missing(where, row, key)
         text = row[key]
+        require_finite(where, text)
         if isinstance(text, bool) or not isinstance(text, str | int | float) or not str(text).strip():
             raise DataError(f"{where}: expected text in the column {key!r}, found {text!r:.60}; complete or remove it")
     messages = read_question((where, {**row, "question": str(row["question"])}), "question")

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing, require_known
 from rl_datasets.conversations import (
     Message,
@@ -20,7 +20,8 @@ from rl_datasets.conversations import (
 )
 from rl_datasets.files import read_records
 from rl_datasets.questions import COLUMNS, read_question, reject_unread, with_system
-from rl_datasets.rows import Rows, require_form
+from rl_datasets.rows import Rows, read_options, require_form
+from rl_datasets.texts import FileOptions, checked, reject_empty
 from rl_datasets.tools import read_tools
 
 _SIDES = ("chosen", "rejected")
@@ -56,18 +57,18 @@ class HHRLHF(Rows[dict[str, Any]]):
             form: `pairs`.
             seed: part of every data set's signature; nothing is generated.
             columns: `chosen`, `rejected`, `prompt`, `system`, `history`, `input`, `tools` to their names in the file.
+            **options: fields of `rl_datasets.texts.FileOptions`.
 
         Raises:
-            ConfigError: another form, an unknown column, or an option (there are none).
+            ConfigError: another form, or an unknown column or option.
             DataError: nothing can be read there, a row lacks a side or its question, a side does not end with an
                 assistant turn, both are the same, or they answer different questions.
         """
         require_form("hh-rlhf", form, ("pairs",))
-        if options:
-            raise ConfigError(f"hh-rlhf data: expected no options, found {', '.join(sorted(options))}")
+        chosen = read_options(FileOptions, "hh-rlhf", options)
         require_known("hh-rlhf", columns, ("chosen", "rejected", "prompt", *COLUMNS))
         records = read_records(path, split, columns=columns)
-        super().__init__([_pair(index, record) for index, record in enumerate(records)])
+        super().__init__([checked(record[0], _pair(index, record), chosen) for index, record in enumerate(records)])
         if not self._items:
             raise DataError(f"{path}: expected pairs in the split {split!r}, found none")
 
@@ -109,6 +110,7 @@ def _side(record: Record, side: str, prompt: list[Message]) -> list[Message]:
             f"{where}: expected a question before the answer in {side!r}, found {row[side]!r:.60}; name its column by "
             f"data.columns.prompt, or complete the row"
         )
+    reject_empty(where, [message for message in messages if message["role"] == "user"][-1:])
     reject_unread((where, {**row, "prompt": None}), messages)
     return messages
 

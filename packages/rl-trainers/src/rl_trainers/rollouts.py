@@ -118,8 +118,9 @@ class RolloutWriter:
     def _add(self, name: str, rows: Iterable[dict[str, Any]], count: int, tokens: int) -> None:
         """Have rows written that the thread makes."""
         if self._error is not None:
+            remedy = "Make room" if isinstance(self._error, OSError) else "Correct what the workflow adds to `info`"
             raise DataError(
-                f"rollouts cannot be written to {self.directory}: {self._error!r}. Make room, or set rollouts.every=0."
+                f"rollouts cannot be written to {self.directory}: {self._error!r}. {remedy}, or set rollouts.every=0."
             ) from self._error
         with self._lock:
             if self._waiting_tokens and self._waiting_tokens + tokens > WAITING_TOKENS:

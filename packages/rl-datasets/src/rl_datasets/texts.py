@@ -1,0 +1,79 @@
+"""Check the texts of rows when they are read: UTF-8, not empty, and answers that are finite."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_contracts.config import require_choice
+from rl_contracts.errors import DataError
+from rl_datasets.conversations import Message, is_empty
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Options of every data set that reads files."""
+
+    invalid_text: str = "reject"
+    """Handling of text that is not UTF-8, such as half an emoji (`\\ud83d` in JSON): `reject` or `replace` it."""
+
+    def __post_init__(self) -> None:
+        require_choice("data.options.invalid_text", self.invalid_text, ("reject", "replace"))
+
+
+def checked(where: str, row: dict[str, Any], options: FileOptions) -> dict[str, Any]:
+    """Return a row whose `answer` is finite, and whose texts are UTF-8 or were replaced.
+
+    Raises:
+        DataError: names the place of the row.
+    """
+    require_finite(where, row.get("answer"))
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        if options.invalid_text == "reject":
+            raise DataError(
+                f"{where}: expected text that is UTF-8, found half a character (a lone surrogate) after "
+                f"{error.object[max(error.start - 20, 0) : error.start]!r}; correct the row, or set "
+                "data.options.invalid_text=replace"
+            ) from None
+        return {name: _replaced(value) for name, value in row.items()}
+    return row
+
+
+def require_finite(where: str, answer: Any) -> None:
+    """Reject an answer that is or holds NaN or infinity.
+
+    Raises:
+        DataError: names the place of the row.
+    """
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise DataError(f"{where}: expected a finite number in the column 'answer', found {answer}; remove the row")
+    if isinstance(answer, list | Mapping):
+        for inner in answer.values() if isinstance(answer, Mapping) else answer:
+            require_finite(where, inner)
+
+
+def reject_empty(where: str, messages: Iterable[Message]) -> None:
+    """Reject a question without text, and an answer without text and tool calls.
+
+    Raises:
+        DataError: names the place of the row.
+    """
+    for message in messages:
+        if message["role"] in ("user", "assistant") and is_empty(message):
+            raise DataError(f"{where}: expected text in every {message['role']} message, found none; remove the row")
+
+
+def _replaced(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {_replaced(key): _replaced(inner) for key, inner in value.items()}
+    return [_replaced(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,97 @@
+"""Texts of rows: half characters, empty ones, and answers that are no finite numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_contracts.errors import ConfigError, DataError
+from rl_datasets import GSM8K, HHRLHF, Chat
+
+USER, ASSISTANT = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+HALF = "half \ud83d"
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+HALVES = [
+    (Chat, {"messages": HALF, "answer": "2"}),
+    (Chat, {"messages": [USER, ASSISTANT], "answer": HALF}),
+    (Chat, {"messages": [USER, {**ASSISTANT, "content": HALF}]}),
+    (Chat, {"messages": [USER, ASSISTANT], "tests": [{"case": HALF}]}),
+    (Chat, {"messages": [USER, ASSISTANT], "tools": json.dumps([{"name": HALF, "parameters": {}}])}),
+    (GSM8K, {"question": "1 + 1?", "answer": HALF}),
+    (GSM8K, {"question": HALF, "answer": "2"}),
+    (HHRLHF, {"prompt": HALF, "chosen": "2", "rejected": "3"}),
+    (HHRLHF, {"prompt": "1 + 1?", "chosen": "2", "rejected": HALF}),
+]
+
+
+@pytest.mark.parametrize(("made", "row"), HALVES)
+def test_text_that_is_not_utf8_is_rejected_by_row(tmp_path: Path, made: Any, row: Any) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*invalid_text"):
+        made(write(tmp_path / "a.jsonl", row))
+
+
+@pytest.mark.parametrize(("made", "row"), HALVES)
+def test_text_that_is_not_utf8_is_replaced_on_request(tmp_path: Path, made: Any, row: Any) -> None:
+    text = json.dumps(made(write(tmp_path / "a.jsonl", row), invalid_text="replace")[0], ensure_ascii=False)
+
+    assert "half \ufffd" in text
+    assert text.encode()
+
+
+def test_invalid_text_of_another_value_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="invalid_text"):
+        Chat(write(tmp_path / "a.jsonl", {"messages": [USER, ASSISTANT]}), invalid_text="drop")
+
+
+@pytest.mark.parametrize("answer", ["NaN", "1e400", "-Infinity", "[1.0, NaN]"])
+@pytest.mark.parametrize(
+    ("made", "form", "question"),
+    [(Chat, "rl", "messages"), (Chat, "sft", "messages"), (GSM8K, "rl", "question"), (GSM8K, "sft", "question")],
+)
+def test_answer_that_is_not_finite_is_rejected_by_row(
+    tmp_path: Path, made: Any, form: str, question: str, answer: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"{question}": "1 + 1?", "answer": {answer}}}\n')
+
+    with pytest.raises(DataError, match=r"a\.jsonl:1: "):
+        made(tmp_path / "a.jsonl", form=form)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{**USER, "content": " \n"}, ASSISTANT]},
+        {"messages": [USER, {**ASSISTANT, "content": ""}]},
+        {"messages": [USER, {**ASSISTANT, "content": [{"type": "text", "text": " "}]}, USER, ASSISTANT]},
+        {"messages": [USER, ASSISTANT, {**USER, "content": ""}], "answer": "2"},
+        {"messages": "", "answer": "2"},
+        {"messages": [USER], "answer": " "},
+    ],
+)
+@pytest.mark.parametrize("form", ["rl", "sft"])
+def test_empty_question_or_completion_is_rejected_by_row(tmp_path: Path, form: str, row: Any) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:1: "):
+        Chat(write(tmp_path / "a.jsonl", row), form=form)
+
+
+@pytest.mark.parametrize("row", [{"prompt": [{**USER, "content": " "}]}, {"prompt": "hi", "chosen": " "}])
+def test_pair_with_an_empty_question_or_answer_is_rejected_by_row(tmp_path: Path, row: Any) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:1: "):
+        HHRLHF(write(tmp_path / "a.jsonl", {"chosen": "2", "rejected": "3", **row}))
+
+
+def test_empty_turns_with_tool_calls_and_empty_results_are_accepted(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [{"role": "system", "content": ""}, USER, called, {"role": "tool", "content": ""}, ASSISTANT]
+
+    assert Chat(write(tmp_path / "a.jsonl", {"messages": messages}), form="sft")[0]["messages"] == messages
+    row = Chat(write(tmp_path / "b.jsonl", {"messages": [USER, called]}))[0]
+    assert row == {"prompt_id": 0, "messages": [USER], "tool_calls": [call]}

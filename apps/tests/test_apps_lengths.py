@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from transformers import AutoTokenizer
 
 from rl_apps import gsm8k_grpo, gsm8k_sft
 from rl_apps.app import Run
-from rl_apps.data import DataConfig
+from rl_apps.data import DataConfig, load_rows
 from rl_apps.driver import main
 from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
 from rl_apps.layout import layout_of
@@ -198,3 +199,14 @@ def test_together_of_a_pair_has_the_tokens_of_both_sides(tokenizer):
     row = _rows("pairs")[0]
 
     assert lengths.together(row) == sum(map(len, lengths.ids(row))) > lengths.tokens(row)
+
+
+def test_load_rows_of_one_file_for_both_splits_is_refused(tmp_path, data):
+    file = (tmp_path / "train.jsonl").rename(tmp_path / "all.jsonl")
+    config = DataConfig(name="gsm8k", path=str(file))
+
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        load_rows(config, "test", "rl", 0)
+    with pytest.raises(ConfigError, match=r"data\.test_split"):
+        load_rows(replace(config, path=str(tmp_path), test_split="train"), "test", "rl", 0)
+    assert len(load_rows(config, "train", "rl", 0)) == 2

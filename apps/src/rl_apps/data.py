@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rl_contracts import registry
@@ -33,7 +34,8 @@ class DataConfig(Settings):
     """Installed data set (`chat`: any conversations or prompts; `gsm8k`: questions and worked answers; generated
     `word-problems`; of pairs `hh-rlhf`, `word-problem-pairs`) or a dotted path to a loader."""
     path: str = ""
-    """Hub id, directory or file; empty: the data set's own default."""
+    """Hub id, directory or file; empty: the data set's own default. A file is one split, so it needs
+    `evaluation.rows=0`."""
     columns: dict[str, str] = field(default_factory=dict)
     """Columns that have other names there: `data.columns.question=problem`. The names before `=` are those that the
     data set asks for (`gsm8k`: question, answer; `chat`: messages, answer, and what the reward asks for; `hh-rlhf`:
@@ -67,7 +69,7 @@ def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
         seed: makes generated sets; others ignore it.
 
     Raises:
-        ConfigError: no data set of that name, or one whose columns have no other names.
+        ConfigError: no data set of that name, one whose columns have no other names, or one file for both splits.
         DataError: a missing file, a row without question or answer, or no rows.
     """
     loader = registry.load("rl.datasets", config.name)
@@ -76,6 +78,8 @@ def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
         fits = "columns" in inspect.signature(loader).parameters
         require(fits, "data.columns", f"none: data.name={config.name} takes no names of columns", config.columns)
         arguments["columns"] = dict(config.columns)
+    if split == "test" and getattr(loader, "reads_files", False):
+        _check_splits(config)
     named = {"train": config.train_split, "test": config.test_split}.get(split, split)
     rows: Rows = loader(**arguments, split=named, form=form, seed=seed, **config.options)
     if not len(rows):
@@ -88,6 +92,23 @@ def held_out_rows(rows: Rows, count: int) -> list[dict[str, Any]]:
     file that is sorted by difficulty would say little about the others."""
     numbers = range(len(rows))
     return [rows[i] for i in (numbers if count >= len(rows) else sorted(random.Random(0).sample(numbers, count)))]
+
+
+def _check_splits(config: DataConfig) -> None:
+    """Reject held-out rows that are the training rows."""
+    require(
+        config.train_split != config.test_split,
+        "data.test_split",
+        f"another split than data.train_split={config.train_split}, or evaluation.rows=0 for none",
+        config.test_split,
+    )
+    require(
+        not config.path or not Path(config.path).expanduser().is_file(),
+        "data.path",
+        f"a directory with the splits {config.train_split} and {config.test_split}, because one file would be both, or "
+        "evaluation.rows=0 for no held-out rows",
+        config.path,
+    )
 
 
 def first_rows(rows: Rows, count: int) -> list[dict[str, Any]]:

@@ -52,6 +52,8 @@ class Chat(Rows[dict[str, Any]]):
     Both have `tools` where the row has any, see `rl_datasets.tools.read_tools`.
     """
 
+    reads_files = True
+
     def __init__(
         self,
         path: str | Path = "",

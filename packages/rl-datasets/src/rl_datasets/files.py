@@ -18,6 +18,8 @@ from rl_datasets.tools import without_added_nulls
 
 _SPLITS = ("train", "test", "validation")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zip", ".arrow")
+_READ_SUFFIXES = (".jsonl", ".parquet")
+_SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-(?P<total>\d+)\.\w+")
 PARQUET = b"PAR1"
 """With which a file of that kind begins and ends."""
 HUB_SECONDS = 10.0
@@ -31,16 +33,16 @@ def read_records(
     """Yield the records of one split. Messages and tools of Parquet files and the hub have no null entries.
 
     Args:
-        path: a directory with `<split>.jsonl`, `<split>.parquet` or `<split>-*.parquet` (there or in `subset/`); a
-            `.jsonl` or `.parquet` file; or a hub id `owner/name`. A file is taken for the split that is asked for,
-            unless it bears another split's name.
+        path: a directory with `<split>.jsonl`, `<split>.parquet`, or shards `<split>-*` of one of these kinds (there
+            or in `subset/`); a `.jsonl` or `.parquet` file; or a hub id `owner/name`. A file is any split that is asked
+            for, unless it has another split's name.
         split: `train` or `test`, for example.
         subset: the part of the data set, where it has several: the hub's configuration name.
         columns: see `rl_datasets.columns.renamed`.
 
     Raises:
-        DataError: nothing is there, the file is of an unknown kind, it cannot be read, or a record lacks one of
-            `columns`.
+        DataError: nothing is there, the file is of an unknown kind, it cannot be read, a shard is missing, there are
+            several candidates, or a record lacks one of `columns`.
     """
     records, is_arrow = _records(path, split, subset)
     for where, row in renamed(records, columns or {}):
@@ -63,16 +65,18 @@ def _records(path: str | Path, split: str, subset: str | None) -> tuple[Iterator
             f"{Path.cwd()}"
         )
     is_arrow = files[0].suffix != ".jsonl"
-    return _read_parquet(files) if is_arrow else _read_jsonl(files[0]), is_arrow
+    return _read_parquet(files) if is_arrow else _read_jsonl(files), is_arrow
 
 
 def _files_of_split(directory: Path, split: str, subset: str | None) -> list[Path]:
     folders = [directory, directory / subset] if subset else [directory]
-    for folder in folders:
-        for pattern in (f"{split}.jsonl", f"{split}.parquet", f"{split}-*.parquet"):
-            files = sorted(folder.glob(pattern))
-            if files:
-                return files
+    name = re.compile(rf"{re.escape(split)}(-.*)?({'|'.join(map(re.escape, _FILE_SUFFIXES))})+", re.DOTALL)
+    files = sorted(
+        file for folder in folders if folder.is_dir() for file in folder.iterdir() if name.fullmatch(file.name)
+    )
+    if any(file.suffix in _READ_SUFFIXES for file in files):
+        _check_shards(directory, split, files)
+        return files
     found = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
     raise DataError(
         f"{directory}: expected {split}.jsonl or {split}.parquet (nothing else is read) for the split {split!r}, found "
@@ -82,24 +86,48 @@ def _files_of_split(directory: Path, split: str, subset: str | None) -> list[Pat
     )
 
 
-def _check_file(file: Path, split: str) -> None:
-    if file.suffix not in (".jsonl", ".parquet"):
-        raise DataError(f"{file}: expected a .jsonl or .parquet file, found the extension {file.suffix!r}; convert it")
-    if file.stem in _SPLITS and file.stem != split:
+def _check_shards(directory: Path, split: str, files: list[Path]) -> None:
+    """Reject files of which some would not be read: one file, or all shards of one kind in one folder, are a split."""
+    names = [str(file.relative_to(directory)) for file in files]
+    shards = [_SHARD.fullmatch(name) for name in names]
+    if len(files) > 1 and len({(file.parent, file.suffix, file.stem == split) for file in files}) > 1:
         raise DataError(
-            f"{file}: expected the split {split!r}, found a file named after the split {file.stem!r}; "
+            f"{directory}: expected the split {split!r} in one file, or in shards of one kind, found "
+            f"{', '.join(names[:8])}; remove or rename those that are not to be read"
+        )
+    if any(shards):
+        kinds = {(shard["name"], shard["total"]) if shard else ("", "") for shard in shards}
+        numbers = {int(shard["number"]) for shard in shards if shard}
+        total = int(next(shard for shard in shards if shard)["total"])
+        missing = sorted({*range(total)} - numbers) if 0 in numbers else sorted({*range(1, total + 1)} - numbers)
+        if len(kinds) > 1 or missing or len(files) != total:
+            lacks = f"; shard {', '.join(map(str, missing[:8]))} of {total} is missing" if missing else ""
+            raise DataError(
+                f"{directory}: expected all shards of the split {split!r}, found {', '.join(names[:8])}{lacks}; fetch "
+                "or write the shards again"
+            )
+
+
+def _check_file(file: Path, split: str) -> None:
+    if file.suffix not in _READ_SUFFIXES:
+        raise DataError(f"{file}: expected a .jsonl or .parquet file, found the extension {file.suffix!r}; convert it")
+    named = re.sub(r"-\d+(-of-\d+)?", "", file.stem)
+    if named in _SPLITS and named != split:
+        raise DataError(
+            f"{file}: expected the split {split!r}, found a file named after the split {named!r}; "
             f"give its directory, so that each split is read from its own file"
         )
 
 
-def _read_jsonl(file: Path) -> Iterator[Record]:
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{file}:{number}", _parse_line(f"{file}:{number}", line)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read as UTF-8 text: {error}; save it as that") from error
+def _read_jsonl(files: list[Path]) -> Iterator[Record]:
+    for file in files:
+        try:
+            with file.open(encoding="utf-8-sig") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield f"{file}:{number}", _parse_line(f"{file}:{number}", line)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{file}: cannot be read as UTF-8 text: {error}; save it as that") from error
 
 
 def _parse_line(where: str, line: str) -> dict[str, Any]:

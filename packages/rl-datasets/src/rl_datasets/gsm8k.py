@@ -37,6 +37,8 @@ class GSM8K(Rows[dict[str, Any]]):
     question (see `rl_datasets.questions.read_question`), and `tools` is an entry of the row.
     """
 
+    reads_files = True
+
     def __init__(
         self,
         path: str | Path = "openai/gsm8k",

@@ -40,6 +40,8 @@ class HHRLHF(Rows[dict[str, Any]]):
     `history` and `input`.
     """
 
+    reads_files = True
+
     def __init__(
         self,
         path: str | Path = "Anthropic/hh-rlhf",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 from rl_contracts.errors import ConfigError
 
@@ -13,6 +13,9 @@ from rl_contracts.errors import ConfigError
 class Rows[T](Sequence[dict[str, Any]]):
     """Indexing and slicing over `_row`, which makes a row of an item. It is made anew each time: changing it changes
     nothing here."""
+
+    reads_files: ClassVar[bool] = False
+    """Whether `path` may be one file, which is then any split that is asked for."""
 
     def __init__(self, items: Sequence[T]) -> None:
         self._items = items

@@ -71,6 +71,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ("\n\nHuman: 2 + 2?", "4", "5"),
         ("\n\nHuman: 2 + 2?\n\nAssistant:", " 4", " 5"),
         ("\n\nHuman: 2 + 2?\n\nAssistant:", *(f"\n\nHuman: 2 + 2?\n\nAssistant: {n}" for n in (4, 5))),
+        ("2 + 2?\n\nAssistant:", " 4", " 5"),
         ("Human: 2 + 2?", "Human: 2 + 2?\n\nAssistant: 4", "Assistant: 5"),
     ],
 )

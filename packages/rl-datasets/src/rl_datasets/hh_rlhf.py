@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -25,6 +26,7 @@ from rl_datasets.texts import FileOptions, checked, reject_empty
 from rl_datasets.tools import read_tools
 
 _SIDES = ("chosen", "rejected")
+_OPENING = re.compile(r"\n\nAssistant:\s*$")
 _PROMPT_WORDS = 3
 """Words from which on a text that both answers begin with is the prompt, and no greeting that they return."""
 
@@ -80,7 +82,7 @@ class HHRLHF(Rows[dict[str, Any]]):
 
 def _pair(index: int, record: Record) -> dict[str, Any]:
     where, row = record
-    prompt = without_opening(read_question(record, "prompt")) if row.get("prompt") else []
+    prompt = _prompt(record) if row.get("prompt") else []
     for side in _SIDES:
         if side not in row:
             raise missing(where, row, side)
@@ -93,12 +95,21 @@ def _pair(index: int, record: Record) -> dict[str, Any]:
     return {"prompt_id": index, **sides, **read_tools(record)}
 
 
+def _prompt(record: Record) -> list[Message]:
+    """Return the messages of the column `prompt` without the mark of the answer at its end."""
+    where, row = record
+    text = row["prompt"]
+    if isinstance(text, str) and not is_dialogue(text):
+        record = where, {**row, "prompt": _OPENING.sub("", text)}
+    return without_opening(read_question(record, "prompt"))
+
+
 def _side(record: Record, side: str, prompt: list[Message]) -> list[Message]:
     """Return the whole conversation of a side."""
     where, row = record
     messages = read_messages(f"{where}: {side}", row[side], "assistant")
     if prompt:
-        if isinstance(row[side], str) and isinstance(row["prompt"], str) and is_dialogue(row["prompt"]):
+        if isinstance(row[side], str) and isinstance(row["prompt"], str) and _is_marked(row["prompt"]):
             messages = [{**message, "content": message["content"].strip()} for message in messages]
         messages = _after_prompt(where, side, prompt, messages)
     messages = with_system(record, messages)
@@ -115,6 +126,10 @@ def _side(record: Record, side: str, prompt: list[Message]) -> list[Message]:
     reject_empty(where, [message for message in messages if message["role"] == "user"][-1:])
     reject_unread((where, {**row, "prompt": None}), messages)
     return messages
+
+
+def _is_marked(prompt: str) -> bool:
+    return is_dialogue(prompt) or _OPENING.search(prompt) is not None
 
 
 def _after_prompt(where: str, side: str, prompt: list[Message], messages: list[Message]) -> list[Message]:

@@ -169,7 +169,7 @@ def test_gsm8k_from_files_that_cannot_be_read_names_them(tmp_path):
     (tmp_path / "test.parquet").write_text("no parquet")
     (tmp_path / "empty.jsonl").write_text("\n")
 
-    with pytest.raises(DataError, match=r"train\.jsonl: cannot be read as UTF-8"):
+    with pytest.raises(DataError, match=r"train\.jsonl:1: cannot be read as UTF-8"):
         GSM8K(tmp_path, "train")
     with pytest.raises(DataError, match=r"test\.parquet: cannot be read as parquet"):
         GSM8K(tmp_path, "test")

@@ -45,6 +45,15 @@ def test_text_that_is_not_utf8_is_replaced_on_request(tmp_path: Path, made: Any,
     assert text.encode()
 
 
+def test_bytes_of_another_encoding_are_rejected_by_row_or_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"messages": "1?", "answer": "2"}\n{"messages": "caf\xe9", "answer": "2"}\n')
+
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .*invalid_text"):
+        Chat(file)
+    assert Chat(file, invalid_text="replace")[1]["messages"][0]["content"] == "caf\ufffd"
+
+
 def test_invalid_text_of_another_value_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="invalid_text"):
         Chat(write(tmp_path / "a.jsonl", {"messages": [USER, ASSISTANT]}), invalid_text="drop")

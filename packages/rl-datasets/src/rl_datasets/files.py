@@ -22,6 +22,8 @@ _READ_SUFFIXES = (".jsonl", ".parquet")
 _SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-(?P<total>\d+)\.\w+")
 PARQUET = b"PAR1"
 """With which a file of that kind begins and ends."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half characters in JSON escapes, and bytes that are not UTF-8."""
 HUB_SECONDS = 10.0
 """Within which the hub answers, or counts as out of reach."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -122,18 +124,20 @@ def _check_file(file: Path, split: str) -> None:
 def _read_jsonl(files: list[Path]) -> Iterator[Record]:
     for file in files:
         try:
-            with file.open(encoding="utf-8-sig") as lines:
+            with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:  # rows are checked one by one
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         yield f"{file}:{number}", _parse_line(f"{file}:{number}", line)
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{file}: cannot be read as UTF-8 text: {error}; save it as that") from error
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error}") from error
 
 
 def _parse_line(where: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
+        if not line.isascii() and SURROGATE.search(line):
+            raise DataError(f"{where}: cannot be read as UTF-8 text; save it as that") from error
         raise DataError(
             f"{where}: expected one JSON object per line, found {line[:60]!r}: {error}; mend the line"
         ) from error

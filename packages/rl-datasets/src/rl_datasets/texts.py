@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 from rl_contracts.config import require_choice
 from rl_contracts.errors import DataError
 from rl_datasets.conversations import Message, is_empty
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
+from rl_datasets.files import SURROGATE
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ def checked(where: str, row: dict[str, Any], options: FileOptions) -> dict[str, 
     except UnicodeEncodeError as error:
         if options.invalid_text == "reject":
             raise DataError(
-                f"{where}: expected text that is UTF-8, found half a character (a lone surrogate) after "
+                f"{where}: expected text that is UTF-8, found half a character or another encoding after "
                 f"{error.object[max(error.start - 20, 0) : error.start]!r}; correct the row, or set "
                 "data.options.invalid_text=replace"
             ) from None
@@ -73,7 +71,7 @@ def reject_empty(where: str, messages: Iterable[Message]) -> None:
 
 def _replaced(value: Any) -> Any:
     if isinstance(value, str):
-        return _SURROGATE.sub("\ufffd", value)
+        return SURROGATE.sub("\ufffd", value)
     if isinstance(value, Mapping):
         return {_replaced(key): _replaced(inner) for key, inner in value.items()}
     return [_replaced(inner) for inner in value] if isinstance(value, list) else value

@@ -203,6 +203,8 @@ def test_chat_weight_of_a_question_or_row_is_rejected(tmp_path: Path) -> None:
     for row in ({"messages": [USER | {"weight": 1}, ASSISTANT]}, {"messages": [USER, ASSISTANT], "weight": 0}):
         with pytest.raises(DataError, match="weight"):
             Chat(write(tmp_path / "a.jsonl", row), form="sft")
+    with pytest.raises(DataError, match="weight"):
+        GSM8K(write(tmp_path / "a.jsonl", {"question": "1 + 1?", "answer": "2", "weight": 0}))
 
 
 def test_hh_rlhf_answer_of_weight_0_is_rejected(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_chat_columns_of_the_question_are_in_the_messages(
         ({"messages": "Which one?", "answer": "B", "choices": ["hens", "eggs"]}, "choices"),
         ({"messages": "Who?", "answer": "Ann", "context": "Ann was here."}, "context"),
         ({"messages": [HI, ARR], "prompt": [{"role": "user", "content": "hello"}]}, "prompt"),
+        ({"messages": "Who?", "answer": "Ann", "Documents": ["Ann was here."]}, "Documents"),
         ({"messages": [HI, ARR], "images": [{"path": "a.png"}]}, "images"),
         ({"messages": [HI, {**ARR, "content": "good day"}], "question": "good day"}, "question"),
     ],

@@ -159,7 +159,7 @@ def _text(where: str, role: str, content: Any) -> str:
         return json.dumps(content, ensure_ascii=False, default=str)
     kinds = sorted({str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts})
     raise DataError(
-        f"{where}: expected the content of a {role} message to be a text or a list of text parts, found parts of type "
+        f"{where}: expected a text or a list of text parts as content (role {role}), found parts of type "
         f"{', '.join(kinds)}; only text is read, so remove the row"
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing, require_known
+from rl_datasets.conversations import reject_row_weight
 from rl_datasets.files import read_records
 from rl_datasets.questions import COLUMNS, read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
@@ -90,6 +91,7 @@ def _question_and_answer(record: Record) -> dict[str, Any]:
         require_finite(where, text)
         if isinstance(text, bool) or not isinstance(text, str | int | float) or not str(text).strip():
             raise DataError(f"{where}: expected text in the column {key!r}, found {text!r:.60}; complete or remove it")
+    reject_row_weight(where, row)
     messages = read_question((where, {**row, "question": str(row["question"])}), "question")
     reject_unread((where, {**row, "question": None}), messages)
     return {"messages": messages, "answer": str(row["answer"]), **read_tools(record)}

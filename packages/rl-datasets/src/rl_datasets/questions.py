@@ -17,10 +17,10 @@ COLUMNS = ("system", "history", "input", "tools")
 _SYSTEM = ("system", "system_prompt", "system_message")
 _TEXTS = (
     *("prompt", "instruction", "question", "query", "problem", "input", "history"),
-    *("context", "passage", "document", "choices", "options"),
+    *("context", "contexts", "passage", "passages", "document", "documents", "choices", "options"),
 )
 """Columns that hold a text of the question in public data sets (Alpaca, Dolly, SQuAD, MMLU)."""
-_NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "chat_template_kwargs")
+_NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "image_path", "chat_template_kwargs")
 
 
 def read_question(record: Record, column: str) -> list[Message]:
@@ -74,9 +74,9 @@ def reject_unread(record: Record, messages: list[Message]) -> None:
     where, row = record
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
     shown = _normal("\n".join(message["content"] for message in messages[: last + 1]))
-    for name in (*_TEXTS, *_NOT_READ):
-        value = parsed(row.get(name))
-        if value and (name in _NOT_READ or any(_normal(text) not in shown for text in _texts(value))):
+    for name in row:
+        value = parsed(row[name]) if name.lower() in (*_TEXTS, *_NOT_READ) else None
+        if value and (name.lower() in _NOT_READ or any(_normal(text) not in shown for text in _texts(value))):
             raise DataError(
                 f"{where}: expected the column {name!r} in the messages, because it may belong to the question, found "
                 f"that they do not have it; add it to them, or leave it out by data.columns.{UNUSED}{name}={name}"

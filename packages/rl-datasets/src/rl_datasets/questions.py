@@ -72,11 +72,14 @@ def reject_unread(record: Record, messages: list[Message]) -> None:
         DataError: names the column.
     """
     where, row = record
+    given = {name: parsed(value) for name, value in row.items() if name.lower() in (*_TEXTS, *_NOT_READ)}
+    columns = {name: value for name, value in given.items() if value}
+    if not columns:
+        return
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
     shown = _normal("\n".join(message["content"] for message in messages[: last + 1]))
-    for name in row:
-        value = parsed(row[name]) if name.lower() in (*_TEXTS, *_NOT_READ) else None
-        if value and (name.lower() in _NOT_READ or any(_normal(text) not in shown for text in _texts(value))):
+    for name, value in columns.items():
+        if name.lower() in _NOT_READ or any(_normal(text) not in shown for text in _texts(value)):
             raise DataError(
                 f"{where}: expected the column {name!r} in the messages, because it may belong to the question, found "
                 f"that they do not have it; add it to them, or leave it out by data.columns.{UNUSED}{name}={name}"

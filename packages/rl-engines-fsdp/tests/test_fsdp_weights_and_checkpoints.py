@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 import torch
 from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, make_model, weights_of
+from safetensors.torch import load_file, save_file
 
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
+from rl_contracts.training.hugging_face import read_config
 from rl_engines_fsdp import LoRAConfig
 
 
@@ -190,3 +192,29 @@ def test_save_hf_leaves_out_code_that_is_not_there(tmp_path):
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # whole, and under fully_shard
+def test_model_that_is_tied_by_config_and_not_by_its_file_is_untied(dtype, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(make_model(tmp_path / "model", tie_word_embeddings=True))
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    engine = make_engine(str(path), dtype=dtype)
+
+    engine.save(SaveLoadMeta(str(tmp_path / "saved")))
+
+    assert not AutoConfig.from_pretrained(tmp_path / "saved").tie_word_embeddings
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    torch.testing.assert_close(saved.lm_head.weight, weights["lm_head.weight"], atol=0.02, rtol=0.02)
+
+
+def test_model_that_is_tied_by_config_with_the_same_head_in_its_file_stays_tied(tmp_path):
+    path = Path(make_model(tmp_path / "model", tie_word_embeddings=True))
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+
+    assert read_config(str(path)).tie_word_embeddings

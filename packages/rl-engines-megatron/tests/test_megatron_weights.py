@@ -49,12 +49,15 @@ def test_weights_beside_others_and_with_stored_rotary_buffers_are_loaded(model):
     assert all(same_bits(found[name], stored[name]) for name in stored)
 
 
-def test_tied_head_that_differs_from_the_embedding_is_refused(model):
+def test_head_that_differs_from_the_embedding_is_untied_whatever_the_config_says(model, tmp_path):
     stored = load_file(model / "model.safetensors")
-    save_file(stored | {HEAD: stored[EMBEDDING] + 1}, model / "model.safetensors", {"format": "pt"})
+    stored[HEAD] = stored[EMBEDDING] + 1
+    save_file(stored, model / "model.safetensors", {"format": "pt"})
 
-    with pytest.raises(ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but .*ties them"):
-        weights_of(model)
+    found = weights_of(model, save=tmp_path / "saved")
+
+    assert torch.equal(found[HEAD], stored[HEAD])
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_weight_files_are_those_of_the_index_where_there_is_one(tmp_path):

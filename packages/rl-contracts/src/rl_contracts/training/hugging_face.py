@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from rl_contracts.rendering import ChatRenderer
 log = get_logger("engines")
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -28,7 +30,8 @@ TOKENIZER_PATTERNS = (
 
 
 def read_config(path: str, head: str = "lm") -> Any:
-    """The model's configuration, fit for a head of `rl_contracts.data.HEADS`.
+    """The model's configuration, fit for a head of `rl_contracts.data.HEADS`. Whether head and embedding are tied is as
+    its files have it.
 
     Raises:
         ModelError: it is missing, of an architecture that this transformers does not know, or of another head.
@@ -41,7 +44,29 @@ def read_config(path: str, head: str = "lm") -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {path}: its configuration cannot be read: {' '.join(str(error).split())}") from error
     _fit_config(path, config, head)
+    if getattr(config, "tie_word_embeddings", False) and _has_another_head(Path(path)):
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = False
     return config
+
+
+def _has_another_head(directory: Path) -> bool:
+    """Whether the files of a model hold a head that differs from its embedding, whatever `config.json` says of them."""
+    from safetensors import safe_open
+
+    files: dict[str, Any] = {}
+    with ExitStack() as opened:
+        for path in sorted(directory.glob("*.safetensors")):
+            file = opened.enter_context(safe_open(path, "pt"))
+            files |= dict.fromkeys(file.keys(), file)
+        tables = [name for name in files if name.endswith(EMBEDDINGS)]
+        if HEAD not in files or len(tables) != 1:
+            return False
+        head, table = (files[name].get_slice(name) for name in (HEAD, tables[0]))
+        rows = head.get_shape()[0]
+        if head.get_shape() != table.get_shape():
+            return True
+        return any(not (head[i : i + 4096] == table[i : i + 4096]).all() for i in range(0, rows, 4096))
 
 
 def _fit_config(path: str, config: Any, head: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_contracts.tracking import TrackedRun, Tracker
@@ -110,11 +110,19 @@ class MlflowTracker(Tracker):
     def log(self, figures: Mapping[str, float], step: int, time: float) -> None:
         from mlflow.entities import Metric
 
-        found = [Metric(name, value, round(1000 * time), step) for name, value in figures.items()]
+        names = apart(figures)
+        found = [Metric(names[name], value, round(1000 * time), step) for name, value in figures.items()]
         self._client.log_batch(self._id, metrics=found)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def apart(names: Iterable[str]) -> dict[str, str]:
+    """Names for a store that keeps each figure in a file: `tokens` is `tokens/all` beside `tokens/trained`."""
+    names = list(names)
+    folders = {name[:at] for name in names for at, letter in enumerate(name) if letter == "/"}
+    return {name: f"{name}/all" if name in folders else name for name in names}
 
 
 MLFLOW_PARAMS, MLFLOW_CHARACTERS = 100, 500

@@ -1,5 +1,6 @@
 """Workflow and reward are tried once before anything starts, and a mistake in them is told with its line."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -262,3 +263,16 @@ def test_command_with_a_mistake_in_a_reward_ends_before_servers_start(mine, mode
     assert "Traceback" not in done.stderr
     assert "starting" not in done.stdout
     assert not list((tmp_path / "run" / "logs").glob("rollout-*"))
+
+
+@pytest.mark.parametrize(("wrong", "code"), [(0, 0), (1, 0), (3, 2)])
+def test_gold_answers_are_scored_before_the_start(model, tmp_path, capsys, wrong, code):
+    rows = [{"question": "1 + 1?", "answer": "#### 2"}] * (12 - wrong) + [{"question": "?", "answer": "two"}] * wrong
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [f"data.path={tmp_path}", "data.name=gsm8k", "evaluation.rows=0", "data.batch_size=4"]
+
+    assert main("gsm8k-grpo", ["--dry-run", f"model.path={model}", *words]) == code
+
+    captured = capsys.readouterr()
+    assert f"{12 - wrong} of 12 gold answers score 1" in captured.out + captured.err
+    assert ("row 11 does not" in captured.out) == (wrong == 1)

@@ -40,7 +40,7 @@ from rl_apps.directory import (
 from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
 from rl_apps.parts import attached, memory_of, server_jobs, weights_directory
-from rl_apps.rehearsal import rehearse, rehearse_loss
+from rl_apps.rehearsal import check_golds, rehearse, rehearse_loss
 from rl_apps.servers import check_attached, check_program, command_of
 from rl_apps.template import load_tokenizer
 from rl_contracts import registry
@@ -282,8 +282,12 @@ def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
         rehearse(run, app.form)
         if isinstance(run.config, GRPOConfig):
             rehearse_loss(run.config.algorithm.loss)
+        say("scoring the gold answers")
+        golds = check_golds(run, app.form)
+    else:
+        golds = []
     say("measuring sequence lengths")
-    return app.measure(run)
+    return golds + app.measure(run)
 
 
 class Waiting:

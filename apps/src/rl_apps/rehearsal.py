@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import rl_trainers
 from rl_apps.app import Run
-from rl_apps.data import first_rows, load_rows
+from rl_apps.data import Rows, first_rows, load_rows
 from rl_apps.parts import Parts
 from rl_contracts import registry
 from rl_contracts.clock import SystemClock
 from rl_contracts.errors import ConfigError, DataError, ModelError, RewardError, defined_at, raised_at
 from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
 from rl_trainers.algorithm import LossConfig
+from rl_workflows.rlvr import NOT_FOR_REWARDS
 
 if TYPE_CHECKING:
+    from rl_contracts.reward_worker import AsyncRewardWrapper
     from rl_contracts.trajectory import Trajectory
 
 ROWS = 8
 """Tried one after the other until one is not refused as a row."""
 
+GOLDS_AT_ONCE = 256
+"""Gold answers that wait for the reward at the same time."""
+
 SECONDS = 60.0
 """For the workflow's part of an episode, behind the time that a reward may take."""
+
+
+def _split(run: Run[Any], form: str) -> str:
+    """The split whose rows are answered; where training has other data, that of the evaluation."""
+    return "train" if form == "rl" or not run.config.evaluation.rows else "test"
 
 
 def rehearse(run: Run[Any], form: str) -> None:
@@ -37,8 +48,7 @@ def rehearse(run: Run[Any], form: str) -> None:
         ModelError: the tokenizer cannot be read.
     """
     settings, error = run.config.rollout, None
-    split = "train" if form == "rl" or not run.config.evaluation.rows else "test"
-    rows = load_rows(run.config.data, split, "rl", run.config.seed)
+    rows = load_rows(run.config.data, _split(run, form), "rl", run.config.seed)
     try:
         with Parts(run) as parts:
             workflow = parts.workflow(parts.reward())
@@ -63,6 +73,56 @@ def rehearse(run: Run[Any], form: str) -> None:
             f"tried with a made-up answer: {type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}{place}. "
             f"docs/howto/{page}.md shows how it is called; rollout.rehearsal=false leaves this trial out."
         ) from error
+
+
+def check_golds(run: Run[Any], form: str) -> list[str]:
+    """Score the gold answer of every row as if the model had written it, with a reward that `scores_gold`.
+
+    Args:
+        form: in which the command reads its data, as for `rehearse`.
+
+    Returns:
+        how many score 1, in a sentence; nothing with another reward.
+
+    Raises:
+        ConfigError: more of them do not than `rollout.failure_budget` allows.
+    """
+    settings = run.config.rollout
+    if not getattr(registry.load("rl.rewards", settings.reward), "scores_gold", False):
+        return []
+    rows = load_rows(run.config.data, _split(run, form), "rl", run.config.seed)
+    with Parts(run) as parts:
+        wrong = parts.loop.run(_wrong_golds(parts.reward(), rows), settings.reward_timeout * (1 + len(rows)))
+    found = f"{len(rows) - len(wrong)} of {len(rows)} gold answers score 1 with rollout.reward={settings.reward}"
+    if wrong:
+        number, why = next(iter(wrong.items()))
+        found += f"; row {rows[number].get('prompt_id', number)} does not: {why}"
+    if len(wrong) > settings.failure_budget * len(rows):
+        raise ConfigError(
+            f"{found}. Expected all but {settings.failure_budget:.0%} (rollout.failure_budget) to do so: correct the "
+            "answers, or take another reward."
+        )
+    return [found]
+
+
+async def _wrong_golds(reward: AsyncRewardWrapper, rows: Rows) -> dict[int, str]:
+    """Why rows do not score 1 with their own answer, by their numbers."""
+
+    async def score(number: int) -> str:
+        row = rows[number]
+        answer = str(row.get("answer"))
+        data = {name: value for name, value in row.items() if name not in NOT_FOR_REWARDS}
+        try:
+            value = await reward(answer, answer, [], [], **data)
+        except RewardError as error:
+            return str(error).splitlines()[0]
+        return "" if value == 1 else f"{answer[-60:]!r} scores {value:g}"
+
+    found: dict[int, str] = {}
+    for first in range(0, len(rows), GOLDS_AT_ONCE):
+        numbers = range(first, min(first + GOLDS_AT_ONCE, len(rows)))
+        found.update(zip(numbers, await asyncio.gather(*map(score, numbers)), strict=True))
+    return {number: why for number, why in found.items() if why}
 
 
 def rehearse_loss(config: LossConfig) -> None:

@@ -21,7 +21,11 @@ def set_time_limit(seconds: float) -> None:
 
 
 class RewardFunction(Protocol):
-    """Scores one sample. Plain or async."""
+    """Scores one sample. Plain or async.
+
+    A function with the attribute `scores_gold`, True, gives the text of a row's `answer` the reward 1: commands try
+    this on all rows before a run.
+    """
 
     def __call__(
         self,

@@ -42,6 +42,9 @@ def gsm8k_reward_fn(
     return float(number is not None and number.equals(gold))
 
 
+gsm8k_reward_fn.scores_gold = True  # type: ignore[attr-defined]
+
+
 def gold_number(answer: str | int | float | Fraction | None) -> Fraction:
     """The number that a gold answer stands for.
 

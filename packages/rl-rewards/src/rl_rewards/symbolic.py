@@ -69,6 +69,9 @@ def math_reward_fn(
     return float(not is_words(gold) and _verify(_values(gold, also_as_fraction="%" in gold), _search(text)))
 
 
+math_reward_fn.scores_gold = True  # type: ignore[attr-defined]
+
+
 def _gold(answer: str | int | float | None) -> str:
     """Return the text of the gold answer.
 

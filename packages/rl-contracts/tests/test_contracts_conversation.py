@@ -143,9 +143,9 @@ def says(chance: random.Random, name: str, tools: bool) -> dict[str, Any]:
     said: dict[str, Any] = {
         "calls": [{"name": "add", "arguments": {"a": chance.randrange(99), "b": 2}} for _ in range(calls)]
     }
-    if not calls or (name in ("qwen3", "gemma3") and chance.random() < 0.3):
+    if not calls or (name in ("qwen3", "qwen3_coder", "gemma3") and chance.random() < 0.3):
         said["content"] = chance.choice(WORDS)
-    if name == "qwen3" and chance.random() < 0.6:
+    if name in ("qwen3", "qwen3_coder") and chance.random() < 0.6:
         said["reasoning"] = chance.choice(WORDS)
     return said
 
@@ -291,13 +291,13 @@ def test_conversation_answer_that_was_cut_off_is_closed_and_marked(name: str) ->
     sampler = Sampler(name, random.Random(1))
     start = [{"role": "user", "content": "what is it?"}]
     prompt = sampler.conversation.prompt(start)
-    think = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
+    think = "<think>\n\n</think>\n\n" if name in ("qwen3", "qwen3_coder") else ""
     first = sampler.answer(prompt, think + "it is")
     assert first.truncated
 
     after = sampler.conversation.prompt([*start, first.message, {"role": "user", "content": "no"}])
 
-    if name == "qwen3":  # which shows no empty reasoning in an earlier turn
+    if name in ("qwen3", "qwen3_coder"):  # which shows no empty reasoning in an earlier turn
         assert after.parent is None
     else:
         assert after.parent is first

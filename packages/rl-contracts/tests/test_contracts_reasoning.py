@@ -7,6 +7,9 @@ from rl_contracts.reasoning import MARKS, split_reasoning
 THINK, GPT_OSS = "<think>\n", "<|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>so 5<|end|><|start|>assistant"
 
+TO_TOOL = "<|channel|>commentary to=functions.add<|message|>{}"
+FINAL = "<|channel|>final<|message|>It is 5."
+
 
 @pytest.mark.parametrize(("start", "end"), [marks for marks in MARKS if marks[0] != "<|channel|>"])
 def test_split_reasoning_marks_of_a_family_are_found(start, end):
@@ -25,6 +28,8 @@ def test_split_reasoning_marks_of_a_family_are_found(start, end):
         (GPT_OSS, f"{ANALYSIS}<|channel|>final<|message|>It is 5.", ("so 5", "It is 5.")),
         (GPT_OSS, "<|channel|>final<|message|>It is 5.", ("", "It is 5.")),
         (f"{GPT_OSS}<|channel|>final<|message|>", "It is 5.", ("", "It is 5.")),
+        (GPT_OSS, f"{ANALYSIS}{TO_TOOL}", ("so 5", f"<|start|>assistant{TO_TOOL}")),
+        (GPT_OSS, f"{ANALYSIS.replace('so', 'to=functions.so')}{FINAL}", ("to=functions.so 5", "It is 5.")),
     ],
 )
 def test_split_reasoning_closed_gives_the_text_after_it(opening, text, expected):

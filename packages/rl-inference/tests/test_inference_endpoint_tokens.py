@@ -25,7 +25,7 @@ from rl_inference.testing import ServerProcess, reference_model, tiny_model
 
 VOCABULARY = 347
 """The largest of the formats' tokenizers; of the others some ids have no text."""
-LONGEST = {"llama3": 8, "gemma3": 8, "qwen3": 4, "mistral": 3}
+LONGEST = {"llama3": 8, "gemma3": 8, "qwen3": 4, "qwen3_coder": 4, "mistral": 3}
 """Answers of the longest branch, of 8 turns: Qwen 3's template drops the reasoning of answers once a question follows,
 and Mistral's shows the tools before the last question, so that a further one rewrites what was before it."""
 TEMPERATURE = 0.8

@@ -19,6 +19,10 @@ MARKS = (
 )
 """What opens and closes reasoning: most families, Mistral, Seed, Kimi, Cohere, Gemma, gpt-oss, and forms for which
 prompts ask."""
+_CHANNELS_END = re.compile(
+    r"(<\|channel\|>final<\|message\|>)|(?:^|<\|start\|>assistant|(?<=<\|end\|>))(?:<\|channel\|>\w+)? ?to=\w"
+)
+"""What ends the reasoning of gpt-oss: the final channel, or a message to a tool, which belongs to the final text."""
 _CHANNEL_BODY = re.compile(r"<\|message\|>(.*?)(?:<\|(?:end|start|channel)\|>|$)", re.DOTALL)
 
 
@@ -37,10 +41,10 @@ def split_reasoning(text: str, opening: str = "") -> tuple[str, str]:
     Returns:
         (reasoning without its marks, final text without the line breaks before it).
     """
-    for start, end in MARKS:
-        opened = opening.rfind(start) > opening.rfind(end) or text.lstrip().startswith(start)
-        if opened or (end in text and end not in opening):
-            return _split(text, start, end)
+    opened = [m for m in MARKS if opening.rfind(m[0]) > opening.rfind(m[1]) or text.lstrip().startswith(m[0])]
+    closed = [m for m in MARKS if m[1] in text and m[1] not in opening]
+    for start, end in [*opened, *closed][:1]:
+        return _split_channels(text) if start == CHANNELS else _split(text, start, end)
     return "", text
 
 
@@ -51,6 +55,10 @@ def _split(text: str, start: str, end: str) -> tuple[str, str]:
         reasoning.append(before.strip().removeprefix(start).strip())
         if not text.lstrip().startswith(start):
             break
-    if start == CHANNELS:
-        reasoning = _CHANNEL_BODY.findall("".join(reasoning))
     return "\n".join(reasoning).strip(), text.lstrip("\n")
+
+
+def _split_channels(text: str) -> tuple[str, str]:
+    end = _CHANNELS_END.search(text)
+    before, final = (text, "") if end is None else (text[: end.start()], text[end.end() if end[1] else end.start() :])
+    return "\n".join(_CHANNEL_BODY.findall(before)).strip(), final.lstrip("\n")

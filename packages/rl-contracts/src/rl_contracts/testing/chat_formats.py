@@ -1,11 +1,14 @@
-"""Tokenizers that speak as four families of models do: how they mark turns, reasoning, tools and their calls.
+"""Tokenizers with the chat formats of seven model families: how they mark turns, reasoning, tools and their calls.
 
 The chat templates are written for this project after what is public of these formats, with what makes each awkward:
 
 - `qwen3` shows reasoning since the last question alone, and puts the results of parallel calls into one turn;
 - `llama3` shows no reasoning, and puts the tools into the first question;
 - `gemma3` has no system turn and no tool turns: both are part of the user's;
-- `mistral` opens no assistant's turn, and moves the tools before the last question.
+- `mistral` opens no assistant's turn, and moves the tools before the last question;
+- `qwen3_coder` is `qwen3` with calls in XML, whose values have no types;
+- `glm45` also writes calls in XML, and no token ends an assistant's turn but the one that opens the next turn;
+- `gpt_oss` writes each call as a message to the tool, and ends it with another token than an answer.
 """
 
 from __future__ import annotations
@@ -17,6 +20,20 @@ from typing import Any
 
 from rl_contracts.config import require_choice
 
+_JSON_CALL = """\
+{%- macro called(call) %}<tool_call>
+{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}
+</tool_call>{% endmacro %}"""
+
+_XML_CALL = """\
+{%- macro called(call) %}<tool_call>
+<function={{ call.name }}>
+{% for key, value in call.arguments.items() %}<parameter={{ key }}>
+{{ value if value is string or value is not iterable else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endmacro %}"""
+
 _QWEN3 = """\
 {%- macro turn(role, text) %}<|im_start|>{{ role }}
 {{ text }}<|im_end|>
@@ -27,8 +44,8 @@ _QWEN3 = """\
 {%- if tools %}
 {%- set shown %}{% for t in tools %}{{ t | tojson }}
 {% endfor %}{% endset %}
-{{- turn('system', system ~ '\n\n# Tools\n<tools>\n' ~ shown ~ '</tools>\n\nCall one so:\n<tool_call>\n'
-    ~ '{"name": ..., "arguments": ...}\n</tool_call>') }}
+{{- turn('system', system ~ '\n\n# Tools\n<tools>\n' ~ shown ~ '</tools>\n\nCall one so:\n'
+    ~ called({'name': '...', 'arguments': {}})) }}
 {%- elif system %}{{ turn('system', system) }}{% endif %}
 {%- for m in messages %}
 {%- if m.role == 'user' %}{{ turn('user', m.content) }}
@@ -39,8 +56,7 @@ _QWEN3 = """\
 {%- endif %}
 {%- for call in m.tool_calls or [] %}
 {%- set said.text = said.text ~ ('\n' if said.text and not said.text.endswith('\n\n') else '')
-    ~ '<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": '
-    ~ call.function.arguments | tojson ~ '}\n</tool_call>' %}
+    ~ called(call.function) %}
 {%- endfor %}{{ turn('assistant', said.text) }}
 {%- elif m.role == 'tool' %}
 {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
@@ -118,8 +134,48 @@ _MISTRAL = """\
 {%- endif %}
 {%- endfor %}"""
 
+_GLM45 = """\
+{{- '[gMASK]<sop>' }}
+{%- if tools %}<|system|>
+# Tools
+{% for t in tools %}{{ t | tojson }}
+{% endfor %}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}<|assistant|>
+<think></think>{{ '\n' ~ m.content if m.content }}
+{%- for call in m.tool_calls or [] %}{{ '\n<tool_call>' ~ call.function.name }}
+{% for key, value in call.function.arguments.items() %}<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value if value is string else value | tojson }}</arg_value>
+{% endfor %}</tool_call>{% endfor %}
+{%- elif m.role == 'tool' %}<|observation|>
+<tool_response>
+{{ m.content }}
+</tool_response>
+{%- else %}<|{{ m.role }}|>
+{{ m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+_GPT_OSS = """\
+{%- macro message(role, header, text) %}<|start|>{{ role }}{{ header }}<|message|>{{ text }}{% endmacro %}
+{%- if tools %}{{ message('developer', '', tools | tojson) }}<|end|>{% endif %}
+{%- set last = namespace(tool='') %}
+{%- for m in messages %}
+{%- if m.tool_calls %}
+{%- if m.content %}{{ message('assistant', '<|channel|>analysis', m.content) }}<|end|>{% endif %}
+{%- for call in m.tool_calls %}{% set last.tool = 'functions.' ~ call.function.name %}
+{{- message('assistant to=' ~ last.tool, '<|channel|>commentary json', call.function.arguments | tojson) }}<|call|>
+{%- endfor %}
+{%- elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}
+{{- '<|return|>' if loop.last else '<|end|>' }}
+{%- elif m.role == 'tool' %}{{ message(last.tool ~ ' to=assistant', '<|channel|>commentary', m.content) }}<|end|>
+{%- else %}{{ message(m.role, '', m.content) }}<|end|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
 _FORMATS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "qwen3": (_QWEN3, "<|endoftext|>", ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
+    "qwen3": (_JSON_CALL + _QWEN3, "<|endoftext|>", ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
+    "qwen3_coder": (_XML_CALL + _QWEN3, "<|endoftext|>", ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
     "llama3": (
         _LLAMA3,
         "<|end_of_text|>",
@@ -134,9 +190,22 @@ _FORMATS: dict[str, tuple[str, str, tuple[str, ...]]] = {
             *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]"),
         ),
     ),
+    "glm45": (
+        _GLM45,
+        "<|endoftext|>",
+        ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    ),
+    "gpt_oss": (
+        _GPT_OSS,
+        "<|return|>",
+        ("<|return|>", "<|call|>", "<|end|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+    ),
 }
 """Chat template, end of text, and special tokens."""
-CHAT_FORMATS = tuple(_FORMATS)
+TOOL_FORMATS = tuple(_FORMATS)
+"""Names of all families."""
+CHAT_FORMATS = tuple(name for name in _FORMATS if name not in ("glm45", "gpt_oss"))
+"""Families whose assistant turns all end with the token that the template shows after an answer."""
 
 
 @cache
@@ -145,12 +214,12 @@ def make_chat_tokenizer(name: str) -> Any:
     all callers. Its merges are of English, JSON and numbers, so that most texts can be encoded in several ways.
 
     Args:
-        name: one of `CHAT_FORMATS`.
+        name: one of `TOOL_FORMATS`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    require_choice("format", name, CHAT_FORMATS)
+    require_choice("format", name, TOOL_FORMATS)
     template, end, special = _FORMATS[name]
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -173,15 +242,39 @@ def written(name: str, content: str = "", calls: Sequence[Mapping[str, Any]] = (
 
     Args:
         calls: objects with `name` and `arguments`.
-        reasoning: of `qwen3`; the others write none.
+        reasoning: of `qwen3`, `qwen3_coder` and `glm45`; the others write none.
     """
     if name == "mistral":
         return "[TOOL_CALLS]" + json.dumps(list(calls)) + "</s>" if calls else f" {content}</s>"
     if name == "llama3":
-        shown = (json.dumps({"name": call["name"], "parameters": call["arguments"]}) for call in calls)
-        return ("; ".join(shown) if calls else content) + "<|eot_id|>"
-    shown = (json.dumps({"name": call["name"], "arguments": call["arguments"]}) for call in calls)
+        parts = (json.dumps({"name": call["name"], "parameters": call["arguments"]}) for call in calls)
+        return ("; ".join(parts) if calls else content) + "<|eot_id|>"
+    if name == "gpt_oss":
+        if not calls:
+            return f"<|channel|>final<|message|>{content}<|return|>"
+        sent = [
+            f" to=functions.{call['name']} <|constrain|>json<|message|>{json.dumps(call['arguments'])}<|call|>"
+            for call in calls
+        ]
+        called = "<|start|>assistant".join("<|channel|>commentary" + each for each in sent)
+        return f"<|channel|>analysis<|message|>{content}<|end|><|start|>assistant{called}" if content else called
+    if name in ("qwen3_coder", "glm45"):
+        shown = [_in_xml(name, call) for call in calls]
+    else:
+        shown = [json.dumps({"name": call["name"], "arguments": call["arguments"]}) for call in calls]
     if name == "gemma3":
         return content + "".join(f"<tool_call>{call}</tool_call>" for call in shown) + "<end_of_turn>"
+    if name == "glm45":
+        called = "".join(f"\n<tool_call>{call}</tool_call>" for call in shown)
+        return f"\n<think>{reasoning}</think>{content and chr(10)}{content}{called}"
     called = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in shown)
     return f"<think>\n{reasoning}\n</think>\n\n{content}{chr(10) if content and called else ''}{called}<|im_end|>"
+
+
+def _in_xml(name: str, call: Mapping[str, Any]) -> str:
+    values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in call["arguments"].items()}
+    if name == "glm45":
+        pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+        return f"{call['name']}\n" + "".join(pairs)
+    parameters = (f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<function={call['name']}>\n" + "".join(parameters) + "</function>"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rl_contracts.answers import FORMATS
 from rl_contracts.config import Settings, bounded, choice
+from rl_contracts.tool_calls import FORMATS
 
 
 @dataclass
@@ -22,8 +22,9 @@ class EndpointConfig(Settings):
     url: str = ""
     """How agents reach it (`http://name:port`), where that differs from host and port."""
     tool_calls: str = choice("auto", ("auto", *FORMATS))
-    """How the model writes tool calls: `hermes`, `mistral`, `llama3`, `transformers` (as the tokenizer's
-    `response_template` says), or `none`; `auto`: by the tokenizer. With `none` requests with tools are refused."""
+    """Format of the model's tool calls: `hermes`, `qwen3_coder`, `glm45`, `mistral`, `llama3`, `gpt_oss`,
+    `transformers` (as the tokenizer's `response_template` describes), or `none`; `auto`: the format in which the chat
+    template renders a call, and `none` if that is no known format. With `none` requests with tools are refused."""
     credit: str = choice("episode", ("episode", "turn"))
     """What rewards of single calls (`POST /v1/rewards`) become. `episode`: their sum and the outcome are the one reward
     of the episode, which any estimator can use. `turn`: a call's answer has what it and those after it earned; for

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from tokenizers import processors
 
 from rl_apps import gsm8k_grpo
 from rl_apps.app import Run
@@ -90,6 +91,21 @@ def test_plain_template_shows_turns_and_learns_answers_with_their_end(base_model
     assert ids[-len(prompt) :] != prompt
     more = renderer.append_turn(ids[: len(ids) - len(tokenizer.encode("\n\n"))], CHAT[:1])
     assert tokenizer.decode(more).endswith(f"4.{end}\n\nUser: 2+2?\n\nAssistant:")
+
+
+def test_plain_template_begins_with_the_bos_that_the_tokenizer_adds(base_model, tmp_path):
+    tokenizer = load_tokenizer(ModelConfig(str(base_model)))
+    tokenizer.bos_token = tokenizer.pad_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+
+    tokenizer = load_tokenizer(ModelConfig(str(tmp_path), chat_template="plain"))
+
+    ids = ChatRenderer(tokenizer).render(CHAT[:1])
+    assert ids == tokenizer.encode("User: 2+2?\n\nAssistant:")
+    assert ids[0] == tokenizer.bos_token_id
 
 
 def test_template_of_a_file_is_the_one_that_is_used_and_saved(base_model, tmp_path, capsys):

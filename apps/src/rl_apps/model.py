@@ -42,8 +42,8 @@ class ModelConfig:
     """Hugging Face directory or hub id, or `embedded`: a tiny model made on the spot and cached; `embedded-moe`: one
     with four experts in each layer, of which two take each token."""
     chat_template: str = ""
-    """File with a Jinja chat template, or `plain` (`User: ...`, `Assistant: ...`), for models that have none; empty:
-    the model's own."""
+    """File with a Jinja chat template, or `plain` (`User: ...`, `Assistant: ...`, after the tokenizer's
+    beginning-of-text token), for models that have none; empty: the model's own."""
     directories: dict[str, str] = field(default_factory=dict)
     """Directories of the run's models by what their `path` says. The command fills it in."""
 

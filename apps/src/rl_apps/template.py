@@ -11,9 +11,11 @@ from rl_apps.compose import CONF
 from rl_apps.model import ModelConfig
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.rendering import adds_bos
 
 PLAIN = "plain"
-"""Stands for our template: `User: ...` and `Assistant: ...`, each answer closed by the end-of-text token."""
+"""Stands for our template: `User: ...` and `Assistant: ...`, each answer closed by the end-of-text token, after the
+beginning-of-text token if the tokenizer adds one to a text."""
 
 
 def check_chat_template(run: Run[Any]) -> None:
@@ -63,7 +65,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
     """
     tokenizer = read_tokenizer(model.directory())
     if model.chat_template:
-        tokenizer.chat_template = _given(model)
+        bos = "{{- bos_token -}}" if model.chat_template == PLAIN and adds_bos(tokenizer) else ""
+        tokenizer.chat_template = bos + _given(model)
     return tokenizer
 
 

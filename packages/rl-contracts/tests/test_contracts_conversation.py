@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from rl_contracts.answers import AnswerReader
 from rl_contracts.conversation import Conversation, Prompt, Turn, tokens_to
@@ -353,6 +354,23 @@ def test_completions_that_go_on_with_tokens_or_text_keep_what_was_sampled() -> N
     assert talk.completion(told + "noit is 12 and").parent is first, "the text does not say that the answer ended"
     assert talk.completion([*tokens_to(ended), 9]).parent is ended
     check_rows(talk.rows(), sampler.responses)
+
+
+def test_completion_text_begins_with_one_bos_that_later_texts_lack() -> None:
+    sampler = Sampler("llama3", random.Random(5))
+    sampler.tokenizer = tokenizer = copy.deepcopy(sampler.tokenizer)
+    tokenizer.bos_token = "<|begin_of_text|>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", tokenizer.bos_token_id)]
+    )
+    talk = sampler.conversation = Conversation(ChatRenderer(tokenizer))
+
+    first = sampler.answer(talk.completion("what is it? "), "the answer ")
+    after = talk.completion("what is it? the answer no")
+
+    assert after.parent is first
+    assert tokenizer.decode(after.ids) == "<|begin_of_text|>what is it? the answer no"
+    assert talk.completion([5, 6]).ids == [5, 6]
 
 
 def test_rows_turns_rewards_lie_on_their_last_tokens_and_once() -> None:

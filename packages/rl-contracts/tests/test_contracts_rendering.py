@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rl_contracts.errors import ConfigError, DataError
-from rl_contracts.rendering import ChatRenderer
+from rl_contracts.rendering import ChatRenderer, adds_bos
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -122,6 +122,21 @@ def test_stop_ids_are_end_of_turn_then_end_of_text() -> None:
 
     assert list(RENDERER.stop_ids) == expected
     assert ChatRenderer(_tokenizer(CHATML, eos="<|im_end|>")).stop_ids == (expected[0],)
+
+
+@pytest.mark.parametrize("text", ["it is", "<|endoftext|>it is"])
+def test_encode_text_that_begins_a_prompt_has_one_bos(text: str) -> None:
+    tokenizer = _tokenizer(CHATML)
+    tokenizer.bos_token = "<|endoftext|>"
+    assert not adds_bos(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+
+    ids = ChatRenderer(tokenizer).encode(text, begins=True)
+
+    assert tokenizer.decode(ids) == "<|endoftext|>it is"
+    assert ChatRenderer(tokenizer).encode("it is") == ids[1:]
 
 
 def test_stop_ids_nothing_can_end_an_answer_is_refused() -> None:

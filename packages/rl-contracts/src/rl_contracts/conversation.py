@@ -146,7 +146,8 @@ class Conversation:
 
     def completion(self, given: str | Sequence[int]) -> Prompt:
         """Where a call stands whose prompt is a text or tokens without messages: after the longest of such prompts and
-        its answer with which it begins. After a text that is an answer that the model did not end.
+        its answer with which it begins. After a text that is an answer that the model did not end. A text that begins a
+        prompt gets the beginning-of-text token that the tokenizer adds.
 
         Raises:
             DataError: the text is not UTF-8.
@@ -167,9 +168,10 @@ class Conversation:
             if turns := self._by_key.get(hashed.digest()):
                 parent, length = turns[-1], end
         rest = said[length:]
-        added = (
-            self.renderer.encode(rest.decode()) if isinstance(given, str) else np.frombuffer(rest, np.int64).tolist()
-        )
+        if isinstance(given, str):
+            added = self.renderer.encode(rest.decode(), begins=parent is None)
+        else:
+            added = np.frombuffer(rest, np.int64).tolist()
         return Prompt([*(tokens_to(parent) if parent else ()), *added], len(added), parent, key=said)
 
     def add(

@@ -167,14 +167,19 @@ class ChatRenderer:
         text: str = self._apply(messages, tools, add_generation_prompt, tokenize=False)
         return text
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, special tokens by their names in it, and no others.
+    def encode(self, text: str, begins: bool = False) -> list[int]:
+        """Return the token ids of a text, special tokens by their names in it.
+
+        Args:
+            begins: whether the text begins a prompt. Then it gets the beginning-of-text token that the tokenizer adds.
 
         Raises:
             DataError: the text is not UTF-8.
         """
         require_utf8(text)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        bos = [self._tokenizer.bos_token_id] if begins and adds_bos(self._tokenizer) else []
+        return ids if ids[:1] == bos else [*bos, *ids]
 
     def said(self, ids: Sequence[int]) -> str:
         """Text of an answer, without the token that ended it."""
@@ -344,6 +349,11 @@ def require_utf8(text: str) -> None:
             f"expected text that is UTF-8, found half a character (a lone surrogate) after "
             f"{text[max(error.start - 20, 0) : error.start]!r}; remove or replace it"
         ) from None
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether a tokenizer puts its beginning-of-text token before a text."""
+    return tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], stop_ids: Collection[int]) -> str:

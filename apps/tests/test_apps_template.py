@@ -11,7 +11,7 @@ from rl_apps.app import Run
 from rl_apps.driver import main
 from rl_apps.layout import layout_of
 from rl_apps.model import ModelConfig
-from rl_apps.template import load_tokenizer
+from rl_apps.template import load_tokenizer, save_tokenizer
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.testing.models import make_tiny_model
 
@@ -108,6 +108,17 @@ def test_plain_template_begins_with_the_bos_that_the_tokenizer_adds(base_model, 
     assert ids[0] == tokenizer.bos_token_id
 
 
+def test_tokenizer_saved_with_a_template_keeps_the_models_end_tokens(base_model, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(base_model, model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+
+    save_tokenizer(ModelConfig(str(model), chat_template="plain"), tmp_path / "saved")
+
+    saved = load_tokenizer(ModelConfig(str(tmp_path / "saved")))
+    assert ChatRenderer(saved).stop_ids == (saved.eos_token_id, 5, 6)
+
+
 def test_template_of_a_file_is_the_one_that_is_used_and_saved(base_model, tmp_path, capsys):
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}")
@@ -117,7 +128,7 @@ def test_template_of_a_file_is_the_one_that_is_used_and_saved(base_model, tmp_pa
 
     config = gsm8k_grpo.APP.config(arguments)
     run = Run(config, layout_of(config.allocation, "required"), tmp_path, "cpu")
-    load_tokenizer(config.model).save_pretrained(run.tokenizer)
+    save_tokenizer(config.model, run.tokenizer)
     shutil.copy(base_model / "config.json", tmp_path / "tokenizer")
     saved = load_tokenizer(ModelConfig(run.tokenizer))
     assert saved.apply_chat_template(CHAT[:1], tokenize=False) == f"<user>2+2?{saved.eos_token}"

@@ -42,7 +42,7 @@ from rl_apps.model import find_models, make_model
 from rl_apps.parts import attached, memory_of, server_jobs, weights_directory
 from rl_apps.rehearsal import check_golds, rehearse, rehearse_loss
 from rl_apps.servers import check_attached, check_program, command_of
-from rl_apps.template import load_tokenizer
+from rl_apps.template import save_tokenizer
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, ServerStartError, raised_at
@@ -276,7 +276,7 @@ def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
         ConfigError, DataError, ModelError: see `rehearse` and `App.measure`.
     """
     if run.config.model.chat_template:
-        load_tokenizer(run.config.model).save_pretrained(run.tokenizer)
+        save_tokenizer(run.config.model, run.tokenizer)
     if run.layout.rollout is not None and run.config.rollout.rehearsal:
         say("running a trial episode on one example")
         rehearse(run, app.form)

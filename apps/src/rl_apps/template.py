@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,18 @@ def load_tokenizer(model: ModelConfig) -> Any:
         bos = "{{- bos_token -}}" if model.chat_template == PLAIN and adds_bos(tokenizer) else ""
         tokenizer.chat_template = bos + _given(model)
     return tokenizer
+
+
+def save_tokenizer(model: ModelConfig, directory: str | Path) -> None:
+    """Save a model's tokenizer with the template that is given, and the end tokens of its `generation_config.json`.
+
+    Raises:
+        ModelError, ConfigError: see `load_tokenizer`.
+    """
+    load_tokenizer(model).save_pretrained(directory)
+    generation = Path(model.directory()) / "generation_config.json"
+    if generation.is_file():
+        shutil.copy2(generation, directory)
 
 
 def _given(model: ModelConfig) -> str:

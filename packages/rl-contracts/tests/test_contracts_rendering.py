@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.rendering import ChatRenderer, adds_bos
+from rl_contracts.testing.chat_formats import make_chat_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -122,6 +125,38 @@ def test_stop_ids_are_end_of_turn_then_end_of_text() -> None:
 
     assert list(RENDERER.stop_ids) == expected
     assert ChatRenderer(_tokenizer(CHATML, eos="<|im_end|>")).stop_ids == (expected[0],)
+
+
+@pytest.mark.parametrize(("named", "more"), [([5, 0, 6], [5, 6]), (5, [5]), ([10_000, 5], [5]), (None, [])])
+def test_stop_ids_include_those_of_the_generation_config(tmp_path: Path, named: Any, more: list[int]) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+
+    assert ChatRenderer(AutoTokenizer.from_pretrained(tmp_path)).stop_ids == (*RENDERER.stop_ids, *more)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "role", "appended"),
+    [
+        ("<|user|>", "user", "\nand?<|assistant|>"),
+        ("<|observation|>", "tool", "\n<tool_response>\nand?\n</tool_response><|assistant|>"),
+        ("<|endoftext|>", "user", "<|user|>\nand?<|assistant|>"),
+        ("", "user", "<|user|>\nand?<|assistant|>"),
+    ],
+)
+def test_append_turn_that_its_opening_token_ends_has_it_once(
+    tmp_path: Path, sampled: str, role: str, appended: str
+) -> None:
+    make_chat_tokenizer("glm45").save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    renderer = ChatRenderer(tokenizer)
+    ids = renderer.encode(f"it is 2{sampled}")
+
+    more = renderer.append_turn(ids, [{"role": role, "content": "and?"}])
+
+    assert tokenizer.decode(more[len(ids) :]) == appended
 
 
 @pytest.mark.parametrize("text", ["it is", "<|endoftext|>it is"])

@@ -95,6 +95,12 @@ def vocabulary_size(path: str) -> int | None:
     return _size(path, "vocab_size")
 
 
+def end_ids(path: str) -> list[int]:
+    """Ids of the tokens that end a text, by the `generation_config.json` of a directory; empty if it names none."""
+    found = _config(path, "generation_config.json").get("eos_token_id")
+    return [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
+
+
 def same_model(one: str, other: str) -> bool:
     """Whether two directories hold models of one architecture and size, whatever their weights are: they are one, or
     their `config.json` say the same. A hub id stands for its directory in the hub's cache."""
@@ -115,10 +121,10 @@ def _size(path: str, name: str) -> int | None:
         return None
 
 
-def _config(path: str) -> dict[str, Any]:
-    """The settings of a model; none where they cannot be read."""
+def _config(path: str, file: str = "config.json") -> dict[str, Any]:
+    """The settings in a file of a model directory; empty if they cannot be read."""
     try:
-        found = json.loads((Path(path) / "config.json").read_text())
+        found = json.loads((Path(path) / file).read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.model_directory import end_ids
 from rl_contracts.shown import require_shown
 
 Message = Mapping[str, Any]
@@ -29,7 +30,8 @@ class ChatRenderer:
     """Renders conversations with the chat template of a tokenizer.
 
     Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
+        tokenizer: a Hugging Face tokenizer with a chat template. If it was loaded from a directory, the end tokens of
+            the `generation_config.json` there end a turn too.
         template_options: further variables of the template, for example `{"enable_thinking": False}`.
 
     Raises:
@@ -78,18 +80,15 @@ class ChatRenderer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an assistant turn: the template's end-of-turn token first, then the end-of-text token.
+        """Ids that end an assistant turn: the template's end-of-turn token, the end-of-text token, and those of the
+        model's `generation_config.json`.
 
         Raises:
-            ConfigError: neither exists, so that a model could never end its answer.
+            ConfigError: there is none, so that a model could never end its answer.
         """
-        closing = self.encode(self._after_answer(_PROBE, None, False))
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        special = {index for index, token in added.items() if getattr(token, "special", False)}
-        end_of_turn = next(
-            (token for token in closing if token in special or token in self._tokenizer.all_special_ids), None
-        )
-        found = (end_of_turn, self._tokenizer.eos_token_id)
+        directory = getattr(self._tokenizer, "name_or_path", "")
+        known = [token for token in end_ids(directory) if token < len(self._tokenizer)] if directory else []
+        found = (self._end_of_turn, self._tokenizer.eos_token_id, *known)
         stops = tuple(dict.fromkeys(token for token in found if token is not None))
         if not stops:
             raise ConfigError(
@@ -97,6 +96,14 @@ class ChatRenderer:
                 "with an end-of-text token; found neither, so no answer could ever end. Set `tokenizer.eos_token`."
             )
         return stops
+
+    @cached_property
+    def _end_of_turn(self) -> int | None:
+        """First special token that the template puts after the last answer; None if it puts none there."""
+        closing = self.encode(self._after_answer(_PROBE, None, False))
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        special = {index for index, token in added.items() if getattr(token, "special", False)}
+        return next((token for token in closing if token in special or token in self._tokenizer.all_special_ids), None)
 
     def render_sft(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
@@ -200,7 +207,9 @@ class ChatRenderer:
             return None
         added = self.encode(following)
         stop = next(i for i, token in enumerate(added) if token in self.stop_ids)
-        closed = len(ids) > 0 and ids[-1] in self.stop_ids
+        last = ids[-1] if len(ids) > 0 else None
+        # Where no token closes a turn, the stop token here opens the next one, and only its double is left out.
+        closed = last in self.stop_ids and (self._end_of_turn is not None or last == added[stop])
         return added[stop + 1 if closed else stop :]
 
     @cached_property

@@ -208,8 +208,20 @@ def test_reward_std_is_the_sample_deviation_whatever_the_split():
 def test_answers_that_json_cannot_hold_name_another_remedy_than_a_disk(tmp_path):
     writer = RolloutWriter(tmp_path)
     answer = _answer()
-    answer.info["note"] = "half \ud83d"
+    answer.info["note"] = {"a set"}
     writer.training(1, [answer])
     writer._thread.join(60)
     with pytest.raises(DataError, match="`info`"):
         writer.training(2, [_answer()])
+
+
+def test_writer_of_half_a_character_replaces_it(tmp_path):
+    writer = RolloutWriter(tmp_path)
+    answer = _answer()
+    answer.info["note"] = "half \ud83d"
+
+    writer.training(1, [answer])
+    writer.destroy()
+
+    (row,) = _lines(tmp_path / "step_1-0.jsonl")
+    assert row["note"] == "half ?"

@@ -140,7 +140,8 @@ class RolloutWriter:
     def _work(self) -> None:
         try:
             for path, rows, tokens in iter(self._waiting.get, None):
-                self._append(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+                lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                self._append(path, lines.encode(errors="replace").decode())  # half characters of a workflow's texts
                 with self._lock:
                     self._waiting_tokens -= tokens
         except Exception as error:  # noqa: BLE001 - the next call of write raises it

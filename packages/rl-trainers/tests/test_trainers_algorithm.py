@@ -142,13 +142,14 @@ def test_part_unknown_name_lists_what_is_installed():
     ("config", "kinds"),
     [
         (AdvantageConfig, ("outcome", "return", "gae")),
+        (CorrectionConfig, ("none", "plain", "truncate", "mask")),
         (MaskConfig, ("none", "ratio", "second_moment", "divergence")),
     ],
 )
 def test_setting_that_a_kind_does_not_read_is_refused(config, kinds):
     others = {
         "mean": "batch", "std": "batch", "leave_one_out": True, "gamma": 0.5, "lam": 0.5, "unit": "turn",
-        "level": "token", "low": 0.1, "high": 3.0, "threshold": 0.5,
+        "level": "sequence", "cap": 3.0, "floor": 0.1, "low": 0.1, "high": 3.0, "threshold": 0.5,
     }  # fmt: skip
     known = {item.name for item in fields(config)}
     for kind in kinds:

@@ -168,13 +168,9 @@ class CorrectionConfig(PartConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounded_below = self.kind in ("mask", "truncate")
-        require(
-            0 <= self.floor < self.cap if bounded_below else self.floor == 0,
-            f"algorithm.correction.floor with algorithm.correction.kind={self.kind}",
-            f"0 or more, below cap ({self.cap:g})" if bounded_below else "0 (only `mask` and `truncate` have a floor)",
-            self.floor,
-        )
+        bounds = {"level", "cap", "floor"}
+        _refuse_unread(self, {"none": set(), "plain": {"level"}, "truncate": bounds, "mask": bounds})
+        require(0 <= self.floor < self.cap, "algorithm.correction.floor", f"0 to below cap ({self.cap:g})", self.floor)
 
 
 @dataclass

@@ -39,6 +39,7 @@ PRESETS = (
     "m2po",
     "lite_ppo",
     "maxrl",
+    "gdpo",
     "decoupled",
     "tis",
     "icepop",
@@ -46,7 +47,11 @@ PRESETS = (
     "geometric_mask",
 )
 
-OTHER_RATES = {"ppo": ["critic.optimizer.lr=1e-3"], "m2po": ["actor.optimizer.lr=4e-4"]}
+OTHER_SETTINGS = {
+    "ppo": ["critic.optimizer.lr=1e-3"],
+    "m2po": ["actor.optimizer.lr=4e-4"],
+    "gdpo": [f"rollout.reward={Path(__file__).with_name('parted_reward.py')}:right_and_brief"],
+}
 
 
 def _run(name, directory, metric, *settings):
@@ -73,7 +78,7 @@ def improves(record_property, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_improves_the_reward(name, improves):
-    improves(name, *SETTINGS, *OTHER_RATES.get(name, ()))
+    improves(name, *SETTINGS, *OTHER_SETTINGS.get(name, ()))
 
 
 @pytest.mark.nightly

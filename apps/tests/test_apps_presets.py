@@ -55,6 +55,7 @@ def test_presets_are_different_algorithms():
         ("cispo", {"loss.kind": "cispo", "loss.clip_low": 1.0}),
         ("m2po", {"mask.kind": "second_moment", "mask.threshold": 0.04, "correction.kind": "plain"}),
         ("lite_ppo", {"advantage.std": "batch", "aggregation.kind": "token_mean"}),
+        ("gdpo", {"advantage.kind": "gdpo", "loss.kind": "clip"}),
         ("maxrl", {"advantage.std": "mean", "loss.kind": "clip"}),
         ("icepop", {"correction.kind": "mask", "correction.floor": 0.5, "correction.cap": 5.0}),
     ],

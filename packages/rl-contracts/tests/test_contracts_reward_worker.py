@@ -19,18 +19,21 @@ import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
 from rl_contracts.metrics import collect
-from rl_contracts.reward import time_limit
+from rl_contracts.reward import parts_of, time_limit
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.testing.waiting import wait_until
 
 REWARDS = """
 import asyncio, ctypes, logging, os, subprocess, sys, time
-from rl_contracts.reward import time_limit
+from rl_contracts.reward import PartedReward, time_limit
 
 def exact(prompt, completions, prompt_ids, completion_ids, answer, **data):
     return 1.0 if completions == answer else 0.0
 
 LIMIT = time_limit()
+
+def parted(prompt, completions, prompt_ids, completion_ids, **data):
+    return PartedReward(right=1.0, form=0.5)
 
 def limited(prompt, completions, prompt_ids, completion_ids, **data):
     return 0.0 if time_limit() != LIMIT else LIMIT
@@ -150,6 +153,14 @@ async def test_call_final_text_reaches_functions_that_take_it(target: str, expec
         found = await wrapper("question", "</think>5", [1, 2], [3], final_text="5", answer="4")
 
     assert found == expected
+
+
+@pytest.mark.usefixtures("rewards")
+async def test_call_parted_reward_keeps_its_parts() -> None:
+    async with AsyncRewardWrapper("worker_rewards:parted") as wrapper:
+        found = await score(wrapper, "5", answer="4")
+
+    assert (found, parts_of(found)) == (1.5, {"right": 1.0, "form": 0.5})
 
 
 async def test_call_function_object_is_found_by_its_name(rewards: Any) -> None:

@@ -147,6 +147,14 @@ def test_select_no_rows_keeps_every_key() -> None:
         assert set(nothing.keys()) == set(batch.keys())
 
 
+def test_stack_rewards_with_different_parts_are_a_data_error() -> None:
+    rows = [Trajectory(np.arange(2), np.ones(2, bool), np.zeros(2), np.zeros(2)) for _ in range(2)]
+    rows[0].reward_parts, rows[1].reward_parts = {"right": 1.0}, {"right": 1.0, "form": 0.0}
+
+    with pytest.raises(DataError, match="form"):
+        stack(rows)
+
+
 def test_multi_modal_entries_stay_with_their_rows() -> None:
     def row(length: int, image: Any) -> Trajectory:
         zeros = np.zeros(length)

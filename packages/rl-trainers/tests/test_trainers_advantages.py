@@ -5,6 +5,7 @@ import pytest
 import torch
 from policy_toys import on_replicas
 
+from rl_contracts.errors import DataError
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.trajectory import Trajectory, select, stack
@@ -37,6 +38,7 @@ SETTINGS = {
         "advantage": AdvantageConfig("gae", unit="turn"),
         "reward": RewardConfig(overlong_max=12, overlong_cache=8),
     },
+    "parts": {"advantage": AdvantageConfig("gdpo", options={"weights": {"form": 0.5}})},
 }
 PLACES = ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [])
 SPLIT = ([9, 0, 5, 2], [1, 8, 3, 4, 7, 6])
@@ -48,6 +50,8 @@ def _batch():
     generator = torch.Generator().manual_seed(0)
     for name in ("values", "ref_logprobs", "prox_logprobs"):
         batch[name] = torch.randn(batch["input_ids"].shape, generator=generator)
+    for name in ("form", "right"):
+        batch[f"reward_parts/{name}"] = torch.randn(10, generator=generator)
     batch["loss_mask"][3] = False
     batch["minibatch"] = torch.arange(10) % 2
     return batch
@@ -214,3 +218,35 @@ def test_maxrl_divides_by_the_mean_of_the_group():
     # (r - p) / p with p = 1/4: 3 for the right answer, -1 for the others; a group without a right one teaches nothing
     found = [float(batch["advantages"][row][batch["loss_mask"][row]][0]) for row in range(6)]
     assert found == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0], abs=1e-4)
+
+
+def test_gdpo_adds_parts_that_are_normalised_by_themselves():
+    parts = {"right": [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], "length": [0.0, 0.0, 9.0, 7.0, 3.0, 3.0, 3.0, 3.0]}
+    rows = [_row(episode, sum(values), 2) for episode, values in enumerate(zip(*parts.values(), strict=True))]
+    for row, values in zip(rows, zip(*parts.values(), strict=True), strict=True):
+        row.reward_parts = dict(zip(parts, values, strict=True))
+    batch = stack(rows)
+    batch["group_ids"] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    advantage = AdvantageConfig("gdpo", options={"weights": {"length": 0.25}})
+
+    assign_credit(batch, AlgorithmConfig(advantage=advantage), ParallelContext())
+
+    total = 0.0
+    for weight, values in zip((1.0, 0.25), parts.values(), strict=True):
+        groups = np.array(values).reshape(2, 4)
+        total += weight * (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
+    expected = (total - total.mean()) / total.std(ddof=1)
+    found = [float(batch["advantages"][row][batch["loss_mask"][row]][0]) for row in range(8)]
+    assert found == pytest.approx(expected.ravel(), abs=1e-5)
+
+
+@pytest.mark.parametrize("weights", [{}, {"form": 1.0}])
+def test_gdpo_without_the_parts_that_it_weighs_is_refused(weights):
+    batch = stack([_row(episode, 1.0, 2) for episode in range(2)])
+    if weights:
+        batch["reward_parts/right"] = torch.ones(2)
+
+    config = AlgorithmConfig(advantage=AdvantageConfig("gdpo", options={"weights": weights}))
+
+    with pytest.raises(DataError, match="PartedReward"):
+        assign_credit(batch, config, ParallelContext())

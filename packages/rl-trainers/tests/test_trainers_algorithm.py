@@ -32,6 +32,7 @@ from rl_trainers.objective import make_policy_loss
             "algorithm.ratio with .*: expected .* take algorithm.loss.kind=importance",
         ),
         ({"correction": CorrectionConfig("mask"), "proximal": "behaviour"}, "the ratio is 1 and nothing is masked"),
+        ({"advantage": AdvantageConfig("gdpo"), "reward": RewardConfig(scale=2.0)}, "another than gdpo"),
         ({"mask": MaskConfig("ratio"), "proximal": "behaviour"}, "the ratio is 1 and nothing is masked"),
     ],
 )
@@ -141,7 +142,7 @@ def test_part_unknown_name_lists_what_is_installed():
 @pytest.mark.parametrize(
     ("config", "kinds"),
     [
-        (AdvantageConfig, ("outcome", "return", "gae")),
+        (AdvantageConfig, ("outcome", "return", "gae", "gdpo")),
         (CorrectionConfig, ("none", "plain", "truncate", "mask")),
         (MaskConfig, ("none", "ratio", "second_moment", "divergence")),
     ],

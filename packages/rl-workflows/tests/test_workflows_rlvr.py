@@ -9,6 +9,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, RewardError
 from rl_contracts.metrics import collect, record
+from rl_contracts.reward import PartedReward
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
 from rl_contracts.testing.models import make_tiny_tokenizer
@@ -60,6 +61,14 @@ async def test_episode_reward_sees_texts_ids_and_the_rows_other_entries(tokenize
     assert not {"messages", "prompt_id", "epoch"} & seen.keys()
     assert (row.reward, row.temperature, row.truncated) == (0.5, pytest.approx(0.7), False)
     assert row.info == {"prompt": seen["prompt"], "completion": "it is 5", "answer": "5"}
+
+
+async def test_episode_row_keeps_the_parts_of_its_reward(tokenizer, answering):
+    workflow = _workflow(tokenizer, lambda *given, **data: PartedReward(right=1.0, form=0.5))
+
+    [row] = await workflow.arun_episode(answering, ROW)
+
+    assert (row.reward, row.reward_parts) == (1.5, {"right": 1.0, "form": 0.5})
 
 
 async def test_episode_tools_of_the_row_are_in_the_prompt_and_the_reward(answering):

@@ -10,6 +10,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, LaunchError
 from rl_contracts.metrics import collect
+from rl_contracts.reward import PartedReward
 from rl_contracts.sandbox import Sandbox, SandboxLimits
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
@@ -96,6 +97,15 @@ async def test_multi_turn_wrong_answer_gets_feedback_and_the_last_reward_counts(
     assert asked[1].startswith(asked[0] + "it is 4<|eot_id|>")
     assert row.info["completion"].startswith("it is 4<|eot_id|>")
     assert figures.results()["conversation/turns"] == 2
+
+
+async def test_multi_turn_discount_scales_the_parts_of_the_reward():
+    engine, tokenizer, _ = scripted("llama3", "it is 4", "it is 5")
+    reward = lambda *given, **data: PartedReward(right=right(*given, answer=data["answer"]), form=0.0)  # noqa: E731
+
+    [row] = await MultiTurnWorkflow(tokenizer, GENERATION, reward, discount=0.5).arun_episode(engine, dict(ROW))
+
+    assert (row.reward, row.reward_parts) == (0.5, {"right": 0.5, "form": 0.0})
 
 
 async def test_multi_turn_tools_of_the_row_are_in_every_prompt():

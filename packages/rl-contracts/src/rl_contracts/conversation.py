@@ -24,6 +24,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError
+from rl_contracts.reward import parts_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -369,6 +370,7 @@ def _row(path: list[Turn], trained: set[Turn], reward: float, returns: Mapping[T
         logprobs=laid("logprobs", 0),
         versions=laid("versions", -1),
         reward=float(reward),
+        reward_parts=parts_of(reward),
         temperature=temperatures.pop(),
         truncated=path[-1].truncated,
         token_rewards=rewards if returns else None,

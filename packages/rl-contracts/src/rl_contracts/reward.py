@@ -20,6 +20,26 @@ def set_time_limit(seconds: float) -> None:
     _time_limit = seconds
 
 
+class PartedReward(float):
+    """The sum of named rewards, such as `PartedReward(right=1.0, format=0.5)`: a number that keeps them, for an
+    advantage that treats each by itself (`algorithm.advantage.kind=gdpo`)."""
+
+    parts: dict[str, float]
+
+    def __new__(cls, **parts: float) -> PartedReward:
+        reward = super().__new__(cls, sum(parts.values()))
+        reward.parts = {name: float(value) for name, value in parts.items()}
+        return reward
+
+    def __mul__(self, factor: float) -> PartedReward:
+        return PartedReward(**{name: value * factor for name, value in self.parts.items()})
+
+
+def parts_of(reward: float) -> dict[str, float]:
+    """The named rewards that a reward is the sum of; none of a plain number."""
+    return reward.parts if isinstance(reward, PartedReward) else {}
+
+
 class RewardFunction(Protocol):
     """Scores one sample. Plain or async.
 
@@ -35,7 +55,7 @@ class RewardFunction(Protocol):
         completion_ids: list[int],
         **data: Any,
     ) -> float | Awaitable[float]:
-        """Reward of one completion.
+        """Reward of one completion: a number, or a `PartedReward`, with the same names for every completion.
 
         Args:
             prompt: text of the prompt.

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from rl_contracts.errors import DataError
 from rl_contracts.packing import units_of
+from rl_contracts.reward import parts_of
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -44,6 +45,9 @@ ROW_KEYS: dict[str, str] = {
     "truncated": "bool",
 }
 """Per-row entries, [B], of every batch, with their dtypes."""
+
+PART_PREFIX = "reward_parts/"
+"""Begins the names of float32 [B] entries: the parts of `rewards`, where all rows have such."""
 
 UNIT_KEY = "unit_ids"
 """int64 [B], where a batch has it: rows of the same unit (the two answers of a preference pair) are learned from in the
@@ -80,6 +84,8 @@ class Trajectory:
     """Images and processor outputs."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON values for people (prompt text, completion text, gold answer); not part of the batch."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """What `reward` is the sum of, where the reward function gives an `rl_contracts.reward.PartedReward`."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -118,6 +124,7 @@ def from_response(
         logprobs=logprobs,
         versions=versions,
         reward=float(reward),
+        reward_parts=parts_of(reward),
         temperature=temperature if temperature > 0 else 1.0,
         truncated=response.stop_reason == "length",
         info=info or {},
@@ -160,6 +167,11 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
     }
     if any(row.token_rewards is not None for row in rows):
         batch["token_rewards"] = padded("token_rewards", 0, np.float32)
+    for name in rows[0].reward_parts:
+        if any(row.reward_parts.keys() != rows[0].reward_parts.keys() for row in rows):
+            names = sorted({part for row in rows for part in row.reward_parts})
+            raise DataError(f"rewards have different parts, of {names}; expected the same in every row of a batch.")
+        batch[PART_PREFIX + name] = torch.tensor([row.reward_parts[name] for row in rows])
     result = TensorDict(batch, batch_size=[len(rows)])
     if any(row.multi_modal is not None for row in rows):
         # a stack, because one list would stay whole when rows are taken out of the batch

@@ -80,7 +80,8 @@ class AdvantageConfig(PartConfig):
     setting: ClassVar[str] = "algorithm.advantage"
     kind: str = "outcome"
     """Estimator: `outcome` (an episode's reward, normalised, for each of its tokens: GRPO and its relatives), `return`
-    (the discounted sum of the rewards that follow a token: REINFORCE), `gae` (PPO; needs a critic), or anybody's."""
+    (the discounted sum of the rewards that follow a token: REINFORCE), `gae` (PPO; needs a critic), `gdpo` (each part
+    of the reward normalised by itself; `options.weights`), or anybody's."""
     mean: str = choice("group", OVER)
     """Subtracted from an `outcome`: the mean over its `group` or the `batch`, or `none`."""
     std: str = choice("group", (*OVER, "mean"))
@@ -100,7 +101,7 @@ class AdvantageConfig(PartConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         groups = {"mean", "std", "leave_one_out"}
-        _refuse_unread(self, {"outcome": groups, "return": {"gamma"}, "gae": {"gamma", "lam", "unit"}})
+        _refuse_unread(self, {"outcome": groups, "return": {"gamma"}, "gae": {"gamma", "lam", "unit"}, "gdpo": set()})
         require(
             self.mean != "none" or not self.leave_one_out,
             "algorithm.advantage.leave_one_out with algorithm.advantage.mean=none",
@@ -111,12 +112,12 @@ class AdvantageConfig(PartConfig):
     @property
     def compares_groups(self) -> bool:
         """Whether answers to one prompt are compared, so that one alone has no advantage."""
-        return self.kind == "outcome" and {"group", "mean"} & {self.mean, self.std} != set()
+        return self.kind == "gdpo" or (self.kind == "outcome" and {"group", "mean"} & {self.mean, self.std} != set())
 
     @property
     def reads_tokens(self) -> bool:
         """Whether rewards of tokens, so of single turns, count: `outcome` has one number per episode."""
-        return self.kind != "outcome"
+        return self.kind not in ("outcome", "gdpo")
 
 
 @dataclass
@@ -281,6 +282,12 @@ class AlgorithmConfig(Settings):
             "algorithm.ratio with algorithm.loss.kind=reinforce",
             "`token`: that loss has no ratio; take algorithm.loss.kind=importance",
             self.ratio,
+        )
+        require(
+            self.advantage.kind != "gdpo" or (self.reward == RewardConfig() and self.kl.place != "reward"),
+            "algorithm.advantage.kind with algorithm.reward or algorithm.kl.place=reward",
+            "another than gdpo, which compares the parts of a reward as they are",
+            self.advantage.kind,
         )
         by_ratio = self.correction.kind == "mask" or {"ratio", "divergence", "second_moment"} & set(
             self.mask.kind.split("+")

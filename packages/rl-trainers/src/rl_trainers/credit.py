@@ -12,12 +12,15 @@ import torch
 
 from rl_contracts.errors import DataError
 from rl_contracts.registry import load_part
+from rl_contracts.trajectory import PART_PREFIX
 from rl_trainers.critic import RETURNS_KEY, VALUES_KEY
 from rl_trainers.functional.advantages import EPS, Groups, gae, grouped, moments, normalised, whitened
 from rl_trainers.functional.kl import kl_estimate
 from rl_trainers.functional.rewards import overlong_penalty, shaped, terminal_rewards, to_trained_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tensordict import TensorDict
 
     from rl_contracts.parallel import ParallelContext
@@ -45,6 +48,8 @@ class Outcomes:
     token_rewards: torch.Tensor
     """float32 [B, T]: the shaped reward of a row on its last trained token, the workflow's `token_rewards` on the last
     trained token before them, and the KL penalty where it arises. Each row of an episode has the whole reward."""
+    parts: dict[str, torch.Tensor]
+    """float32 [E] each: the parts of rewards as the reward function gave them, not shaped; none of plain numbers."""
     batch: TensorDict
     """This replica's rows; with `values`, where there is a critic."""
 
@@ -64,6 +69,31 @@ def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> 
         groups = grouped(rewards, outcomes.groups)
         advantages = advantages / (groups.mean + EPS)[groups.index]
     return outcomes.spread(advantages), None
+
+
+def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None) -> Advantages:
+    """GDPO (arXiv 2601.05242, section 3): each part of the reward is normalised in its group, and the weighted sum of
+    them over the batch, so that what is equal in one part does not hide what differs in another.
+
+    Args:
+        outcomes: with `parts`.
+        weights: of parts; 1 where a part has none.
+
+    Raises:
+        DataError: the rewards have no parts, or a weight is of none of them.
+    """
+    weights = weights or {}
+    if len(outcomes.rewards) and not (outcomes.parts and weights.keys() <= outcomes.parts.keys()):
+        raise DataError(
+            f"algorithm.advantage.kind=gdpo: expected rewards with the parts {sorted(weights) or 'that are compared'}, "
+            f"found {sorted(outcomes.parts) or 'none'}; return `rl_contracts.reward.PartedReward` from the reward."
+        )
+    total = torch.zeros_like(outcomes.rewards)
+    for name, rewards in outcomes.parts.items():
+        groups = grouped(rewards, outcomes.groups)
+        total += weights.get(name, 1.0) * normalised(rewards, groups, groups)
+    batch = grouped(total)
+    return outcomes.spread(normalised(total, batch, batch)), None
 
 
 def discounted_return(outcomes: Outcomes, *, gamma: float) -> Advantages:
@@ -120,7 +150,8 @@ def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: Parallel
 def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> Outcomes:
     """What the estimator is given (collective)."""
     learn, penalty = batch["loss_mask"], _kl_penalty(batch, config)
-    mine = {name: batch[name] for name in ("group_ids", "episode_ids", "rewards")}
+    parts_of_rewards = sorted(str(name) for name in batch.keys() if str(name).startswith(PART_PREFIX))  # noqa: SIM118
+    mine = {name: batch[name] for name in ("group_ids", "episode_ids", "rewards", *parts_of_rewards)}
     generated = batch["versions"] >= 0
     own = generated & (learn | ~learn.any(-1, keepdim=True))  # masked rows train nothing
     mine |= {"lengths": generated.sum(-1), "own_lengths": own.sum(-1), "penalties": penalty.sum(-1)}
@@ -141,7 +172,8 @@ def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: Parall
     per_token = terminal_rewards(rewards[own], learn) + penalty
     if "token_rewards" in batch:
         per_token = per_token + to_trained_tokens(batch["token_rewards"], learn)
-    return Outcomes(rewards, groups, lengths, added("penalties"), own, per_token, batch)
+    split = {name.removeprefix(PART_PREFIX): whole[name][first] for name in parts_of_rewards}
+    return Outcomes(rewards, groups, lengths, added("penalties"), own, per_token, split, batch)
 
 
 def shape_rewards(

@@ -12,7 +12,7 @@ from rl_contracts.answers import AnswerReader
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
 from rl_contracts.rendering import ChatRenderer
-from rl_contracts.reward import keywords
+from rl_contracts.reward import PartedReward, keywords
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows.episode import group_cache, stage
 
@@ -115,4 +115,4 @@ class RLVRWorkflow(RolloutWorkflow):
             raise RewardError(f"the reward function raised {type(error).__name__}: {error}") from error
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise RewardError(f"the reward function returned {value!r}; expected a finite number.")
-        return float(value)
+        return value if isinstance(value, PartedReward) else float(value)

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 from rl_contracts.errors import defined_at, raised_at
 from rl_contracts.metrics import collect
 from rl_contracts.registry import load
-from rl_contracts.reward import keywords, set_time_limit
+from rl_contracts.reward import PartedReward, keywords, parts_of, set_time_limit
 from rl_contracts.reward_worker import wire
 
 _PR_SET_PDEATHSIG = 1
@@ -66,7 +66,8 @@ def _serve(calls: Iterator[Any], results: int, function: Callable[..., Any]) -> 
         answer: dict[str, Any]
         with collect() as figures:
             try:
-                answer = {"value": _score(function, *call)}
+                value = _score(function, *call)
+                answer = {"value": value, "parts": parts_of(value)}
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own failure is the call's answer
                 answer = {"error": _describe(error, function)}
         if recorded := figures.to_json():
@@ -98,7 +99,7 @@ def _score(
         raise TypeError(f"expected a number as reward, found {type(value).__name__}: {value!r:.200}")
     if not math.isfinite(value):
         raise ValueError(f"expected a finite reward, found {float(value)}")
-    return float(value)
+    return value if isinstance(value, PartedReward) else float(value)
 
 
 @functools.cache

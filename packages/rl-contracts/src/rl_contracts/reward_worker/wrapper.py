@@ -17,6 +17,7 @@ from typing import Any, Self
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, RewardError
 from rl_contracts.metrics import Figures, record, record_all
+from rl_contracts.reward import PartedReward
 from rl_contracts.reward_worker import wire
 from rl_contracts.reward_worker.process import WorkerProcess
 
@@ -88,7 +89,7 @@ class AsyncRewardWrapper:
         record_all(Figures.from_json(found.get("figures", {})))
         if "error" in found:
             raise RewardError(f"reward {self.target!r} raised {found['error']}")
-        return float(found["value"])
+        return PartedReward(**found["parts"]) if found["parts"] else float(found["value"])
 
     async def start(self) -> None:
         """Start all workers and wait until they have imported the function.

@@ -118,6 +118,12 @@ def test_rows_that_all_fit_are_handed_on_as_they_are(tokenizer):
     assert _lengths(tokenizer, "sft", "drop").fit(rows, "train") == (rows, "")
 
 
+def test_columns_that_go_along_to_a_reward_are_not_measured(tokenizer):
+    rows = [{"messages": _talk(SHORT), "chosen": LONG, "rejected": 3}]
+
+    assert _lengths(tokenizer, "rl", "refuse").fit(rows, "train") == (rows, "")
+
+
 def test_data_of_which_nothing_is_left_is_refused(tokenizer):
     with pytest.raises(DataError, match="none is left"):
         _lengths(tokenizer, "sft", "drop").fit(_rows("sft")[1:], "train")

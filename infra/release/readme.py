@@ -52,10 +52,13 @@ def write_files(found: list[Block], directory: Path) -> None:
 
 def write_data(directory: Path) -> None:
     """Write `train.jsonl` and `test.jsonl` with rows of every form that pages read."""
-    row = {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
-    dialogue = "\n\nHuman: What is 2 + 3?\n\nAssistant: "
-    pair = {"chosen": dialogue + "5", "rejected": dialogue + "6"}
+    row = {"answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
     directory.mkdir(parents=True)
     for split in ("train", "test"):
-        lines = (json.dumps({**row, **pair, "question": f"What is 2 + 3? ({i})"}) + "\n" for i in range(64))
+        lines = []
+        for i in range(64):
+            question = f"What is 2 + 3? ({i})"
+            dialogue = f"\n\nHuman: {question}\n\nAssistant: "
+            pair = {"chosen": dialogue + "5", "rejected": dialogue + "6"}
+            lines.append(json.dumps({**row, **pair, "question": question}) + "\n")
         (directory / f"{split}.jsonl").write_text("".join(lines))

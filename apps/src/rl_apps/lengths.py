@@ -82,10 +82,10 @@ class Lengths:
         sides = [{"role": role, "content": "."} for role in ("user", "assistant")]
         overhead = len(self.renderer.render(sides))  # of any message, at least
         too_long: dict[int, int] = {}
-        kinds = set[Any]()
+        columns, kinds = ("chosen", "rejected") if self.form == "pairs" else ("messages",), set[Any]()
         for number in range(len(rows)):
             row = rows[number]
-            texts = [row[key] for key in ("messages", "chosen", "rejected") if row.get(key)]
+            texts = [row[key] for key in columns if row.get(key)]
             if (kind := _kind(texts, row)) not in kinds:
                 kinds.add(kind)
                 self._require_shown(texts, row, number)

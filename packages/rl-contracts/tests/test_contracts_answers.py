@@ -96,6 +96,9 @@ def test_read_call_that_the_template_renders_comes_back(name: str) -> None:
         ({"type": "integer"}, "five", "five"),
         ({"type": "boolean"}, "True", True),
         ({"type": "object"}, '{"a": "5"}', {"a": "5"}),
+        ({"enum": ["5", "6"]}, "5", "5"),
+        ({"const": "5"}, "5", "5"),
+        ({"enum": [5, "auto"]}, "5", 5),
         ({}, "5", 5),
         ({}, "five\n", "five\n"),
         ({}, "None", None),
@@ -195,11 +198,24 @@ def test_read_calls_beside_text_and_a_malformed_one() -> None:
 
 def test_read_llama3_calls_beside_text_are_found() -> None:
     message = _read(
-        "llama3", 'so\n<|python_tag|>{"name": "add", "parameters": {"a": {}}}; {"name": "list", "parameters": {}} {}'
+        "llama3", 'so\n<|python_tag|>{"name": "add", "parameters": {"a": {}}}; {"name": "add", "parameters": {}} {}'
     )
 
-    assert _called(message) == [{"name": "add", "arguments": {"a": {}}}, {"name": "list", "arguments": {}}]
+    assert _called(message) == [{"name": "add", "arguments": {"a": {}}}, {"name": "add", "arguments": {}}]
     assert message["content"] == "so\n{}"
+
+
+def test_read_llama3_json_of_an_unknown_name_beside_text_is_text() -> None:
+    text = 'An example: {"name": "Bob", "parameters": {"age": 5}}'
+
+    assert _read("llama3", text)["content"] == text
+
+
+def test_read_llama3_list_of_calls_is_calls() -> None:
+    message = _read("llama3", '[{"name": "add", "parameters": {"a": 1}}]')
+
+    assert _called(message) == [{"name": "add", "arguments": {"a": 1}}]
+    assert message["content"] == ""
 
 
 def test_read_gpt_oss_reasoning_before_a_call_is_found() -> None:
@@ -346,3 +362,13 @@ def test_final_text_of_a_described_answer_is_its_content() -> None:
     ids = tokenizer.encode("muse: 7\nsay: It is 5.\n", add_special_tokens=False)
 
     assert AnswerReader(tokenizer).final_text(ids, "") == "It is 5."
+
+
+def test_final_text_of_a_described_answer_with_empty_reasoning_is_its_content() -> None:
+    tokenizer = make_tiny_tokenizer()
+    thought = {"open": "<think>\n", "close": "</think>\n\n"}
+    fields = {"reasoning_content": thought, "content": {"close": "<|im_end|>"}}
+    tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    ids = tokenizer.encode("\n</think>\n\nIt is 5.", add_special_tokens=False)
+
+    assert AnswerReader(tokenizer).final_text(ids, "<|im_start|>assistant\n<think>\n") == "It is 5."

@@ -28,6 +28,8 @@ def test_split_reasoning_marks_of_a_family_are_found(start, end):
         (GPT_OSS, f"{ANALYSIS}<|channel|>final<|message|>It is 5.", ("so 5", "It is 5.")),
         (GPT_OSS, "<|channel|>final<|message|>It is 5.", ("", "It is 5.")),
         (f"{GPT_OSS}<|channel|>final<|message|>", "It is 5.", ("", "It is 5.")),
+        (GPT_OSS, f'{ANALYSIS}<|channel|>final <|constrain|>json<|message|>{{"a": 5}}', ("so 5", '{"a": 5}')),
+        ("", "It is 5. <reasoning>so 5</reasoning>", ("", "It is 5. <reasoning>so 5</reasoning>")),
         (GPT_OSS, f"{ANALYSIS}{TO_TOOL}", ("so 5", f"<|start|>assistant{TO_TOOL}")),
         (GPT_OSS, f"{ANALYSIS.replace('so', 'to=functions.so')}{FINAL}", ("to=functions.so 5", "It is 5.")),
     ],

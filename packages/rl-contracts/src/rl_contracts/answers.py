@@ -71,10 +71,10 @@ class AnswerReader:
             opening: text of the prompt since the assistant's turn was opened.
         """
         text = answer_text(self._tokenizer, ids, self._stop_ids)
-        reasoning = ""
+        reasoning = described = ""
         if getattr(self._tokenizer, "response_template", None):
-            reasoning, text, _ = self._described(text, opening, None)
-        final = text if reasoning else split_reasoning(text, opening)[1]
+            reasoning, described, _ = self._described(text, opening, None)
+        final = described if reasoning else split_reasoning(text, opening)[1]
         return self._special_tokens.sub("", final)
 
     @cached_property

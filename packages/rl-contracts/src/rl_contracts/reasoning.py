@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 CHANNELS = "<|channel|>"
+_PROMPTED = (("<reasoning>", "</reasoning>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>"))
+"""Elements for which prompts ask."""
 MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -13,14 +15,13 @@ MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel>thought", "<channel|>"),
     (CHANNELS, f"{CHANNELS}final<|message|>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
+    ("to=self<|message|>", "to=user<|message|>"),
+    *_PROMPTED,
 )
-"""What opens and closes reasoning: most families, Mistral, Seed, Kimi, Cohere, Gemma, gpt-oss, and forms for which
-prompts ask."""
+"""What opens and closes reasoning: most families, Mistral, Seed, Kimi, Cohere, Gemma, gpt-oss, Muse, and elements."""
 _CHANNELS_END = re.compile(
-    r"(<\|channel\|>final<\|message\|>)|(?:^|<\|start\|>assistant|(?<=<\|end\|>))(?:<\|channel\|>\w+)? ?to=\w"
+    r"(<\|channel\|>final(?: ?<\|constrain\|>\w+)?<\|message\|>)"
+    r"|(?:^|<\|start\|>assistant|(?<=<\|end\|>))(?:<\|channel\|>\w+)? ?to=\w"
 )
 """What ends the reasoning of gpt-oss: the final channel, or a message to a tool, which belongs to the final text."""
 _CHANNEL_BODY = re.compile(r"<\|message\|>(.*?)(?:<\|(?:end|start|channel)\|>|$)", re.DOTALL)
@@ -42,10 +43,16 @@ def split_reasoning(text: str, opening: str = "") -> tuple[str, str]:
         (reasoning without its marks, final text without the line breaks before it).
     """
     opened = [m for m in MARKS if opening.rfind(m[0]) > opening.rfind(m[1]) or text.lstrip().startswith(m[0])]
-    closed = [m for m in MARKS if m[1] in text and m[1] not in opening]
-    for start, end in [*opened, *closed][:1]:
-        return _split_channels(text) if start == CHANNELS else _split(text, start, end)
-    return "", text
+    closed = [m for m in MARKS if m[1] in text and m[1] not in opening and not _follows_answer(text, m)]
+    start, end = next(iter([*opened, *closed]), ("", ""))
+    if not start:
+        return "", text
+    return _split_channels(text) if start == CHANNELS else _split(text, start, end)
+
+
+def _follows_answer(text: str, marks: tuple[str, str]) -> bool:
+    """Whether an element that the prompt asks for stands behind other text, such as an explanation of the answer."""
+    return marks in _PROMPTED and marks[0] in text.partition(marks[1])[0]
 
 
 def _split(text: str, start: str, end: str) -> tuple[str, str]:

@@ -80,7 +80,12 @@ def _mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
 
 
 def _llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
-    """`{"name": ..., "parameters": {...}}`, alone or beside text, several with semicolons between: Llama 3.1 to 3.3."""
+    """`{"name": ..., "parameters": {...}}`, alone, as a list or with semicolons between, and of known tools also beside
+    text: Llama 3.1 to 3.3."""
+    written = text.strip().removeprefix("<|python_tag|>")
+    listed = _json(written)
+    if alone := _only(iter(listed) if isinstance(listed, list) else _objects(written)):
+        return "", alone
     rest, calls, done, start = "", list[Call](), 0, text.find("{")
     while start >= 0:
         try:
@@ -90,7 +95,8 @@ def _llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
             continue
         except (ValueError, RecursionError):  # too many digits, or too deep
             break
-        if call := as_call(value):
+        call = as_call(value)
+        if call and any(_function(tool).get("name") == call[0] for tool in tools):
             calls.append(call)
             rest += text[done:start].lstrip(_BETWEEN).removesuffix("<|python_tag|>")
             done = end
@@ -208,11 +214,16 @@ def _with_arguments(name: str, written: Sequence[str], pattern: re.Pattern[str],
 def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
     """JSON schemas of a tool's parameters, by their names; none for a tool that is unknown or a function."""
     for tool in tools:
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+        function = _function(tool)
         if function.get("name") == name:
             properties = (function.get("parameters") or {}).get("properties")
             return properties if isinstance(properties, Mapping) else {}
     return {}
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return function if isinstance(function, Mapping) else {}
 
 
 _TYPES: Mapping[type, set[str]] = {
@@ -239,11 +250,13 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _allowed(schema: Any) -> set[str]:
-    """Types that a JSON schema allows; empty if it names none."""
+    """Types that a JSON schema allows, also by its values; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
+    values = [*(schema.get("enum") or []), *([schema["const"]] if "const" in schema else [])]
     types, *choices = (given if isinstance(given := schema.get(key), list) else [given] for key in _TYPE_KEYS)
-    return {name for name in types if isinstance(name, str)}.union(*map(_allowed, chain(*choices)))
+    named = {name for name in types if isinstance(name, str)} | {"string" for value in values if isinstance(value, str)}
+    return named.union(*map(_allowed, chain(*choices)), *(_TYPES.get(type(value), set()) for value in values))
 
 
 def _json(text: str) -> Any:

@@ -21,6 +21,8 @@ from fsdp_toys import (
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
 from rl_contracts.testing import make_tiny_tokenizer
+from rl_contracts.testing.chat_formats import make_chat_tokenizer
+from rl_contracts.training.hugging_face import pad_token_id
 from rl_contracts.trajectory import select
 from rl_engines_fsdp.model import attention
 
@@ -218,6 +220,13 @@ def test_save_hf_pads_with_another_token_than_conversations_end_with(language_mo
     values = engine.forward(batch, values_of)
     expected = torch.stack([values[row, len(ids) - 1] for row, ids in enumerate(rows)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_pad_token_of_conversations_without_a_closing_is_no_end_token(tmp_path):
+    tokenizer = make_chat_tokenizer("glm45")
+    tokenizer.save_pretrained(tmp_path)
+
+    assert pad_token_id(None, None, str(tmp_path)) not in (None, tokenizer.eos_token_id)
 
 
 def test_save_hf_without_any_pad_token_warns_that_rows_are_scored_one_at_a_time(language_model, tmp_path, caplog):

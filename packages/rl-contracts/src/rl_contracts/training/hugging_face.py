@@ -123,7 +123,7 @@ def _padding(tokenizer: Any) -> int | None:
     end = tokenizer.eos_token_id
     if tokenizer.chat_template:
         renderer = ChatRenderer(tokenizer)
-        end = renderer.encode(renderer.closing)[-1]
+        end = next(reversed(renderer.encode(renderer.closing)), end)
     special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     others = sorted(special, key=lambda index: ("pad" not in special[index], index))
     return next((index for index in (tokenizer.pad_token_id, *others) if index not in (None, end)), None)

@@ -161,6 +161,7 @@ async def test_call_parted_reward_keeps_its_parts() -> None:
         found = await score(wrapper, "5", answer="4")
 
     assert (found, parts_of(found)) == (1.5, {"right": 1.0, "form": 0.5})
+    assert parts_of(0.5 * found) == parts_of(found * 0.5) == {"right": 0.5, "form": 0.25}
 
 
 async def test_call_function_object_is_found_by_its_name(rewards: Any) -> None:

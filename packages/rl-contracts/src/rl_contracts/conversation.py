@@ -310,7 +310,8 @@ class Conversation:
     def _episode(self, reward: float, discount: float) -> float:
         depths = [len(turn.path()) - 1 for turn in self.turns]
         earned = sum(discount**depth * turn.reward for depth, turn in zip(depths, self.turns, strict=True))
-        return earned + discount ** max(depths, default=0) * reward
+        outcome = reward * discount ** max(depths, default=0)
+        return earned + outcome if earned else outcome  # a sum has no parts
 
     def _returns(self, reward: float, discount: float) -> dict[Turn, float]:
         """Of each turn, along the branch in which it is trained."""

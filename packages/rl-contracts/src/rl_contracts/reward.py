@@ -34,6 +34,8 @@ class PartedReward(float):
     def __mul__(self, factor: float) -> PartedReward:
         return PartedReward(**{name: value * factor for name, value in self.parts.items()})
 
+    __rmul__ = __mul__
+
 
 def parts_of(reward: float) -> dict[str, float]:
     """The named rewards that a reward is the sum of; none of a plain number."""
@@ -70,17 +72,10 @@ class RewardFunction(Protocol):
         """
 
 
-def keywords(function: Callable[..., Any], data: dict[str, Any]) -> dict[str, Any]:
-    """What a reward function is called with besides its four arguments: `data`, without a `final_text` that it does not
-    take."""
-    if "final_text" not in data or _takes(function, "final_text"):
-        return data
-    return {name: value for name, value in data.items() if name != "final_text"}
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def takes_final_text(function: Callable[..., Any]) -> bool:
+    """Whether a reward function is to be given the keyword `final_text`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a built-in function
         return False
-    return any(p.kind is p.VAR_KEYWORD or p.name == name for p in parameters)
+    return any(p.kind is p.VAR_KEYWORD or p.name == "final_text" for p in parameters)

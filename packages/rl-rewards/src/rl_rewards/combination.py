@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError
-from rl_contracts.reward import keywords
+from rl_contracts.reward import takes_final_text
 
 
 class WeightedReward:
@@ -29,7 +29,8 @@ class WeightedReward:
     ) -> float:
         """The weighted sum for one sample; an error of a part is an error of the whole."""
         given = prompt, completions, prompt_ids, completion_ids
-        return sum(weight * part(*given, **keywords(part, data)) for part, weight in self.parts)
+        rest = {name: value for name, value in data.items() if name != "final_text"}
+        return sum(weight * part(*given, **(data if takes_final_text(part) else rest)) for part, weight in self.parts)
 
 
 def _resolve(part: str | Callable[..., Any]) -> Callable[..., float]:

@@ -12,7 +12,7 @@ from rl_contracts.answers import AnswerReader
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
 from rl_contracts.rendering import ChatRenderer
-from rl_contracts.reward import PartedReward, keywords
+from rl_contracts.reward import PartedReward, takes_final_text
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows.episode import group_cache, stage
 
@@ -53,6 +53,7 @@ class RLVRWorkflow(RolloutWorkflow):
         if not callable(reward):
             raise ConfigError(f"workflow.reward: expected a function, found {type(reward).__name__}.")
         self._tokenizer, self._reward, self.max_length = tokenizer, reward, max_length
+        self._reads_final_text = takes_final_text(reward)
         self._renderer = ChatRenderer(tokenizer, template_options)
         self._reader = AnswerReader(tokenizer, stop_ids=self._renderer.stop_ids)
         stops = dict.fromkeys([*generation.stop_token_ids, *self._renderer.stop_ids])
@@ -66,8 +67,7 @@ class RLVRWorkflow(RolloutWorkflow):
         response = await engine.agenerate(ModelRequest(input_ids=prompt_ids, generation=self.generation))
         completion = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
         with stage("reward"):
-            final_text = self._reader.final_text(response.output_ids, self._renderer.opening)
-            reward = await self._score(prompt, completion, final_text, prompt_ids, response.output_ids, data)
+            reward = await self._score(prompt, completion, prompt_ids, response.output_ids, data)
         info = {"prompt": prompt, "completion": completion, "answer": data.get("answer")}
         return [from_response(response, reward=reward, temperature=self.generation.temperature, info=info)]
 
@@ -98,13 +98,13 @@ class RLVRWorkflow(RolloutWorkflow):
         self,
         prompt: str,
         completion: str,
-        final_text: str,
         prompt_ids: list[int],
         completion_ids: list[int],
         data: dict[str, Any],
     ) -> float:
         rest = {name: value for name, value in data.items() if name not in NOT_FOR_REWARDS}
-        rest = keywords(self._reward, {**rest, "final_text": final_text})
+        if self._reads_final_text:
+            rest["final_text"] = self._reader.final_text(completion_ids, self._renderer.opening)
         try:
             value = self._reward(prompt, completion, prompt_ids, completion_ids, **rest)
             if inspect.isawaitable(value):

@@ -96,8 +96,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         ids += answer.prompt.tolist()
         with stage("reward"):
             content, output = answer.message["content"], answer.output.tolist()
-            final_text = self._reader.final_text(output, self._renderer.opening)
-            return await self._score(self._tokenizer.decode(ids), content, final_text, ids, output, data)
+            return await self._score(self._tokenizer.decode(ids), content, ids, output, data)
 
     def _rows(self, talk: Conversation, reward: float, data: dict[str, Any], **how: Any) -> list[Trajectory]:
         rows = talk.rows(reward, **how)

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 from rl_contracts.errors import defined_at, raised_at
 from rl_contracts.metrics import collect
 from rl_contracts.registry import load
-from rl_contracts.reward import PartedReward, keywords, parts_of, set_time_limit
+from rl_contracts.reward import PartedReward, parts_of, set_time_limit, takes_final_text
 from rl_contracts.reward_worker import wire
 
 _PR_SET_PDEATHSIG = 1
@@ -62,8 +62,11 @@ def main() -> None:
 
 
 def _serve(calls: Iterator[Any], results: int, function: Callable[..., Any]) -> None:
+    reads_final_text = takes_final_text(function)
     for call in calls:
         answer: dict[str, Any]
+        if not reads_final_text:
+            call[-1].pop("final_text", None)
         with collect() as figures:
             try:
                 value = _score(function, *call)
@@ -84,7 +87,6 @@ def _score(
     data: Any,
 ) -> float:
     """Call the function, on an event loop if it is async, and insist on a finite number."""
-    data = keywords(function, data)
     try:
         value = function(prompt, completions, prompt_ids, completion_ids, **data)
     except TypeError as error:

@@ -179,6 +179,16 @@ def test_answer_evaluation_gives_shares_and_means_and_none_without_answers(tmp_p
     assert GenerationConfig(temperature=0.0) == EvaluationConfig().generation
 
 
+def test_answer_evaluation_counts_an_episode_of_several_rows_once():
+    class Rollout:
+        def evaluate(self, rows, generation, n):
+            return [_answer(reward=1.0, group_id=0) for _ in range(3)]
+
+    figures = AnswerEvaluation(Rollout(), [{}, {}], EvaluationConfig(), ParallelContext())(7)
+
+    assert (figures["eval/accuracy"], figures["eval/failed"]) == (0.5, 1.0)
+
+
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.5], [122.0], [-1.0, 1.0]])
 def test_reward_that_is_not_0_or_1_is_not_called_accuracy(rewards):
     class Rollout:

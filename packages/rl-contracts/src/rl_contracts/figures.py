@@ -143,8 +143,8 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "server/busy_seconds": ("s", "in which they generated since the start, sum over all servers that there were"),
     },
     "Evaluation": {
-        "eval/accuracy": ("fraction", "of held-out answers with reward 1, or of held-out pairs that are judged right"),
-        "eval/reward": ("reward", "mean over held-out answers"),
+        "eval/accuracy": ("fraction", "of held-out episodes with reward 1, or of held-out pairs that are judged right"),
+        "eval/reward": ("reward", "mean over held-out episodes"),
         "eval/rows": ("rows", "held out, which the figures of an evaluation are about"),
         "eval/failed": (
             "answers",

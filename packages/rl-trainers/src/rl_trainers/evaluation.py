@@ -61,18 +61,19 @@ class AnswerEvaluation:
         answers = self.rollout.evaluate(self.rows, self.config.generation, self.config.n)
         if self.writer is not None:
             self.writer.write(f"eval_step_{step}", answers)
-        rewards = torch.tensor([answer.reward for answer in answers])
+        episodes = {(answer.group_id, answer.episode_id): answer.reward for answer in answers}
+        rewards = torch.tensor([*episodes.values()])
         figures = Figures()
         figures.add("eval/accuracy", rewards == 1)
         figures.add("graded", (rewards != 0) & (rewards != 1), kind="max")
         figures.add("eval/reward", rewards)
         figures.add("eval/length", torch.tensor([int((answer.versions >= 0).sum()) for answer in answers]))
-        figures.add("answers", len(answers), kind="sum")
-        figures.add("episodes", len({(answer.group_id, answer.episode_id) for answer in answers}), kind="sum")
+        figures.add("episodes", len(rewards), kind="sum")
         found = figures.over_replicas(self.parallel).results()
         if found.pop("graded"):
             del found["eval/accuracy"]
-        count, failed = found.pop("answers") or 0.0, len(self.rows) * self.config.n - (found.pop("episodes") or 0.0)
+        count, asked = found.pop("episodes") or 0.0, len(self.rows) * self.config.n
         for name in found.keys() & {"eval/accuracy", "eval/reward"} if count else ():
-            found[name] = (found[name] or 0.0) * count / (count + failed)
+            found[name] = (found[name] or 0.0) * count / asked
+        failed = asked - count
         return found | {"eval/rows": float(len(self.rows)), "eval/failed": failed}

@@ -211,6 +211,19 @@ def test_model_that_is_tied_by_config_and_not_by_its_file_is_untied(dtype, tmp_p
     torch.testing.assert_close(saved.lm_head.weight, weights["lm_head.weight"], atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize(("file", "prefix"), [("pytorch_model.bin", ""), ("model.safetensors", "language_model.")])
+def test_model_that_is_tied_by_config_is_untied_by_any_file(file, prefix, tmp_path):
+    path = Path(make_model(tmp_path / "model", tie_word_embeddings=True))
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
+    weights = {prefix + name: value for name, value in weights.items()}
+    save = torch.save if file.endswith("bin") else save_file
+    save(weights, path / file)
+
+    assert not read_config(str(path)).tie_word_embeddings
+
+
 def test_model_that_is_tied_by_config_with_the_same_head_in_its_file_stays_tied(tmp_path):
     path = Path(make_model(tmp_path / "model", tie_word_embeddings=True))
     weights = load_file(path / "model.safetensors")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
@@ -52,21 +53,28 @@ def read_config(path: str, head: str = "lm") -> Any:
 
 def _has_another_head(directory: Path) -> bool:
     """Whether the files of a model hold a head that differs from its embedding, whatever `config.json` says of them."""
+    import torch
     from safetensors import safe_open
 
-    files: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     with ExitStack() as opened:
         for path in sorted(directory.glob("*.safetensors")):
             file = opened.enter_context(safe_open(path, "pt"))
-            files |= dict.fromkeys(file.keys(), file)
-        tables = [name for name in files if name.endswith(EMBEDDINGS)]
-        if HEAD not in files or len(tables) != 1:
+            found |= {name: file.get_slice(name) for name in file.keys() if name.endswith((HEAD, *EMBEDDINGS))}  # noqa: SIM118
+        for path in () if found else sorted(directory.glob("pytorch_model*.bin")):
+            found |= torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+        heads, tables = ([name for name in found if name.endswith(ends)] for ends in (HEAD, EMBEDDINGS))
+        if len(heads) != 1 or len(tables) != 1:
             return False
-        head, table = (files[name].get_slice(name) for name in (HEAD, tables[0]))
-        rows = head.get_shape()[0]
-        if head.get_shape() != table.get_shape():
+        head, table = found[heads[0]], found[tables[0]]
+        rows, *_ = shape = [*_shape(head)]
+        if shape != [*_shape(table)]:
             return True
         return any(not (head[i : i + 4096] == table[i : i + 4096]).all() for i in range(0, rows, 4096))
+
+
+def _shape(table: Any) -> Sequence[int]:
+    return table.get_shape() if hasattr(table, "get_shape") else table.shape
 
 
 def _fit_config(path: str, config: Any, head: str) -> None:

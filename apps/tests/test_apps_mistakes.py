@@ -146,6 +146,10 @@ SETTINGS = {
         *_set("algorithm.loss.options.slop=1"),
         "dual_clip), found slop. Leave out those of another",
     ),
+    "constant-of-another-estimator": (
+        *_set("algorithm.advantage.options.slop=1"),
+        "algorithm.advantage.options: expected",
+    ),
     "no-model": (("gsm8k-grpo", "model.path="), {}, "model.path: expected a Hugging Face directory or hub id"),
     "no-reward-workers": (*_set("rollout.reward_workers=0"), "rollout.reward_workers: expected at least 1, found 0"),
     "port-there-is-not": (*_set("rollout.port=99999"), "rollout.port: expected 0 (any free one) to 65535, found 99999"),

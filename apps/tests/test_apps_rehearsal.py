@@ -178,6 +178,11 @@ def test_rehearsal_mistake_is_one_sentence_with_the_users_own_line(mine, model, 
         assert f"({mine}:{number})" in str(told.value)
 
 
+def test_rehearsal_of_gdpo_with_a_reward_without_parts_is_refused(mine, model, tmp_path):
+    with pytest.raises(ConfigError, match="PartedReward"):
+        _rehearse(model, tmp_path, "rollout.reward=my_parts:close", "algorithm=gdpo")
+
+
 @pytest.mark.nightly
 def test_mistake_is_told_before_the_warm_up_and_the_rows_are_measured(mine, tmp_path, monkeypatch, capsys):
     def warm_up(*_):

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import rl_trainers
 from rl_apps.app import Run
+from rl_apps.config import GRPOConfig
 from rl_apps.data import Rows, first_rows, load_rows
 from rl_apps.parts import Parts
 from rl_contracts import registry
 from rl_contracts.clock import SystemClock
+from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, ModelError, RewardError, defined_at, raised_at
 from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
 from rl_trainers.algorithm import LossConfig
@@ -162,7 +164,15 @@ def _episode(parts: Parts, workflow: RolloutWorkflow, row: dict[str, Any]) -> Ba
     episodes = Episodes(workflow, engine, SystemClock(), config.seed)
     trial = run_group(episodes, row, Ticket(0, 0), 1, 1)
     group = parts.loop.run(trial, SECONDS + config.rollout.reward_timeout)
+    if group.error is None and isinstance(config, GRPOConfig) and config.algorithm.advantage.kind == "gdpo":
+        _require_parts(group.trajectories)
     return group.error or _unwritable(group.trajectories)
+
+
+def _require_parts(rows: Sequence[Trajectory]) -> None:
+    found = sorted({name for row in rows for name in row.reward_parts})
+    expected = "gdpo with rewards that are `rl_contracts.reward.PartedReward`s, or another kind"
+    require(bool(found), "algorithm.advantage.kind", expected, "gdpo with a plain number as reward")
 
 
 def _unwritable(rows: Sequence[Trajectory]) -> TypeError | None:

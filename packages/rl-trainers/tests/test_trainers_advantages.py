@@ -220,6 +220,15 @@ def test_maxrl_divides_by_the_mean_of_the_group():
     assert found == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0], abs=1e-4)
 
 
+@pytest.mark.parametrize("rewards", [[1.0, -1.0], [0.0, -1.0], [0.0, 0.0]])
+def test_maxrl_without_a_positive_mean_has_no_advantage(rewards):
+    batch = stack([_row(episode, reward, 2) for episode, reward in enumerate(rewards)])
+
+    assign_credit(batch, AlgorithmConfig(advantage=AdvantageConfig(std="mean")), ParallelContext())
+
+    assert not batch["advantages"].any()
+
+
 def test_gdpo_adds_parts_that_are_normalised_by_themselves():
     parts = {"right": [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], "length": [0.0, 0.0, 9.0, 7.0, 3.0, 3.0, 3.0, 3.0]}
     rows = [_row(episode, sum(values), 2) for episode, values in enumerate(zip(*parts.values(), strict=True))]

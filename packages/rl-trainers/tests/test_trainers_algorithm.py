@@ -33,6 +33,7 @@ from rl_trainers.objective import make_policy_loss
         ),
         ({"correction": CorrectionConfig("mask"), "proximal": "behaviour"}, "the ratio is 1 and nothing is masked"),
         ({"advantage": AdvantageConfig("gdpo"), "reward": RewardConfig(scale=2.0)}, "another than gdpo"),
+        ({"advantage": AdvantageConfig(std="mean"), "reward": RewardConfig(overlong_max=9)}, "another than `mean`"),
         ({"mask": MaskConfig("ratio"), "proximal": "behaviour"}, "the ratio is 1 and nothing is masked"),
     ],
 )
@@ -48,6 +49,8 @@ def test_algorithm_settings_that_cannot_work_are_refused(settings, message):
         (lambda: KLConfig("loss", 0.0, "k3"), "kl.coef with algorithm.kl.place=loss: expected more than 0"),
         (lambda: KLConfig("loss", 0.1, "k1"), "gradient of k1 alone is zero in the mean"),
         (lambda: KLConfig("reward", 0.1, "k1", weighted=True), "only a KL in the loss can be weighted"),
+        (lambda: KLConfig(estimator="k1"), "kl.estimator with algorithm.kl.place=none"),
+        (lambda: RewardConfig(overlong_weight=2.0), "overlong_weight with algorithm.reward.overlong_max=0"),
         (lambda: RewardConfig(overlong_cache=4), "overlong_cache with algorithm.reward.overlong_max=0"),
         (lambda: RewardConfig(overlong_max=4, overlong_cache=9), "expected 0 .a fifth. to overlong_max"),
         (lambda: RewardConfig(clip=-1.0), "algorithm.reward.clip: expected 0 .off. or more, found -1.0"),
@@ -55,6 +58,7 @@ def test_algorithm_settings_that_cannot_work_are_refused(settings, message):
         (lambda: AdvantageConfig("return", gamma=1.1), "algorithm.advantage.gamma"),
         (lambda: AdvantageConfig(mean="none", leave_one_out=True), "leave_one_out with algorithm.advantage.mean=none"),
         (lambda: LossConfig(clip_low=1.5), "algorithm.loss.clip_low"),
+        (lambda: AggregationConfig(constant_length=9), "constant_length with algorithm.aggregation.kind=token_mean"),
         (lambda: AggregationConfig("mode"), "algorithm.aggregation.kind: expected one of token_mean"),
         (lambda: CorrectionConfig("plain", floor=0.5), "correction.floor with algorithm.correction.kind=plain"),
         (lambda: CorrectionConfig("mask", floor=6.0), r"below cap \(2\)"),
@@ -65,6 +69,12 @@ def test_algorithm_settings_that_cannot_work_are_refused(settings, message):
 def test_algorithm_parts_that_cannot_work_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("options", [{"estimator": "k9"}, {"over": "batch"}])
+def test_divergence_mask_of_an_unknown_kind_is_refused_when_it_is_loaded(options):
+    with pytest.raises(ConfigError, match=r"algorithm\.mask\.options"):
+        load_part(MaskConfig("divergence", options={"bound": 0.1, **options}))
 
 
 def test_policy_loss_mask_over_the_minibatch_needs_log_probs_from_before_it():

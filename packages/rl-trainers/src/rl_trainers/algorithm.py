@@ -70,6 +70,12 @@ class RewardConfig(Settings):
             "0 (a fifth) to overlong_max tokens" if on else "0 (there is no penalty without overlong_max)",
             self.overlong_cache,
         )
+        require(
+            on or self.overlong_weight == 1,
+            "algorithm.reward.overlong_weight with algorithm.reward.overlong_max=0",
+            "1 (there is no penalty without overlong_max)",
+            self.overlong_weight,
+        )
 
 
 @dataclass
@@ -149,6 +155,15 @@ class AggregationConfig(Settings):
     `constant_length`). A sequence is a row."""
     constant_length: int = bounded(256, "at least 1", lambda tokens: tokens >= 1)
     """Tokens; read by the kind `constant_length`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.kind == "constant_length" or self.constant_length == 256,
+            f"algorithm.aggregation.constant_length with algorithm.aggregation.kind={self.kind}",
+            "256, since that kind does not read it",
+            self.constant_length,
+        )
 
 
 @dataclass
@@ -230,6 +245,12 @@ class KLConfig(Settings):
             self.coef,
         )
         require(
+            self.place != "none" or self.estimator == "k3",
+            "algorithm.kl.estimator with algorithm.kl.place=none",
+            "k3, since there is no penalty",
+            self.estimator,
+        )
+        require(
             self.place == "loss" or not self.weighted,
             f"algorithm.kl.weighted with algorithm.kl.place={self.place}",
             "false: only a KL in the loss can be weighted",
@@ -283,11 +304,18 @@ class AlgorithmConfig(Settings):
             "`token`: that loss has no ratio; take algorithm.loss.kind=importance",
             self.ratio,
         )
+        as_given = self.reward == RewardConfig() and self.kl.place != "reward"
         require(
-            self.advantage.kind != "gdpo" or (self.reward == RewardConfig() and self.kl.place != "reward"),
+            self.advantage.kind != "gdpo" or as_given,
             "algorithm.advantage.kind with algorithm.reward or algorithm.kl.place=reward",
             "another than gdpo, which compares the parts of a reward as they are",
             self.advantage.kind,
+        )
+        require(
+            self.advantage.std != "mean" or as_given,
+            "algorithm.advantage.std with algorithm.reward or algorithm.kl.place=reward",
+            "another than `mean`, which is for rewards of at least 0, such as 0 and 1",
+            self.advantage.std,
         )
         by_ratio = self.correction.kind == "mask" or {"ratio", "divergence", "second_moment"} & set(
             self.mask.kind.split("+")

@@ -60,14 +60,15 @@ class Outcomes:
 
 def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> Advantages:
     """`normalised` rewards of episodes, with their KL penalty if there is one, on each of their tokens; rewards per
-    turn are not read. With `std="mean"` they are divided by the mean of their group, (r - mean) / (mean + 1e-6): MaxRL
-    (arXiv 2602.02710), for rewards of at least 0."""
+    turn are not read. With `std="mean"` they are divided by the mean of their group, (r - mean) / (mean + 1e-6), and 0
+    where that is not positive: MaxRL (arXiv 2602.02710), for rewards of at least 0."""
     rewards = outcomes.rewards + outcomes.penalties
     over = over_what(rewards, outcomes.groups)
     advantages = normalised(rewards, over[mean], over.get(std), leave_one_out)
     if std == "mean":
         groups = grouped(rewards, outcomes.groups)
-        advantages = advantages / (groups.mean + EPS)[groups.index]
+        by = groups.mean[groups.index]
+        advantages = torch.where(by > 0, advantages / (by + EPS), 0.0)
     return outcomes.spread(advantages), None
 
 

@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_contracts.config import require
 from rl_contracts.sharding import MINIBATCH_KEY
-from rl_trainers.functional.correction import OffPolicy, second_moment_outliers, trust_region_tokens
+from rl_trainers.functional.correction import (
+    DIVERGENCES,
+    OffPolicy,
+    divergence_mask,
+    second_moment_outliers,
+    trust_region_tokens,
+)
 from rl_trainers.proximal import PROXIMAL_KEY
 
 if TYPE_CHECKING:
@@ -30,6 +37,24 @@ if TYPE_CHECKING:
 
 DROPPED_KEY = "moment_dropped"
 """bool [B, T]: tokens that the second-moment mask drops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceMask:
+    """`rl_trainers.functional.correction.divergence_mask` with its constants."""
+
+    bound: float
+    estimator: str = "k3"
+    over: str = "token"
+
+    def __post_init__(self) -> None:
+        for name, known in (("estimator", DIVERGENCES), ("over", ("token", "sum", "mean", "max"))):
+            found = getattr(self, name)
+            require(found in known, f"algorithm.mask.options.{name}", f"one of {', '.join(known)}", found)
+
+    def __call__(self, off: OffPolicy) -> torch.Tensor:
+        """Dropped tokens, bool [N]."""
+        return divergence_mask(off, bound=self.bound, estimator=self.estimator, over=self.over)
 
 
 @dataclass(frozen=True, kw_only=True)

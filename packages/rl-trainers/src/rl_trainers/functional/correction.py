@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_contracts.config import require
 from rl_trainers.functional.terms import ratio_of, row_means
 
 if TYPE_CHECKING:
@@ -84,11 +83,7 @@ def divergence_mask(off: OffPolicy, *, bound: float, estimator: str = "k3", over
         over: whose divergence is bounded: the `token`'s, or the `sum`, `mean` or `max` over the trained tokens of its
             row, which is dropped as a whole.
     """
-    require(
-        estimator in _DIVERGENCES, "algorithm.mask.options.estimator", f"one of {', '.join(_DIVERGENCES)}", estimator
-    )
-    require(over in ("token", "sum", "mean", "max"), "algorithm.mask.options.over", "token, sum, mean or max", over)
-    values = _DIVERGENCES[estimator](off.log_ratio)
+    values = DIVERGENCES[estimator](off.log_ratio)
     if over == "token":
         return ~(values <= bound)
     rows = off.packed.row_of_token
@@ -99,7 +94,7 @@ def divergence_mask(off: OffPolicy, *, bound: float, estimator: str = "k3", over
     return ~(of_row <= bound)[rows]
 
 
-_DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda log_ratio: log_ratio.abs(),
     "k2": lambda log_ratio: log_ratio.square() / 2,
     "k3": lambda log_ratio: log_ratio.expm1() - log_ratio,

@@ -652,3 +652,12 @@ def test_dynamic_sampling_nearly_equal_rewards_count_as_equal(rewards, expected)
 def test_reward_that_float32_cannot_hold_is_refused_where_its_episode_ends(clock, reward):
     with pytest.raises(DataError, match="float32"):
         stamped([_row(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))
+
+
+def test_dynamic_sampling_equal_sums_of_different_parts_are_kept():
+    rows = [
+        _row(reward=1.0, reward_parts=parts, episode_id=i)
+        for i, parts in enumerate([{"a": 1, "b": 0}, {"a": 0, "b": 1}])
+    ]
+
+    assert dynamic_sampling(rows)

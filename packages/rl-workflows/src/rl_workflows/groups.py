@@ -28,15 +28,15 @@ ShouldAccept = Callable[[Sequence["Trajectory"]], bool]
 
 
 def dynamic_sampling(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether the rewards of a group differ (DAPO, arXiv 2503.14476, section 3.2).
+    """Whether the rewards of a group, or any of their parts, differ (DAPO, arXiv 2503.14476, section 3.2).
 
     Equal rewards give every member the advantage 0: the group would only thin the batch. Rewards whose sample standard
     deviation is at most `EPS` count as equal, as they do in advantages.
     """
     import numpy as np
 
-    rewards = np.array(list({row.episode_id: row.reward for row in trajectories}.values()))
-    return len(rewards) > 1 and bool(rewards.std(ddof=1) > EPS * max(abs(rewards.mean()), 1.0))
+    rewards = np.array([*{row.episode_id: (row.reward, *row.reward_parts.values()) for row in trajectories}.values()])
+    return len(rewards) > 1 and bool((rewards.std(0, ddof=1) > EPS * np.maximum(abs(rewards.mean(0)), 1.0)).any())
 
 
 @dataclass(slots=True)

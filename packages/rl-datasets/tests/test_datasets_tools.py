@@ -52,10 +52,13 @@ def test_tools_of_any_form_are_schemas_in_the_row(tmp_path: Path, columns: dict[
     assert [data[0]["tools"] for data in rows] == [[WEATHER, STOCK]] * 5
 
 
-def test_tools_of_a_row_without_any_are_no_entry(tmp_path: Path) -> None:
-    rows = Chat(write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER], "tools": []}), form="sft")
+@pytest.mark.parametrize("empty", [[], "[]", "null", "", None])
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_tools_of_a_row_without_any_are_no_entry(tmp_path: Path, column: str, empty: Any) -> None:
+    file = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER], column: empty})
 
-    assert rows[0].keys() == {"prompt_id", "messages"}
+    assert Chat(file, form="sft")[0].keys() == {"prompt_id", "messages"}
+    assert Chat(file, form="rl")[0].keys() == {"prompt_id", "messages", "answer"}
 
 
 @pytest.mark.parametrize("columns", [{"tools": ["search"]}, {"tools": [WEATHER], "tool_defs": [STOCK]}, {"tools": "a"}])

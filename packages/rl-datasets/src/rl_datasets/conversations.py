@@ -187,11 +187,11 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def parsed(value: Any) -> Any:
-    """Return the object or list that a text of JSON holds; any other value as it is."""
+    """Return the object, list or null that a text of JSON holds; any other value as it is."""
     if not isinstance(value, str):
         return value
     try:
         result = json.loads(value)
     except json.JSONDecodeError:
         return value
-    return result if isinstance(result, dict | list) else value
+    return result if result is None or isinstance(result, dict | list) else value

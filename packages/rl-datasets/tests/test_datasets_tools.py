@@ -91,3 +91,48 @@ def test_json_nulls_in_calls_and_tools_stay(tmp_path: Path) -> None:
     row = Chat(write(tmp_path / "train.jsonl", {"messages": messages, "tools": [nullable]}), form="sft")[0]
 
     assert (row["messages"], row["tools"]) == (messages, [nullable])
+
+
+def called(tmp_path: Path, *calls: Any) -> list[dict[str, Any]]:
+    """Return the tool calls of a row as they were read."""
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": list(calls)}]
+    return Chat(write(tmp_path / "a.jsonl", {"messages": messages}), form="sft")[0]["messages"][1]["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "weather", "arguments": '{"town": "Ulm"}'},
+        {"name": "weather", "parameters": {"town": "Ulm"}},
+        {"type": "tool_call", "name": "weather", "args": {"town": "Ulm"}},
+        {"type": "tool_use", "name": "weather", "input": {"town": "Ulm"}},
+        {"name": "weather", "arguments": {}, "parameters": {"town": "Ulm"}},
+        {"function": {"name": "weather"}, "arguments": {"town": "Ulm"}},
+        {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}},
+    ],
+)
+def test_tool_call_arguments_of_any_name_are_read(tmp_path: Path, call: dict[str, Any]) -> None:
+    expected = {"type": "function", "id": "a", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+
+    assert called(tmp_path, {**call, "id": "a"}) == [expected]
+
+
+@pytest.mark.parametrize("arguments", [{"arguments": ""}, {"arguments": None}, {"arguments": "{}"}, {}])
+def test_tool_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    assert called(tmp_path, {"name": "now", **arguments})[0]["function"] == {"name": "now", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        ({"name": "weather", "arguments": "{'town': 'Ulm'}"}, "town"),
+        ({"name": "weather", "arguments": ["Ulm"]}, "Ulm"),
+        ({"name": "weather", "arguments": 5}, "5"),
+        ({"name": "weather", "arguments": {"town": "Ulm"}, "parameters": {"town": "Bonn"}}, "parameters"),
+        ({"name": "weather", "kwargs": {"town": "Ulm"}}, "kwargs"),
+        ({"function": {"name": "weather", "arguments": {}, "town": "Ulm"}}, "town"),
+    ],
+)
+def test_tool_call_with_entries_that_are_not_read_is_rejected(tmp_path: Path, call: dict[str, Any], named: str) -> None:
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{named}"):
+        called(tmp_path, call)

@@ -23,6 +23,10 @@ _ROLES = {
 """Roles of other formats (ShareGPT, OpenAI's functions, HH-RLHF), and the chat templates' names for them."""
 _CONTENT = ("content", "value")
 _CALLS = ("tool_calls", "function_call")
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""Names of a call's arguments (OpenAI, Llama, LangChain, Anthropic)."""
+_CALL = {"id", "index", "type"}
+"""Further entries of a call."""
 _SWITCH = re.compile(r"weight|train|learn|loss|mask|supervis|ignore")
 """In the names of entries that say whether a turn is learned."""
 _SWITCHES = ("weight", "train", "training", "trainable", "learn", "loss", "loss_weight")
@@ -170,20 +174,35 @@ def _calls(where: str, value: Any) -> list[dict[str, Any]]:
     return [_call(where, call) for call in (calls if isinstance(calls, list) else [calls])]
 
 
-def _call(where: str, call: Any) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else {}
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+def _call(where: str, value: Any) -> dict[str, Any]:
+    call = _entries(value)
+    call |= _entries(call.pop("function", None))
+    name, arguments = call.pop("name", None), parsed(_one_of(where, call, _ARGUMENTS) or {})
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise DataError(
-            f"{where}: expected tool calls with the name of a function and its arguments, found {call!r:.60}; correct "
-            "the row"
+            f"{where}: expected tool calls with the name of a function and an object as arguments, found "
+            f"{value!r:.120}; correct the row"
         )
-    arguments = function.get("arguments")
-    outer = {key: value for key, value in call.items() if key != "function" and value is not None}
-    return {
-        "type": "function",
-        **(outer if "function" in call else {}),
-        "function": {**function, "arguments": {} if arguments is None else parsed(arguments)},
-    }
+    if unread := sorted(call.keys() - _CALL):
+        raise DataError(
+            f"{where}: expected a name, arguments and {', '.join(sorted(_CALL))} in tool calls, found also "
+            f"{', '.join(unread)}; remove it, or rename it if it holds the arguments"
+        )
+    return {**call, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _entries(value: Any) -> dict[str, Any]:
+    """Return the entries that are not null, because Parquet gives every object all keys; none of what is no object."""
+    return {key: entry for key, entry in value.items() if entry is not None} if isinstance(value, Mapping) else {}
+
+
+def _one_of(where: str, entries: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Take the entries of these names out, and return the one that is not empty; None where there is none."""
+    given = [entries.pop(name) for name in names if name in entries]
+    filled = [value for value in given if value not in ("", [], {})]
+    if any(value != filled[0] for value in filled):
+        raise DataError(f"{where}: expected one of {', '.join(names)}, found {filled!r:.120}; keep one of them")
+    return (filled or given or [None])[0]
 
 
 def parsed(value: Any) -> Any:

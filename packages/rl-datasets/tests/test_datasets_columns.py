@@ -211,3 +211,47 @@ def test_hh_rlhf_answer_of_weight_0_is_rejected(tmp_path: Path) -> None:
     row = {"prompt": "1 + 1?", "chosen": [ASSISTANT | {"weight": 0}], "rejected": "3"}
     with pytest.raises(DataError, match="chosen"):
         HHRLHF(write(tmp_path / "a.jsonl", row))
+
+
+CALL = {"name": "add", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ({**USER, "images": ["a.png"]}, "images"),
+        ({**USER, "audio": {"path": "a.wav"}}, "audio"),
+        ({**USER, "documents": ["Ann was here."]}, "documents"),
+        ({**ASSISTANT, "function_calls": "add()"}, "function_calls"),
+        ({"role": "system", "content": "Be brief.", "functions": "[{}]"}, "functions"),
+        ({"role": "system", "content": "Be brief.", "tools": [CALL]}, "tools"),
+        ({**ASSISTANT, "is_target": False}, "is_target"),
+        ({**ASSISTANT, "no_grad": True}, "no_grad"),
+        ({**USER, "value": "2 + 2?"}, "value"),
+        ({**USER, "from": "gpt"}, "from"),
+        ({**ASSISTANT, "tool_calls": [CALL], "function_call": {**CALL, "name": "sub"}}, "function_call"),
+    ],
+)
+@pytest.mark.parametrize("form", ["rl", "sft"])
+def test_chat_message_entry_that_is_not_read_is_rejected(tmp_path: Path, form: str, message: Any, key: str) -> None:
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{key}"):
+        Chat(write(tmp_path / "a.jsonl", {"messages": [message, USER, ASSISTANT]}), form=form)
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({"content": "", "value": "#### 2"}, ASSISTANT),
+        ({"content": "#### 2", "value": "#### 2", "from": ""}, ASSISTANT),
+        (
+            {"content": "", "tool_calls": [], "function_call": CALL},
+            {"tool_calls": [{"type": "function", "function": CALL}]},
+        ),
+        ({"content": "#### 2", "images": [], "tools": ""}, {**ASSISTANT, "images": [], "tools": ""}),
+        ({"content": "#### 2", "constraints": ["brief"]}, {**ASSISTANT, "constraints": ["brief"]}),
+    ],
+)
+def test_chat_message_of_two_names_has_the_one_that_is_not_empty(tmp_path: Path, entries: Any, expected: Any) -> None:
+    file = write(tmp_path / "a.jsonl", {"messages": [USER, {"role": "assistant", **entries}]})
+
+    assert Chat(file, form="sft")[0]["messages"][1] == {"role": "assistant", "content": "", **expected}

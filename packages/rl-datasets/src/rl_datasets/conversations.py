@@ -21,16 +21,22 @@ _ROLES = {
     **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
 }
 """Roles of other formats (ShareGPT, OpenAI's functions, HH-RLHF), and the chat templates' names for them."""
+_ROLE = ("role", "from")
 _CONTENT = ("content", "value")
 _CALLS = ("tool_calls", "function_call")
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Names of a call's arguments (OpenAI, Llama, LangChain, Anthropic)."""
+_EMPTY: tuple[Any, ...] = ("", [], {})
 _CALL = {"id", "index", "type"}
 """Further entries of a call."""
-_SWITCH = re.compile(r"weight|train|learn|loss|mask|supervis|ignore")
-"""In the names of entries that say whether a turn is learned."""
-_SWITCHES = ("weight", "train", "training", "trainable", "learn", "loss", "loss_weight")
 _ROW_SWITCHES = ("weight", "loss_weight", "sample_weight", "train", "trainable")
+_SWITCHES = (*_ROW_SWITCHES, "training", "learn", "loss")
+"""Entries that say whether a turn is learned."""
+_NOT_READ = re.compile(
+    r"(image|audio|video|document)s?|functions|function_calls|tools|is_target|no_grad"
+    r"|(.*_)?(weight|train|learn|loss|mask|supervis|ignore).*"
+)
+"""Entries of a message that no chat template shows, and other names for whether a turn is learned."""
 
 
 def read_messages(where: str, value: Any, role: str = "user") -> list[Message]:
@@ -115,13 +121,9 @@ def reject_row_weight(where: str, row: Mapping[str, Any]) -> None:
 
 
 def _message(where: str, message: Any) -> Message:
-    """Return one message; entries that are null are left out, because Parquet gives every message all keys."""
-    entries = (
-        {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
-    )
-    name, *_ = [entries.pop(key) for key in ("role", "from") if key in entries] or [None]
-    content, *_ = [entries.pop(key) for key in _CONTENT if key in entries] or [None]
-    calls, *_ = [entries.pop(key) for key in _CALLS if key in entries] or [None]
+    """Return one message without the entries that are null."""
+    entries = _entries(message)
+    name, content, calls = (_one_of(where, entries, names) for names in (_ROLE, _CONTENT, _CALLS))
     if name == "function_call":
         content, calls = None, content
     if not isinstance(name, str) or (content is None and not calls):
@@ -129,15 +131,21 @@ def _message(where: str, message: Any) -> Message:
     role = name.strip().lower()
     role = _ROLES.get(role, role)
     weight = _weight(where, role, entries)
+    for key, value in entries.items():
+        if _NOT_READ.fullmatch(key.lower()) and value not in _EMPTY:
+            raise DataError(
+                f"{where}: expected messages without {key!r}, which is not read, found {value!r:.60} in a {role} "
+                "message; remove it or the row, and mark turns that are not learned by weight 0"
+            )
     result = {**entries, **weight, "role": role, "content": _text(where, role, content)}
     return result | ({"tool_calls": _calls(where, calls)} if calls else {})
 
 
 def _weight(where: str, role: str, entries: dict[str, Any]) -> dict[str, int]:
     """Return the weight 0 of a turn that is not learned, and take the entries that say it out of a message."""
-    switches = {key: entries.pop(key) for key in [*entries] if _SWITCH.search(key.lower())}
+    switches = {key: entries.pop(key) for key in _SWITCHES if key in entries}
     for key, value in switches.items():
-        if key not in _SWITCHES or not isinstance(value, int | float) or value not in (0, 1):
+        if not isinstance(value, int | float) or value not in (0, 1):
             raise DataError(
                 f"{where}: expected {' or '.join(_SWITCHES)} with 0 or 1 in messages, found {key}={value!r:.60}; turns "
                 "are learned or not, so change or remove it"
@@ -199,7 +207,7 @@ def _entries(value: Any) -> dict[str, Any]:
 def _one_of(where: str, entries: dict[str, Any], names: tuple[str, ...]) -> Any:
     """Take the entries of these names out, and return the one that is not empty; None where there is none."""
     given = [entries.pop(name) for name in names if name in entries]
-    filled = [value for value in given if value not in ("", [], {})]
+    filled = [value for value in given if value not in _EMPTY]
     if any(value != filled[0] for value in filled):
         raise DataError(f"{where}: expected one of {', '.join(names)}, found {filled!r:.120}; keep one of them")
     return (filled or given or [None])[0]

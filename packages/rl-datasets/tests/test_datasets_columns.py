@@ -255,3 +255,30 @@ def test_chat_message_of_two_names_has_the_one_that_is_not_empty(tmp_path: Path,
     file = write(tmp_path / "a.jsonl", {"messages": [USER, {"role": "assistant", **entries}]})
 
     assert Chat(file, form="sft")[0]["messages"][1] == {"role": "assistant", "content": "", **expected}
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"messages": json.dumps([USER, ASSISTANT])}, "sft"),
+        ({"messages": f" {json.dumps(USER)}", "answer": "#### 2"}, "sft"),
+        ({"messages": "1 + 1?", "answer": json.dumps([ASSISTANT])}, "sft"),
+        ({"messages": json.dumps([{"from": "human", "value": "1 + 1?"}]), "answer": "#### 2"}, "rl"),
+    ],
+)
+def test_chat_messages_as_json_text_are_messages(tmp_path: Path, row: Any, form: str) -> None:
+    data = Chat(write(tmp_path / "a.jsonl", row), form=form)
+
+    assert data[0]["messages"] == [USER, ASSISTANT][: 2 if form == "sft" else 1]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1, 2]", '[{"role": "user"}, 1]', "[]", "[1] is a list", "null"])
+def test_chat_other_json_text_is_a_question(tmp_path: Path, text: str) -> None:
+    rows = Chat(write(tmp_path / "a.jsonl", {"messages": text, "answer": "2", "input": "in"}))
+
+    assert rows[0]["messages"] == [{"role": "user", "content": f"{text}\n\nin"}]
+
+
+def test_chat_input_beside_messages_as_json_text_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'input'"):
+        Chat(write(tmp_path / "a.jsonl", {"messages": json.dumps([USER]), "answer": "2", "input": "in"}))

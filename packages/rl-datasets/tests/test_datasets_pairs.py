@@ -73,6 +73,12 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ("\n\nHuman: 2 + 2?\n\nAssistant:", *(f"\n\nHuman: 2 + 2?\n\nAssistant: {n}" for n in (4, 5))),
         ("2 + 2?\n\nAssistant:", " 4", " 5"),
         ("Human: 2 + 2?", "Human: 2 + 2?\n\nAssistant: 4", "Assistant: 5"),
+        ("2 + 2?", *(json.dumps(_talk("2 + 2?", n)) for n in "45")),
+        (
+            json.dumps(_talk("2 + 2?")),
+            json.dumps(_talk("2 + 2?", "4")),
+            json.dumps({"role": "assistant", "content": "5"}),
+        ),
     ],
 )
 def test_hh_rlhf_prompt_is_in_each_conversation_once(tmp_path, prompt, chosen, rejected):

@@ -11,7 +11,7 @@ from typing import Any
 from rl_contracts.config import require
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing
-from rl_datasets.conversations import Message, is_learned, read_messages, reject_row_weight
+from rl_datasets.conversations import Message, decoded, is_learned, read_messages, reject_row_weight
 from rl_datasets.files import read_records
 from rl_datasets.questions import read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
@@ -131,7 +131,7 @@ def _answer(where: str, role: str, row: Mapping[str, Any]) -> list[Message]:
     """Return the turns of the column `answer`."""
     if "answer" not in row:
         raise missing(f"{where}: the messages end with a turn of {role!r}", row, "answer")
-    answer = row["answer"]
+    answer = decoded(row["answer"])
     if isinstance(answer, list | Mapping):
         turns = read_messages(f"{where}: answer", answer)
         if turns[0]["role"] == turns[-1]["role"] == "assistant":

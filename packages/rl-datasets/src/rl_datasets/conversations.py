@@ -44,8 +44,8 @@ def read_messages(where: str, value: Any, role: str = "user") -> list[Message]:
 
     Args:
         where: place of the row, for errors.
-        value: a list of messages, one message, or a text. A text that begins with `Human:` or `Assistant:` is a
-            dialogue (see `parse_dialogue`), any other is one message.
+        value: a list of messages, one message, one of these as JSON text, or another text. A text that begins with
+            `Human:` or `Assistant:` is a dialogue (see `parse_dialogue`), any other is one message.
         role: role of a text that is no dialogue.
 
     Returns:
@@ -56,6 +56,7 @@ def read_messages(where: str, value: Any, role: str = "user") -> list[Message]:
     Raises:
         DataError: the value holds no messages, or a message or an entry of it cannot be read.
     """
+    value = decoded(value)
     if isinstance(value, str) and value.strip() and not is_dialogue(value):
         return [{"role": role, "content": value}]
     messages = parse_dialogue(value) if isinstance(value, str) else [value] if isinstance(value, Mapping) else value
@@ -211,6 +212,18 @@ def _one_of(where: str, entries: dict[str, Any], names: tuple[str, ...]) -> Any:
     if any(value != filled[0] for value in filled):
         raise DataError(f"{where}: expected one of {', '.join(names)}, found {filled!r:.120}; keep one of them")
     return (filled or given or [None])[0]
+
+
+def has_messages(value: Any) -> bool:
+    """Whether a value is a message or a list of messages."""
+    messages = value if isinstance(value, list) else [value]
+    return bool(messages) and all(isinstance(item, Mapping) and {*_ROLE} & item.keys() for item in messages)
+
+
+def decoded(value: Any) -> Any:
+    """Return the messages that a text of JSON holds; any other value as it is."""
+    found = parsed(value)
+    return found if has_messages(found) else value
 
 
 def parsed(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_contracts.errors import DataError
 from rl_datasets.columns import UNUSED, Record
-from rl_datasets.conversations import Message, is_dialogue, parsed, read_messages
+from rl_datasets.conversations import Message, decoded, is_dialogue, parsed, read_messages
 
 COLUMNS = ("system", "history", "input", "tools")
 """Columns that every data set of files reads beside its question."""
@@ -33,8 +33,9 @@ def read_question(record: Record, column: str) -> list[Message]:
         DataError: a column cannot be read.
     """
     where, row = record
-    messages = read_messages(f"{where}: {column}", row[column])
-    if isinstance(row[column], str) and not is_dialogue(row[column]):
+    value = decoded(row[column])
+    messages = read_messages(f"{where}: {column}", value)
+    if isinstance(value, str) and not is_dialogue(value):
         given = row.get("input")
         if isinstance(given, str | int) and str(given).strip():
             messages[0]["content"] += f"\n\n{given}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_contracts.errors import DataError
 from rl_datasets.columns import UNUSED, Record
-from rl_datasets.conversations import parsed
+from rl_datasets.conversations import has_messages, parsed
 
 COLUMNS = ("tools", "tool_defs", "functions")
 """Names of the column in public data sets."""
@@ -48,13 +48,8 @@ def _schema(where: str, name: str, value: Any) -> dict[str, Any]:
 def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of Parquet or Arrow whose messages and tools have no null entries: its structs have all keys."""
     return {
-        name: _without_nulls(value) if name in COLUMNS or _has_messages(value) else value for name, value in row.items()
+        name: _without_nulls(value) if name in COLUMNS or has_messages(value) else value for name, value in row.items()
     }
-
-
-def _has_messages(value: Any) -> bool:
-    messages = value if isinstance(value, list) else [value]
-    return any(isinstance(message, Mapping) and {"role", "from"} & message.keys() for message in messages)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -27,6 +27,7 @@ def write(directory: Path, *names: str) -> Path:
         ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"),
         ("train-1-of-2.jsonl", "train-2-of-2.jsonl"),
         ("train-0.jsonl", "train-1.jsonl"),
+        ("train-00000-of-00002-abcdef0123.jsonl", "train-00001-of-00002-0123abcdef.jsonl"),
     ],
 )
 def test_split_of_one_file_or_all_shards_is_read_in_order(tmp_path: Path, names: tuple[str, ...]) -> None:
@@ -40,6 +41,11 @@ def test_split_of_one_file_or_all_shards_is_read_in_order(tmp_path: Path, names:
     ("names", "named"),
     [
         (("train-00000-of-00002.jsonl",), "shard 1 of 2"),
+        (("train-00000-of-00002-abcdef0123.jsonl",), "shard 1 of 2"),
+        (
+            ("train-00000-of-00001-abcdef.jsonl", "train-00000-of-00001-012345.jsonl"),
+            "once, found .*-abcdef.jsonl; fetch",
+        ),
         (("train-00001-of-00003.parquet", "train-00002-of-00003.parquet"), "shard 3 of 3"),
         (("train-00000-of-00003.parquet", "train-00002-of-00003.parquet"), "shard 1 of 3"),
         (("train-00000-of-00001.parquet", "train-00000-of-00002.parquet", "train-00001-of-00002.parquet"), "of-00001"),
@@ -63,6 +69,7 @@ def test_split_in_a_directory_and_its_subset_is_rejected(tmp_path: Path) -> None
         GSM8K(write(tmp_path, "train.jsonl", "main/train.jsonl"))
 
 
-def test_shard_of_another_split_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["test-00000-of-00001.jsonl", "test-00000-of-00001-abcdef0123.jsonl"])
+def test_shard_of_another_split_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match="'test'"):
-        Chat(write(tmp_path, "test-00000-of-00001.jsonl") / "test-00000-of-00001.jsonl")
+        Chat(write(tmp_path, name) / name)

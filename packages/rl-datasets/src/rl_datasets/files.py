@@ -19,7 +19,7 @@ from rl_datasets.tools import without_added_nulls
 _SPLITS = ("train", "test", "validation")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zip", ".arrow")
 _READ_SUFFIXES = (".jsonl", ".parquet")
-_SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-(?P<total>\d+)\.\w+")
+_SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?:-[0-9a-f]+)?\.\w+")
 PARQUET = b"PAR1"
 """With which a file of that kind begins and ends."""
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -92,28 +92,32 @@ def _check_shards(directory: Path, split: str, files: list[Path]) -> None:
     """Reject files of which some would not be read: one file, or all shards of one kind in one folder, are a split."""
     names = [str(file.relative_to(directory)) for file in files]
     shards = [_SHARD.fullmatch(name) for name in names]
-    if len(files) > 1 and len({(file.parent, file.suffix, file.stem == split) for file in files}) > 1:
+    kinds = {
+        (file.parent, file.suffix, file.stem == split, shard and shard["name"], shard and shard["total"])
+        for file, shard in zip(files, shards, strict=True)
+    }
+    if len(kinds) > 1:
         raise DataError(
             f"{directory}: expected the split {split!r} in one file, or in shards of one kind, found "
             f"{', '.join(names[:8])}; remove or rename those that are not to be read"
         )
-    if any(shards):
-        kinds = {(shard["name"], shard["total"]) if shard else ("", "") for shard in shards}
-        numbers = {int(shard["number"]) for shard in shards if shard}
-        total = int(next(shard for shard in shards if shard)["total"])
-        missing = sorted({*range(total)} - numbers) if 0 in numbers else sorted({*range(1, total + 1)} - numbers)
-        if len(kinds) > 1 or missing or len(files) != total:
+    if shards[0]:
+        total = int(shards[0]["total"])
+        numbers = sorted(int(shard["number"]) for shard in shards if shard)
+        first = int(0 not in numbers)
+        if numbers != [*range(first, total + first)]:
+            missing = sorted({*range(first, total + first)} - {*numbers})
             lacks = f"; shard {', '.join(map(str, missing[:8]))} of {total} is missing" if missing else ""
             raise DataError(
-                f"{directory}: expected all shards of the split {split!r}, found {', '.join(names[:8])}{lacks}; fetch "
-                "or write the shards again"
+                f"{directory}: expected each shard of the split {split!r} once, found {', '.join(names[:8])}{lacks}; "
+                "fetch or write the shards again"
             )
 
 
 def _check_file(file: Path, split: str) -> None:
     if file.suffix not in _READ_SUFFIXES:
         raise DataError(f"{file}: expected a .jsonl or .parquet file, found the extension {file.suffix!r}; convert it")
-    named = re.sub(r"-\d+(-of-\d+)?", "", file.stem)
+    named = re.sub(r"-\d+(-of-\d+(-[0-9a-f]+)?)?", "", file.stem)
     if named in _SPLITS and named != split:
         raise DataError(
             f"{file}: expected the split {split!r}, found a file named after the split {named!r}; "

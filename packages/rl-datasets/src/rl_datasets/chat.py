@@ -154,8 +154,8 @@ def _messages(record: Record, options: ChatOptions, columns: Mapping[str, str] |
     where, row = record
     if "messages" not in row:
         raise missing(where, {(columns or {}).get(name, name): value for name, value in row.items()}, "messages")
-    messages = read_question(record, "messages")
-    reject_unread(record, messages)
+    messages = read_question(record, "messages", row["messages"])
+    reject_unread(record, "messages", messages)
     if options.system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": options.system})
     asked = next((message for message in reversed(messages) if message["role"] == "user"), None)

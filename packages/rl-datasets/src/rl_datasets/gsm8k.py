@@ -92,6 +92,6 @@ def _question_and_answer(record: Record) -> dict[str, Any]:
         if isinstance(text, bool) or not isinstance(text, str | int | float) or not str(text).strip():
             raise DataError(f"{where}: expected text in the column {key!r}, found {text!r:.60}; complete or remove it")
     reject_row_weight(where, row)
-    messages = read_question((where, {**row, "question": str(row["question"])}), "question")
-    reject_unread((where, {**row, "question": None}), messages)
+    messages = read_question(record, "question", str(row["question"]))
+    reject_unread(record, "question", messages)
     return {"messages": messages, "answer": str(row["answer"]), **read_tools(record)}

@@ -97,11 +97,10 @@ def _pair(index: int, record: Record) -> dict[str, Any]:
 
 def _prompt(record: Record) -> list[Message]:
     """Return the messages of the column `prompt` without the mark of the answer at its end."""
-    where, row = record
-    text = row["prompt"]
-    if isinstance(text, str) and not is_dialogue(text):
-        record = where, {**row, "prompt": _OPENING.sub("", text)}
-    return without_opening(read_question(record, "prompt"))
+    prompt = record[1]["prompt"]
+    if isinstance(prompt, str) and not is_dialogue(prompt):
+        prompt = _OPENING.sub("", prompt)
+    return without_opening(read_question(record, "prompt", prompt))
 
 
 def _side(record: Record, side: str, prompt: list[Message]) -> list[Message]:
@@ -124,7 +123,7 @@ def _side(record: Record, side: str, prompt: list[Message]) -> list[Message]:
             f"data.columns.prompt, or complete the row"
         )
     reject_empty(where, [message for message in messages if message["role"] == "user"][-1:])
-    reject_unread((where, {**row, "prompt": None}), messages)
+    reject_unread(record, "prompt", messages)
     return messages
 
 

@@ -23,17 +23,22 @@ _TEXTS = (
 _NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "image_path", "chat_template_kwargs")
 
 
-def read_question(record: Record, column: str) -> list[Message]:
+def read_question(record: Record, column: str, value: Any) -> list[Message]:
     """Return the messages of a column with the row's `system` before them.
 
     Where the column is one text, `input` is appended after a blank line, and the turns of `history` (messages, or pairs
     of a question and its answer) come before it, as in Alpaca's format.
 
+    Args:
+        record: place and columns of the row.
+        column: name of the column, for errors.
+        value: what it holds.
+
     Raises:
         DataError: a column cannot be read.
     """
     where, row = record
-    value = decoded(row[column])
+    value = decoded(value)
     messages = read_messages(f"{where}: {column}", value)
     if isinstance(value, str) and not is_dialogue(value):
         given = row.get("input")
@@ -66,15 +71,23 @@ def with_system(record: Record, messages: list[Message]) -> list[Message]:
     return messages
 
 
-def reject_unread(record: Record, messages: list[Message]) -> None:
+def reject_unread(record: Record, column: str, messages: list[Message]) -> None:
     """Reject a row with a column of its question whose text is not in the messages up to the last question.
+
+    Args:
+        record: place and columns of the row.
+        column: the one that was read.
+        messages: the conversation.
 
     Raises:
         DataError: names the column.
     """
     where, row = record
-    given = {name: parsed(value) for name, value in row.items() if name.lower() in (*_TEXTS, *_NOT_READ)}
-    columns = {name: value for name, value in given.items() if value}
+    columns = {
+        name: value
+        for name in row
+        if name != column and name.lower() in (*_TEXTS, *_NOT_READ) and (value := parsed(row[name]))
+    }
     if not columns:
         return
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)

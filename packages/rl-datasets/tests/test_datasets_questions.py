@@ -13,6 +13,11 @@ PIRATE = {"role": "system", "content": "You are a pirate."}
 HI, ARR = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Arr"}
 ALPACA = {"instruction": "Translate.", "input": "good day", "output": "guten Tag"}
 
+UNREAD = (
+    *("starter_code", "sql_context", "schema", "article", "story", "premise", "hypothesis", "ctx", "endings"),
+    *("option_a", "option_d", "opa", "opd", "dialog", "dialogue", "developer", "api_list", "image_url", "audio_path"),
+)
+
 
 def write(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -37,6 +42,17 @@ def write(path: Path, *rows: Any) -> Path:
             {"history": [HI, ARR], "messages": "Who am I?", "answer": "Ann"},
             {},
             [("user", "hi"), ("assistant", "Arr"), ("user", "Who am I?")],
+        ),
+        ({"messages": "hi", "answer": "Arr", "System": "Be."}, {}, [("system", "Be."), ("user", "hi")]),
+        ({"messages": [HI, ARR], "system_instruction": "Be."}, {}, [("system", "Be."), ("user", "hi")]),
+        ({"Instruction": "Add", "Input": 0, "answer": "0"}, {"messages": "Instruction"}, [("user", "Add\n\n0")]),
+        *(
+            (
+                {name: [["I am Ann", "Hello Ann"]], "messages": "Who am I?", "answer": "Ann"},
+                {},
+                [("user", "I am Ann"), ("assistant", "Hello Ann"), ("user", "Who am I?")],
+            )
+            for name in ("chat_history", "conversation_history", "History")
         ),
         (
             {"text": "Sum", "context": "1 and 2", "answer": "3"},
@@ -70,6 +86,9 @@ def test_chat_columns_of_the_question_are_in_the_messages(
         ({"messages": "Who?", "answer": "Ann", "Documents": ["Ann was here."]}, "Documents"),
         ({"messages": [HI, ARR], "images": [{"path": "a.png"}]}, "images"),
         ({"messages": [HI, {**ARR, "content": "good day"}], "question": "good day"}, "question"),
+        ({"messages": "Who?", "answer": "Ann", "chat_history": "Ann"}, "chat_history"),
+        ({"messages": "Who?", "answer": "Ann", "history": [["a", "b"]], "chat_history": [["c", "d"]]}, "chat_history"),
+        *(({"messages": "Who?", "answer": "Ann", name: "Ann was here."}, name) for name in UNREAD),
     ],
 )
 def test_chat_column_that_is_not_in_the_question_is_rejected_by_name(
@@ -88,6 +107,8 @@ def test_chat_columns_whose_text_is_in_the_question_or_empty_are_accepted(tmp_pa
         "input": None,
     }
     row |= {"prompt": "Which?  A: hens", "options": {"label": ["A", "B"], "text": ["hens", "eggs"]}}
+
+    row |= {"starter_code": "", "dialogue": "B: eggs", "document_id": "d1", "context_length": 5, "schema_version": "2"}
 
     assert Chat(write(tmp_path / "a.jsonl", row))[0]["choices"] == ["hens", "eggs"]
 

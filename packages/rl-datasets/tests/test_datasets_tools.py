@@ -40,6 +40,8 @@ def write(path: Path, *rows: Any) -> Path:
         {"tools": [json.dumps(WEATHER), json.dumps(STOCK)]},
         {"tools": [WEATHER["function"], STOCK["function"]]},
         {"tools": None, "tool_defs": [WEATHER, STOCK]},
+        {"available_tools": json.dumps([WEATHER, STOCK])},
+        {"Tools": [WEATHER, STOCK]},
         {"tools": [WEATHER, STOCK], "functions": [WEATHER["function"], STOCK["function"]]},
     ],
 )

@@ -16,7 +16,7 @@ from rl_datasets.files import read_records
 from rl_datasets.questions import read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
 from rl_datasets.texts import FileOptions, checked, reject_empty, require_finite
-from rl_datasets.tools import COLUMNS, read_tools
+from rl_datasets.tools import is_tools, read_tools
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Chat(Rows[dict[str, Any]]):
 def _prompt(record: Record, messages: list[Message]) -> dict[str, Any]:
     """Return the RL form of a row."""
     where, row = record
-    rest = {name: value for name, value in row.items() if name not in ("messages", *COLUMNS) and _plain(value)}
+    rest = {name: value for name, value in row.items() if name != "messages" and not is_tools(name) and _plain(value)}
     if messages[-1]["role"] == "assistant":
         *messages, last = messages
         if rest.get("answer") is None:

@@ -14,13 +14,19 @@ from rl_datasets.conversations import Message, decoded, is_dialogue, parsed, rea
 
 COLUMNS = ("system", "history", "input", "tools")
 """Columns that every data set of files reads beside its question."""
-_SYSTEM = ("system", "system_prompt", "system_message")
+_SYSTEM = ("system", "system_prompt", "system_message", "system_instruction")
+_HISTORY = ("history", "chat_history", "conversation_history")
 _TEXTS = (
-    *("prompt", "instruction", "question", "query", "problem", "input", "history"),
-    *("context", "contexts", "passage", "passages", "document", "documents", "choices", "options"),
+    *("prompt", "instruction", "question", "query", "problem", "input", *_HISTORY, "dialog", "dialogue", "developer"),
+    *("context", "contexts", "ctx", "passage", "passages", "document", "documents", "article", "story"),
+    *("premise", "hypothesis", "choices", "options", "endings", "option_a", "option_b", "option_c", "option_d"),
+    *("opa", "opb", "opc", "opd", "starter_code", "sql_context", "schema", "api_list"),
 )
-"""Columns that hold a text of the question in public data sets (Alpaca, Dolly, SQuAD, MMLU)."""
-_NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "image_path", "chat_template_kwargs")
+"""Columns that hold a text of the question in public data sets (Alpaca, Dolly, SQuAD, MMLU, HellaSwag, SNLI)."""
+_NOT_READ = (
+    *("image", "images", "image_path", "image_url", "video", "videos", "audio", "audios", "audio_path"),
+    "chat_template_kwargs",
+)
 
 
 def read_question(record: Record, column: str, value: Any) -> list[Message]:
@@ -41,10 +47,11 @@ def read_question(record: Record, column: str, value: Any) -> list[Message]:
     value = decoded(value)
     messages = read_messages(f"{where}: {column}", value)
     if isinstance(value, str) and not is_dialogue(value):
-        given = row.get("input")
-        if isinstance(given, str | int) and str(given).strip():
-            messages[0]["content"] += f"\n\n{given}"
-        messages = [*_history(where, row.get("history")), *messages]
+        for _, given in _named(row, ("input",)):
+            if isinstance(given, str | int) and str(given).strip():
+                messages[0]["content"] += f"\n\n{given}"
+        for name, turns in _named(row, _HISTORY)[:1]:
+            messages = [*_history(where, name, turns), *messages]
     return with_system(record, messages)
 
 
@@ -55,10 +62,7 @@ def with_system(record: Record, messages: list[Message]) -> list[Message]:
         DataError: it is no text, or the messages begin with another system message.
     """
     where, row = record
-    for name in _SYSTEM:
-        text = row.get(name)
-        if not text:
-            continue
+    for name, text in _named(row, _SYSTEM):
         if not isinstance(text, str):
             raise DataError(f"{where}: expected a text in the column {name!r}, found {text!r:.60}; correct the row")
         if messages[0]["role"] != "system":
@@ -100,15 +104,18 @@ def reject_unread(record: Record, column: str, messages: list[Message]) -> None:
             )
 
 
-def _history(where: str, value: Any) -> list[Message]:
+def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Return the columns of these names, in any case, that are not empty."""
+    return [(name, value) for name, value in row.items() if name.lower() in names and value not in (None, "", [], {})]
+
+
+def _history(where: str, name: str, value: Any) -> list[Message]:
     turns = parsed(value) or []
     if not isinstance(turns, list):
-        raise DataError(
-            f"{where}: expected the column 'history' to be a list of turns, found {value!r:.60}; correct it"
-        )
+        raise DataError(f"{where}: expected a list of turns in the column {name!r}, found {value!r:.60}; correct it")
     if all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
         turns = [{"role": r, "content": t} for turn in turns for r, t in zip(("user", "assistant"), turn, strict=True)]
-    return read_messages(f"{where}: history", turns) if turns else []
+    return read_messages(f"{where}: {name}", turns) if turns else []
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from rl_contracts.errors import DataError
 from rl_datasets.columns import UNUSED, Record
 from rl_datasets.conversations import has_messages, parsed
 
-COLUMNS = ("tools", "tool_defs", "functions")
+COLUMNS = ("tools", "tool_defs", "functions", "available_tools")
 """Names of the column in public data sets."""
 
 
@@ -17,7 +17,7 @@ def read_tools(record: Record) -> dict[str, list[dict[str, Any]]]:
     """Return `{"tools": JSON schemas as OpenAI writes them}`, or an empty dict where a row has none.
 
     Args:
-        record: `tools`, `tool_defs` or `functions` is a list of schemas or its JSON text; a schema without the outer
+        record: one of `COLUMNS`, in any case, is a list of schemas or its JSON text; a schema without the outer
             `{"type": "function"}` gets it.
 
     Raises:
@@ -25,8 +25,8 @@ def read_tools(record: Record) -> dict[str, list[dict[str, Any]]]:
     """
     where, row = record
     tools: list[dict[str, Any]] = []
-    for name in COLUMNS:
-        value = parsed(row.get(name)) or []
+    for name in filter(is_tools, row):
+        value = parsed(row[name]) or []
         schemas = [_schema(where, name, schema) for schema in (value if isinstance(value, list) else [value])]
         if tools and schemas and tools != schemas:
             raise DataError(f"{where}: expected one list of tools, found another in the column {name!r}; keep one")
@@ -45,10 +45,15 @@ def _schema(where: str, name: str, value: Any) -> dict[str, Any]:
     return dict(schema) if "function" in schema else {"type": "function", "function": dict(schema)}
 
 
+def is_tools(name: str) -> bool:
+    """Whether a column of this name holds the tools of a row."""
+    return name.lower() in COLUMNS
+
+
 def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of Parquet or Arrow whose messages and tools have no null entries: its structs have all keys."""
     return {
-        name: _without_nulls(value) if name in COLUMNS or has_messages(value) else value for name, value in row.items()
+        name: _without_nulls(value) if is_tools(name) or has_messages(value) else value for name, value in row.items()
     }
 
 

@@ -104,3 +104,39 @@ def test_empty_turns_with_tool_calls_and_empty_results_are_accepted(tmp_path: Pa
     assert Chat(write(tmp_path / "a.jsonl", {"messages": messages}), form="sft")[0]["messages"] == messages
     row = Chat(write(tmp_path / "b.jsonl", {"messages": [USER, called]}))[0]
     assert row == {"prompt_id": 0, "messages": [USER], "tool_calls": [call]}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (["Paris", "London"], '["Paris", "London"]'),
+        ([{"text": "a", "score": 1}, {"text": "b"}], '[{"text": "a", "score": 1}, {"text": "b"}]'),
+        ([{"type": "json", "text": "a"}], '[{"type": "json", "text": "a"}]'),
+        ([{"type": "text", "text": "a"}, {"type": "output_text", "text": "b", "annotations": []}], "ab"),
+        ([{"text": "a", "type": None}], "a"),
+    ],
+)
+def test_tool_result_of_parts_is_json_unless_they_are_texts(tmp_path: Path, content: Any, text: str) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "find", "arguments": {}}]}
+    messages = [USER, call, {"role": "tool", "content": content}, ASSISTANT]
+
+    data = Chat(write(tmp_path / "a.jsonl", {"messages": messages}), form="sft")
+
+    assert data[0]["messages"][2]["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "reasoning", "text": "x"}, "reasoning"),
+        ({"type": "image", "text": "", "image": "a.png"}, "image"),
+        ({"text": "x", "score": 1}, "score"),
+        ({"type": "text"}, "text"),
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_message_part_that_is_no_text_is_rejected(tmp_path: Path, role: str, part: Any, kind: str) -> None:
+    message = {"role": role, "content": [part, {"type": "input_text", "text": "y"}, "z"]}
+
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{kind}"):
+        Chat(write(tmp_path / "a.jsonl", {"messages": [message, USER, ASSISTANT]}), form="sft")

@@ -26,6 +26,7 @@ _CONTENT = ("content", "value")
 _CALLS = ("tool_calls", "function_call")
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Names of a call's arguments (OpenAI, Llama, LangChain, Anthropic)."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _EMPTY: tuple[Any, ...] = ("", [], {})
 _CALL = {"id", "index", "type"}
 """Further entries of a call."""
@@ -160,21 +161,27 @@ def _weight(where: str, role: str, entries: dict[str, Any]) -> dict[str, int]:
 
 
 def _text(where: str, role: str, content: Any) -> str:
-    """Return content as a text: a list of text parts is joined, the result of a tool is written as JSON."""
+    """Return content as a text: a list of text parts is joined, another result of a tool is written as JSON."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if isinstance(content, list) and all(isinstance(text, str) for text in texts):
-        return "".join(texts)
+    others = [part for part in parts if not _is_text(role, part)]
+    if isinstance(content, list) and not others:
+        return "".join(part if isinstance(part, str) else part["text"] for part in parts)
     is_number = isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content)
     if role == "tool" or is_number:
         return json.dumps(content, ensure_ascii=False, default=str)
-    kinds = sorted({str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts})
     raise DataError(
-        f"{where}: expected a text or a list of text parts as content (role {role}), found parts of type "
-        f"{', '.join(kinds)}; only text is read, so remove the row"
+        f"{where}: expected a text or a list of text parts as content (role {role}), found "
+        f"{(others or parts)[0]!r:.60}; only text is read, so remove the row"
     )
+
+
+def _is_text(role: str, part: Any) -> bool:
+    """Whether a part of a message is a text, or an object that holds one and nothing else to show."""
+    entries = _entries(part)
+    is_part = entries.get("type") in _TEXT_PARTS or entries.keys() == {"text"}
+    return isinstance(entries.get("text"), str) if is_part else isinstance(part, str) and role != "tool"
 
 
 def _calls(where: str, value: Any) -> list[dict[str, Any]]:

@@ -205,6 +205,22 @@ def test_parse_dialogue_empty_last_mark_opens_the_answer():
     assert parse_dialogue("Human: a\n\nAssistant: ") == [{"role": "user", "content": "a"}]
 
 
+@pytest.mark.parametrize(
+    "text", ["Human: a\nAssistant: b\nHuman: c\nAssistant:", "Human: a\n \nAssistant: b\nHuman: c"]
+)
+def test_parse_dialogue_without_blank_lines_splits_at_lines(text):
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
+
+    assert parse_dialogue(text) == [{"role": role, "content": content} for role, content in turns]
+
+
+def test_parse_dialogue_with_blank_lines_keeps_marks_at_lines():
+    assert parse_dialogue("\n\nHuman: Write one.\n\nAssistant: Fine.\nHuman: a\nAssistant: b") == [
+        {"role": "user", "content": "Write one."},
+        {"role": "assistant", "content": "Fine.\nHuman: a\nAssistant: b"},
+    ]
+
+
 def test_parse_dialogue_text_without_marks_is_no_dialogue():
     assert parse_dialogue("Assistants: unite") == []
 

@@ -14,6 +14,7 @@ from rl_datasets.columns import UNUSED
 Message = dict[str, Any]
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
+_LINE = re.compile(r"\n+(Human|Assistant):")
 _FIRST_TURN = re.compile(r"\s*(?:Human|Assistant):")
 _ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -77,12 +78,14 @@ def is_dialogue(text: str) -> bool:
 def parse_dialogue(text: str) -> list[Message]:
     """Return the turns of a text marked `\\n\\nHuman:` and `\\n\\nAssistant:`; none if it does not begin with a mark.
 
+    Marks may also follow a single line break, in a text that has no other marks after a blank line.
     Turns that follow each other with the same role are joined by a blank line, because chat templates ask for
     alternation. A mark of the assistant with nothing after it, at the end, opens the answer and is no turn.
     """
     if not is_dialogue(text):
         return []
-    parts = _TURN.split(f"\n\n{text.lstrip()}")
+    text = f"\n\n{text.lstrip()}"
+    parts = (_TURN if _TURN.search(text, 1) else _LINE).split(text)
     turns: list[Message] = []
     for mark, part in zip(parts[1::2], parts[2::2], strict=True):
         role, content = _ROLES.get(mark.lower(), mark.lower()), part.strip()

@@ -55,6 +55,7 @@ def _talk(*texts):
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {"name": "add", "arguments": {"a": 2}}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ("2 + 2?\n\nAssistant:", " 4", " 5"),
         ("Human: 2 + 2?", "Human: 2 + 2?\n\nAssistant: 4", "Assistant: 5"),
         ("2 + 2?", *(json.dumps(_talk("2 + 2?", n)) for n in "45")),
+        ([{**_talk("2 + 2?")[0], "name": "Ann"}], _talk("2 + 2?", "4"), _talk("2 + 2?", "5")),
+        (None, *([{"turn": n, "id": n, **m} for m in _talk("2 + 2?", n)] for n in "45")),
         (
             json.dumps(_talk("2 + 2?")),
             json.dumps(_talk("2 + 2?", "4")),
@@ -136,6 +139,9 @@ def test_hh_rlhf_answers_may_differ_from_an_earlier_turn_on(tmp_path):
         },
         {"prompt": _talk("2 + 2?", "It is"), "chosen": "4", "rejected": "5"},
         {"prompt": "What is 2 + 2?", "chosen": "What is 2 + 2? 4", "rejected": "What is 2 + 2? 5"},
+        {"prompt": "2 +", "chosen": "2 + 2", "rejected": "2 + 3"},
+        {"prompt": "2?", "chosen": {**_talk("", "4")[1], "id": 1}, "rejected": {**_talk("", "4")[1], "id": 2}},
+        {"chosen": [{**_talk("a")[0], "tool_calls": [CALL]}, *_talk("", "b")[1:]], "rejected": _talk("a", "c")},
         {"chosen": "4", "rejected": "5"},
         {"chosen": "You are a pirate.\n\nHuman: hi\n\nAssistant: Arr", "rejected": ROW["rejected"]},
         {"prompt": "2 + 2?", "chosen": "\n\nAssistant:", "rejected": "5"},
@@ -149,10 +155,18 @@ def test_hh_rlhf_pair_that_is_no_question_with_two_answers_is_rejected(tmp_path,
         HHRLHF(_file(tmp_path, ROW, row))
 
 
-def test_hh_rlhf_short_prompt_that_answers_return_is_no_prefix(tmp_path):
-    row = HHRLHF(_file(tmp_path, {"prompt": "Hi", "chosen": "Hi there!", "rejected": "Hi"}))[0]
+def test_hh_rlhf_answer_that_begins_with_the_prompt_alone_is_accepted(tmp_path):
+    row = HHRLHF(_file(tmp_path, {"prompt": "Hi", "chosen": "Hi there!", "rejected": "Hello"}))[0]
 
     assert row["chosen"] == _talk("Hi", "Hi there!")
+
+
+def test_hh_rlhf_answers_may_differ_in_reasoning_or_calls(tmp_path):
+    for entry in ({"reasoning_content": "so"}, {"thinking": "so"}, {"tool_calls": [CALL]}):
+        question, answer = _talk("2 + 2?", "4")
+        row = HHRLHF(_file(tmp_path, {"chosen": [question, answer | entry], "rejected": [question, answer]}))[0]
+
+        assert row["chosen"][1].keys() - row["rejected"][1].keys() == entry.keys()
 
 
 def test_hh_rlhf_row_is_made_anew(tmp_path):

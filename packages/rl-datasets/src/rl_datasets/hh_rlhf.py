@@ -27,8 +27,8 @@ from rl_datasets.tools import read_tools
 
 _SIDES = ("chosen", "rejected")
 _OPENING = re.compile(r"\n\nAssistant:\s*$")
-_PROMPT_WORDS = 3
-"""Words from which on a text that both answers begin with is the prompt, and no greeting that they return."""
+_COMPARED = ("role", "content", "tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Entries by which messages differ; others (`id`, `name`, `timestamp`) do not count."""
 
 
 class HHRLHF(Rows[dict[str, Any]]):
@@ -89,7 +89,7 @@ def _pair(index: int, record: Record) -> dict[str, Any]:
     reject_row_weight(where, row)
     _reject_repeated_text(where, row)
     sides = {side: _side(record, side, prompt) for side in _SIDES}
-    if sides["chosen"] == sides["rejected"]:
+    if [*map(_shown, sides["chosen"])] == [*map(_shown, sides["rejected"])]:
         raise DataError(f"{where}: chosen and rejected are the same; there is nothing to prefer. Remove the row")
     _require_one_question(where, sides["chosen"], sides["rejected"])
     return {"prompt_id": index, **sides, **read_tools(record)}
@@ -158,7 +158,7 @@ def _reject_repeated_text(where: str, row: Mapping[str, Any]) -> None:
     if not all(isinstance(text, str) and text and not is_dialogue(text) for text in texts):
         return
     prompt, *sides = texts
-    if len(prompt.split()) >= _PROMPT_WORDS and all(side.startswith(prompt) for side in sides):
+    if all(side.startswith(prompt) for side in sides):
         raise DataError(
             f"{where}: expected answers beside the prompt, found that chosen and rejected both begin with the text of "
             f"the prompt {prompt!r:.60}; remove it from them"
@@ -178,5 +178,9 @@ def _require_one_question(where: str, chosen: list[Message], rejected: list[Mess
 
 
 def _key(message: Message) -> Message:
-    """Return a message in the form in which it is compared: blanks around its text do not count."""
-    return {**message, "content": message["content"].strip()}
+    """Return a message in the form in which questions are compared: blanks around its text do not count."""
+    return {**_shown(message), "content": message["content"].strip()}
+
+
+def _shown(message: Message) -> Message:
+    return {name: message.get(name) for name in _COMPARED}

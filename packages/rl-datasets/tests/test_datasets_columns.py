@@ -282,3 +282,34 @@ def test_chat_other_json_text_is_a_question(tmp_path: Path, text: str) -> None:
 def test_chat_input_beside_messages_as_json_text_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'input'"):
         Chat(write(tmp_path / "a.jsonl", {"messages": json.dumps([USER]), "answer": "2", "input": "in"}))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"question": "q", "input": "IN", "context": "CTX"}, {"input": "context"}),
+        (
+            {"question": "q", "answer": "2", "reward_model": {"ground_truth": "3"}},
+            {"answer": "reward_model.ground_truth"},
+        ),
+    ],
+)
+def test_renamed_column_beside_another_of_our_name_is_rejected(row: Any, columns: dict[str, str]) -> None:
+    (name,) = columns
+    with pytest.raises(DataError, match=rf"train\.jsonl:1: .*{name!r}.*data\.columns\.unused_{name}={name}"):
+        list(renamed([("train.jsonl:1", row)], columns))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "value"),
+    [
+        ({"input": "", "context": "CTX"}, {"input": "context"}, "CTX"),
+        ({"input": "CTX", "context": "CTX"}, {"input": "context"}, "CTX"),
+        ({"input": "IN", "context": "CTX"}, {"input": "context", "unused_input": "input"}, "CTX"),
+        ({"input": {"text": "CTX"}}, {"input": "input.text"}, "CTX"),
+    ],
+)
+def test_renamed_column_replaces_an_empty_or_equal_one(row: Any, columns: dict[str, str], value: str) -> None:
+    ((_, found),) = renamed([("train.jsonl:1", row)], columns)
+
+    assert found["input"] == value

@@ -33,8 +33,9 @@ def renamed(records: Iterable[Record], columns: Mapping[str, str]) -> Iterator[R
             (`reward_model.ground_truth`).
 
     Raises:
-        DataError: a record has no such column.
+        DataError: a record has no such column, or another one of our name that would be lost.
     """
+    sources = {name for theirs in columns.values() for name in (theirs, theirs.partition(".")[0])}
     for where, row in records:
         if not columns:
             yield where, row
@@ -46,6 +47,11 @@ def renamed(records: Iterable[Record], columns: Mapping[str, str]) -> Iterator[R
                 raise DataError(
                     f"{where}: expected a column {theirs!r} (data.columns.{ours}={theirs}), found {_names(row)}; name "
                     f"the right one by data.columns.{ours}, or complete the row"
+                )
+            if ours not in sources and row.get(ours) not in (None, "", [], {}, found[ours]):
+                raise DataError(
+                    f"{where}: expected no column {ours!r} beside {theirs!r} (data.columns.{ours}={theirs}), found "
+                    f"{row[ours]!r:.60}; leave it out by data.columns.{UNUSED}{ours}={ours}, or read it instead"
                 )
         yield where, {name: value for name, value in row.items() if name not in columns.values()} | found
 

@@ -138,3 +138,35 @@ def test_tool_call_without_arguments_has_an_empty_object(tmp_path: Path, argumen
 def test_tool_call_with_entries_that_are_not_read_is_rejected(tmp_path: Path, call: dict[str, Any], named: str) -> None:
     with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{named}"):
         called(tmp_path, call)
+
+
+XLAM = [{"name": "weather", "arguments": {"town": "Ulm"}}, {"name": "stock", "arguments": {"ticker": "ACME"}}]
+
+
+@pytest.mark.parametrize("answer", [XLAM, json.dumps(XLAM), XLAM[0]])
+def test_chat_answer_of_calls_is_a_turn_with_tool_calls(tmp_path: Path, answer: Any) -> None:
+    row = {"query": "Weather?", "answers": answer, "tools": json.dumps([WEATHER["function"], STOCK["function"]])}
+    file, columns = write(tmp_path / "a.jsonl", row), {"messages": "query", "answer": "answers"}
+
+    turn = Chat(file, form="sft", columns=columns)[0]["messages"][1]
+
+    calls = [{"type": "function", "function": call} for call in (XLAM if answer != XLAM[0] else [answer])]
+    assert turn == {"role": "assistant", "content": "", "tool_calls": calls}
+    assert Chat(file, columns=columns)[0]["answer"] == answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "tools"),
+    [
+        (json.dumps(XLAM), []),
+        ('[{"name": "Ann"}]', [WEATHER]),
+        ("[]", [WEATHER]),
+        ('{"name": "Ann", "arguments": 1}', []),
+    ],
+)
+def test_chat_answer_of_other_json_is_text(tmp_path: Path, answer: str, tools: list[Any]) -> None:
+    row = {"messages": "Weather?", "answer": answer, "tools": tools}
+
+    turn = Chat(write(tmp_path / "a.jsonl", row), form="sft")[0]["messages"][1]
+
+    assert turn == {"role": "assistant", "content": answer}

@@ -11,7 +11,7 @@ from typing import Any
 from rl_contracts.config import require
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, missing
-from rl_datasets.conversations import Message, decoded, is_learned, read_messages, reject_row_weight
+from rl_datasets.conversations import Message, decoded, is_learned, parsed, read_messages, reject_row_weight
 from rl_datasets.files import read_records
 from rl_datasets.questions import read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
@@ -47,7 +47,7 @@ class Chat(Rows[dict[str, Any]]):
     of the row. All further columns that JSON can hold go along, and a reward is given them as keyword arguments.
 
     SFT form: `{"prompt_id": row index, "messages": all of them}`. Where they end with a question, the row's `answer`
-    comes behind them.
+    comes behind them: a text, messages, or, in a row with tools, a list of calls `{"name", "arguments"}`.
 
     Both have `tools` where the row has any, see `rl_datasets.tools.read_tools`.
     """
@@ -121,17 +121,20 @@ def _conversation(record: Record, messages: list[Message]) -> dict[str, Any]:
     where, row = record
     reject_row_weight(where, row)
     if messages[-1]["role"] != "assistant":
-        messages = [*messages, *_answer(where, messages[-1]["role"], row)]
+        messages = [*messages, *_answer(record, messages[-1]["role"])]
     _require_learned(where, messages)
     reject_empty(where, messages)
     return {"messages": messages}
 
 
-def _answer(where: str, role: str, row: Mapping[str, Any]) -> list[Message]:
-    """Return the turns of the column `answer`."""
+def _answer(record: Record, role: str) -> list[Message]:
+    """Return the turns of the column `answer`: text, messages, or calls in a row that has tools."""
+    where, row = record
     if "answer" not in row:
         raise missing(f"{where}: the messages end with a turn of {role!r}", row, "answer")
     answer = decoded(row["answer"])
+    if _has_calls(calls := parsed(answer)) and read_tools(record):
+        answer = {"role": "assistant", "tool_calls": calls}
     if isinstance(answer, list | Mapping):
         turns = read_messages(f"{where}: answer", answer)
         if turns[0]["role"] == turns[-1]["role"] == "assistant":
@@ -140,6 +143,12 @@ def _answer(where: str, role: str, row: Mapping[str, Any]) -> list[Message]:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise DataError(f"{where}: expected text in the column 'answer', found {answer!r:.60}; complete or remove it")
     return [{"role": "assistant", "content": str(answer)}]
+
+
+def _has_calls(value: Any) -> bool:
+    """Whether a value is a tool call or a list of tool calls."""
+    calls = value if isinstance(value, list) else [value]
+    return bool(calls) and all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls)
 
 
 def _require_learned(where: str, messages: list[Message]) -> None:

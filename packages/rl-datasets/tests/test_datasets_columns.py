@@ -248,6 +248,8 @@ def test_chat_message_entry_that_is_not_read_is_rejected(tmp_path: Path, form: s
             {"tool_calls": [{"type": "function", "function": CALL}]},
         ),
         ({"content": "#### 2", "images": [], "tools": ""}, {**ASSISTANT, "images": [], "tools": ""}),
+        ({"content": "#### 2", "tool_calls": "null"}, ASSISTANT),
+        ({"content": "#### 2", "tool_calls": "[]"}, ASSISTANT),
         ({"content": "#### 2", "constraints": ["brief"]}, {**ASSISTANT, "constraints": ["brief"]}),
     ],
 )

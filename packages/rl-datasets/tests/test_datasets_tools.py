@@ -143,15 +143,18 @@ def test_tool_call_with_entries_that_are_not_read_is_rejected(tmp_path: Path, ca
 XLAM = [{"name": "weather", "arguments": {"town": "Ulm"}}, {"name": "stock", "arguments": {"ticker": "ACME"}}]
 
 
-@pytest.mark.parametrize("answer", [XLAM, json.dumps(XLAM), XLAM[0]])
-def test_chat_answer_of_calls_is_a_turn_with_tool_calls(tmp_path: Path, answer: Any) -> None:
+@pytest.mark.parametrize(("answer", "calls"), [(XLAM, XLAM), (json.dumps(XLAM), XLAM), (json.dumps(XLAM[0]), XLAM[:1])])
+def test_chat_answer_of_calls_is_a_turn_with_tool_calls(tmp_path: Path, answer: Any, calls: Any) -> None:
     row = {"query": "Weather?", "answers": answer, "tools": json.dumps([WEATHER["function"], STOCK["function"]])}
     file, columns = write(tmp_path / "a.jsonl", row), {"messages": "query", "answer": "answers"}
 
     turn = Chat(file, form="sft", columns=columns)[0]["messages"][1]
 
-    calls = [{"type": "function", "function": call} for call in (XLAM if answer != XLAM[0] else [answer])]
-    assert turn == {"role": "assistant", "content": "", "tool_calls": calls}
+    assert turn == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }
     assert Chat(file, columns=columns)[0]["answer"] == answer
 
 

@@ -131,6 +131,7 @@ def _message(where: str, message: Any) -> Message:
     name, content, calls = (_one_of(where, entries, names) for names in (_ROLE, _CONTENT, _CALLS))
     if name == "function_call":
         content, calls = None, content
+    calls = parsed(calls)
     if not isinstance(name, str) or (content is None and not calls):
         raise DataError(f"{where}: expected messages with role and content, found {message!r:.60}; correct the row")
     role = name.strip().lower()
@@ -139,8 +140,8 @@ def _message(where: str, message: Any) -> Message:
     for key, value in entries.items():
         if _NOT_READ.fullmatch(key.lower()) and value not in _EMPTY:
             raise DataError(
-                f"{where}: expected messages without {key!r}, which is not read, found {value!r:.60} in a {role} "
-                "message; remove it or the row, and mark turns that are not learned by weight 0"
+                f"{where}: expected messages without {key!r}, which is not read, found {value!r:.60} (role {role}); "
+                "remove it or the row, and mark turns that are not learned by weight 0"
             )
     result = {**entries, **weight, "role": role, "content": _text(where, role, content)}
     return result | ({"tool_calls": _calls(where, calls)} if calls else {})
@@ -189,8 +190,7 @@ def _is_text(role: str, part: Any) -> bool:
 
 def _calls(where: str, value: Any) -> list[dict[str, Any]]:
     """Return tool calls as `{"type": "function", "function": {"name", "arguments"}}` with objects as arguments."""
-    calls = parsed(value)
-    return [_call(where, call) for call in (calls if isinstance(calls, list) else [calls])]
+    return [_call(where, call) for call in (value if isinstance(value, list) else [value])]
 
 
 def _call(where: str, value: Any) -> dict[str, Any]:

@@ -290,10 +290,7 @@ def test_chat_input_beside_messages_as_json_text_is_rejected(tmp_path: Path) -> 
     ("row", "columns"),
     [
         ({"question": "q", "input": "IN", "context": "CTX"}, {"input": "context"}),
-        (
-            {"question": "q", "answer": "2", "reward_model": {"ground_truth": "3"}},
-            {"answer": "reward_model.ground_truth"},
-        ),
+        ({"question": "q", "system": "S", "rules": {"text": "R"}}, {"system": "rules.text"}),
     ],
 )
 def test_renamed_column_beside_another_of_our_name_is_rejected(row: Any, columns: dict[str, str]) -> None:
@@ -305,6 +302,7 @@ def test_renamed_column_beside_another_of_our_name_is_rejected(row: Any, columns
 @pytest.mark.parametrize(
     ("row", "columns", "value"),
     [
+        ({"answer": "A", "solution": "S", "input": "I"}, {"answer": "solution"}, "I"),
         ({"input": "", "context": "CTX"}, {"input": "context"}, "CTX"),
         ({"input": "CTX", "context": "CTX"}, {"input": "context"}, "CTX"),
         ({"input": "IN", "context": "CTX"}, {"input": "context", "unused_input": "input"}, "CTX"),

@@ -10,6 +10,9 @@ from rl_contracts.errors import ConfigError, DataError
 Record = tuple[str, dict[str, Any]]
 """Where a record stands (`train.jsonl:17`), and the record."""
 
+QUESTION = ("system", "history", "input", "tools")
+"""Columns that every data set of files reads beside its question."""
+
 UNUSED = "unused_"
 """Beginning of the names by which columns are left out (`data.columns.unused_context=context`)."""
 
@@ -33,7 +36,7 @@ def renamed(records: Iterable[Record], columns: Mapping[str, str]) -> Iterator[R
             (`reward_model.ground_truth`).
 
     Raises:
-        DataError: a record has no such column, or another one of our name that would be lost.
+        DataError: a record has no such column, or another part of the question by our name, which would be lost.
     """
     sources = {name for theirs in columns.values() for name in (theirs, theirs.partition(".")[0])}
     for where, row in records:
@@ -48,7 +51,7 @@ def renamed(records: Iterable[Record], columns: Mapping[str, str]) -> Iterator[R
                     f"{where}: expected a column {theirs!r} (data.columns.{ours}={theirs}), found {_names(row)}; name "
                     f"the right one by data.columns.{ours}, or complete the row"
                 )
-            if ours not in sources and row.get(ours) not in (None, "", [], {}, found[ours]):
+            if ours in QUESTION and ours not in sources and row.get(ours) not in (None, "", [], {}, found[ours]):
                 raise DataError(
                     f"{where}: expected no column {ours!r} beside {theirs!r} (data.columns.{ours}={theirs}), found "
                     f"{row[ours]!r:.60}; leave it out by data.columns.{UNUSED}{ours}={ours}, or read it instead"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_contracts.errors import DataError
-from rl_datasets.columns import Record, missing, require_known
+from rl_datasets.columns import QUESTION, Record, missing, require_known
 from rl_datasets.conversations import reject_row_weight
 from rl_datasets.files import read_records
-from rl_datasets.questions import COLUMNS, read_question, reject_unread
+from rl_datasets.questions import read_question, reject_unread
 from rl_datasets.rows import Rows, read_options, require_form
 from rl_datasets.texts import FileOptions, checked, require_finite
 from rl_datasets.tools import read_tools
@@ -66,7 +66,7 @@ class GSM8K(Rows[dict[str, Any]]):
         require_form("gsm8k", form, FORMS)
         self.form = form
         self._options = read_options(GSM8KOptions, "gsm8k", options)
-        require_known("gsm8k", columns, ("question", "answer", *COLUMNS))
+        require_known("gsm8k", columns, ("question", "answer", *QUESTION))
         records = read_records(path, split, self._options.subset, columns)
         super().__init__([checked(record[0], _question_and_answer(record), self._options) for record in records])
         if not self._items:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contracts.errors import DataError
-from rl_datasets.columns import Record, missing, require_known
+from rl_datasets.columns import QUESTION, Record, missing, require_known
 from rl_datasets.conversations import (
     Message,
     is_dialogue,
@@ -20,7 +20,7 @@ from rl_datasets.conversations import (
     without_opening,
 )
 from rl_datasets.files import read_records
-from rl_datasets.questions import COLUMNS, read_question, reject_unread, with_system
+from rl_datasets.questions import read_question, reject_unread, with_system
 from rl_datasets.rows import Rows, read_options, require_form
 from rl_datasets.texts import FileOptions, checked, reject_empty
 from rl_datasets.tools import read_tools
@@ -70,7 +70,7 @@ class HHRLHF(Rows[dict[str, Any]]):
         """
         require_form("hh-rlhf", form, ("pairs",))
         chosen = read_options(FileOptions, "hh-rlhf", options)
-        require_known("hh-rlhf", columns, ("chosen", "rejected", "prompt", *COLUMNS))
+        require_known("hh-rlhf", columns, ("chosen", "rejected", "prompt", *QUESTION))
         records = read_records(path, split, columns=columns)
         super().__init__([checked(record[0], _pair(index, record), chosen) for index, record in enumerate(records)])
         if not self._items:

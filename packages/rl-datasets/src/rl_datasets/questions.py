@@ -12,8 +12,6 @@ from rl_contracts.errors import DataError
 from rl_datasets.columns import UNUSED, Record
 from rl_datasets.conversations import Message, decoded, is_dialogue, parsed, read_messages
 
-COLUMNS = ("system", "history", "input", "tools")
-"""Columns that every data set of files reads beside its question."""
 _SYSTEM = ("system", "system_prompt", "system_message", "system_instruction")
 _HISTORY = ("history", "chat_history", "conversation_history")
 _TEXTS = (

@@ -1,6 +1,7 @@
 """The reward of programs."""
 
 import json
+import time
 
 import pytest
 
@@ -67,11 +68,31 @@ PROGRAM = "print(int(input()) + 1)\n"
         f"{FENCE}python\n{PROGRAM}{FENCE}\nOutput:\n{FENCE}\n2\n{FENCE}",
         f"{FENCE}\n{PROGRAM}{FENCE}\nOutput:\n{FENCE}\n2\n{FENCE}",
         f"{FENCE}cpp\nint main() {{}}\n{FENCE}\n{FENCE}\n{PROGRAM}{FENCE}",
+        f"<answer>{FENCE}python\n{PROGRAM}{FENCE}</answer>",
+        f"{FENCE}python\n{PROGRAM}{FENCE} This adds one.",
+        f"{FENCE}\n{PROGRAM}{FENCE}<|im_end|>",
+        f"The code is: {FENCE}python\n{PROGRAM}{FENCE}",
+        f"**Code** (O(n)){FENCE}py3\r\n{PROGRAM}{FENCE}",
+        f"> Code: {FENCE}python\n> {PROGRAM}> {FENCE}",
+        f"{FENCE}python\nprint(0){FENCE}\nbetter:\n{FENCE}python\n{PROGRAM}{FENCE}",
         f"Use {FENCE}python{FENCE} here.\n{FENCE}python\n{PROGRAM}{FENCE}",
     ],
 )
 def test_find_program_of_a_fenced_block_returns_its_content(completion):
     assert find_program(completion) == PROGRAM
+
+
+@pytest.mark.parametrize("end", ["", "</answer>", "\nExplanation: it's short.", " Done!"])
+def test_find_program_with_a_closing_mark_after_code_ends_there(end):
+    for program in (PROGRAM.strip(), f"{PROGRAM}    "):
+        assert find_program(f"So:\n{FENCE}python\n{program}{FENCE}{end}") == program
+
+
+def test_find_program_of_many_marks_after_code_takes_bounded_time():
+    started = time.process_time()
+    find_program(f"{FENCE}python\nprint(0){FENCE}\n" * 4000 + f"x {FENCE}" * 20_000)
+
+    assert time.process_time() - started < 20.0  # about 2 s
 
 
 @pytest.mark.parametrize("completion", ["", PROGRAM, f"{FENCE}cpp\n{PROGRAM}{FENCE}", f"`{PROGRAM}`"])

@@ -3,9 +3,9 @@
 The completion is parsed as CommonMark. The program is the last fenced code block marked as Python (`python`, `python3`,
 `py`, `Python title="a.py"`, `{.python}`, `main.py`, ...). Without such a block it is the last unmarked fenced block
 that calls or defines a function, and without such a block the last unmarked one. Blocks marked otherwise (`text`,
-`bash`, `cpp`) never count. A block without a closing fence ends with the completion. A block that is no Python, but is
-Python up to a later closing fence, ends there. If the tests call a function, a block that defines it is preferred to
-later blocks that do not.
+`bash`, `cpp`) never count. An opening fence may follow text in its line. A block without a closing fence ends with the
+completion. A block that is no Python, but is Python up to another mark, ends there. If the tests call a function, a
+block that defines it is preferred to later blocks that do not.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from markdown_it.token import Token
 
 # Text in a block is not needed, and `<answer>` on a line is not the start of HTML that hides a fence.
 _MARKDOWN = MarkdownIt("commonmark").disable(["inline", "html_block"])
-_LATER_FENCES = 6
+_TRIED_FENCES, _RESTARTS = 6, 50
+"""Most marks tried as the end of a block, and most times that the rest of a text is parsed after such a mark."""
 _PYTHON = re.compile(r"\{?\.?(?:(?:i?python|py(?:py)?)[0-9.]*|[\w./-]+\.py)(?![\w-])", re.IGNORECASE)
+# "<answer>```python" and "The code is: ```python", in a quotation too; after a list marker it is CommonMark
+_OPENS_IN_LINE = re.compile(
+    rf"^([ \t>]*)(?!(?:[-+*]|[0-9]{{1,9}}[.)])[ \t]+`|```)([^\s>].*?)[ \t]*(?=```+ ?{_PYTHON.pattern}\}}?[ \t]*\r?$)",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 def find_program(completion: str, function: str | None = None) -> str | None:
@@ -44,26 +50,37 @@ def find_program(completion: str, function: str | None = None) -> str | None:
 
 def _fences(text: str) -> Iterator[tuple[str, str]]:
     """Yield the info string and the content of each fenced block, also of those that are indented as a whole."""
-    lines, read = re.split(r"\r\n?|\n", text), 0
-    for token in _MARKDOWN.parse(text):
-        if token.map is None or token.map[0] < read:
-            continue
-        if token.type == "fence":
-            content, read = _whole_program(token, lines) if _PYTHON.match(token.info.strip()) else (token.content, 0)
-            yield token.info.strip(), content
-        elif token.type == "code_block" and token.content.startswith(("```", "~~~")):
-            yield from _fences(token.content)
+    lines, start, restarts = re.split(r"\r\n?|\n", _OPENS_IN_LINE.sub(r"\1\2\n\1", text)), 0, 0
+    while start < len(lines) and restarts <= _RESTARTS:
+        lines, start, restarts = lines[start:], len(lines), restarts + 1
+        for token in _MARKDOWN.parse("\n".join(lines)):
+            if token.type == "code_block" and token.content.startswith(("```", "~~~")):
+                yield from _fences(token.content)
+            if token.type != "fence" or token.map is None:
+                continue
+            info, end = token.info.strip(), token.map[1]
+            content, last = _whole_program(token, lines) if not info or _PYTHON.match(info) else (token.content, end)
+            yield info, content
+            if last != end:  # the other blocks may have other bounds too
+                start = last
+                break
 
 
 def _whole_program(token: Token, lines: list[str]) -> tuple[str, int]:
-    """Return the content of a Python block and the line after it.
+    """Return the content of a block and the line after it.
 
-    A line of a string in the program may look like the closing fence. So a block that is no Python ends at a later
-    closing fence, if it is Python up to there.
+    A closing fence may share its line with code or prose, and a line of a string in the program may look like one. So a
+    block that is no Python ends at an earlier mark or a later closing fence, if it is Python up to there.
     """
     first, end = token.map or (0, 0)
+    if _parse(token.content):
+        return token.content, end
+    for mark in islice(re.finditer(token.markup, token.content), _TRIED_FENCES):
+        content = token.content[: mark.start()]
+        if _parse(content):
+            return content, first + 2 + content.count("\n")
     fences = (n for n in range(end, len(lines)) if re.fullmatch(rf" {{0,3}}{token.markup}\s*", lines[n]))
-    for last in () if _parse(token.content) else islice(fences, _LATER_FENCES):
+    for last in islice(fences, _TRIED_FENCES):
         if _parse(content := "\n".join([*lines[first + 1 : last], ""])):
             return content, last + 1
     return token.content, end

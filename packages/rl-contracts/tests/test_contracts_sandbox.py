@@ -56,6 +56,13 @@ def test_sandbox_code_reads_stdin_imports_writes_and_ends(sandbox):
     assert (run.output, run.errors, run.code, run.stopped) == ("5 Point(x=3) kept __main__\n", "beside\n", 3, "")
 
 
+@pytest.mark.parametrize(("call", "code"), [("exit()", 0), ("quit(3)", 3)])
+def test_sandbox_code_that_calls_exit_or_quit_ends(sandbox, call, code):
+    run = sandbox.run(f"print(1)\n{call}\nprint(2)")
+
+    assert (run.output, run.errors, run.code) == ("1\n", "", code)
+
+
 def test_sandbox_error_of_the_code_is_its_trace_alone(sandbox):
     run = sandbox.run("def f():\n    return 1 / 0\nf()")
 

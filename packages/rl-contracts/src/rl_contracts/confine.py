@@ -7,6 +7,7 @@ cannot be, nothing of the code was looked at.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import errno
 import json
@@ -265,6 +266,7 @@ def main() -> None:
     os.write(settings["told"], b"1")
     os.close(settings["told"])
     sys.argv, sys.path = ["program.py"], [*sys.path, *settings["packages"]]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # `site` defines them, which `-S` leaves out
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         with open("program.py", encoding="utf-8") as file:

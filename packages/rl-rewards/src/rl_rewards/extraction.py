@@ -22,6 +22,7 @@ from itertools import islice
 
 from rl_rewards.markup import plain
 from rl_rewards.numbers import WrittenNumber, find_numbers, last_number
+from rl_rewards.texts import without_markup
 
 MAX_CHARS = 20_000
 """Characters read, from the end of the completion."""
@@ -33,14 +34,11 @@ _HASHES = re.compile(r"#{4,}:?")
 _BOX = re.compile(r"\\{1,2}(?:boxed|f(?:rame)?box)\s{0,2}(?:\{|(?P<bare>-?[0-9][0-9.,]{0,30}))|\\.|[{}]", re.DOTALL)
 _BLANK = re.compile(r"\s*\}")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
-# Two boxes form one answer where math-verify joins them: next to each other, or with one of these between, ...
-_JOINS = re.compile(r"\b(?:and|or)\b|[,;]")
-# ... unless the text between says that the second follows from the first or replaces it.
-_REPLACES = re.compile(
-    r"\b(?:wait|no|not|nope|actually|rather|instead|correct\w*|sorry|mistake|hmm|oops|check|again|but|so|thus|hence|"
-    r"therefore|finally|then|which|becomes?|gives?|equals?|simplif\w+|i\.e|that\sis|final)\b"
-    r"|^[\s$)]*(?:[=\u2192]|\\(?:to|approx|implies|[Rr]ightarrow)\b)",
-    re.IGNORECASE,
+# Two boxes form one answer unless these stand between them, "and", "or" and names such as `x_2 =` apart: words, signs
+# of equality, arrows, and commands other than for spaces.
+_SEPARATES = re.compile(r"[^\W\d_]{2}|[=\u2190-\u21ff]|\\[A-Za-z]")
+_CONNECTS = re.compile(
+    r"\b(?:and|or)\b|(?:\\[A-Za-z]{1,12}|\b[A-Za-z]{1,2}[0-9]?)(?:_\{?\w{1,3}\}?)?\s{0,3}(?:&\s{0,3})?="
 )
 # "the answer", "answer (in dollars)", "answer to the question"; not the verb in "to answer this, note that ..."
 _ANSWER = r"(?<!\bto )\banswers?\b(?:\s?\([^()\n]{0,30}\)|\s(?:to|for|in|of)\s[^\n.:=,]{0,60}?)?"
@@ -102,18 +100,17 @@ def boxed_answer(text: str) -> tuple[str | None, int]:
         if end_before > start:  # around it
             continue
         content = text[start_before:end_before].strip()
-        if end_before < 0 or not _joined(text[end_before:start].removeprefix("}"), content != contents[-1]):
+        if end_before < 0 or not _joined(text[end_before:start].removeprefix("}")):
             break
         start = start_before
         contents += [content] if content != contents[-1] else []
     return ", ".join(reversed(contents)), last[1] + 1
 
 
-def _joined(between: str, differ: bool) -> bool:
-    r"""Whether two boxes form one answer, by the text between them, which ends with the command of the second box."""
+def _joined(between: str) -> bool:
+    """Whether two boxes form one answer, by the text between them, which ends with the command of the second box."""
     between = re.sub(r"\\(?:boxed|f(?:rame)?box)\s{0,2}\{$", "", between)
-    near = len(between) < 10 or (differ and len(between) < 70 and _JOINS.search(between) is not None)
-    return near and not _REPLACES.search(between)
+    return not _SEPARATES.search(_CONNECTS.sub("", without_markup(between)))
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:

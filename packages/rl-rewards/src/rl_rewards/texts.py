@@ -54,7 +54,7 @@ def only_text(gold: str, given: str) -> bool:
 
 def is_words(text: str) -> bool:
     """Whether an answer consists of words, not of variables and functions."""
-    text = _plain(text)
+    text = without_markup(text)
     return all(c.isalpha() or c.isspace() or c in "'.,;!?-" for c in text) and any(map(_is_word, _runs(text)))
 
 
@@ -65,11 +65,12 @@ def has_words(text: str) -> bool:
 
 def choice(text: str) -> str | None:
     r"""Return the letter of a choice such as `C`, `(c)`, `C. 12 m` or `\textbf{(C)}\ 12`, or None."""
-    match = _CHOICE.match(_plain(text).rstrip())
+    match = _CHOICE.match(without_markup(text).rstrip())
     return "".join(filter(None, match.groups())).upper() if match else None
 
 
-def _plain(text: str) -> str:
+def without_markup(text: str) -> str:
+    """Return a text with its characters in LaTeX, and without text commands, delimiters and spacing commands."""
     text = canonical(text)
     for _ in range(3):  # \textbf{\text{...}}
         text = _WRAPPER.sub(r"\1", text)
@@ -78,7 +79,7 @@ def _plain(text: str) -> str:
 
 def _key(text: str) -> str:
     folded = text.casefold() if is_words(text) else text
-    text = re.sub(r"\s+", "", _AND.sub(",", _plain(folded)))
+    text = re.sub(r"\s+", "", _AND.sub(",", without_markup(folded)))
     text = re.sub(r"\\[dtc]frac", r"\\frac", _SCRIPT.sub(r"\1\2", text))
     if _CLOCK.fullmatch(text.rstrip(".")):
         text = text.casefold().replace(".", "").lstrip("0")

@@ -18,7 +18,7 @@ _NOT_WORD = re.compile(
 _WRAPPER = re.compile(
     r"\\(?:text[a-z]{0,8}|math(?:rm|bf|it|sf)|operatorname\*?|[mh]box|emph|underline)\s{0,2}\{([^{}]*)\}"
 )
-_SPACING = re.compile(r"\\(?:[,;:! ]|q?quad(?![A-Za-z]))|~")
+_SPACING = re.compile(r"\\(?:[,;:! ]|q?quad(?![A-Za-z]))")
 _DRESS = re.compile(r"\\(?:left|right|displaystyle|bigl?|bigr)(?![A-Za-z])|\\[()\[\]]|\$|\*\*|`")
 _AND = re.compile(r",?\s{1,2}(?:and|or)\s{1,2}")
 _SCRIPT = re.compile(r"([\^_])\{([^{}\\])\}")

@@ -85,6 +85,8 @@ _STEPS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         ),
         _without_separators,
     ),
+    # 0.123\,456
+    (re.compile(rf"(?<=\.)[0-9]{{3}}(?:{_SPACE}[0-9]{{1,3}}(?![0-9/])){{1,9}}"), _without_separators),
     # 1 1/2 and 1\ 1/2
     (
         re.compile(rf"(?<![0-9A-Za-z.,_^/])([0-9]{{1,9}}){_SPACE}{{1,3}}([0-9]{{1,9}})/([0-9]{{1,9}})(?![0-9./])"),

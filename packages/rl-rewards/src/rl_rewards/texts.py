@@ -33,7 +33,10 @@ _CHOICE = re.compile(
 
 
 def same_text(gold: str, given: str) -> bool:
-    """Whether two answers have the same text or choice letter. Case of words, spaces and LaTeX markup do not count."""
+    """Whether two answers have the same text or choice letter.
+
+    Case of words, LaTeX markup and spaces that are not between digits do not count.
+    """
     letter = choice(gold)
     return _key(gold) == _key(given) or (letter is not None and letter == choice(given))
 
@@ -79,7 +82,7 @@ def without_markup(text: str) -> str:
 
 def _key(text: str) -> str:
     folded = text.casefold() if is_words(text) else text
-    text = re.sub(r"\s+", "", _AND.sub(",", without_markup(folded)))
+    text = re.sub(r"(?<!\d) | (?!\d)", "", " ".join(_AND.sub(",", without_markup(folded)).split()))
     text = re.sub(r"\\[dtc]frac", r"\\frac", _SCRIPT.sub(r"\1\2", text))
     if _CLOCK.fullmatch(text.rstrip(".")):
         text = text.casefold().replace(".", "").lstrip("0")

@@ -20,6 +20,8 @@ from rl_rewards.latex import canonical
 from rl_rewards.places import MAX_CHARS, marked_answer, read_part, stated_answers
 from rl_rewards.texts import has_words, is_words, only_text, same_text
 
+RELATIVE = 1e-3
+"""Tolerance of numbers that are equal to six decimals: those of 0.001 and more always meet it."""
 _PERCENT = re.compile(r"\\?%|\\text\s?\{\s?(?:percent(?:age)?|pct)\s?\}|\b(?:percent(?:age)?|pct)\b", re.IGNORECASE)
 _UNIT = re.compile(
     r"(?<=[0-9])\s{1,3}(?:(?P<words>[A-Za-z]{3,20}(?:[\s/][A-Za-z]{1,20}){0,4})"
@@ -115,11 +117,29 @@ def _equal(gold: str, given: str) -> bool:
 
 
 def _verify(gold: list[Any], given: list[Any]) -> bool:
+    """Whether one of the gold values equals one of the given ones."""
     if not gold or not given:
         return False
     from math_verify import verify
 
-    return bool(verify(gold, given, timeout_seconds=None))
+    return any(verify(one, other, timeout_seconds=None) and _near(one, other) for one in gold for other in given)
+
+
+def _near(one: Any, other: Any) -> bool:
+    """Whether the numbers of two values that are equal to six decimals differ by a small part of them."""
+    left, right = _numbers(one), _numbers(other)
+    # as many for values of the same form
+    return len(left) != len(right) or all(abs(a - b) <= RELATIVE * abs(a) for a, b in zip(left, right, strict=True))
+
+
+def _numbers(value: Any) -> list[Any]:
+    """Return the sorted real numbers of a number, set, interval, tuple or matrix, or of the right side of `x = ...`."""
+    if getattr(value, "is_Relational", False):
+        return _numbers(value.rhs) if value.lhs.is_Symbol else []
+    if hasattr(value, "as_coeff_Mul"):  # a number or a formula
+        return [value.evalf()] if value.is_number and value.is_real else []
+    parts = value.flat() if hasattr(value, "flat") else getattr(value, "args", ())
+    return sorted(number for part in parts for number in _numbers(part))
 
 
 def _values(text: str, also_as_fraction: bool = False) -> list[Any]:

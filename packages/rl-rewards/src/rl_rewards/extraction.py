@@ -137,7 +137,7 @@ def _after_hashes(text: str) -> WrittenNumber | None:
     for match in reversed(list(_HASHES.finditer(text))):
         slot = _join_sign(line_after(text, match.end()))
         # `#### Step 2: add them` and `#### 2. Add them` are Markdown headings
-        number = _leading_number(slot) or (None if ":" in slot else _right_hand_side(slot))
+        number = number_at_start(slot) or (None if ":" in slot else _right_hand_side(slot))
         if number and not _LIST_ITEM.match(slot, number.end):
             return number
     return None
@@ -162,7 +162,7 @@ def _after_label(text: str, last: WrittenNumber) -> WrittenNumber | None:
         slot = line_after(text, match.end())
         start = text.find(slot, match.end())
         closes = last.end <= start + len(slot)
-        number = (_right_hand_side(slot) if closes else None) or _leading_number(slot)
+        number = (_right_hand_side(slot) if closes else None) or number_at_start(slot)
         number = number or (_only_number(slot) if closes else None)
         opens_list = "\n" in text[match.end() : start] and number and _LIST_ITEM.match(slot, number.end)
         if number and not opens_list:
@@ -188,10 +188,10 @@ def _join_sign(slot: str) -> str:
 
 
 def _read_slot(slot: str) -> WrittenNumber | None:
-    return _leading_number(slot) or _right_hand_side(slot) or _only_number(slot)
+    return number_at_start(slot) or _right_hand_side(slot) or _only_number(slot)
 
 
-def _leading_number(slot: str) -> WrittenNumber | None:
+def number_at_start(slot: str) -> WrittenNumber | None:
     """The number with which `slot` begins, if it stands for itself and does not open a formula."""
     number = next(find_numbers(slot), None)
     if number is None or _has_words(slot[: number.start]):
@@ -203,7 +203,7 @@ def _leading_number(slot: str) -> WrittenNumber | None:
 def _right_hand_side(slot: str) -> WrittenNumber | None:
     """The number after the last equals sign: 7 in `x = 3 + 4 = 7`."""
     _, equals, right = slot.rpartition("=")
-    return _leading_number(right) if equals else None
+    return number_at_start(right) if equals else None
 
 
 def _only_number(slot: str) -> WrittenNumber | None:

@@ -4,7 +4,7 @@ r"""Places of a mathematical answer in a completion, in the order of the search.
 2. the last `\boxed{...}`, joined with the boxes before it that belong to the same answer; or, after that box, the
    closing sentence of Minerva's prompt: "The final answer is ... I hope it is correct.", without its second part
    only at the end and without prose
-3. the line after the last `####`
+3. the first two lines after the last `####`, without a label such as "Answer:"
 4. a statement ("the answer is ...", "Answer: ...", "the correct option is ...", "C is correct"), or a text without
    prose
 """
@@ -14,7 +14,8 @@ from __future__ import annotations
 # ruff: noqa: RUF001 (models write full-width punctuation)
 import re
 
-from rl_rewards.extraction import boxed_answer, line_after, tagged_answer
+from rl_rewards.extraction import boxed_answer, line_after, number_at_start, tagged_answer
+from rl_rewards.markup import plain
 from rl_rewards.texts import has_words
 
 MAX_CHARS = 2_000
@@ -43,7 +44,7 @@ def read_part(text: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """Return the answer in a box, in Minerva's closing sentence or after `####`.
+    """Return the answer in a box or in Minerva's closing sentence.
 
     The result is "" if the last box is empty or unterminated, and None if no answer is marked.
     """
@@ -51,10 +52,22 @@ def marked_answer(text: str) -> str | None:
     closing = [match[1] for match in _MINERVA.finditer(text, end) if match[2] or not has_words(match[1])]
     if closing:
         return closing[-1]
-    if boxed is not None:
-        return boxed[-MAX_CHARS:]
-    _, hashes, line = text.rpartition("####")
-    return line.strip().split("\n")[0][:MAX_CHARS] if hashes else None
+    return boxed if boxed is None else boxed[-MAX_CHARS:]
+
+
+def hashed_lines(text: str) -> list[str]:
+    """Return the first two lines after the last `####` that have more than a label, without their labels."""
+    _, hashes, after = text.rpartition("####")
+    lines = [line[:MAX_CHARS] for line in after[: 2 * MAX_CHARS].split("\n")] if hashes else []
+    slots = [line[max([0, *(match.end() for match in _STATEMENT.finditer(line))]) :].strip(" *_") for line in lines]
+    return [slot for slot in slots if any(c.isalnum() for c in slot)][:2]
+
+
+def leading_number(text: str) -> str:
+    """Return the number with which prose begins, or ""."""
+    text = plain(text)
+    number = number_at_start(text)
+    return "" if number is None else text[number.start : number.end] + "%" * text[number.end :].lstrip().startswith("%")
 
 
 def stated_answers(text: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from rl_contracts.errors import RewardError
 from rl_contracts.reasoning import split_reasoning
 from rl_rewards.latex import canonical
-from rl_rewards.places import MAX_CHARS, marked_answer, read_part, stated_answers
+from rl_rewards.places import MAX_CHARS, hashed_lines, leading_number, marked_answer, read_part, stated_answers
 from rl_rewards.texts import has_words, is_words, only_text, same_text
 
 RELATIVE = 1e-3
@@ -58,17 +58,21 @@ def math_reward_fn(
         RewardError: `answer` is missing, not finite, or neither a text nor an expression.
     """
     gold = _gold(answer)
-    text = read_part(split_reasoning(completions)[1] if final_text is None else final_text)
+    final = split_reasoning(completions)[1] if final_text is None else final_text
+    text = read_part(final)
     given = marked_answer(text)
     if given is not None:
         return float(_equal(gold, given))
-    stated = stated_answers(text)
+    hashed = hashed_lines(text)
+    stated = hashed or stated_answers(text)
     if stated and (same_text(gold, stated[0]) or (is_words(gold) and same_text(gold, _CLAUSE.split(stated[0])[0]))):
         return 1.0
-    given = next((slot for slot in stated if slot and not has_words(slot)), "")
-    if given and (only_text(gold, given) or _values(given)):
-        return float(_equal(gold, given))
-    return float(not is_words(gold) and _verify(_values(gold, also_as_fraction="%" in gold), _search(text)))
+    for slot in stated:
+        given = slot if not has_words(slot) else leading_number(slot) if hashed or text != final else ""
+        if given and (only_text(gold, given) or _values(given)):
+            return float(_equal(gold, given))
+    search = not hashed and not is_words(gold)
+    return float(search and _verify(_values(gold, also_as_fraction="%" in gold), _search(text)))
 
 
 math_reward_fn.scores_gold = True  # type: ignore[attr-defined]
@@ -83,7 +87,7 @@ def _gold(answer: str | int | float | None) -> str:
     text = "" if answer is None else str(answer).strip()
     part = read_part(text)
     marked = marked_answer(part)
-    gold = next(iter(stated_answers(part)), part) if marked is None else marked
+    gold = next(iter(hashed_lines(part) or stated_answers(part)), part) if marked is None else marked
     if not _is_gold(gold):
         shown = "no answer" if answer is None else repr(text[-80:])
         raise RewardError(

@@ -65,7 +65,7 @@ def _without_separators(match: re.Match[str]) -> str:
 # Bounded repetitions keep every search linear in the text.
 _SPACE = r"(?:\\[,;:! ]| )"
 _STEPS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile("~"), " "),
+    (re.compile(r"(?<!\\)\\(?:[,;: ]|q?quad(?![A-Za-z]))|~"), " "),
     (re.compile(rf"[{_RAISED}]{{1,20}}"), lambda m: f"^{{{m.group().translate(_LEVEL)}}}"),
     (re.compile(rf"[{_LOWERED}]{{1,20}}"), lambda m: f"_{{{m.group().translate(_LEVEL)}}}"),
     (re.compile(rf"[{_VULGAR}]"), _vulgar),

@@ -24,8 +24,9 @@ RELATIVE = 1e-3
 """Tolerance of numbers that are equal to six decimals: those of 0.001 and more always meet it."""
 _PERCENT = re.compile(r"\\?%|\\text\s?\{\s?(?:percent(?:age)?|pct)\s?\}|\b(?:percent(?:age)?|pct)\b", re.IGNORECASE)
 _UNIT = re.compile(
-    r"(?<=[0-9])\s{1,3}(?:(?P<words>[A-Za-z]{3,20}(?:[\s/][A-Za-z]{1,20}){0,4})"
-    r"|(?:[kc]?m|ft|mi)/(?:s|h|hr|min)|(?:[kcm]?m|ft|in|mi)\^\{?[23]\}?)$"
+    r"(?:(?<=[0-9}])|(?<=\\pi))\s{1,3}(?:(?P<words>[A-Za-z]{3,20}(?:[\s/][A-Za-z]{1,20}){0,4})"
+    r"|(?:[kc]?m|ft|mi)/(?:s|h|hr|min)(?:\^\{?2\}?)?|(?:[kcm]?m|ft|in|mi)\^\{?[23]\}?)$"
+    r"|(?:(?<=\\circ)|(?<=\\circ\}))\s{0,3}[CF]$"
 )
 _CLAUSE = re.compile(r"[,;(]|\s(?:because|since|as)\s")
 _FUNCTION = re.compile(r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|ln|log)(?=[\s(])")
@@ -68,7 +69,9 @@ def math_reward_fn(
     if stated and (same_text(gold, stated[0]) or (is_words(gold) and same_text(gold, _CLAUSE.split(stated[0])[0]))):
         return 1.0
     for slot in stated:
-        given = slot if not has_words(slot) else leading_number(slot) if hashed or text != final else ""
+        given = next((side for side in (slot, slot.rpartition("=")[2]) if not has_words(_body(side))), "")
+        if not given and (hashed or text != final):
+            given = leading_number(slot)
         if given and (only_text(gold, given) or _values(given)):
             return float(_equal(gold, given))
     search = not hashed and not is_words(gold)
@@ -146,6 +149,14 @@ def _numbers(value: Any) -> list[Any]:
     return sorted(number for part in parts for number in _numbers(part))
 
 
+def _body(text: str) -> str:
+    """Return an expression in LaTeX, without percent signs, markup and unit."""
+    body = _PERCENT.sub("", canonical(text))
+    body = re.sub(r"\\[()\[\]]|\\?[$\"]|\*\*", "", body).strip().rstrip(" \n.,;:")
+    unit = _UNIT.search(body)
+    return body[: unit.start()] if unit and (unit["words"] is None or has_words(unit["words"])) else body
+
+
 def _values(text: str, also_as_fraction: bool = False) -> list[Any]:
     """Return the parsed expression, without its percent sign, or [] if it cannot be parsed.
 
@@ -153,12 +164,7 @@ def _values(text: str, also_as_fraction: bool = False) -> list[Any]:
         text: the expression.
         also_as_fraction: append the expression divided by 100.
     """
-    body = _PERCENT.sub("", canonical(text))
-    body = re.sub(r"\\[()\[\]]|\\?[$\"]|\*\*", "", body).strip().rstrip(" \n.,;:")
-    unit = _UNIT.search(body)
-    if unit and (unit["words"] is None or has_words(unit["words"])):
-        body = body[: unit.start()]
-    body = _FUNCTION.sub(r"\\\1 ", body)
+    body = _FUNCTION.sub(r"\\\1 ", _body(text))
     values = _parse(rf"$\boxed{{{body}}}$")
     return values + (_parse(rf"$\boxed{{\frac{{{body}}}{{100}}}}$") if also_as_fraction else [])
 

@@ -187,6 +187,7 @@ def test_math_reward_of_boxes_reads_the_last_answer(completion, answer, reward):
         ("#### Total cost = $18", "18", 1.0),
         ("The answer is 3 1/2 hours.", "3.5", 1.0),
         (r"So the answer is $\frac{9}{4}$ cups.", "9/4", 1.0),
+        ("The solutions are $x=1$ and $x=2$.", "1,2", 1.0),
         ("#### none of the 5", "5", 0.0),
         ("#### 5\n\nCheck: the answer is 6 - 1.", "5", 1.0),
         ("<answer>12 apples in 3 bags</answer>", "12", 1.0),

@@ -64,10 +64,13 @@ def hashed_lines(text: str) -> list[str]:
 
 
 def leading_number(text: str) -> str:
-    """Return the number with which prose begins, or ""."""
+    """Return the number with which prose begins or which follows its only `=`, or ""."""
     text = plain(text)
-    number = number_at_start(text)
-    return "" if number is None else text[number.start : number.end] + "%" * text[number.end :].lstrip().startswith("%")
+    _, _, after = text.partition("=")
+    for part in (text, after if "=" not in after else ""):
+        if number := number_at_start(part):
+            return part[number.start : number.end] + "%" * part[number.end :].lstrip().startswith("%")
+    return ""
 
 
 def stated_answers(text: str) -> list[str]:

@@ -69,9 +69,9 @@ def math_reward_fn(
     if stated and (same_text(gold, stated[0]) or (is_words(gold) and same_text(gold, _CLAUSE.split(stated[0])[0]))):
         return 1.0
     for slot in stated:
-        given = next((side for side in (slot, slot.rpartition("=")[2]) if not has_words(_body(side))), "")
-        if not given and (hashed or text != final):
-            given = leading_number(slot)
+        given = slot
+        if has_words(_body(slot)):
+            given = leading_number(slot) if hashed or text != final else ""
         if given and (only_text(gold, given) or _values(given)):
             return float(_equal(gold, given))
     search = not hashed and not is_words(gold)

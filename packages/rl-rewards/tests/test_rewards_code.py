@@ -182,6 +182,7 @@ def test_read_tests_with_listed_arguments_keeps_texts():
         '[{"input": "1\\n2", "output": "3", "testtype": "stdin"}]',
         {"inputs": ["1\n2"], "outputs": ["3\n"]},
         {"input": ["1\n2"], "output": ["3\n"]},
+        {"input": "1\n2", "output": "3\n"},
         {"inputs": [["1", "2"]], "outputs": [["3"]], "fn_name": None},
     ],
 )
@@ -190,6 +191,30 @@ def test_read_tests_of_a_script_compares_its_output(tests):
 
     assert test.script("code") == ("code", "1\n2")
     assert test.accepts("3.0\n")
+
+
+def test_read_tests_with_an_input_of_zero_keeps_it():
+    assert [test.given for test in read_tests([{"input": given, "output": 0} for given in (0, None)])] == ["0", ""]
+
+
+def test_read_tests_of_a_function_takes_text_that_is_no_json_as_it_is():
+    (test,) = read_tests([{"input": "hello\n2", "output": "hellohello"}], "f")
+
+    assert test.given == ["hello", 2]
+    assert test.accepts('\n"hellohello"')
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"tests": [{"input": "", "output": "a " * 40_000}]},
+        {"tests": [{"input": "1", "output": list(range(20_000))}], "fn_name": "f"},
+    ],
+)
+def test_code_reward_of_more_output_than_is_read_raises_reward_error(row):
+    with pytest.raises(RewardError, match="SandboxLimits"):
+        code_reward_fn("", ADDS, [], [], **row)
+    assert CodeReward(Sandbox(SandboxLimits(output=1 << 20)))("", ADDS, [], [], **row) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -204,6 +229,7 @@ def test_read_tests_of_a_script_compares_its_output(tests):
         [{"input": "1"}],
         [{"input": "1", "output": None}],
         {"inputs": ["1", "2"], "outputs": ["1"]},
+        {"inputs": "12", "outputs": ["3", "4"]},
         {"inputs": [], "outputs": []},
         [{"input": "1", "output": "1", "testtype": "functional"}],
     ],

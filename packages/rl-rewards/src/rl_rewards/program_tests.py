@@ -58,6 +58,11 @@ class ProgramTest:
             return code, self.given
         return _CALL.format(code=code, name=self.function), json.dumps(self.given)
 
+    def size(self) -> int:
+        """Return the bytes of the shortest output that is right."""
+        text = json.dumps(self.expected) if self.function else " ".join(self.expected.split())
+        return len(text.encode(errors="replace"))
+
     def accepts(self, output: str) -> bool:
         """Whether the stdout of a script that came to its end is right."""
         if self.function is None:
@@ -88,6 +93,10 @@ def read_tests(tests: Any, function: str | None = None, metadata: Any = None) ->
         else:
             function = tests.get("fn_name") or function
             inputs, outputs = (tests[name] if name in tests else tests[name[:-1]] for name in ("inputs", "outputs"))
+            # the texts of a single test are not in lists
+            inputs, outputs = ([value] if isinstance(value, str) else value for value in (inputs, outputs))
+            if len(inputs) != len(outputs):
+                raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
             cases = [{"input": given, "output": output} for given, output in zip(inputs, outputs, strict=True)]
         function = function or _function(metadata)
         read = [_test(case, case.get("fn_name") or _function(case.get("metadata")) or function) for case in cases]
@@ -132,19 +141,26 @@ def _test(case: dict[str, Any], function: str | None) -> ProgramTest:
     if function is None:
         if case.get("testtype") == "functional":
             raise ValueError("a functional test without the name of its function in `fn_name`")
-        return ProgramTest(_text(case.get("input") or ""), _text(case["output"]))
+        given = case.get("input")
+        return ProgramTest("" if given is None else _text(given), _text(case["output"]))
     given, expected = case["input"], case["output"]
     if isinstance(given, str):  # one JSON value in each line, and the result as JSON
-        given = [json.loads(line) for line in given.split("\n") if line.strip()]
-        expected = json.loads(expected) if isinstance(expected, str) else expected
+        given = [_json(line) for line in given.split("\n") if line.strip()]
+        expected = _json(expected)
     return ProgramTest(given if isinstance(given, list) else [given], expected, function)
+
+
+def _json(value: Any) -> Any:
+    """Return the value of a JSON text, and anything else as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def _function(metadata: Any) -> str | None:
     """Return the `func_name` of a test's or row's metadata, if that has one."""
-    if isinstance(metadata, str):
-        with contextlib.suppress(ValueError):
-            metadata = json.loads(metadata)
+    metadata = _json(metadata)
     return metadata.get("func_name") if isinstance(metadata, dict) else None
 
 

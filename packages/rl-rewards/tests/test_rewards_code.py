@@ -162,10 +162,12 @@ def test_read_tests_of_a_function_accepts_its_result(row):
 
 
 def test_read_tests_with_json_text_reads_the_result_as_json():
-    (test,) = read_tests([{"input": "1", "output": "true"}], "f")
+    (test, listed) = read_tests([{"input": "1", "output": "true"}, {"input": "1", "output": "[1]"}], "f")
 
     assert test.accepts("\ntrue")
     assert not test.accepts('\n"true"')
+    assert listed.accepts("\n[1]")
+    assert not listed.accepts("\n1")
 
 
 def test_read_tests_with_listed_arguments_keeps_texts():
@@ -252,6 +254,15 @@ def test_code_reward_calls_a_method_of_class_solution():
     tests = {"inputs": [[{"1": 2}, "x"]], "outputs": [[{"2": 4}]], "fn_name": "twice"}
 
     assert code_reward_fn("", f"{FENCE}python\n{SOLUTION}{FENCE}", [], [], tests=tests) == 1.0
+
+
+@pytest.mark.parametrize("name", ["max", "gcd", "deepcopy", "pow"])
+def test_code_reward_of_a_function_that_only_the_judge_imports_is_zero(name):
+    tests = {"inputs": [[4, 6]], "outputs": [{"max": 6, "gcd": 2, "deepcopy": 4, "pow": 4096}[name]], "fn_name": name}
+    defines = f"def {name}(*values):\n    return {tests['outputs'][0]}"
+
+    assert code_reward_fn("", f"{FENCE}python\ndef other(): pass\n{FENCE}", [], [], tests=tests) == 0.0
+    assert code_reward_fn("", f"{FENCE}python\n{defines}\n{FENCE}", [], [], tests=tests) == 1.0
 
 
 def test_code_reward_fraction_is_the_share_of_passed_tests():

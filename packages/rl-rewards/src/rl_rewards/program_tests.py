@@ -33,6 +33,7 @@ module = sys.modules["solution"] = types.ModuleType("solution")
 for name in ("typing", "collections", "itertools", "functools", "heapq", "bisect", "math", "string", "builtins"):
     exec(f"from {{name}} import *\\nimport {{name}}", module.__dict__)
 exec("import copy, datetime, operator, random, re, statistics, sys", module.__dict__)
+module.__dict__.pop({name!r}, None)  # the program has to define it
 exec(compile({code!r}, "solution.py", "exec"), module.__dict__)
 owner = module.Solution() if hasattr(getattr(module, "Solution", None), {name!r}) else module
 result = getattr(owner, {name!r})(*arguments)
@@ -51,6 +52,8 @@ class ProgramTest:
     """Text on stdout, or the result of the function."""
     function: str | None = None
     """Name of the function, or of the method of `class Solution`, that the test calls."""
+    listed: bool = False
+    """Whether a list of one value may also stand for this value, as in APPS."""
 
     def script(self, code: str) -> tuple[str, str]:
         """Return what to run for a program, and its stdin."""
@@ -71,7 +74,7 @@ class ProgramTest:
             result = json.loads(output.rpartition("\n")[2])
         except ValueError:
             return False
-        in_list = isinstance(self.expected, list) and len(self.expected) == 1  # as in APPS
+        in_list = self.listed and isinstance(self.expected, list) and len(self.expected) == 1
         return same_value(self.expected, result) or (in_list and same_value(self.expected[0], result))
 
 
@@ -147,7 +150,9 @@ def _test(case: dict[str, Any], function: str | None) -> ProgramTest:
     if isinstance(given, str):  # one JSON value in each line, and the result as JSON
         given = [_json(line) for line in given.split("\n") if line.strip()]
         expected = _json(expected)
-    return ProgramTest(given if isinstance(given, list) else [given], expected, function)
+    return ProgramTest(
+        given if isinstance(given, list) else [given], expected, function, not isinstance(case["output"], str)
+    )
 
 
 def _json(value: Any) -> Any:

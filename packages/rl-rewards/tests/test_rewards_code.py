@@ -75,11 +75,17 @@ PROGRAM = "print(int(input()) + 1)\n"
         f"**Code** (O(n)){FENCE}py3\r\n{PROGRAM}{FENCE}",
         f"> Code: {FENCE}python\n> {PROGRAM}> {FENCE}",
         f"{FENCE}python\nprint(0){FENCE}\nbetter:\n{FENCE}python\n{PROGRAM}{FENCE}",
+        f"{FENCE}python\n{PROGRAM}{FENCE}\nExample:\n{FENCE}python\n# Input: 1\n# Output: 2\n{FENCE}",
+        f"{FENCE}python\n{PROGRAM}{FENCE}\nExample:\n{FENCE}python\n>>> 1+2\n3\n{FENCE}",
         f"Use {FENCE}python{FENCE} here.\n{FENCE}python\n{PROGRAM}{FENCE}",
     ],
 )
 def test_find_program_of_a_fenced_block_returns_its_content(completion):
     assert find_program(completion) == PROGRAM
+
+
+def test_find_program_of_blocks_that_call_nothing_returns_the_last():
+    assert find_program(f"{FENCE}python\nx = 1\n{FENCE}\n{FENCE}python\nx = 2\n{FENCE}") == "x = 2\n"
 
 
 @pytest.mark.parametrize("end", ["", "</answer>", "\nExplanation: it's short.", " Done!"])
@@ -256,9 +262,9 @@ def test_code_reward_calls_a_method_of_class_solution():
     assert code_reward_fn("", f"{FENCE}python\n{SOLUTION}{FENCE}", [], [], tests=tests) == 1.0
 
 
-@pytest.mark.parametrize("name", ["max", "gcd", "deepcopy", "pow"])
+@pytest.mark.parametrize("name", ["max", "gcd", "pow"])
 def test_code_reward_of_a_function_that_only_the_judge_imports_is_zero(name):
-    tests = {"inputs": [[4, 6]], "outputs": [{"max": 6, "gcd": 2, "deepcopy": 4, "pow": 4096}[name]], "fn_name": name}
+    tests = {"inputs": [[4, 6]], "outputs": [{"max": 6, "gcd": 2, "pow": 4096}[name]], "fn_name": name}
     defines = f"def {name}(*values):\n    return {tests['outputs'][0]}"
 
     assert code_reward_fn("", f"{FENCE}python\ndef other(): pass\n{FENCE}", [], [], tests=tests) == 0.0

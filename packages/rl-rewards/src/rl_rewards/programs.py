@@ -1,11 +1,11 @@
 """Choice of the program in a completion.
 
-The completion is parsed as CommonMark. The program is the last fenced code block marked as Python (`python`, `python3`,
-`py`, `Python title="a.py"`, `{.python}`, `main.py`, ...). Without such a block it is the last unmarked fenced block
-that calls or defines a function, and without such a block the last unmarked one. Blocks marked otherwise (`text`,
-`bash`, `cpp`) never count. An opening fence may follow text in its line. A block without a closing fence ends with the
-completion. A block that is no Python, but is Python up to another mark, ends there. If the tests call a function, a
-block that defines it is preferred to later blocks that do not.
+The completion is parsed as CommonMark. The program is one of the fenced code blocks marked as Python (`python`,
+`python3`, `py`, `Python title="a.py"`, `{.python}`, `main.py`, ...), or without such a block one of the unmarked ones:
+the last that calls or defines a function, else the last. Blocks marked otherwise (`text`, `bash`, `cpp`) never count.
+An opening fence may follow text in its line. A block without a closing fence ends with the completion. A block that is
+no Python, but is Python up to another mark, ends there. If the tests call a function, a block that defines it is
+preferred to later blocks that do not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def find_program(completion: str, function: str | None = None) -> str | None:
     blocks = list(_fences(completion))
     marked = [code for info, code in blocks if _PYTHON.match(info)]
     unmarked = [code for info, code in blocks if not info]
-    candidates = marked or [code for code in unmarked if _acts(code)] or unmarked
+    same = marked or unmarked
+    candidates = [code for code in same if _acts(code)] or same
     if function:
         definition = re.compile(rf"\bdef\s+{re.escape(function)}\s*\(|^{re.escape(function)}\s*=", re.MULTILINE)
         candidates = [code for code in candidates if definition.search(code)] or candidates

@@ -34,6 +34,7 @@ _STATEMENT = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|。|(?<=[A-J])\)?\*{0,2}\sis\s(?:the\s)?correct")
+_EMPHASIS = re.compile(r"^[\s*_\"'`]+|(?<!\^)[\s*_\"`]+$")
 _SHORT, _SEARCHED = 400, 20_000
 """Characters of a text that can be an answer as a whole, and characters at the end searched for statements."""
 
@@ -59,7 +60,7 @@ def hashed_lines(text: str) -> list[str]:
     """Return the first two lines after the last `####` that have more than a label, without their labels."""
     _, hashes, after = text.rpartition("####")
     lines = [line[:MAX_CHARS] for line in after[: 2 * MAX_CHARS].split("\n")] if hashes else []
-    slots = [line[max([0, *(match.end() for match in _STATEMENT.finditer(line))]) :].strip(" *_") for line in lines]
+    slots = [_EMPHASIS.sub("", line[max([0, *(m.end() for m in _STATEMENT.finditer(line))]) :]) for line in lines]
     return [slot for slot in slots if any(c.isalnum() for c in slot)][:2]
 
 
@@ -77,5 +78,5 @@ def stated_answers(text: str) -> list[str]:
     """Return the answers that statements give, the last one first, or a short text without statements as it is."""
     text = text[-_SEARCHED:]
     slots = [line_after(text, match.end()) for match in _STATEMENT.finditer(text)]
-    answers = [_SENTENCE_END.split(slot, maxsplit=1)[0].strip(" *_\"'`") for slot in reversed(slots)]
-    return answers or ([text.strip(" *_`\n").rstrip(".")] if len(text) <= _SHORT else [])
+    answers = [_EMPHASIS.sub("", _SENTENCE_END.split(slot, maxsplit=1)[0]) for slot in reversed(slots)]
+    return answers or ([_EMPHASIS.sub("", text).rstrip(".")] if len(text) <= _SHORT else [])

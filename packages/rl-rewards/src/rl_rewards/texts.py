@@ -45,11 +45,12 @@ def only_text(gold: str, given: str) -> bool:
     """Whether two answers can only be equal as texts: words, times of day, dates, ratios, numerals with a base."""
     if is_words(gold) or is_words(given):
         return True
+    named_time = _is_named_time(gold)
     gold, given = _key(gold), _key(given)
     if any(pattern.search(gold) or pattern.search(given) for pattern in (_BASED, _DATE)):
         return True
     if ":" in gold and ":" in given:
-        return _CLOCK.fullmatch(gold) is not None
+        return named_time or _CLOCK.fullmatch(gold) is not None
     if _RATIO.fullmatch(gold) or _RATIO.fullmatch(given):  # equal to a fraction, but not to a decimal or an integer
         return not any(mark in gold + given for mark in ("/", r"\frac"))
     return False
@@ -80,8 +81,14 @@ def without_markup(text: str) -> str:
     return _DRESS.sub("", _SPACING.sub(" ", text))
 
 
+def _is_named_time(text: str) -> bool:
+    """Whether a text has a time of day and words: `12:00 noon`."""
+    text = without_markup(text)
+    return re.search(r"[0-9]:[0-9]", text) is not None and has_words(text)
+
+
 def _key(text: str) -> str:
-    folded = text.casefold() if is_words(text) else text
+    folded = text.casefold() if is_words(text) or _is_named_time(text) else text
     text = re.sub(r"(?<!\d) | (?!\d)", "", " ".join(_AND.sub(",", without_markup(folded)).split()))
     text = re.sub(r"\\[dtc]frac", r"\\frac", _SCRIPT.sub(r"\1\2", text))
     if _CLOCK.fullmatch(text.rstrip(".")):

@@ -3,6 +3,7 @@ import pickle
 import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
+from rl_contracts.reward import parts_of
 from rl_rewards import WeightedReward, format_reward_fn, gsm8k_reward_fn
 
 
@@ -16,6 +17,15 @@ def test_weighted_reward_sums_its_parts_by_weight():
     assert reward("", "#### 72", [], [], answer=72) == 1.25
     assert reward("", "It is 72", [], [], answer=72) == 1.0
     assert reward("", "#### 73", [], [], answer=72) == 0.25
+
+
+def test_weighted_reward_names_the_parts_of_its_sum():
+    parts = [("gsm8k", 1.0), (gsm8k_reward_fn, 0.5), (format_reward_fn, 0.25), ("gsm8k", 2.0), ("gsm8k", 3.0)]
+
+    reward = WeightedReward(parts)("", "It is 72", [], [], answer=72)
+
+    names = ["gsm8k", "gsm8k_reward_fn", "FormatReward", "gsm8k2", "gsm8k3"]
+    assert parts_of(reward) == dict(zip(names, [1.0, 0.5, 0.0, 2.0, 3.0], strict=True))
 
 
 def test_weighted_reward_takes_names_and_dotted_paths():

@@ -8,11 +8,14 @@ from typing import Any
 
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError
-from rl_contracts.reward import takes_final_text
+from rl_contracts.reward import PartedReward, takes_final_text
 
 
 class WeightedReward:
-    """The sum of weight times reward over its parts, itself a reward function."""
+    """The sum of weight times reward over its parts, itself a reward function.
+
+    A part of the sum is called by the given name, or by that of its function or class; a repeated name gets a number.
+    """
 
     def __init__(self, parts: Iterable[tuple[str | Callable[..., Any], float]]) -> None:
         """Take (reward function, weight) pairs; a function may be given by its name or dotted path.
@@ -20,17 +23,26 @@ class WeightedReward:
         Raises:
             ConfigError: there are no parts, a name is unknown, or a part is asynchronous.
         """
-        self.parts = [(_resolve(part), float(weight)) for part, weight in parts]
+        given = list(parts)
+        self.parts = [(_resolve(part), float(weight)) for part, weight in given]
         if not self.parts:
             raise ConfigError("weighted reward: expected at least one (reward, weight) pair, found none")
+        names = [_name(part) for part, _ in given]
+        repeats = [names[:index].count(name) for index, name in enumerate(names)]
+        self.names = [f"{name}{repeat + 1}" if repeat else name for name, repeat in zip(names, repeats, strict=True)]
 
     def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
-    ) -> float:
-        """The weighted sum for one sample; an error of a part is an error of the whole."""
+    ) -> PartedReward:
+        """Return the weighted sum for one sample; an error of a part is an error of the whole."""
         given = prompt, completions, prompt_ids, completion_ids
         rest = {name: value for name, value in data.items() if name != "final_text"}
-        return sum(weight * part(*given, **(data if takes_final_text(part) else rest)) for part, weight in self.parts)
+        values = (weight * part(*given, **(data if takes_final_text(part) else rest)) for part, weight in self.parts)
+        return PartedReward(**dict(zip(self.names, values, strict=True)))
+
+
+def _name(part: str | Callable[..., Any]) -> str:
+    return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
 
 
 def _resolve(part: str | Callable[..., Any]) -> Callable[..., float]:

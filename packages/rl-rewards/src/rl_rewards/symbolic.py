@@ -75,7 +75,7 @@ def math_reward_fn(
         if given and (only_text(gold, given) or _values(given)):
             return float(_equal(gold, given))
     search = not hashed and not is_words(gold)
-    return float(search and _verify(_values(gold, also_as_fraction="%" in gold), _search(text)))
+    return float(search and _verify(_values(gold, percent_as_fraction=True), _search(text)))
 
 
 math_reward_fn.scores_gold = True  # type: ignore[attr-defined]
@@ -116,11 +116,8 @@ def _equal(gold: str, given: str) -> bool:
         return True
     if only_text(gold, given):
         return False
-    percent = [_PERCENT.search(side) is not None for side in (gold, given)]
-    differ = percent[0] != percent[1]
-    return _verify(
-        _values(gold, also_as_fraction=differ and percent[0]), _values(given, also_as_fraction=differ and percent[1])
-    )
+    differ = (_PERCENT.search(gold) is None) != (_PERCENT.search(given) is None)
+    return _verify(_values(gold, percent_as_fraction=differ), _values(given, percent_as_fraction=differ))
 
 
 def _verify(gold: list[Any], given: list[Any]) -> bool:
@@ -157,16 +154,16 @@ def _body(text: str) -> str:
     return body[: unit.start()] if unit and (unit["words"] is None or has_words(unit["words"])) else body
 
 
-def _values(text: str, also_as_fraction: bool = False) -> list[Any]:
+def _values(text: str, percent_as_fraction: bool = False) -> list[Any]:
     """Return the parsed expression, without its percent sign, or [] if it cannot be parsed.
 
     Args:
         text: the expression.
-        also_as_fraction: append the expression divided by 100.
+        percent_as_fraction: append a percentage divided by 100.
     """
     body = _FUNCTION.sub(r"\\\1 ", _body(text))
-    values = _parse(rf"$\boxed{{{body}}}$")
-    return values + (_parse(rf"$\boxed{{\frac{{{body}}}{{100}}}}$") if also_as_fraction else [])
+    forms = [body, rf"\frac{{{body}}}{{100}}"] if percent_as_fraction and _PERCENT.search(text) else [body]
+    return [value for form in forms for value in _parse(rf"$\boxed{{{form}}}$")]
 
 
 def _search(text: str) -> list[Any]:

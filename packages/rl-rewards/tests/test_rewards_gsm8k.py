@@ -156,6 +156,7 @@ STATEMENTS = [
     ("The answer is 72. She sold 48 in April and 24 in May.", 72),
     ("The answer is 10. Wait, the answer is 12.", 12),
     ("The answers are 72.", 72),
+    ("The correct option is 72, of 80 in all.", 72),
     ("The answer is 3.5 hours.", Fraction("3.5")),
     ("The answer is $2 million.", 2000000),
     ("The answer is 2 million.", 2),  # asked for in millions

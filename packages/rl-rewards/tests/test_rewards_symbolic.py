@@ -203,6 +203,8 @@ def test_math_reward_of_boxes_reads_the_last_answer(completion, answer, reward):
         (r"That is \boxed{200}. So the final answer is $10,455$.", "10455", 1.0),
         (r"That is \boxed{200}. So the final answer is shown above.", "200", 1.0),
         ("Answer: C", "C", 1.0),
+        ("Answer = Evelyn", "Evelyn", 1.0),
+        ("The answer equals Evelyn, and Bob is wrong.", "Evelyn", 1.0),
         ("**Answer:** (C) 12 m", "C", 1.0),
         ("The correct option is **C**.", "C", 1.0),
         ("Option C is the correct answer.", "C", 1.0),

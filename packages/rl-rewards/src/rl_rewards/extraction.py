@@ -41,16 +41,19 @@ _CONNECTS = re.compile(
     r"\b(?:and|or)\b|(?:\\[A-Za-z]{1,12}|\b[A-Za-z]{1,2}[0-9]?)(?:_\{?\w{1,3}\}?)?\s{0,3}(?:&\s{0,3})?="
 )
 # "the answer", "answer (in dollars)", "answer to the question"; not the verb in "to answer this, note that ..."
-_ANSWER = r"(?<!\bto )\banswers?\b(?:\s?\([^()\n]{0,30}\)|\s(?:to|for|in|of)\s[^\n.:=,]{0,60}?)?"
-_STATEMENT = re.compile(
-    rf"{_ANSWER}\s{{1,2}}(?:(?:should|would|will|must|could)\s)?(?:therefore\s|thus\s|then\s)?"
-    r"(?:is|are|was|be|equals|becomes|comes\sto)\b(?:\s(?:therefore|thus|then))?\s?:?",
-    re.IGNORECASE,
+_ANSWER = (
+    r"(?<!\bto )\b(?:answers?|(?:correct|right|best)\s(?:option|choice))\b"
+    r"(?:\s?\([^()\n]{0,30}\)|\s(?:to|for|in|of)\s[^\n.:=,]{0,60}?)?"
 )
-_LABEL = re.compile(
-    rf"{_ANSWER}[\"'\s]{{0,3}}[:=→]|^\W{{0,8}}(?:(?:the|my|final|correct)\s){{0,2}}answers?\W{{0,8}}$|^\W{{0,4}}A:",
-    re.IGNORECASE | re.MULTILINE,
+STATEMENT = (
+    rf"{_ANSWER}[\s*_\"]{{1,4}}(?:(?:should|would|will|must|could)\s)?(?:therefore\s|thus\s|then\s)?"
+    r"(?:is|are|was|be|equals|becomes|comes\sto)\b(?:\s(?:therefore|thus|then))?\s?:?"
 )
+"""Words before an answer in a sentence."""
+LABEL = rf"{_ANSWER}[\"'\s*_]{{0,4}}[:=\u2192\uff1a]|^\W{{0,8}}(?:(?:the|my|final|correct)\s){{0,2}}answers?\W{{0,8}}$"
+"""A mark before an answer, or a heading."""
+_STATEMENT = re.compile(STATEMENT, re.IGNORECASE)
+_LABEL = re.compile(rf"{LABEL}|^\W{{0,4}}A:", re.IGNORECASE | re.MULTILINE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 _LIST_ITEM = re.compile(r"[.)]\s{1,3}[A-Za-z]")
 _LOOSE_SIGN = re.compile(r"^[\s$]{0,4}-\s{1,2}(?=[0-9$])")

@@ -14,7 +14,7 @@ from __future__ import annotations
 # ruff: noqa: RUF001 (models write full-width punctuation)
 import re
 
-from rl_rewards.extraction import boxed_answer, line_after, number_at_start, tagged_answer
+from rl_rewards.extraction import LABEL, STATEMENT, boxed_answer, line_after, number_at_start, tagged_answer
 from rl_rewards.markup import plain
 from rl_rewards.texts import has_words
 
@@ -25,11 +25,7 @@ _MINERVA = re.compile(
     r"final answer is:?((?:(?!final answer is).){1,400}?)\.?\s{0,3}(I hope it is correct|\Z)", re.IGNORECASE | re.DOTALL
 )
 _STATEMENT = re.compile(
-    r"(?<!\bto )\b(?:answers?|(?:correct|right|best)\s(?:option|choice))\b"
-    r"(?:\s?\([^()\n]{0,30}\)|\s(?:to|for|in|of)\s[^\n.:=,]{0,60}?)?[\s*_\"]{0,4}"
-    r"(?::|\b(?:(?:should|would|must)\s)?(?:therefore\s|thus\s)?(?:is|are|be)\b(?:\s(?:therefore|thus))?\s?:?)"
-    r"|答案(?:是|为)?\s?[:：]?"
-    r"|^\W{0,8}(?:(?:the|my|final|correct)\s){0,2}answer\W{0,8}$"
+    rf"{STATEMENT}|{LABEL}|答案(?:是|为)?\s?[:：]?"
     r"|(?<=\()(?=[A-J]\)\*{0,2}\sis\s(?:the\s)?correct)|\b(?=[A-J]\*{0,2}\sis\s(?:the\s)?correct)",
     re.IGNORECASE | re.MULTILINE,
 )

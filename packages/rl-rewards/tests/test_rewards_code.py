@@ -73,6 +73,7 @@ PROGRAM = "print(int(input()) + 1)\n"
         f"{FENCE}\n{PROGRAM}{FENCE}<|im_end|>",
         f"The code is: {FENCE}python\n{PROGRAM}{FENCE}",
         f"**Code** (O(n)){FENCE}py3\r\n{PROGRAM}{FENCE}",
+        f"- Code: {FENCE}python\n  {PROGRAM}  {FENCE}",
         f"> Code: {FENCE}python\n> {PROGRAM}> {FENCE}",
         f"{FENCE}python\nprint(0){FENCE}\nbetter:\n{FENCE}python\n{PROGRAM}{FENCE}",
         f"{FENCE}python\n{PROGRAM}{FENCE}\nExample:\n{FENCE}python\n# Input: 1\n# Output: 2\n{FENCE}",

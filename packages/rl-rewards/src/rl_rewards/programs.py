@@ -15,6 +15,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from itertools import islice
+from textwrap import dedent
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -74,8 +75,12 @@ def _whole_program(token: Token, lines: list[str]) -> tuple[str, int]:
     block that is no Python ends at an earlier mark or a later closing fence, if it is Python up to there.
     """
     first, end = token.map or (0, 0)
-    if _parse(token.content):
-        return token.content, end
+    for content in (
+        token.content,
+        dedent(token.content),
+    ):  # the block of a list item may be indented more than its fence
+        if _parse(content):
+            return content, end
     for mark in islice(re.finditer(token.markup, token.content), _TRIED_FENCES):
         content = token.content[: mark.start()]
         if _parse(content):

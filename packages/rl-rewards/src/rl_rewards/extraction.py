@@ -34,7 +34,9 @@ _HASHES = re.compile(r"#{4,}:?")
 _BOX = re.compile(r"\\{1,2}(?:boxed|f(?:rame)?box)\s{0,2}(?:\{|(?P<bare>-?[0-9][0-9.,]{0,30}))|\\.|[{}]", re.DOTALL)
 _BLANK = re.compile(r"\s*\}")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
-# Two boxes form one answer unless these stand between them, "and", "or" and names such as `x_2 =` apart: words, signs
+# Two boxes form one answer if "and" or "or" precedes the second one, ...
+_LISTS = re.compile(r"\b(?:and|or)\W*$")
+# ... and unless these stand between them, "and", "or" and names such as `x_2 =` apart: words, signs
 # of equality, arrows, and commands other than for spaces.
 _SEPARATES = re.compile(r"[^\W\d_]{2}|[=\u2190-\u21ff]|\\[A-Za-z]")
 _CONNECTS = re.compile(
@@ -113,7 +115,8 @@ def boxed_answer(text: str) -> tuple[str | None, int]:
 def _joined(between: str) -> bool:
     """Whether two boxes form one answer, by the text between them, which ends with the command of the second box."""
     between = re.sub(r"\\(?:boxed|f(?:rame)?box)\s{0,2}\{$", "", between)
-    return not _SEPARATES.search(_CONNECTS.sub("", without_markup(between)))
+    between = without_markup(between)
+    return _LISTS.search(between) is not None or not _SEPARATES.search(_CONNECTS.sub("", between))
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:

@@ -138,8 +138,8 @@ def _near(one: Any, other: Any) -> bool:
 
 def _numbers(value: Any) -> list[Any]:
     """Return the sorted real numbers of a number, set, interval, tuple or matrix, or of the right side of `x = ...`."""
-    if getattr(value, "is_Relational", False):
-        return _numbers(value.rhs) if value.lhs.is_Symbol else []
+    if getattr(value, "is_Relational", False) or type(value).__name__ == "And":
+        return _numbers(value.rhs) if value.is_Relational and value.lhs.is_Symbol else []
     if hasattr(value, "as_coeff_Mul"):  # a number or a formula
         return [value.evalf()] if value.is_number and value.is_real else []
     parts = value.flat() if hasattr(value, "flat") else getattr(value, "args", ())

@@ -84,7 +84,7 @@ def without_markup(text: str) -> str:
 def _is_named_time(text: str) -> bool:
     """Whether a text has a time of day and words: `12:00 noon`."""
     text = without_markup(text)
-    return re.search(r"[0-9]:[0-9]", text) is not None and has_words(text)
+    return re.search(r"[0-9]:[0-9]", text) is not None and not set(text) & set("=_^\\") and has_words(text)
 
 
 def _key(text: str) -> str:

@@ -24,7 +24,7 @@ def test_weighted_reward_names_the_parts_of_its_sum():
 
     reward = WeightedReward(parts)("", "It is 72", [], [], answer=72)
 
-    names = ["gsm8k", "gsm8k_reward_fn", "FormatReward", "gsm8k2", "gsm8k3"]
+    names = ["gsm8k", "gsm8k_reward_fn", "FormatReward", "gsm8k#2", "gsm8k#3"]
     assert parts_of(reward) == dict(zip(names, [1.0, 0.5, 0.0, 2.0, 3.0], strict=True))
 
 

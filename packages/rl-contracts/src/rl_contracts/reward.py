@@ -26,7 +26,7 @@ class PartedReward(float):
 
     parts: dict[str, float]
 
-    def __new__(cls, **parts: float) -> PartedReward:
+    def __new__(cls, /, **parts: float) -> PartedReward:
         reward = super().__new__(cls, sum(parts.values()))
         reward.parts = {name: float(value) for name, value in parts.items()}
         return reward

@@ -14,7 +14,7 @@ from rl_contracts.reward import PartedReward, takes_final_text
 class WeightedReward:
     """The sum of weight times reward over its parts, itself a reward function.
 
-    A part of the sum is called by the given name, or by that of its function or class; a repeated name gets a number.
+    A part of the sum has the given name, or that of its function or class; the second of a name is `NAME#2`.
     """
 
     def __init__(self, parts: Iterable[tuple[str | Callable[..., Any], float]]) -> None:
@@ -29,7 +29,7 @@ class WeightedReward:
             raise ConfigError("weighted reward: expected at least one (reward, weight) pair, found none")
         names = [_name(part) for part, _ in given]
         repeats = [names[:index].count(name) for index, name in enumerate(names)]
-        self.names = [f"{name}{repeat + 1}" if repeat else name for name, repeat in zip(names, repeats, strict=True)]
+        self.names = [f"{name}#{repeat + 1}" if repeat else name for name, repeat in zip(names, repeats, strict=True)]
 
     def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any

@@ -75,10 +75,8 @@ def _whole_program(token: Token, lines: list[str]) -> tuple[str, int]:
     block that is no Python ends at an earlier mark or a later closing fence, if it is Python up to there.
     """
     first, end = token.map or (0, 0)
-    for content in (
-        token.content,
-        dedent(token.content),
-    ):  # the block of a list item may be indented more than its fence
+    # the block of a list item may be indented more than its fence
+    for content in (token.content, dedent(token.content)):
         if _parse(content):
             return content, end
     for mark in islice(re.finditer(token.markup, token.content), _TRIED_FENCES):

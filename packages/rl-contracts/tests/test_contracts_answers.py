@@ -364,7 +364,7 @@ def test_final_text_of_a_described_answer_is_its_content() -> None:
     assert AnswerReader(tokenizer).final_text(ids, "") == "It is 5."
 
 
-def test_final_text_of_a_described_answer_with_empty_reasoning_is_its_content() -> None:
+def test_final_text_after_empty_described_reasoning_is_the_content() -> None:
     tokenizer = make_tiny_tokenizer()
     thought = {"open": "<think>\n", "close": "</think>\n\n"}
     fields = {"reasoning_content": thought, "content": {"close": "<|im_end|>"}}

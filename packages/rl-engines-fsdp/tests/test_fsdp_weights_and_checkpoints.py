@@ -224,7 +224,7 @@ def test_model_that_is_tied_by_config_is_untied_by_any_file(file, prefix, tmp_pa
     assert not read_config(str(path)).tie_word_embeddings
 
 
-def test_model_that_is_tied_by_config_with_the_same_head_in_its_file_stays_tied(tmp_path):
+def test_model_tied_by_config_with_the_same_head_in_its_file_stays_tied(tmp_path):
     path = Path(make_model(tmp_path / "model", tie_word_embeddings=True))
     weights = load_file(path / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()

@@ -229,7 +229,7 @@ def test_maxrl_without_a_positive_mean_has_no_advantage(rewards):
     assert not batch["advantages"].any()
 
 
-def test_gdpo_adds_parts_that_are_normalised_by_themselves():
+def test_gdpo_adds_parts_that_are_normalized_separately():
     parts = {"right": [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0], "length": [0.0, 0.0, 9.0, 7.0, 3.0, 3.0, 3.0, 3.0]}
     rows = [_row(episode, sum(values), 2) for episode, values in enumerate(zip(*parts.values(), strict=True))]
     for row, values in zip(rows, zip(*parts.values(), strict=True), strict=True):

@@ -85,7 +85,7 @@ async def test_episode_tools_of_the_row_are_in_the_prompt_and_the_reward(answeri
     assert seen["tools"] == tools
 
 
-async def test_episode_prompt_that_the_template_does_not_show_whole_names_its_row(answering):
+async def test_episode_prompt_that_the_template_drops_parts_of_names_its_row(answering):
     hidden = [*ROW["messages"], {"role": "developer", "content": "Be brief."}]
 
     with pytest.raises(DataError, match=r"row 0: .*Be brief"):

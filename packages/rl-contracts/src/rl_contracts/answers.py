@@ -64,7 +64,7 @@ class AnswerReader:
         return text[: min(ends)] if ends else text
 
     def final_text(self, ids: Sequence[int], opening: str) -> str:
-        """What an answer says after its reasoning, without special tokens; empty where the reasoning does not end.
+        """Text of an answer after its reasoning, without special tokens; empty where the reasoning does not end.
 
         Args:
             ids: the answer.

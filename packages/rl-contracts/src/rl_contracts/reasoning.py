@@ -18,12 +18,12 @@ MARKS = (
     ("to=self<|message|>", "to=user<|message|>"),
     *_PROMPTED,
 )
-"""What opens and closes reasoning: most families, Mistral, Seed, Kimi, Cohere, Gemma, gpt-oss, Muse, and elements."""
+"""Marks that open and close reasoning: most families, Mistral, Seed, Kimi, Cohere, Gemma, gpt-oss, Muse, elements."""
 _CHANNELS_END = re.compile(
     r"(<\|channel\|>final(?: ?<\|constrain\|>\w+)?<\|message\|>)"
     r"|(?:^|<\|start\|>assistant|(?<=<\|end\|>))(?:<\|channel\|>\w+)? ?to=\w"
 )
-"""What ends the reasoning of gpt-oss: the final channel, or a message to a tool, which belongs to the final text."""
+"""The end of the reasoning of gpt-oss: the final channel, or a message to a tool, which belongs to the final text."""
 _CHANNEL_BODY = re.compile(r"<\|message\|>(.*?)(?:<\|(?:end|start|channel)\|>|$)", re.DOTALL)
 
 

@@ -22,7 +22,7 @@ def set_time_limit(seconds: float) -> None:
 
 class PartedReward(float):
     """The sum of named rewards, such as `PartedReward(right=1.0, format=0.5)`: a number that keeps them, for an
-    advantage that treats each by itself (`algorithm.advantage.kind=gdpo`)."""
+    advantage that treats them separately (`algorithm.advantage.kind=gdpo`)."""
 
     parts: dict[str, float]
 

@@ -85,7 +85,7 @@ class Trajectory:
     info: dict[str, Any] = field(default_factory=dict)
     """JSON values for people (prompt text, completion text, gold answer); not part of the batch."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """What `reward` is the sum of, where the reward function gives an `rl_contracts.reward.PartedReward`."""
+    """The summands of `reward`, if the reward function returns an `rl_contracts.reward.PartedReward`."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

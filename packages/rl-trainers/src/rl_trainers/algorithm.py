@@ -87,7 +87,7 @@ class AdvantageConfig(PartConfig):
     kind: str = "outcome"
     """Estimator: `outcome` (an episode's reward, normalised, for each of its tokens: GRPO and its relatives), `return`
     (the discounted sum of the rewards that follow a token: REINFORCE), `gae` (PPO; needs a critic), `gdpo` (each part
-    of the reward normalised by itself; `options.weights`), or anybody's."""
+    of the reward normalized separately; `options.weights`), or your own."""
     mean: str = choice("group", OVER)
     """Subtracted from an `outcome`: the mean over its `group` or the `batch`, or `none`."""
     std: str = choice("group", (*OVER, "mean"))
@@ -197,7 +197,7 @@ class MaskConfig(PartConfig):
     setting: ClassVar[str] = "algorithm.mask"
     kind: str = "none"
     """`ratio` (tokens whose pi_proximal / pi_behaviour is outside [low, high]), `divergence` (tokens or rows that are
-    more than `options.bound` apart by `options.estimator`), `second_moment` (M2PO), `none`, anybody's, or several
+    more than `options.bound` apart by `options.estimator`), `second_moment` (M2PO), `none`, your own, or several
     joined by `+`."""
     level: str = choice("geometric", LEVELS)
     """Whose ratio `ratio` looks at: `token`, or its row's `sequence` (the product) or `geometric` mean."""

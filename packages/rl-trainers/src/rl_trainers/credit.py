@@ -73,7 +73,7 @@ def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> 
 
 
 def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None) -> Advantages:
-    """GDPO (arXiv 2601.05242, section 3): each part of the reward is normalised in its group, and the weighted sum of
+    """GDPO (arXiv 2601.05242, section 3): each part of the reward is normalized in its group, and the weighted sum of
     them over the batch, so that what is equal in one part does not hide what differs in another.
 
     Args:

@@ -150,7 +150,7 @@ class RunConfig(Settings):
 
         Args:
             examples: of the training data.
-            form: of the data, see `load_rows`; `rl` goes on over the end of an epoch, others drop a last short batch.
+            form: of the data, see `load_rows`; `rl` continues over the end of an epoch, others drop a last short batch.
         """
         size, epochs = self.data.batch_size, self.total_epochs
         of_data = -(-examples * epochs // size) if form == "rl" else examples // size * epochs

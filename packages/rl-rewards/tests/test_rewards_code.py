@@ -214,19 +214,6 @@ def test_read_tests_of_a_function_takes_text_that_is_no_json_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        {"tests": [{"input": "", "output": "a " * 40_000}]},
-        {"tests": [{"input": "1", "output": list(range(20_000))}], "fn_name": "f"},
-    ],
-)
-def test_code_reward_of_more_output_than_is_read_raises_reward_error(row):
-    with pytest.raises(RewardError, match="SandboxLimits"):
-        code_reward_fn("", ADDS, [], [], **row)
-    assert CodeReward(Sandbox(SandboxLimits(output=1 << 20)))("", ADDS, [], [], **row) == 0.0
-
-
-@pytest.mark.parametrize(
     "tests",
     [
         None,

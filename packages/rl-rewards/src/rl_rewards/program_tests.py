@@ -61,11 +61,6 @@ class ProgramTest:
             return code, self.given
         return _CALL.format(code=code, name=self.function), json.dumps(self.given)
 
-    def size(self) -> int:
-        """Return the bytes of the shortest output that is right."""
-        text = json.dumps(self.expected) if self.function else " ".join(self.expected.split())
-        return len(text.encode(errors="replace"))
-
     def accepts(self, output: str) -> bool:
         """Whether the stdout of a script that came to its end is right."""
         if self.function is None:

@@ -37,17 +37,17 @@ def run_alone(mode: str, job: Job, recorded: Path) -> float:
 
 
 def measure(job: Job, directory: Path, staleness: int, quick: bool) -> dict[str, float]:
-    """One repetition: seconds per step of each run; with `quick`, of the first two."""
+    """One repetition: seconds per step of each run; with `quick`, of the first."""
 
     def command(name: str, staleness: int) -> float:
         settings = {"rollout.max_staleness": staleness, "checkpoint.save_batches": True}
         return run_ours(job, directory / name, settings)["seconds"] / job.steps
 
     seconds = {"asynchronous": command("asynchronous", staleness)}
-    # next to what it is compared with: a machine's speed may drift
-    seconds["training"] = run_alone("training", job, directory / "asynchronous")
     if quick:
         return seconds
+    # next to what it is compared with: a machine's speed may drift
+    seconds["training"] = run_alone("training", job, directory / "asynchronous")
     seconds["generation"] = run_alone("generation", job, directory / "asynchronous")
     return seconds | {"synchronous": command("synchronous", 0)}
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--case", choices=[*CASES], default="uniform", help="lengths of the answers")
     parser.add_argument("--max-staleness", type=int, default=1, help="of the asynchronous run")
     parser.add_argument(
-        "--quick", action="store_true", help="a small model, two steps, half of the runs; checks only that it runs"
+        "--quick", action="store_true", help="a small model, two steps, the first run; checks only that it runs"
     )
     options = parser.parse_args()
     sizes: dict[str, int] = {}

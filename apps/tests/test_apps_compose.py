@@ -3,8 +3,10 @@
 import os
 import socket
 import sys
+from operator import attrgetter
 
 import pytest
+from omegaconf import OmegaConf
 
 from rl_apps.app import Run
 from rl_apps.compose import describe, to_yaml
@@ -179,6 +181,23 @@ def test_file_of_ones_own_lies_over_the_defaults_and_below_the_command_line(tmp_
     assert config.rollout.server.slots == 3
     assert config.algorithm == APP.config(["algorithm=dapo"]).algorithm
     assert APP.config(["algorithm=rloo"], file).algorithm == APP.config(["algorithm=rloo"]).algorithm
+
+
+@pytest.mark.parametrize(
+    ("override", "setting", "in_file", "default"),
+    [
+        ("algorithm.loss.kind=sapo", "algorithm.loss.clip_high", 0.3, 0.2),
+        ("actor.optimizer.name=sgd", "actor.optimizer.beta1", 0.8, 0.9),
+    ],
+)
+def test_setting_in_a_file_goes_with_the_method_that_read_it(tmp_path, override, setting, in_file, default):
+    file = tmp_path / "mine.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.from_dotlist([f"{setting}={in_file}"])))
+
+    assert attrgetter(setting)(APP.config((), file)) == in_file
+    assert attrgetter(setting)(APP.config((override,), file)) == default
+    with pytest.raises(ConfigError, match=f"^{setting} with "):
+        APP.config((override, f"{setting}={in_file}"), file)
 
 
 def test_presets_of_ones_own_lie_beside_the_file(tmp_path):

@@ -78,7 +78,9 @@ def runs(directory):
             "algorithm.reward.overlong_max=16",
             "data.name=gsm8k",
             f"data.path={directory}",
+            "data.train_split=odd",
             "data.options.instruction=Be brief.",
+            "data.options.invalid_text=replace",
             "data.columns.question=question",
             "publish.route=broadcast",
             "rollout.interrupt=wait",
@@ -204,6 +206,8 @@ def test_every_setting_is_read_in_a_run(tmp_path):
     )
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    half = [{"question": "1 + 1? \ud83d", "answer": "#### 2"}]
+    (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, half + QUESTIONS)))
     (tmp_path / "unsteady.py").write_text(UNSTEADY)
     seen = set(CHECKS)
     for number, (command, code) in enumerate(runs(tmp_path).items()):
@@ -315,9 +319,9 @@ def commands(at, port=4711):
         "data.test_split": "train",
         "data.max_length": 200,
         "data.overlong": "truncate",
-        "actor.optimizer.name": "sgd",
+        "actor.optimizer.name": "muon",
         "actor.optimizer.momentum": 0.5,
-        "actor.optimizer.options": "{nesterov: true}",
+        "actor.optimizer.options": "{eps: 1e-5}",
         "actor.optimizer.schedule": "linear",
         "actor.optimizer.warmup_steps": 1,
         "actor.micro_batch.max_tokens": 256,
@@ -376,9 +380,9 @@ def commands(at, port=4711):
         "algorithm.kl.place": "loss",
         "ref.path": f"{at}/model",
         "critic.path": f"{at}/model",
-        "critic.optimizer.name": "sgd",
+        "critic.optimizer.name": "muon",
         "critic.optimizer.momentum": 0.4,
-        "critic.optimizer.options": "{dampening: 0.1}",
+        "critic.optimizer.options": "{eps: 1e-4}",
     }
     failing = {
         "evaluation.rows": 0,
@@ -605,7 +609,6 @@ ELSEWHERE = [
         Elsewhere(keys, why, test, (GRPO,))
         for keys, why, test in (
             ("*.optimizer.schedule", TWO, f"{ENGINES}training.py::{SCHEDULE}"),
-            ("*.optimizer.min_lr_ratio", TWO, f"{ENGINES}training.py::{SCHEDULE}"),
             ("*.generation.ignore_eos", TWO, "packages/rl-inference/tests/test_inference_generate.py::" + IGNORED),
             ("*.engine.sync_every_micro_batch", "several micro-batches", f"{ENGINES}ranks.py::{TWO_RANKS}"),
             ("critic.engine.max_logits", "values have no logits", f"{ENGINES}invariance.py::{BLOCKS}"),
@@ -619,6 +622,13 @@ ELSEWHERE = [
             ("critic.engine.serve_dtype", "only the actor is served", f"{ENGINES}weights_and_checkpoints.py::{SERVED}"),
             ("rollout.allow_biased_sampling", "asked while composing", f"{CONFIG}{BIASED}"),
         )
+    ),
+    Elsewhere(
+        "*.optimizer.min_lr_ratio",
+        TWO,
+        f"{ENGINES}training.py::{SCHEDULE}",
+        (GRPO,),
+        also=("actor.optimizer.schedule=linear", "critic.optimizer.schedule=linear"),
     ),
     Elsewhere(
         "actor.minibatches",

@@ -28,7 +28,7 @@ from rl_apps.model import EMBEDDED, MADE, PRETRAINED
 from rl_apps.synonyms import SYNONYMS
 from rl_contracts import registry
 from rl_contracts.allocation import Allocation
-from rl_contracts.config import field_docs
+from rl_contracts.config import Settings, field_docs
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
 from rl_contracts.inference import ServerConfig
@@ -55,7 +55,8 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
     """A config of the run, whose own checks have passed.
 
     Settings of a part go with the part: a file that names its allocation (or launcher) and is overruled there loses
-    what it says about the part that went.
+    what it says about the part that went. So does a setting of a loss, an optimizer or another method in a preset or a
+    file, where a later layer selects a method that does not read it (`Settings.reads`).
 
     Args:
         schema: dataclass with the settings and their defaults.
@@ -69,7 +70,8 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
 
     base: Any = schema()
     parts: dict[str, str] = {}
-    layers = [layer for file in files for layer in _layers(file)] + [_override(text) for text in overrides]
+    from_files = [layer for file in files for layer in _layers(file)]
+    layers = from_files + [_override(text) for text in overrides]
     for layer in layers:
         if isinstance(names := layer.get("trackers"), ListConfig):
             layer.trackers = "+".join(map(str, names)) or "none"
@@ -89,7 +91,9 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
                     OmegaConf.select(layer, section, default={}).pop(name, None)
             if parts[path]:
                 setattr(attrgetter(section)(base), name, _settings(seam, parts[path])())
-        plain = OmegaConf.merge({}, *(_preset(section, name, files) for section, name in choices.items()), *layers)
+        presets = [_preset(section, name, files) for section, name in choices.items()]
+        _drop_unread([*presets, *layers], len(presets + from_files), base)
+        plain = OmegaConf.merge({}, *presets, *layers)
         for path, seam in seams.items():
             if seam is TrainEngineConfig and parts[path] == parts[LEARNER]:
                 both = [OmegaConf.select(plain, key) or {} for key in (LEARNER, path)]
@@ -98,7 +102,7 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, base, overrides, parts)) from error
     except ConfigError as error:  # of one section, which does not know where it stands
-        name = str(error).partition(":")[0]
+        name = str(error).partition(":")[0].partition(" with ")[0]
         said = [key for key in (text.partition("=")[0] for text in overrides) if key.endswith(f".{name}")]
         if len(said) != 1:
             raise
@@ -349,6 +353,29 @@ def _overruled(layer: DictConfig, path: str, seam: type, chosen: str) -> bool:
         return True
     except OmegaConfBaseException:  # it names none
         return False
+
+
+def _drop_unread(layers: list[DictConfig], files: int, base: Any) -> None:
+    """Take out of presets and files, which are the first layers, what a method that a later layer selects does not
+    read."""
+    for section, settings in _sections_with_selectors(base):
+        for selector in settings.reads:
+            selected: list[Any] = [OmegaConf.select(layer, f"{section}.{selector}") for layer in layers]
+            last = max((number for number, value in enumerate(selected) if isinstance(value, str)), default=0)
+            for layer in layers[: min(last, files)]:
+                given = OmegaConf.select(layer, section) or {}
+                for name in settings.unread(selector, selected[last]) & given.keys():
+                    del given[name]
+
+
+def _sections_with_selectors(config: Any, prefix: str = "") -> Iterator[tuple[str, type[Settings]]]:
+    """The sections in which a setting selects what others are read: dotted key, and class."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            if getattr(value, "reads", None):
+                yield prefix + item.name, type(value)  # type: ignore[misc]  # only `Settings` have `reads`
+            yield from _sections_with_selectors(value, f"{prefix}{item.name}.")
 
 
 def _settings(seam: type, part: str) -> type:

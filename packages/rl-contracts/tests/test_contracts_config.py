@@ -86,11 +86,29 @@ def test_generation_config_lists_are_not_shared() -> None:
         ({"beta1": 1.0}, r"optimizer\.beta1"),
         ({"beta2": -0.1}, r"optimizer\.beta2"),
         ({"max_skipped_steps": -1}, r"optimizer\.max_skipped_steps"),
+        ({"name": "adamw", "momentum": 0.9}, r"optimizer\.momentum with optimizer\.name=adamw"),
+        ({"name": "sgd", "beta2": 0.9}, r"optimizer\.beta2 with optimizer\.name=sgd"),
+        ({"min_lr_ratio": 0.5}, r"optimizer\.min_lr_ratio with optimizer\.schedule=constant"),
     ],
 )
 def test_optimizer_config_out_of_range_names_the_field(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         OptimizerConfig(**fields)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_optimizer_schedule_reads_what_changes_its_rates(schedule: str) -> None:
+    config = OptimizerConfig(lr=1.0, schedule=schedule)
+    before = config.rate(3, 4)
+    config.min_lr_ratio = 0.5
+
+    assert (config.rate(3, 4) != before) == ("min_lr_ratio" in OptimizerConfig.reads["schedule"][schedule])
+
+
+def test_optimizer_config_of_another_kind_may_read_everything() -> None:
+    config = OptimizerConfig(name="torch.optim:RMSprop", momentum=0.5, eps=0.1)
+
+    assert config.unread("name", config.name) == set()
 
 
 def test_micro_batch_config_without_tokens_is_refused() -> None:

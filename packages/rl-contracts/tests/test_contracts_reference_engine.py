@@ -138,7 +138,8 @@ def test_given_module_whose_output_is_logits_is_used() -> None:
     ],
 )
 def test_learning_rate_rises_to_the_peak_and_falls_until_the_end(schedule: str, rates: list[float]) -> None:
-    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.2)
+    least = 0.0 if schedule == "constant" else 0.2
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=least)
 
     assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(rates)
 

@@ -1,6 +1,7 @@
 """Optimizers by name: what they do to a matrix, on several ranks as on one, and from a saved state."""
 
 import importlib.util
+import inspect
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from fsdp_toys import EPS, distance, loss_fn, loss_weight_fn, make_batch, make_engine, make_model, weights_of
 from safetensors.torch import load_file
 
+from rl_contracts import registry
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ConfigError, ModelError
@@ -25,6 +27,9 @@ EIGHT_BITS = {"lr": 1e-2, "eps": EPS}
 WIDER = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 """With matrices of 4,096 numbers and more, whose moments `adamw8bit` keeps in 8 bits."""
 MOE = {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +164,6 @@ def assert_two_ranks_move_the_weights_as_one(model, tmp_path, layout, settings, 
     ("settings", "said"),
     [
         ({"name": "muno"}, "did you mean 'muon'"),
-        ({"name": "adamw", "momentum": 0.9}, r"optimizer.name=adamw does not go with optimizer.momentum=0.9"),
         ({"name": "torch.optim:AdamW", "momentum": 0.9}, r"'torch.optim:AdamW' does not take \['momentum'\]"),
         ({"name": "sgd", "options": {"nestrov": True}}, r"'sgd' does not take \['nestrov'\]"),
     ],
@@ -167,6 +171,14 @@ def assert_two_ranks_move_the_weights_as_one(model, tmp_path, layout, settings, 
 def test_optimizer_that_is_not_there_or_takes_no_such_setting_is_refused(settings, said, model_path):
     with pytest.raises(ConfigError, match=said):
         make_engine(model_path, optimizer=OptimizerConfig(**settings))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd", pytest.param("adamw8bit", marks=needs_torchao)])
+def test_optimizer_reads_the_settings_that_it_takes(name):
+    takes = inspect.signature(registry.load(OptimizerConfig.group, name)).parameters
+    given = {"betas": {"beta1", "beta2"}, "eps": {"eps"}, "momentum": {"momentum"}}
+
+    assert OptimizerConfig.reads["name"][name] == set().union(*(given[key] for key in given.keys() & takes.keys()))
 
 
 def test_adamw8bit_without_torchao_says_what_to_install(model_path, monkeypatch):

@@ -248,12 +248,13 @@ def test_eval_batch_statistic_without_denominator_is_not_a_number(model_path):
     ],
 )
 def test_learning_rate_warms_up_then_follows_its_schedule_to_the_last_step(schedule, expected):
-    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=4, min_lr_ratio=0.1)
+    least = 0.0 if schedule == "constant" else 0.1
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=4, min_lr_ratio=least)
 
     rates = [config.rate(step, 10) for step in range(10)]
 
     assert rates == pytest.approx(expected)
-    assert config.rate(50, 10) == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert config.rate(50, 10) == pytest.approx(least or 1.0)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

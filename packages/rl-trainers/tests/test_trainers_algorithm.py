@@ -48,7 +48,7 @@ def test_algorithm_settings_that_cannot_work_are_refused(settings, message):
         (lambda: KLConfig("none", 0.1), "kl.coef with algorithm.kl.place=none: expected 0"),
         (lambda: KLConfig("loss", 0.0, "k3"), "kl.coef with algorithm.kl.place=loss: expected more than 0"),
         (lambda: KLConfig("loss", 0.1, "k1"), "gradient of k1 alone is zero in the mean"),
-        (lambda: KLConfig("reward", 0.1, "k1", weighted=True), "only a KL in the loss can be weighted"),
+        (lambda: KLConfig("reward", 0.1, "k1", weighted=True), "kl.weighted with algorithm.kl.place=reward"),
         (lambda: KLConfig(estimator="k1"), "kl.estimator with algorithm.kl.place=none"),
         (lambda: RewardConfig(overlong_weight=2.0), "overlong_weight with algorithm.reward.overlong_max=0"),
         (lambda: RewardConfig(overlong_cache=4), "overlong_cache with algorithm.reward.overlong_max=0"),
@@ -150,8 +150,6 @@ def test_part_unknown_name_lists_what_is_installed():
 
 
 READ_WITH_EVERY_KIND = {"whiten", "truncated"}
-PRESETS_KEEP = {"clip_low", "clip_high"}
-"""Accepted with losses that do not clip: the default preset sets them, and `loss.kind` is often changed alone."""
 OTHERS = {
     "mean": "batch", "std": "batch", "leave_one_out": True, "gamma": 0.5, "lam": 0.5, "unit": "turn", "clip_low": 0.1,
     "clip_high": 0.1, "level": "sequence", "cap": 3.0, "floor": 0.1, "low": 0.1, "high": 3.0, "threshold": 0.5,
@@ -167,7 +165,7 @@ def test_setting_that_a_kind_does_not_read_is_refused(config):
 
     for kind, part in (installed | none).items():
         for name in names:
-            if name in inspect.signature(part).parameters or name in PRESETS_KEEP:
+            if name in inspect.signature(part).parameters:
                 config(kind, **{name: OTHERS[name]})
             else:
                 with pytest.raises(ConfigError, match=f"{name} with .*kind={kind}"):

@@ -7,7 +7,7 @@ import inspect
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import ModuleType
@@ -70,19 +70,48 @@ def choice(default: str, choices: Iterable[str]) -> Any:
     return bounded(default, "one of " + ", ".join(names), lambda value: value in names)
 
 
+Reads = Mapping[str, Mapping[str, set[str]]]
+"""See `Settings.reads`."""
+
+
 class Settings:
     """Base of dataclasses of settings, frozen or not, whose fields say themselves what they may be (`bounded`,
     `choice`)."""
 
     setting: ClassVar[str] = ""
     """Where they stand, for messages."""
+    reads: ClassVar[Reads] = {}
+    """For each field that selects a part or a method, and each of its values: the settings that this value reads, of
+    those that not all values read. A value that is not listed may read all of them."""
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             if "holds" in item.metadata:
                 value = getattr(self, item.name)
-                name = f"{self.setting}.{item.name}".removeprefix(".")
-                require(item.metadata["holds"](value), name, item.metadata["expected"], value)
+                require(item.metadata["holds"](value), self._key(item.name), item.metadata["expected"], value)
+        for selector in self.reads:
+            selected = getattr(self, selector)
+            unread = self.unread(selector, selected)
+            for item in fields(self):  # type: ignore[arg-type]
+                value = getattr(self, item.name)
+                require(
+                    item.name not in unread or value == item.default,
+                    f"{self._key(item.name)} with {self._key(selector)}={selected}",
+                    f"{item.default!r}, since it is not read there",
+                    value,
+                )
+
+    def _key(self, name: str) -> str:
+        return f"{self.setting}.{name}".removeprefix(".")
+
+    @classmethod
+    def unread(cls, selector: str, value: str) -> set[str]:
+        """The settings that are not read where the field `selector` has this value (several values joined by `+`)."""
+        reads = cls.reads.get(selector, {})
+        values = value.split("+")
+        if not reads.keys() >= set(values):
+            return set()
+        return set().union(*reads.values()).difference(*(reads[each] for each in values))
 
 
 @dataclass
@@ -165,6 +194,15 @@ class OptimizerConfig(Settings):
 
     setting: ClassVar[str] = "optimizer"
     group: ClassVar[str] = "rl.optimizers"
+    reads: ClassVar[Reads] = {
+        "name": {
+            "adamw": {"beta1", "beta2", "eps"},
+            "adamw8bit": {"beta1", "beta2", "eps"},
+            "muon": {"beta1", "beta2", "eps", "momentum"},
+            "sgd": {"momentum"},
+        },
+        "schedule": {"constant": set(), "linear": {"min_lr_ratio"}, "cosine": {"min_lr_ratio"}},
+    }
     name: str = "adamw"
     """`adamw`; `sgd`; `muon` (for the matrices of the decoder layers, AdamW for the rest); `adamw8bit` (moments in 8
     bits; needs torchao); or anybody's, also as a dotted path such as `torch.optim:Adagrad`."""

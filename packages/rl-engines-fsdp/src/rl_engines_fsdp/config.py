@@ -130,12 +130,10 @@ class FSDPEngineConfig(TrainEngineConfig):
 
     def _check_optimizer(self, optimizer: OptimizerConfig, spec: FinetuneSpec) -> None:
         """See that an optimizer is there, and goes with the other settings."""
-        name, momentum = optimizer.name, optimizer.momentum is not None
+        name = optimizer.name
         if ":" not in name and name not in registry.available(optimizer.group):
             raise ConfigError(registry.unknown(name, optimizer.group))
         for other, with_setting, reason in (
-            ("adamw", momentum, f"optimizer.momentum={optimizer.momentum} (its moments have beta1 and beta2)"),
-            ("adamw8bit", momentum, f"optimizer.momentum={optimizer.momentum} (its moments have beta1 and beta2)"),
             ("muon", self.offload, "offload=true (its matrices are made whole on the GPU)"),
             ("adamw8bit", self.offload, "offload=true (its kernels run on the GPU)"),
             ("adamw8bit", spec.deterministic, "deterministic=true (compiled code sums in an order of its own)"),

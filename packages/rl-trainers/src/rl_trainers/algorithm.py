@@ -6,11 +6,10 @@ see `rl_contracts.config.PartConfig`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rl_contracts.config import PartConfig, Settings, bounded, choice, require
+from rl_contracts.config import PartConfig, Reads, Settings, bounded, choice, require
 from rl_trainers.functional.aggregation import AGGREGATIONS
 from rl_trainers.functional.correction import LEVELS
 from rl_trainers.functional.kl import ESTIMATORS
@@ -18,27 +17,6 @@ from rl_trainers.proximal import PROXIMALS
 
 OVER = ("none", "group", "batch")
 """Of what a mean or std is taken: of nothing, of the answers to one prompt, of the whole batch."""
-
-
-def _refuse_unread(config: PartConfig, reads: Mapping[str, set[str]]) -> None:
-    """Refuse settings that the chosen kind does not read, at another value than their default.
-
-    Args:
-        config: of a part.
-        reads: what each installed kind reads, of the settings that only some kinds read; others are not known.
-    """
-    kinds = config.kind.split("+")
-    if not reads.keys() >= set(kinds):
-        return
-    unread = set().union(*reads.values()).difference(*(reads[kind] for kind in kinds))
-    for item in fields(config):
-        found = getattr(config, item.name)
-        require(
-            item.name not in unread or found == item.default,
-            f"{config.setting}.{item.name} with {config.setting}.kind={config.kind}",
-            f"{item.default!r}, since that kind does not read it",
-            found,
-        )
 
 
 @dataclass
@@ -84,6 +62,14 @@ class AdvantageConfig(PartConfig):
 
     group: ClassVar[str] = "rl.advantages"
     setting: ClassVar[str] = "algorithm.advantage"
+    reads: ClassVar[Reads] = {
+        "kind": {
+            "outcome": {"mean", "std", "leave_one_out"},
+            "return": {"gamma"},
+            "gae": {"gamma", "lam", "unit"},
+            "gdpo": set(),
+        }
+    }
     kind: str = "outcome"
     """Estimator: `outcome` (an episode's reward, normalised, for each of its tokens: GRPO and its relatives), `return`
     (the discounted sum of the rewards that follow a token: REINFORCE), `gae` (PPO; needs a critic), `gdpo` (each part
@@ -106,8 +92,6 @@ class AdvantageConfig(PartConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        groups = {"mean", "std", "leave_one_out"}
-        _refuse_unread(self, {"outcome": groups, "return": {"gamma"}, "gae": {"gamma", "lam", "unit"}, "gdpo": set()})
         require(
             self.mean != "none" or not self.leave_one_out,
             "algorithm.advantage.leave_one_out with algorithm.advantage.mean=none",
@@ -132,6 +116,15 @@ class LossConfig(PartConfig):
 
     group: ClassVar[str] = "rl.policy_losses"
     setting: ClassVar[str] = "algorithm.loss"
+    reads: ClassVar[Reads] = {
+        "kind": {
+            "clip": {"clip_low", "clip_high"},
+            "cispo": {"clip_low", "clip_high"},
+            "importance": set(),
+            "reinforce": set(),
+            "sapo": set(),
+        }
+    }
     kind: str = "clip"
     """`clip` (PPO, GRPO; GSPO with `ratio=sequence`), `importance` (no clip; M2PO), `cispo`, `sapo`, `reinforce`, or
     anybody's."""
@@ -149,21 +142,13 @@ class AggregationConfig(Settings):
     """How the losses of tokens become one number."""
 
     setting: ClassVar[str] = "algorithm.aggregation"
+    reads: ClassVar[Reads] = {"kind": {name: {"constant_length"} & {name} for name in AGGREGATIONS}}
     kind: str = choice("token_mean", AGGREGATIONS)
     """`token_mean`, `token_sum`, `prompt_mean` (the mean over the tokens of a group, averaged over groups),
     `sequence_mean_token_mean`, `sequence_mean_token_sum`, or `constant_length` (Dr. GRPO: that, divided by
     `constant_length`). A sequence is a row."""
     constant_length: int = bounded(256, "at least 1", lambda tokens: tokens >= 1)
     """Tokens; read by the kind `constant_length`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.kind == "constant_length" or self.constant_length == 256,
-            f"algorithm.aggregation.constant_length with algorithm.aggregation.kind={self.kind}",
-            "256, since that kind does not read it",
-            self.constant_length,
-        )
 
 
 @dataclass
@@ -172,6 +157,14 @@ class CorrectionConfig(PartConfig):
 
     group: ClassVar[str] = "rl.corrections"
     setting: ClassVar[str] = "algorithm.correction"
+    reads: ClassVar[Reads] = {
+        "kind": {
+            "truncate": {"level", "cap", "floor"},
+            "mask": {"level", "cap", "floor"},
+            "plain": {"level"},
+            "none": set(),
+        }
+    }
     kind: str = "truncate"
     """`truncate` (the ratio, at most `cap`; TIS), `mask` (outside [floor, cap] the token is dropped; IcePop), `plain`
     (the ratio itself), `none`, or anybody's."""
@@ -184,8 +177,6 @@ class CorrectionConfig(PartConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds = {"level", "cap", "floor"}
-        _refuse_unread(self, {"none": set(), "plain": {"level"}, "truncate": bounds, "mask": bounds})
         require(0 <= self.floor < self.cap, "algorithm.correction.floor", f"0 to below cap ({self.cap:g})", self.floor)
 
 
@@ -195,6 +186,14 @@ class MaskConfig(PartConfig):
 
     group: ClassVar[str] = "rl.masks"
     setting: ClassVar[str] = "algorithm.mask"
+    reads: ClassVar[Reads] = {
+        "kind": {
+            "ratio": {"level", "low", "high"},
+            "divergence": set(),
+            "second_moment": {"threshold"},
+            "none": set(),
+        }
+    }
     kind: str = "none"
     """`ratio` (tokens whose pi_proximal / pi_behaviour is outside [low, high]), `divergence` (tokens or rows that are
     more than `options.bound` apart by `options.estimator`), `second_moment` (M2PO), `none`, your own, or several
@@ -214,8 +213,6 @@ class MaskConfig(PartConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ratio = {"level", "low", "high"}
-        _refuse_unread(self, {"none": set(), "ratio": ratio, "divergence": set(), "second_moment": {"threshold"}})
         bounds = 0 <= self.low < self.high
         require(bounds, "algorithm.mask.low", f"0 to algorithm.mask.high ({self.high:g})", self.low)
 
@@ -225,6 +222,9 @@ class KLConfig(Settings):
     """A penalty on the divergence from a frozen reference policy."""
 
     setting: ClassVar[str] = "algorithm.kl"
+    reads: ClassVar[Reads] = {
+        "place": {"reward": {"estimator"}, "loss": {"estimator", "weighted"}, "none": set()},
+    }
     place: str = choice("none", ("none", "reward", "loss"))
     """`reward`: subtracted from the reward of each trained token, between the policy that sampled and the reference;
     `loss`: added to the loss, between the policy that learns and the reference; `none`: no reference is loaded."""
@@ -243,18 +243,6 @@ class KLConfig(Settings):
             f"algorithm.kl.coef with algorithm.kl.place={self.place}",
             "0 (set kl.place to `reward` or `loss` for a penalty)" if self.place == "none" else "more than 0",
             self.coef,
-        )
-        require(
-            self.place != "none" or self.estimator == "k3",
-            "algorithm.kl.estimator with algorithm.kl.place=none",
-            "k3, since there is no penalty",
-            self.estimator,
-        )
-        require(
-            self.place == "loss" or not self.weighted,
-            f"algorithm.kl.weighted with algorithm.kl.place={self.place}",
-            "false: only a KL in the loss can be weighted",
-            self.weighted,
         )
         require(
             not (self.place == "loss" and self.estimator == "k1") or self.weighted,

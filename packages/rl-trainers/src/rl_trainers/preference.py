@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from rl_contracts.config import Settings, bounded, choice, require
+from rl_contracts.config import Reads, Settings, bounded, choice
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import DataError, EngineError
 from rl_contracts.trajectory import PackedBatch, Trajectory
@@ -27,6 +27,7 @@ class PreferenceConfig(Settings):
     """How a policy learns from pairs."""
 
     setting: ClassVar[str] = "preference"
+    reads: ClassVar[Reads] = {"loss": {"dpo": {"label_smoothing"}, "ipo": set(), "ipo_sum": set()}}
     loss: str = choice("dpo", ("dpo", "ipo", "ipo_sum"))
     """`dpo` (arXiv 2305.18290); `ipo` (arXiv 2310.12036), with log-probs averaged over an answer's tokens as in TRL; or
     `ipo_sum`, with their sums."""
@@ -34,15 +35,6 @@ class PreferenceConfig(Settings):
     """Strength of the pull to the reference policy (IPO: tau)."""
     label_smoothing: float = bounded(0.0, "in [0, 0.5)", lambda fraction: 0 <= fraction < 0.5)
     """Share of pairs that are taken to be labelled the wrong way round (conservative DPO); 0: none."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.loss == "dpo" or not self.label_smoothing,
-            "preference.label_smoothing",
-            f"0 with preference.loss={self.loss} (label smoothing belongs to DPO)",
-            self.label_smoothing,
-        )
 
 
 def preference_rows(

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 uv run --no-sync ruff format --check .
 uv run --no-sync ruff check .
 uv run --no-sync rumdl check --no-cache .
-uv run --no-sync mypy packages/*/src apps/src
+uv run --no-sync mypy --num-workers 2 packages/*/src apps/src
 uv run --no-sync lint-imports
 uv run --no-sync zizmor --offline --quiet .github
 for package in packages/* apps; do # of what is declared some is not imported by name, and tests import what is for tests

@@ -86,6 +86,16 @@ def test_threads_nobody_set_are_the_cpus_of_the_role(
     assert own["OMP_NUM_THREADS"] == "2"
 
 
+def test_threads_of_workers_wait_briefly_unless_the_environment_sets_it(
+    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    (plain,) = environments(scheduler, tmp_path, JobSpec("plain", ()))
+    monkeypatch.setenv("GOMP_SPINCOUNT", "300000")
+    (given,) = environments(scheduler, tmp_path, JobSpec("given", ()))
+    assert (plain["GOMP_SPINCOUNT"], given["GOMP_SPINCOUNT"]) == ("1000", "300000")
+
+
 def test_interface_of_nccl_is_loopback_where_the_workers_are_unless_somebody_says_another(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,5 +12,5 @@ seed=${1:-1}
 shift || true
 run_dir=runs/ci-demo/seed-$seed
 rm -rf "$run_dir"
-uv run --locked --package rl-apps gsm8k-grpo "seed=$seed" "run_dir=$run_dir" "$@"
+uv run --locked --no-compile-bytecode --package rl-apps gsm8k-grpo "seed=$seed" "run_dir=$run_dir" "$@"
 uv run --no-sync python infra/ci/check_learning.py "$run_dir"

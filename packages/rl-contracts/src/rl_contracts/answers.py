@@ -132,9 +132,9 @@ class AnswerReader:
             found = self._tokenizer.parse_response(text, prefix=opening, tools=list(tools) if tools else None)
         except ValueError:
             return "", text, []
-        told = found.get("tool_calls") or []
-        calls = [call for call in (as_call(entry.get("function", entry)) for entry in told) if call]
-        if len(calls) < len(told) or (told and not tools):
+        entries = found.get("tool_calls") or []
+        calls = [call for call in (as_call(entry.get("function", entry)) for entry in entries) if call]
+        if len(calls) < len(entries) or (entries and not tools):
             return "", text, []
         reasoning = found.get("reasoning_content") or found.get("thinking") or found.get("reasoning") or ""
         return reasoning, found.get("content") or "", calls

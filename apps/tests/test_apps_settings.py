@@ -84,6 +84,7 @@ def runs(directory):
             "data.columns.question=question",
             "publish.route=broadcast",
             "rollout.interrupt=wait",
+            "rollout.invalid_text=replace",
             "rollout.reward=format",
         ): 0,
         # groups that fail and groups that are rejected, until the run is given up

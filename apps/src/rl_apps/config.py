@@ -66,6 +66,9 @@ class ServingSettings(RuntimeConfig):
     """Processes per data-parallel head that compute rewards."""
     reward_timeout: float = bounded(30.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds for one reward; then its process is killed and the episode is recorded as a reward error."""
+    invalid_text: str = choice("reject", ("reject", "replace"))
+    """Handling of text of tools, environments and agents that is not UTF-8, such as half an emoji: `reject` fails the
+    episode (an agent's call: status 400), `replace` puts U+FFFD there."""
     rehearsal: bool = True
     """Run workflow and reward once on a data row, with a made-up answer, before anything starts; false for a workflow
     that only works with a real server."""

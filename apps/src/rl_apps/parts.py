@@ -208,14 +208,15 @@ class Parts(ExitStack):
             return self._agent(made(reward))  # type: ignore[call-arg]  # its own constructor
         kind = partial(rl_workflows.EnvironmentWorkflow, environment=made) if _is(made, Environment) else made
         workflow: RolloutWorkflow = kind(self.tokenizer, self.config.generation, reward, self.max_length)
-        workflow.max_length = self.max_length
+        workflow.max_length, workflow.invalid_text = self.max_length, settings.invalid_text
         return workflow
 
     def _agent(self, agent: AgentWorkflow) -> RolloutWorkflow:
         """An agent's episodes, and the endpoint that it talks to."""
         from rl_inference.endpoint.server import HttpRolloutEndpoint
 
-        loop, endpoint = self.loop, HttpRolloutEndpoint(self.tokenizer, self.config.rollout.endpoint)
+        loop, rollout = self.loop, self.config.rollout
+        endpoint = HttpRolloutEndpoint(self.tokenizer, rollout.endpoint, invalid_text=rollout.invalid_text)
         self.callback(lambda: loop.run(endpoint.destroy(), CLOSE_SECONDS))
         self.callback(lambda: loop.run(agent.close(), CLOSE_SECONDS))
         http = None
@@ -224,7 +225,7 @@ class Parts(ExitStack):
 
             http = DefaultAsyncHttpxClient()
             self.callback(lambda: loop.run(http.aclose(), CLOSE_SECONDS))
-        settings, generation = self.config.rollout.endpoint, self.config.generation
+        settings, generation = rollout.endpoint, self.config.generation
         more: Any = {"per": settings.rows, "deadline": settings.session_seconds, "http_client": http}
         return rl_workflows.AgentEpisodes(agent, endpoint, generation, self.max_length, **more)
 

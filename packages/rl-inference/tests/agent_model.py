@@ -60,9 +60,10 @@ async def served(
     config: EndpointConfig | None = None,
     generation: GenerationConfig | None = None,
     max_length: int | None = None,
+    **options: Any,
 ) -> AsyncIterator[Session]:
     """A session of an endpoint over an engine."""
-    endpoint = HttpRolloutEndpoint(engine.tokenizer, config)
+    endpoint = HttpRolloutEndpoint(engine.tokenizer, config, **options)
     try:
         yield await endpoint.open(engine, generation or GenerationConfig(max_new_tokens=512), max_length)
     finally:

@@ -224,6 +224,18 @@ async def test_body_that_is_too_large_malformed_or_compressed_is_refused() -> No
         assert (await agent.ask())[0] == 200
 
 
+@pytest.mark.parametrize("text", [rb"half \ud83d", b"half \xff"])
+@pytest.mark.parametrize(("handling", "status"), [("reject", 400), ("replace", 200)])
+async def test_body_that_is_not_utf8_is_rejected_or_replaced(text: bytes, handling: str, status: int) -> None:
+    prompts: list[str] = []
+    engine = ScriptedEngine("llama3", lambda prompt: prompts.append(prompt) or {"content": "it"})
+    body = b'{"messages": [{"role": "user", "content": "' + text + b'"}]}'
+    async with served(engine, invalid_text=handling) as session, aiohttp.ClientSession() as http:
+        assert (await Agent(session, http).post("/v1/chat/completions", body))[0] == status
+
+    assert ["half \ufffd" in prompt for prompt in prompts] == [True] * (status == 200)
+
+
 async def test_body_of_100_mb_is_refused_before_it_is_held() -> None:
     engine = ScriptedEngine("llama3", says_it)
     async with served(engine) as session, aiohttp.ClientSession() as http:

@@ -65,6 +65,25 @@ class TestConformance(WorkflowConformance):
         return [ROW, {**ROW, "goal": 60}]
 
 
+class HalfEmoji(HotOrCold):
+    async def step(self, completion):
+        return [{"role": "user", "content": "cold \ud83d"}], 0.1, False
+
+
+@pytest.mark.parametrize("handling", ["reject", "replace"])
+async def test_environment_text_that_is_not_utf8_is_rejected_or_replaced(handling):
+    engine, asked = scripted("is it 3", "is it 7")
+    episodes = workflow(HalfEmoji, turns=2)
+    episodes.invalid_text = handling
+
+    if handling == "reject":
+        with pytest.raises(DataError, match="UTF-8"):
+            await episodes.arun_episode(engine, ROW)
+    else:
+        await episodes.arun_episode(engine, ROW)
+        assert "cold \ufffd" in asked[1]
+
+
 async def test_environment_talks_until_it_is_done_and_its_rewards_are_added():
     engine, asked = scripted("is it 3", "is it 7", "never asked")
     HotOrCold.closed = 0

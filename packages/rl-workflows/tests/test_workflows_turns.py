@@ -213,6 +213,24 @@ async def test_tools_error_of_ours_fails_the_episode():
         await ToolWorkflow(tokenizer, GENERATION, right, tools=[lost]).arun_episode(engine, dict(ROW))
 
 
+@pytest.mark.parametrize("handling", ["reject", "replace"])
+async def test_tool_text_that_is_not_utf8_is_rejected_or_replaced(handling):
+    def smile() -> str:
+        """Smiles."""
+        return "half an emoji: \ud83d"
+
+    engine, tokenizer, asked = scripted("llama3", {"calls": [{"name": "smile", "arguments": {}}]}, "it is 5")
+    workflow = ToolWorkflow(tokenizer, GENERATION, right, tools=[smile])
+    workflow.invalid_text = handling
+
+    if handling == "reject":
+        with pytest.raises(DataError, match="UTF-8"):
+            await workflow.arun_episode(engine, dict(ROW))
+    else:
+        await workflow.arun_episode(engine, dict(ROW))
+        assert "half an emoji: \ufffd" in asked[1]
+
+
 def test_tools_of_one_name_are_refused():
     with pytest.raises(ConfigError, match="two tools are called 'add'"):
         ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right, tools=[add, add])

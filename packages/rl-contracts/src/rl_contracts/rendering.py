@@ -7,6 +7,7 @@ log-probs and masks silently speak of tokens that nobody generated. A further tu
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,8 @@ from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.model_directory import end_ids
 from rl_contracts.shown import require_shown
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character: from a JSON escape such as `\\ud83d`, or a byte that is not UTF-8."""
 Message = Mapping[str, Any]
 """One chat message: `role`, `content`, and what the template knows besides (`tool_calls`, `reasoning_content`)."""
 
@@ -356,8 +359,18 @@ def require_utf8(text: str) -> None:
     except UnicodeEncodeError as error:
         raise DataError(
             f"expected text that is UTF-8, found half a character (a lone surrogate) after "
-            f"{text[max(error.start - 20, 0) : error.start]!r}; remove or replace it"
+            f"{text[max(error.start - 20, 0) : error.start]!r}; remove it, or replace it "
+            "(commands: `rollout.invalid_text=replace`)"
         ) from None
+
+
+def replace_invalid_text(value: Any) -> Any:
+    """Return a JSON value with U+FFFD in place of each half character (lone surrogate) of its texts."""
+    if isinstance(value, str):
+        return SURROGATE.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {replace_invalid_text(key): replace_invalid_text(inner) for key, inner in value.items()}
+    return [replace_invalid_text(inner) for inner in value] if isinstance(value, list) else value
 
 
 def adds_bos(tokenizer: Any) -> bool:

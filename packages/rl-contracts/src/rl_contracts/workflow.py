@@ -20,6 +20,8 @@ class RolloutWorkflow(ABC):
     max_length: int | None = None
     """Tokens of a row at most, prompt and answers together: the runtime ends each generation there. None: the server
     decides."""
+    invalid_text: str = "reject"
+    """Handling of text of tools and environments that is not UTF-8: `reject` it (the episode fails) or `replace` it."""
 
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contracts.errors import DataError
+from rl_contracts.rendering import SURROGATE
 from rl_datasets.columns import Record, renamed
 from rl_datasets.tools import without_added_nulls
 
@@ -22,8 +23,6 @@ _READ_SUFFIXES = (".jsonl", ".parquet")
 _SHARD = re.compile(r"(?P<name>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?:-[0-9a-f]+)?\.\w+")
 PARQUET = b"PAR1"
 """With which a file of that kind begins and ends."""
-SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half characters in JSON escapes, and bytes that are not UTF-8."""
 HUB_SECONDS = 10.0
 """Within which the hub answers, or counts as out of reach."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

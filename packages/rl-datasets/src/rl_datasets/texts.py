@@ -10,8 +10,8 @@ from typing import Any
 
 from rl_contracts.config import require_choice
 from rl_contracts.errors import DataError
+from rl_contracts.rendering import replace_invalid_text
 from rl_datasets.conversations import Message, is_empty
-from rl_datasets.files import SURROGATE
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def checked(where: str, row: dict[str, Any], options: FileOptions) -> dict[str, 
                 f"{error.object[max(error.start - 20, 0) : error.start]!r}; correct the row, or set "
                 "data.options.invalid_text=replace"
             ) from None
-        return {name: _replaced(value) for name, value in row.items()}
+        return {name: replace_invalid_text(value) for name, value in row.items()}
     return row
 
 
@@ -67,11 +67,3 @@ def reject_empty(where: str, messages: Iterable[Message]) -> None:
     for message in messages:
         if message["role"] in ("user", "assistant") and is_empty(message):
             raise DataError(f"{where}: expected text in every {message['role']} message, found none; remove the row")
-
-
-def _replaced(value: Any) -> Any:
-    if isinstance(value, str):
-        return SURROGATE.sub("\ufffd", value)
-    if isinstance(value, Mapping):
-        return {_replaced(key): _replaced(inner) for key, inner in value.items()}
-    return [_replaced(inner) for inner in value] if isinstance(value, list) else value

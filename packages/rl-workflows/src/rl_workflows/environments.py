@@ -53,7 +53,7 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
         """One conversation; never rejects."""
         talk, environment = Conversation(self._renderer), self._make()
         try:
-            messages = list(await self._asked(environment, "reset", dict(data)))
+            messages = self._valid(list(await self._asked(environment, "reset", dict(data))))
             while len(talk.turns) < self._turns:
                 answer = await self._ask(engine, talk, messages)
                 if answer is None:
@@ -65,7 +65,7 @@ class EnvironmentWorkflow(MultiTurnWorkflow):
                     )
                 if done:
                     break
-                messages += [answer.message, *told]
+                messages += [answer.message, *self._valid(list(told))]
         finally:
             await self._asked(environment, "close")
         record("conversation/turns", len(talk.turns))

@@ -13,6 +13,7 @@ from rl_contracts.conversation import Conversation, Turn
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RLError
 from rl_contracts.metrics import record
+from rl_contracts.rendering import replace_invalid_text
 from rl_workflows.episode import stage
 from rl_workflows.rlvr import RLVRWorkflow
 from rl_workflows.tools import Tool, tools_of
@@ -76,6 +77,10 @@ class MultiTurnWorkflow(RLVRWorkflow):
             raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
         self._require_shown(data["messages"], tools, data)
         return list(data["messages"])
+
+    def _valid(self, messages: list[Any]) -> list[Any]:
+        """Messages of tools or an environment, text that is not UTF-8 replaced where `invalid_text` demands it."""
+        return replace_invalid_text(messages) if self.invalid_text == "replace" else messages
 
     async def _ask(
         self, engine: InferenceEngine, talk: Conversation, messages: Sequence[Any], tools: Any = None
@@ -163,10 +168,12 @@ class ToolWorkflow(MultiTurnWorkflow):
             with stage("tools"):
                 results = await asyncio.gather(*(self._call(call["function"]) for call in calls))
             messages.append(answer.message)
-            messages += [
-                {"role": "tool", "tool_call_id": call["id"], "content": result}
-                for call, result in zip(calls, results, strict=True)
-            ]
+            messages += self._valid(
+                [
+                    {"role": "tool", "tool_call_id": call["id"], "content": result}
+                    for call, result in zip(calls, results, strict=True)
+                ]
+            )
         assert last is not None  # an episode has at least one turn
         record("conversation/turns", len(talk.turns))
         return self._rows(talk, await self._scored(messages, last, data), data)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
-from msgspec import Struct
 
 from rl_contracts.aio import LoopThread
 from rl_contracts.answers import AnswerReader
@@ -20,7 +21,7 @@ from rl_contracts.endpoint import RolloutEndpoint
 from rl_contracts.errors import AgentError, ConfigError, InferenceError, RLError
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.logging import get_logger
-from rl_contracts.rendering import ChatRenderer
+from rl_contracts.rendering import ChatRenderer, replace_invalid_text
 from rl_inference.endpoint.anthropic import Messages
 from rl_inference.endpoint.anthropic import error as anthropic_error
 from rl_inference.endpoint.chat import ChatCompletion, Completion
@@ -60,6 +61,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         tokenizer: of the model, with a chat template.
         config: see there.
         template_options: further variables of the chat template.
+        invalid_text: handling of requests whose text is not UTF-8: `reject` or `replace` it.
 
     Raises:
         ConfigError: the address cannot be listened on; or the tokenizer has no template, or none for `tool_calls`.
@@ -70,8 +72,9 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         tokenizer: Any,
         config: EndpointConfig | None = None,
         template_options: Mapping[str, Any] | None = None,
+        invalid_text: str = "reject",
     ) -> None:
-        self.config = config or EndpointConfig()
+        self.config, self._invalid_text = config or EndpointConfig(), invalid_text
         renderer = ChatRenderer(tokenizer, template_options)
         reader = AnswerReader(tokenizer, self.config.tool_calls, renderer.stop_ids)
         self._model = Model(tokenizer, renderer, reader, self.config)
@@ -191,7 +194,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             raise CallError("no open session has this key.", 401, "invalid_api_key")
         return self._sessions[key][0]
 
-    async def _read[T: Struct](self, request: web.Request, kind: type[T]) -> T:
+    async def _read[T: msgspec.Struct](self, request: web.Request, kind: type[T]) -> T:
         if "Content-Encoding" in request.headers:
             raise CallError("expected a body without Content-Encoding.", 415)
         try:
@@ -202,7 +205,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
             raise CallError(f"the body cannot be read: {error}.") from error
         try:
-            return decode(body, kind)
+            return decode(body if self._invalid_text == "reject" else _with_valid_text(body), kind)
         except InferenceError as error:
             raise CallError(str(error)) from error
 
@@ -300,6 +303,16 @@ def _seen_as(host: str) -> str:
         except OSError:
             return socket.gethostname()
         return str(probe.getsockname()[0])
+
+
+def _with_valid_text(body: bytes) -> bytes:
+    """A JSON body with U+FFFD in place of text that is not UTF-8; one that is not JSON is returned as it is."""
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.dumps(replace_invalid_text(json.loads(body.decode(errors="replace")))).encode()
+    return body
 
 
 def _event(event: tuple[str, Any]) -> str:

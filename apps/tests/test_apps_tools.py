@@ -1,5 +1,6 @@
 """`rl status`, `rl logs`, `rl stop`, `rl scale`: by the directory of a run alone."""
 
+import asyncio
 import io
 import json
 import os
@@ -11,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from rl_apps import cli, tools
 from rl_apps.directory import FINISHED, JOB, last_record, names_of
 from rl_apps.worker import users_fault
-from rl_contracts.errors import AgentError, ConfigError, EngineError, InferenceError, RewardError
+from rl_contracts.errors import AgentError, ConfigError, EngineError, InferenceError, RewardError, RLError
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
 
@@ -266,6 +268,24 @@ def _raised(error: Exception, cause: Exception | None = None) -> Exception:
 )
 def test_users_fault_is_what_would_come_again(error: Exception, users: bool) -> None:
     assert users_fault(error) is users
+
+
+async def test_users_fault_of_a_server_that_dies_in_a_stream_is_false() -> None:
+    async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(dies, "127.0.0.1", 0)
+    async with server, aiohttp.ClientSession() as http:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        with pytest.raises(aiohttp.ClientError) as caught:
+            async with http.get(url) as response:
+                await response.read()
+
+    lost = _raised(InferenceError("two servers ended in a request"), caught.value)
+    assert [users_fault(each) for each in (caught.value, lost, _raised(RLError("too many failed"), lost))] == [False] * 3
 
 
 def test_users_fault_of_an_error_in_the_users_code_is_theirs() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
 
 
 class RLError(Exception):
@@ -104,29 +105,38 @@ class StalledError(RLError):
 
 
 def users_fault(error: BaseException) -> bool:
-    """Whether an error, or the one that led to it, lies in the user's code, data or settings."""
-    root = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    if not isinstance(root, RLError) and raised_at(root):
+    """Whether an error, or one that led to it, lies in the user's code, data or settings.
+
+    The boundaries that it crossed decide; only an error that crossed none is judged by the code that raised it.
+    """
+    ours = [each for each in causes(error) if isinstance(each, RLError)]
+    if any(each.users for each in ours):
         return True
-    return any(isinstance(each, RLError) and each.users for each in (error, root))
+    return all(each.boundary == RLError.boundary for each in ours) and bool(raised_at(error))
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, the one that led to it, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def raised_at(error: BaseException) -> str:
     """` (file:line)` of the user's code that led to an error, the innermost that is neither installed nor ours (modules
     called `rl_...`); empty where there is none."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    *_, root = causes(error)
     places = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
+        # compiled code names the file that it was made of, its module the file that is installed
+        (frame.f_globals.get("__file__") or frame.f_code.co_filename, frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(root.__traceback__)
         if not (frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")).startswith("rl_")
     ]
-    if isinstance(error, SyntaxError) and error.filename:
-        places.append((error.filename, error.lineno or 0))
+    if isinstance(root, SyntaxError) and root.filename:
+        places.append((root.filename, root.filename, root.lineno or 0))
     installed = (sys.prefix, sys.base_prefix, "<")
-    theirs = [f" ({file}:{line})" for file, line in places if not file.startswith(installed)]
+    theirs = [f" ({file}:{line})" for module, file, line in places if not module.startswith(installed)]
     return theirs[-1] if theirs else ""
 
 

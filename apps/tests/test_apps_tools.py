@@ -285,7 +285,9 @@ async def test_users_fault_of_a_server_that_dies_in_a_stream_is_false() -> None:
                 await response.read()
 
     lost = _raised(InferenceError("two servers ended in a request"), caught.value)
-    assert [users_fault(each) for each in (caught.value, lost, _raised(RLError("too many failed"), lost))] == [False] * 3
+    assert [users_fault(each) for each in (caught.value, lost, _raised(RLError("too many failed"), lost))] == [
+        False
+    ] * 3
 
 
 def test_users_fault_of_an_error_in_the_users_code_is_theirs() -> None:

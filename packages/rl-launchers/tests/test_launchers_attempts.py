@@ -324,6 +324,21 @@ def test_run_users_fault_at_a_later_start_before_servers_are_ready_is_not_starte
     assert run.resumed == [2]
 
 
+def test_run_server_killed_while_a_resumed_run_starts_is_restarted(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run, spec = Steps(tmp_path), server("rollout")
+    run.file.write_text("4")
+    killed = f"""
+import os, pathlib
+if not (lived := pathlib.Path({str(tmp_path / "lived")!r})).exists():
+    lived.touch()
+    os.kill(os.getpid(), 9)
+"""
+    spec = replace(spec, command=(*spec.command[:2], killed + spec.command[2], *spec.command[3:]))
+
+    assert Launcher(scheduler).run([spec], run.trainers, resume=run.resume) == 0
+    assert run.resumed == [4]
+
+
 def test_run_worker_that_cannot_be_ended_costs_no_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

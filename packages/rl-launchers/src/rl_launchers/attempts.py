@@ -76,7 +76,8 @@ class Attempts:
             LaunchError: it is not started again; with everything that went wrong. `error` itself, where it was the
                 first and neither trainers nor all servers were lost.
         """
-        lost = isinstance(error, TrainersLostError | ServersLostError) or (self.count > 0 and not ready)
+        began = self.count > 0 or self._furthest[1] > 0  # in another command too
+        lost = isinstance(error, TrainersLostError | ServersLostError) or (began and not ready)
         lost = lost and not isinstance(error, UsersFaultError)
         if self._resume is None or not self._limit or not lost:
             self._refuse(error, "")

@@ -15,6 +15,7 @@ from rl_contracts.scheduler import JobSpec, Worker
 from rl_contracts.testing.processes import free_port
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig, Resume, RunControl
 from rl_launchers.control import read_json
+from rl_launchers.elastic import Elastic
 
 WAITS = """
 import pathlib, sys, time
@@ -99,7 +100,7 @@ def free_ports() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "expected"),
-    [("0", "expected at least 1, found '0'"), ("-1", "expected at least 1"), ("many", "expected at least 1")],
+    [("0", "1 to 1,000, found '0'"), ("-1", "found '-1'"), ("many", "found 'many'"), ("1000000", "found '1000000'")],
 )
 def test_scale_number_that_cannot_be_is_refused(
     scheduler: LocalScheduler, tmp_path: Path, wanted: str, expected: str
@@ -125,8 +126,25 @@ def test_scale_beyond_what_there_is_is_refused_with_the_arithmetic(tmp_path: Pat
     (answer,) = asker.answers
     assert not answer["right"]
     assert "needs 3 gpus, but 1 of this machine's 2 are free" in answer["text"]
-    assert answer["text"].endswith("There are 1, as before.")
+    assert answer["text"].endswith("first. 1 servers, all of them ready")
     assert list(asker.published[0]) == ["servers/rollout/0"]
+
+
+def test_scale_to_many_servers_starts_few_between_two_looks(tmp_path: Path) -> None:
+    spec, sizes = server("rollout"), [1]
+
+    class Scheduler:
+        def resize_workers(self, role: str, count: int, **_: Any) -> list[Worker]:
+            sizes.append(count)
+            return [Worker(role, index, "127.0.0.1", None, Path("log")) for index in range(count)]
+
+    with RunControl(FileNames(tmp_path / "names"), beat=60) as control:
+        elastic = Elastic(Scheduler(), control, [spec], 0.0, 0.0)  # type: ignore[arg-type]
+        control._scales.put(("rollout", "20"))
+        for _ in range(4):
+            elastic.look([Worker("rollout", i, "127.0.0.1", None, Path("log")) for i in range(sizes[-1])], [])
+
+    assert sizes == [1, 9, 17, 20]
 
 
 def test_scale_role_whose_devices_trainers_use_too_is_refused(tmp_path: Path) -> None:

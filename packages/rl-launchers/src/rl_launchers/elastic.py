@@ -12,6 +12,10 @@ from rl_launchers.control import RunControl
 
 RETRY_SECONDS = 10.0
 """Seconds until a server that did not end is asked again."""
+MOST_SERVERS = 1000
+"""Of a role; a larger number is a mistake of who typed it."""
+AT_ONCE = 8
+"""Servers started between two looks at those that run: starting many takes minutes."""
 
 
 @dataclass
@@ -105,8 +109,8 @@ class Elastic:
         role = self._roles.get(name)
         if role is None:
             problem = f"there is no role {name!r} of servers in this run; there is {', '.join(self._roles) or 'none'}"
-        elif not (text.isdecimal() and int(text) >= 1):
-            problem = f"expected at least 1, found {text!r}"
+        elif not (text.isdecimal() and len(text) < 9 and 1 <= int(text) <= MOST_SERVERS):
+            problem = f"expected 1 to {MOST_SERVERS:,}, found {text!r}"
         elif name in sharing:
             problem = f"{name} shares its GPUs with others (`|` in the allocation), which are as many as they are"
         else:
@@ -120,12 +124,11 @@ class Elastic:
         now, wanted = len(workers), role.spec.count
         if wanted > now:
             try:
-                started = self._scheduler.resize_workers(role.spec.role, wanted)[now:]
+                started = self._scheduler.resize_workers(role.spec.role, min(wanted, now + AT_ONCE))[now:]
                 self._answer(role, f"starting {_names(started)}", done=False)
             except (ConfigError, LaunchError) as error:
-                role.spec = replace(role.spec, count=now)
-                role.problem = str(error)
-                self._answer(role, f"There are {now}, as before.")
+                role.problem = f"{str(error).rstrip('.')}. "
+                role.spec, role.drained = replace(role.spec, count=role.settled), time.monotonic()
         elif wanted < now and role.drained is None:
             role.drained = time.monotonic() + self._drain
             self._answer(role, f"{_names(workers[wanted:])} will end in {self._drain:g} s", done=False)

@@ -117,6 +117,19 @@ def test_caller_whose_machine_is_lost_is_hung_up_and_costs_nothing(agents: Agent
     assert seconds_of(agents._threads) - before < 0.25
 
 
+def test_agent_that_hangs_up_is_lost_for_its_providers_reason(agents: Agents, machines: Played) -> None:
+    wires = [call(agents, node.name) for node in machines.nodes()]
+    agents.wait(lambda: None)
+    machines.why["node0"] = "cannot be reached: Ray's driver is gone"
+
+    for wire in wires:
+        wire.close()
+
+    wait_until(lambda: all(machine.lost for machine in agents._machines.values()))
+    assert agents._machines["node0"].lost == machines.why["node0"]
+    assert "not heard any more" in agents._machines["node1"].lost
+
+
 def test_machine_is_lost_while_another_is_waited_for_is_seen(agents: Agents, machines: Played) -> None:
     wire = call(agents, "node0")
     threading.Timer(0.2, machines.why.update, [{"node0": "was killed"}]).start()

@@ -284,7 +284,8 @@ class Agents:
         try:
             message = wire.receive()
         except (OSError, EOFError, ValueError) as error:
-            self._lose(machine, f"is not heard any more ({str(error) or type(error).__name__})")
+            heard = f"is not heard any more ({str(error) or type(error).__name__})"
+            self._lose(machine, self._provider.ended(machine.node) or heard)
             machine.wire = None
             return
         machine.heard = time.monotonic()

@@ -349,7 +349,7 @@ class RayNodes(NodeProvider):
             logger.warning("Ray drains %s: the run ends as with SIGTERM.", ", ".join(draining))
             os.kill(os.getpid(), signal.SIGTERM)
         why: str = self._ray.state["ended"].get(self._starts.get(node.name, ""), "")
-        return why or self._ray.problem()
+        return why or (f"cannot be reached: {problem}" if (problem := self._ray.problem()) else "")
 
     def close(self) -> None:
         """End the agents, and let go of the placement group and of a cluster that was started on the spot."""

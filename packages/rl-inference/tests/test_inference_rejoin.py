@@ -24,7 +24,7 @@ from publishing import (
     until_running,
 )
 
-from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.errors import InferenceError, NoServersError, WeightUpdateError
 from rl_inference.testing import ServerProcess, reference_model
 
 pytestmark = pytest.mark.slow  # each test starts servers of its own
@@ -282,7 +282,7 @@ async def test_all_servers_gone_without_restarts_fails_at_once(servers: list[Ser
         for server in servers:
             server.stop()
 
-        with pytest.raises(InferenceError, match="is gone"):
+        with pytest.raises(NoServersError, match="is gone"):
             await asyncio.wait_for(engine.agenerate(request(0)), 10)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
-from rl_contracts.errors import DataError, InferenceError, RewardError, RLError, StalledError
+from rl_contracts.errors import DataError, InferenceError, NoServersError, RewardError, RLError, StalledError
 from rl_contracts.metrics import record
 from rl_contracts.trajectory import Trajectory
 from rl_contracts.workflow import RolloutWorkflow
@@ -95,6 +95,20 @@ def test_group_failed_member_without_min_group_fails_and_is_replaced(clock, make
         stats = (await head.stats()).results()
         assert stats["groups/failed"] == stats["groups/failed/inference"] == 1
         assert head.manager.outstanding <= 8
+        await head.close()
+
+    clock.run(main())
+
+
+def test_head_without_servers_ends_and_keeps_its_prompts(clock, make_head, null_engine):
+    null_engine.faults.generate = lambda request: NoServersError("planted")
+    head = make_head(failure_budget=1.0)
+
+    async def main():
+        with pytest.raises(NoServersError, match="planted"):
+            await _batch(head)
+        assert (await head.stats()).results()["groups/failed"] == 0
+        assert len((await head.state_dict())["in_flight"]) == 8
         await head.close()
 
     clock.run(main())

@@ -52,6 +52,10 @@ class InferenceError(RLError):
     boundary = "inference"
 
 
+class NoServersError(InferenceError):
+    """No inference server is left, and none came back in time: every further request would fail, too."""
+
+
 class WeightUpdateError(RLError):
     """New weights did not arrive as sent. Names the route, the version and the first wrong parameter."""
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from rl_contracts.clock import Clock, SystemClock
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, StopReason, WeightReceipt, WeightUpdateMeta
-from rl_contracts.errors import ConfigError, InferenceError
+from rl_contracts.errors import ConfigError, InferenceError, NoServersError
 from rl_contracts.inference import Canary, Capabilities, InferenceEngine, ServedModel, ServerConfig, ServerSource
 from rl_inference.answer import PartialAnswer
 from rl_inference.discovery import Discovery, checked_address
@@ -225,7 +225,7 @@ class HttpEngine(InferenceEngine):
             ) from self._router.ended
         server = self._router.choose(group)
         if server is None:
-            raise InferenceError(self._give_up(answer, 0.0))
+            raise NoServersError(self._give_up(answer, 0.0))
         return server
 
     def _note(self, server: Server, error: InferenceError) -> None:

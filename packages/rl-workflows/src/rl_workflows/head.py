@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.errors import RLError, StalledError, boundary_of
+from rl_contracts.errors import NoServersError, RLError, StalledError, boundary_of, causes
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import Figures
 from rl_workflows.budget import FailureBudget
@@ -296,6 +296,8 @@ class RolloutHead:
     def _group_ended(self, task: asyncio.Task[FinishedGroup]) -> None:
         try:
             group = task.result()
+            if group.error is not None and (gone := _no_servers(group.failures)):
+                raise gone  # other prompts would fail, too: this one stays in flight
             del self.running[group.ticket.group_id]
             self._book(group)
         except asyncio.CancelledError:
@@ -372,6 +374,11 @@ class RolloutHead:
         self.fail(error)
         if self._on_stuck_trainer is not None:
             self._on_stuck_trainer(error)
+
+
+def _no_servers(failures: Iterable[BaseException]) -> NoServersError | None:
+    """The first error among these and their causes that says that no server is left."""
+    return next((each for error in failures for each in causes(error) if isinstance(each, NoServersError)), None)
 
 
 def _ending(prompt: Row, group_id: int | None, ending: str, reason: str | None = None) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 """The last lines of a run."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
+import pytest
+
+from rl_apps import compose
 from rl_apps.closing import REPOSITORY, after_grpo, after_sft, last_checkpoint
 from rl_apps.config import GRPOConfig, SFTConfig
 
@@ -57,6 +61,19 @@ def test_next_command_can_be_run_where_the_one_before_was(tmp_path, monkeypatch)
         program = "uv run --package rl-apps --extra agents math-agent" if inside else str(BIN / "math-agent")
         assert last.startswith(f"Try next: {program} --config ")
     assert (BIN / "math-agent").is_file()
+
+
+@pytest.mark.parametrize("name", ["run", "a b", "é (1)", "a,b", "it's", "a=b"])
+def test_next_command_of_any_directory_is_read_back_as_it_was(tmp_path, name):
+    directory = tmp_path / name
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    words = shlex.split(after_grpo(GRPOConfig(), directory)[-1].partition(" --config ")[2])
+
+    assert words[0] == f"{directory}/config.yaml"
+    config = compose.compose(GRPOConfig, overrides=["allocation=embedded:d1+fsdp:d1", *words[1:]])
+    assert config.run_dir == f"{directory}-on-policy"
 
 
 def test_last_checkpoint_leaves_directories_of_others_alone(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -54,20 +56,23 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
     return [
         *lines,
         *files(run_dir),
-        f"Try next: {_called(command)} --config {run_dir}/config.yaml run_dir={run_dir}-on-policy "
-        "rollout.max_staleness=0   (the same run, on-policy)",
+        f"Try next: {_called(command)} --config {shlex.quote(f'{run_dir}/config.yaml')} "
+        f"{_setting('run_dir', f'{run_dir}-on-policy')} rollout.max_staleness=0",
     ]
 
 
 def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> list[str]:
     """Return the summary of an SFT run, and a command that continues with GRPO."""
     path = Path(config.data.path).expanduser()
-    data = f"data.name={config.data.name}"
+    settings = {"data.name": config.data.name}
     if config.data.path:
-        data += f" data.path={path.resolve() if path.exists() else config.data.path}"  # otherwise a hub id
-    data += "".join(f" data.columns.{ours}={theirs}" for ours, theirs in config.data.columns.items())
-    model = f"model.path={last_checkpoint(run_dir)}" + (f" recipe={EMBEDDED}" if config.recipe == EMBEDDED else "")
-    return [*after_any(config, run_dir), f"Try next: {_called(command)} {data} {model}"]
+        settings["data.path"] = str(path.resolve()) if path.exists() else config.data.path  # otherwise a hub id
+    settings |= {f"data.columns.{ours}": theirs for ours, theirs in config.data.columns.items()}
+    settings["model.path"] = str(last_checkpoint(run_dir))
+    if config.recipe == EMBEDDED:
+        settings["recipe"] = EMBEDDED
+    said = " ".join(_setting(name, value) for name, value in settings.items())
+    return [*after_any(config, run_dir), f"Try next: {_called(command)} {said}"]
 
 
 def after_any(config: RunConfig, run_dir: Path) -> list[str]:
@@ -148,7 +153,14 @@ def _called(command: str) -> str:
     """Return a command as the user types it: with uv in the repository, otherwise its path."""
     if Path.cwd().is_relative_to(REPOSITORY):
         return f"uv run --package rl-apps {command}"
-    return str(Path(sys.executable).parent / command.removeprefix("--extra agents "))
+    return shlex.quote(str(Path(sys.executable).parent / command.removeprefix("--extra agents ")))
+
+
+def _setting(name: str, value: str) -> str:
+    """Return a setting as a shell and Hydra's grammar take it."""
+    plain = re.fullmatch(r"[\w./:-]+", value, re.ASCII)
+    escaped = value.replace("'", "\\'")
+    return shlex.quote(f"{name}={value}" if plain else f"{name}='{escaped}'")
 
 
 def _last(records: list[dict[str, Any]], name: str) -> float:

@@ -243,6 +243,32 @@ def test_help_names_each_tool_and_what_it_does(name: str, capsys: pytest.Capture
     assert "run" in capsys.readouterr().out
 
 
+def test_command_in_a_terminal_without_utf8_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stderr", screen)
+
+    assert cli.main(["wörd"]) == 2
+
+    screen.seek(0)
+    assert "w?rd" in screen.read()
+
+
+def test_progress_of_a_run_whose_reader_is_gone_goes_on() -> None:
+    program = """
+import pathlib
+from rl_apps.progress import SFT_COLUMNS, RunProgress
+with RunProgress(pathlib.Path("metrics.jsonl"), 1, SFT_COLUMNS) as progress:
+    for stage in range(1000):
+        progress.say(f"stage {stage}")
+raise SystemExit(7)
+"""
+    process = subprocess.Popen([sys.executable, "-uc", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+
+    assert (process.communicate()[1], process.returncode) == (b"", 7)
+
+
 def test_last_record_of_a_killed_trainer_is_the_last_whole_one(tmp_path: Path) -> None:
     assert last_record(tmp_path) == {}
     _record(tmp_path, 4)

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl_apps.command_line import Parser, did_you_mean, leave_pipe
+from rl_apps.command_line import Parser, did_you_mean, leave_pipe, replace_what_no_terminal_shows
 from rl_apps.config import GRPOConfig
 from rl_contracts import registry
 from rl_contracts.config import require
@@ -19,6 +19,7 @@ from rl_contracts.errors import ConfigError, DataError, RLError
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand. Returns its exit code."""
+    replace_what_no_terminal_shows()
     try:
         arguments = _parsed(sys.argv[1:] if argv is None else argv)
         if arguments.command == "run":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rl_apps import compose
 from rl_apps.app import App, Run
 from rl_apps.checks import are_near, check_run, choose_route, remarks, starts_from_nothing
-from rl_apps.command_line import parse, say
+from rl_apps.command_line import leave_pipe, parse, replace_what_no_terminal_shows, say
 from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
 from rl_apps.directory import (
@@ -74,6 +74,7 @@ def main(reference: str, argv: list[str] | None = None) -> int:
     Returns:
         the exit code: 0, 1 (the run failed), 2 (it could not be started), 130 or 143 (it was stopped).
     """
+    replace_what_no_terminal_shows()
     name, parent = reference, uv_parent()  # it may be gone before anything is launched
     if "" not in sys.path:
         sys.path.append("")  # a script's directory stands there; dotted paths may name files of the current one
@@ -86,6 +87,8 @@ def main(reference: str, argv: list[str] | None = None) -> int:
     except RLError as error:
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError | ModelError | ServerStartError) else 1
+    except BrokenPipeError:
+        return leave_pipe()
     except KeyboardInterrupt:
         print("Stopped.")
         return 130

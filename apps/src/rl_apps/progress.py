@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_apps.command_line import leave_pipe
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -94,6 +96,7 @@ class RunProgress:
         from rich.console import Console
 
         self.console = console or Console(highlight=False)
+        self.console.on_broken_pipe = leave_pipe  # type: ignore[assignment, method-assign]  # a run goes on without
         self.columns, self.total_steps = columns, total_steps
         self._metrics = metrics
         self._warned: Counter[str] = Counter()

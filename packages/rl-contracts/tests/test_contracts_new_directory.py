@@ -1,5 +1,7 @@
 """A directory that ranks write appears whole or not at all, and all of them hear of it."""
 
+import os
+
 import pytest
 
 from rl_contracts.parallel import ParallelContext
@@ -25,3 +27,14 @@ def test_new_directory_that_cannot_be_renamed_is_told_to_all_ranks(tmp_path, mon
         pass
 
     assert isinstance(parallel.heard, OSError)
+
+
+def test_new_directory_private_file_follows_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with new_directory(str(tmp_path / "new"), ParallelContext()) as directory:
+            (directory / "model.safetensors").touch(0o600)
+    finally:
+        os.umask(before)
+
+    assert (tmp_path / "new" / "model.safetensors").stat().st_mode & 0o777 == 0o640

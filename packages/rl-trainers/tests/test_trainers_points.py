@@ -208,6 +208,25 @@ def test_point_holds_what_was_at_its_step_while_steps_go_on(held: tuple[Held, Re
     assert resumed(tmp_path) == 2
 
 
+class Private(Counting):
+    """Writes a file for the owner alone, as safetensors does."""
+
+    def _write(self, directory: Path, steps: int) -> Any:
+        written = super()._write(directory, steps)
+        for file in written:
+            file.chmod(0o600)
+        return written
+
+
+def test_point_has_files_that_follow_the_umask(tmp_path: Path) -> None:
+    points = RecoverPoints(tmp_path, RecoverConfig(1), {"actor": Private(ParallelContext())}, {})
+    points.after_step(1)
+    points.finish()
+
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "recover").rglob("*") if path.is_file()]
+    assert set(modes) == {(tmp_path / "recover").stat().st_mode & 0o666}
+
+
 def test_point_that_is_due_waits_for_the_one_before(held: tuple[Held, RecoverPoints], tmp_path: Path) -> None:
     engine, points = held
     engine.steps = 2

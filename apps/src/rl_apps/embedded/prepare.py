@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from rl_apps.embedded.tokenizer import trained_tokenizer, word_problem_tokenizer
 from rl_apps.embedded.warmup import Progress, WarmUp, warm_up
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
+from rl_contracts.training.new_directory import follow_umask
 from rl_datasets.word_problems import WordProblems
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def cached(cache_dir: Path, key: str, make: Callable[[Path], None]) -> Path:
         return final
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=cache_dir))
+        (unfinished := cache_dir / f".{key}-{uuid.uuid4().hex}").mkdir()
     except OSError as error:
         raise ModelError(
             f"the embedded model cannot be cached: expected a directory to write to, found {cache_dir} ({error}). "
@@ -219,7 +220,7 @@ def cached(cache_dir: Path, key: str, make: Callable[[Path], None]) -> Path:
         ) from error
     try:
         make(unfinished)
-        unfinished.chmod(0o755)  # temporary directories are private; a cache may be shared
+        follow_umask(unfinished)
         unfinished.rename(final)
     except OSError:
         if not final.is_dir():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -172,15 +171,12 @@ def write_report(directories: Sequence[Path], file: Path, samples: Sequence[Samp
             break
         tokens = tokens // 2 if tokens > 2_000 else 0
     try:
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as scratch:
-            try:
-                scratch.write(page)
-                scratch.close()
-                os.chmod(scratch.name, 0o644)
-                os.replace(scratch.name, file)
-            except OSError:
-                os.unlink(scratch.name)
-                raise
+        scratch = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+        try:
+            scratch.write_bytes(page)
+            scratch.replace(file)
+        finally:
+            scratch.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{file}: expected a place for the page, found: {error.strerror or error}. Choose another with -o."

@@ -418,6 +418,7 @@ def save_batch(batch: TensorDict, path: str | Path) -> None:
     # copies, because safetensors refuses entries that share memory (`prox_logprobs` may be `logprobs` itself)
     tensors: dict[str, Any] = {str(k): v for k, v in batch.items()}
     save_file({k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}, str(path))
+    Path(path).chmod(Path(path).parent.stat().st_mode & 0o666)  # safetensors writes private files
 
 
 def load_batch(path: str | Path) -> TensorDict:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import EngineError
 from rl_contracts.logging import get_logger
+from rl_contracts.training.new_directory import follow_umask
 
 if TYPE_CHECKING:
     from rl_contracts.engine import Snapshot
@@ -151,6 +152,7 @@ class NewDirectory:
             mark.unlink()
         if self._manifest is not None:
             _write_json(self._scratch / MANIFEST, self._manifest | {"files": files})
+        follow_umask(self._scratch)
         to_disk([*(path for path in self._scratch.rglob("*") if path.is_dir()), self._scratch])
         remove(self.path)
         os.replace(self._scratch, self.path)

@@ -38,4 +38,14 @@ def new_directory(path: str, parallel: ParallelContext) -> Iterator[Path]:
         raise
     with parallel.agreeing(f"renaming {scratch}"):
         if parallel.is_main:
+            follow_umask(scratch)
             os.replace(scratch, final)  # also takes the place of an empty directory
+
+
+def follow_umask(directory: Path) -> None:
+    """Give the files of a directory the mode that `open` gives: safetensors writes private ones, and copies keep that
+    of their source."""
+    mode = directory.stat().st_mode & 0o666
+    for file in directory.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)

@@ -333,10 +333,9 @@ def test_worker_that_is_stopped_before_it_is_ready_is_ended_long_before_the_dead
     (worker,) = scheduler.create_workers(server(delay=600.0))
     os.kill(worker.pid or 0, signal.SIGSTOP)
 
-    with pytest.raises(
-        LaunchError, match=r"server-0 was killed by SIGKILL(?s:.*)stopped by a signal for 0\.5 s before"
-    ):
+    with pytest.raises(LaunchError, match=r"server-0 was stopped by a signal for 0\.5 s before") as caught:
         scheduler.wait_ready("server")
+    assert "out of memory" not in str(caught.value)
 
 
 def test_worker_that_goes_on_soon_after_it_was_stopped_becomes_ready(

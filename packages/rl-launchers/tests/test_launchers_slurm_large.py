@@ -106,6 +106,7 @@ class SimulatedAgent(threading.Thread):
             "index": index,
             "status": "running",
             "exit_code": None,
+            "cause": "",
             "log_start": 0,
             "last_answer": "",
             **where,

@@ -144,6 +144,7 @@ def state_of(process: LocalProcess) -> Message:
         "log": str(worker.log),
         "status": worker.status.value,
         "exit_code": worker.exit_code,
+        "cause": worker.cause,
         "pid": worker.pid,
         "ended_at": worker.ended_at,
         "restarts": worker.restarts,

@@ -61,7 +61,7 @@ class _Place:
         worker = self.worker
         worker.host, worker.port, worker.log = state["host"], state["port"], Path(state["log"])
         worker.status, worker.exit_code = WorkerStatus(state["status"]), state["exit_code"]
-        worker.pid, worker.ended_at = state["pid"], state["ended_at"]
+        worker.pid, worker.ended_at, worker.cause = state["pid"], state["ended_at"], state["cause"]
         worker.restarts = self.lives + state["restarts"]
         self.log_start, self.last_answer = state["log_start"], state["last_answer"]
 

@@ -164,7 +164,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             processes = self._of(role)
             for process in processes:
                 if process.worker.exit_code is not None:
-                    end = report.describe_exit(process.worker.exit_code)
+                    end = report.describe_end(process.worker)
                     self._fail(process, f"{process.worker.name} {end} before its role was ready.")
             waiting = [process for process in processes if process.worker.status is WorkerStatus.STARTING]
             if not waiting:

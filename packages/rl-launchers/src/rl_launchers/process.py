@@ -196,8 +196,7 @@ class LocalProcess:
             now = time.monotonic()
             runs_at = runs_at if self.session.stopped() else now
             if now - runs_at > STOPPED_SECONDS:
-                limit = f"{STOPPED_SECONDS:g} s"
-                report.separate(worker.log, f"{worker.name} was stopped by a signal for {limit} before it was ready")
+                worker.cause = f"was stopped by a signal for {STOPPED_SECONDS:g} s before it was ready"
                 self.session.kill_leader()
                 return
             time.sleep(ASK_EVERY)

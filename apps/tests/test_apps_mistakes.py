@@ -13,6 +13,7 @@ import pytest
 
 from rl_apps import cli, grpo
 from rl_apps.compose import to_yaml
+from rl_contracts.errors import LaunchError
 from rl_contracts.testing.models import make_tiny_model
 
 ROWS = [{"messages": f"{n} + 1?", "answer": str(n + 1)} for n in range(32)]
@@ -450,6 +451,21 @@ def test_model_directory_that_lacks_a_file_is_refused(
         file.unlink()
 
     assert fragment in refused(GRPO, {})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("refused")
+def test_run_directory_deleted_while_it_runs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def delete(*_: object, **__: object) -> int:
+        shutil.rmtree(tmp_path / "run")
+        raise LaunchError("actor-0 ended with exit code 2")
+
+    monkeypatch.setattr("rl_apps.driver.Launcher.run", delete)
+
+    assert cli.main([*GRPO, "evaluation.rows=0"]) == 1
+    assert f"{tmp_path / 'run'}: expected the directory of this run to stay" in capsys.readouterr().err
 
 
 def test_model_weights_cut_off_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from rl_apps.command_line import setting
 from rl_apps.config import GRPOConfig, RunConfig
 from rl_apps.data import GENERATED, held_out_rows, load_rows
 from rl_apps.model import EMBEDDED
@@ -157,10 +157,7 @@ def _called(command: str) -> str:
 
 
 def _setting(name: str, value: str) -> str:
-    """Return a setting as a shell and Hydra's grammar take it."""
-    plain = re.fullmatch(r"[\w./:-]+", value, re.ASCII)
-    escaped = value.replace("'", "\\'")
-    return shlex.quote(f"{name}={value}" if plain else f"{name}='{escaped}'")
+    return shlex.quote(setting(name, value))
 
 
 def _last(records: list[dict[str, Any]], name: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable
@@ -49,6 +50,14 @@ def leave_pipe() -> int:
     """Write nothing more to a reader that is gone; a shell's code for that."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
+
+
+def setting(name: str, value: str) -> str:
+    """Return a setting in Hydra's grammar, which `compose` reads back whatever the value holds."""
+    if re.fullmatch(r"[\w./:-]+", value, re.ASCII):
+        return f"{name}={value}"
+    escaped = value.replace("'", "\\'")
+    return f"{name}='{escaped}'"
 
 
 def parse(argv: list[str], program: str = "rl run") -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rl_apps import compose
 from rl_apps.app import App, Run
 from rl_apps.checks import are_near, check_run, choose_route, remarks, starts_from_nothing
-from rl_apps.command_line import leave_pipe, parse, replace_what_no_terminal_shows, say
+from rl_apps.command_line import leave_pipe, parse, replace_what_no_terminal_shows, say, setting
 from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
 from rl_apps.directory import (
@@ -45,8 +46,9 @@ from rl_apps.servers import check_attached, check_program, command_of
 from rl_apps.template import save_tokenizer
 from rl_contracts import registry
 from rl_contracts.config import require
-from rl_contracts.errors import ConfigError, DataError, ModelError, RLError, ServerStartError, raised_at
+from rl_contracts.errors import ConfigError, DataError, LaunchError, ModelError, RLError, ServerStartError, raised_at
 from rl_contracts.lines import FOR_A_WHILE
+from rl_contracts.logging import Repeats
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
 from rl_launchers.interrupts import Interrupted
@@ -75,6 +77,8 @@ def main(reference: str, argv: list[str] | None = None) -> int:
         the exit code: 0, 1 (the run failed), 2 (it could not be started), 130 or 143 (it was stopped).
     """
     replace_what_no_terminal_shows()
+    if logging.lastResort is not None:  # the warnings of this process
+        logging.lastResort.filters[:] = [Repeats()]
     name, parent = reference, uv_parent()  # it may be gone before anything is launched
     if "" not in sys.path:
         sys.path.append("")  # a script's directory stands there; dotted paths may name files of the current one
@@ -220,6 +224,13 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
                     together=True,
                     resume=Resume(partial(reached, run_dir), partial(_again, run, waiting)),
                 )
+        except RLError as error:
+            if not (run_dir / "config.yaml").exists():
+                raise LaunchError(
+                    f"{run_dir}: expected the directory of this run to stay, found it deleted while the run went on; "
+                    "nothing of it can be resumed. Start the command again."
+                ) from error
+            raise
         finally:  # a trainer that was killed leaves its weights in memory
             shutil.rmtree(weights, ignore_errors=True)
     if code and not (run_dir / FINISHED).exists():
@@ -233,10 +244,8 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
 
 def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[str]) -> Submission:
     """This command as a job: the same, in the same run directory, which may be named after the time of day."""
-    place = str(run.directory)
-    place = place if re.fullmatch(r"[\w./-]+", place) else "'" + place.replace("'", "\\'") + "'"  # in Hydra's grammar
     words = [word for word in argv if not word.startswith("run_dir=")]
-    command = (sys.executable, "-m", "rl_apps.cli", "run", reference, *words, f"run_dir={place}")
+    command = (sys.executable, "-m", "rl_apps.cli", "run", reference, *words, setting("run_dir", str(run.directory)))
     roles = (*server_jobs(run, devices), trainer_job(reference, run, devices, []))
     return Submission(command, run.directory, roles, run.config.launcher.grace_seconds)
 

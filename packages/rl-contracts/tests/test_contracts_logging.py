@@ -102,3 +102,20 @@ def test_configure_unknown_level_in_the_environment_is_refused_by_its_variable(m
     monkeypatch.setenv("RL_LOG_LEVEL", "LOUD")
     with pytest.raises(ConfigError, match=r"RL_LOG_LEVEL.*found 'LOUD'"):
         configure()
+
+
+def test_configure_repeated_warning_comes_at_growing_intervals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure()
+    handler = logging.getLogger(ROOT).handlers[-1]
+
+    shown = []
+    for second in range(0, 30, 2):
+        record = logging.makeLogRecord({"name": "rl.trainer", "levelno": logging.WARNING, "msg": "the disk is full"})
+        record.created = float(second)
+        if handler.handle(record):
+            shown.append(second)
+
+    assert shown == [0, 2, 4, 8, 16]
+    assert capsys.readouterr().err.count("(and 3 times since it was last shown)") == 1

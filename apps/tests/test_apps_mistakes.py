@@ -13,6 +13,7 @@ import pytest
 
 from rl_apps import cli, grpo
 from rl_apps.compose import to_yaml
+from rl_apps.parts import weights_directory
 from rl_contracts.errors import LaunchError
 from rl_contracts.testing.models import make_tiny_model
 
@@ -466,6 +467,44 @@ def test_run_directory_deleted_while_it_runs_is_named(
 
     assert cli.main([*GRPO, "evaluation.rows=0"]) == 1
     assert f"{tmp_path / 'run'}: expected the directory of this run to stay" in capsys.readouterr().err
+
+
+def test_shared_memory_too_small_for_the_weights_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr("rl_apps.checks.shutil.disk_usage", lambda _: usage._replace(free=65536))
+
+    said = refused((*GRPO, "publish.route=shm"), {})
+
+    assert "publish.route=shm: expected 0.1 MiB free in /dev/shm for two versions" in said
+    assert "found '0.1 MiB'" in said
+
+
+def test_shared_memory_that_is_read_only_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/dev/shm" and access(path, mode))
+
+    assert "publish.route=shm: expected to write to /dev/shm" in refused((*GRPO, "publish.route=shm"), {})
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
+def test_shared_memory_directory_of_another_user_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    directory = weights_directory(tmp_path / "run")
+    directory.mkdir()
+    try:
+        os.chown(directory, 65534, 65534)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "rl_apps.driver.shutil.rmtree", lambda *_, **__: None
+            )  # as in a directory with the sticky bit
+            said = refused((*GRPO, "publish.route=shm"), {})
+    finally:
+        directory.rmdir()
+
+    assert f"{directory}: expected a directory that its user alone may enter" in said
 
 
 def test_model_weights_cut_off_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:

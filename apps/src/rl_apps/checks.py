@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Sequence
@@ -16,13 +17,13 @@ from rl_apps.data import load_rows
 from rl_apps.layout import Devices, Layout
 from rl_apps.lengths import longest_row
 from rl_apps.model import as_planned, check_architecture, check_generates
-from rl_apps.parts import attached, serve_spec, server_job
+from rl_apps.parts import attached, memory_of, serve_spec, server_job
 from rl_apps.template import check_chat_template
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.data import STORED_ROUTES
 from rl_contracts.errors import ConfigError
-from rl_contracts.model_directory import context_length
+from rl_contracts.model_directory import context_length, parameters_in
 from rl_contracts.workflow import AgentWorkflow, Environment, RolloutWorkflow
 from rl_trainers.tracking import load_trackers
 
@@ -30,6 +31,8 @@ MIB = 2**20
 LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 LARGEST_SHARE = 0.7
 """Of a GPU's memory that servers may have where a trainer uses the same."""
+SERVED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a parameter."""
 FILES_BESIDE_REQUESTS = 200
 """What a trainer process has open besides: modules, logs, shared memory, the other ranks."""
 
@@ -104,6 +107,7 @@ def remarks(run: Run[Any]) -> list[str]:
         found += _too_few_files(config, run.layout.actor.strategy.data)
     if run.layout.rollout is not None:
         _check_canary(run)
+        _check_shared_memory(run)
     found += _comes_back_too_late(run)
     found += _too_full_a_disk(run)
     limit = longest_row(config.data, config.model.directory())
@@ -156,6 +160,21 @@ def _check_canary(run: Run[Any]) -> None:
         name, room = min(limits.items(), key=lambda limit: limit[1])
         fits = f"at most {room - TOKENS}, since {TOKENS} more must fit into {name}={room}"
         require(publish.canary_tokens <= room - TOKENS, "publish.canary_tokens", fits, publish.canary_tokens)
+
+
+def _check_shared_memory(run: Run[Any]) -> None:
+    """Refuse `publish.route=shm` where /dev/shm of this machine has no room for two versions of the weights."""
+    config = run.config
+    adapters = getattr(getattr(config.actor.engine, "lora", None), "rank", 0) and config.publish.adapter != "never"
+    if not memory_of(run) or config.launcher.kind != "local" or adapters:
+        return
+    remedies = "give a container more (docker run --shm-size=8g), or set publish.route=disk or broadcast"
+    require(os.access("/dev/shm", os.W_OK), "publish.route=shm", f"to write to /dev/shm; {remedies}", "read-only")
+    dtype = getattr(config.actor.engine, "serve_dtype", "") or config.actor.dtype
+    needed = 2 * parameters_in(config.model.directory()) * SERVED_BYTES[dtype]
+    free = shutil.disk_usage("/dev/shm").free
+    expected = f"{needed / MIB:.1f} MiB free in /dev/shm for two versions of the weights; {remedies}"
+    require(free >= needed, "publish.route=shm", expected, f"{free / MIB:.1f} MiB")
 
 
 def _comes_back_too_late(run: Run[Any]) -> list[str]:

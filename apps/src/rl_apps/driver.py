@@ -46,7 +46,16 @@ from rl_apps.servers import check_attached, check_program, command_of
 from rl_apps.template import save_tokenizer
 from rl_contracts import registry
 from rl_contracts.config import require
-from rl_contracts.errors import ConfigError, DataError, LaunchError, ModelError, RLError, ServerStartError, raised_at
+from rl_contracts.errors import (
+    ConfigError,
+    DataError,
+    LaunchError,
+    ModelError,
+    RLError,
+    ServerStartError,
+    WeightUpdateError,
+    raised_at,
+)
 from rl_contracts.lines import FOR_A_WHILE
 from rl_contracts.logging import Repeats
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
@@ -253,11 +262,17 @@ def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[s
 def _cleared(run: Run[Any]) -> Path:
     """Take away what a run that was killed left: steps after its recover point, before anybody reads them, and weights,
     which the servers would take for this run's. Returns where these lie."""
+    from rl_contracts.weights.stored import make_private
     from rl_trainers.points import drop_lost_steps
 
     drop_lost_steps(run.directory, run.config.recover)
     weights = weights_directory(run.directory, run.config.publish.route if run.layout.rollout else "")
     shutil.rmtree(weights, ignore_errors=True)
+    if memory_of(run):  # before another user makes it
+        try:
+            make_private(weights)
+        except WeightUpdateError as error:
+            raise ConfigError(str(error)) from error
     return weights
 
 

@@ -26,8 +26,10 @@ from rl_contracts.weights import (
     kernel,
     open_sender,
     open_weights,
+    read_committed,
     verify_receipt,
 )
+from rl_contracts.weights.stored import MEMORY
 
 # the package's function of the same name hides the module
 checksum_module = importlib.import_module("rl_contracts.weights.checksums")
@@ -409,6 +411,20 @@ def test_shm_receiver_sees_later_versions_and_another_file_of_the_same_name(tmp_
         assert sums == receipt.checksums
         if version == 3:
             file_of(meta).unlink()
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="this system has no /dev/shm")
+def test_shm_directory_that_is_open_to_others_is_rejected() -> None:
+    directory = MEMORY / f"rl-test-{os.getpid()}"
+    directory.mkdir()
+    try:
+        directory.chmod(0o777)
+        with pytest.raises(WeightUpdateError, match="its user alone may enter"):
+            open_sender("shm", str(directory)).begin(1, ())
+        with pytest.raises(WeightUpdateError, match="its user alone may enter"):
+            read_committed(directory)
+    finally:
+        directory.rmdir()
 
 
 def test_shm_file_is_private_and_another_model_gets_another_size(tmp_path: Path) -> None:

@@ -111,6 +111,9 @@ def test_attempt_refuses_what_vllm_could_not_load(tmp_path, monkeypatch):
     save_file({"lm_head.weight": torch.zeros(2), **tensors}, checkpoint / "model.safetensors")
     good, _ = _sent("disk", tmp_path / "weights", 1, tensors)
     outside, _ = _sent("disk", tmp_path / "elsewhere", 1, tensors)
+    linked, _ = _sent("disk", tmp_path / "weights", 2, tensors)
+    (file := Path(linked.parts[0].location) / "model.safetensors").rename(tmp_path / "linked")
+    file.symlink_to(tmp_path / "linked")
     fewer, _ = _sent("shm", tmp_path / "weights", 1, {name: tensors[name] for name in ("a.weight", "b.weight")})
     other, _ = _sent("shm", tmp_path / "weights", 2, {**tensors, "e.weight": torch.zeros(2)})
     reshaped, _ = _sent("shm", tmp_path / "weights", 4, {**tensors, "d.bias": torch.zeros(8)})
@@ -118,6 +121,7 @@ def test_attempt_refuses_what_vllm_could_not_load(tmp_path, monkeypatch):
 
     assert _attempt(good, checkpoint).done
     assert "outside of the server's weights directory" in _attempt(outside, checkpoint).error
+    assert "outside of the server's weights directory" in _attempt(linked, checkpoint).error
     assert "2 parameters were not sent, the first ['c.weight', 'd.bias']" in _attempt(fewer, checkpoint).error
     assert "the model has no parameter 'e.weight'" in _attempt(other, checkpoint).error
     assert "parameter 'd.bias': expected [7], found [8]" in _attempt(reshaped, checkpoint).error

@@ -235,6 +235,17 @@ async def test_stage_outside_the_weights_directory_is_refused(
         await engine.stage_weights(meta)
 
 
+async def test_stage_link_out_of_the_weights_directory_is_refused(
+    engine: EmbeddedEngine, new_model_path: Path, scratch: Path, tmp_path: Path
+) -> None:
+    meta, _ = publish(reference_model(new_model_path), scratch, engine.version + 1, "disk")
+    (file := Path(meta.parts[0].location) / "model.safetensors").rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(WeightUpdateError, match="outside the server's weights directory"):
+        await engine.stage_weights(meta)
+
+
 async def test_commit_version_that_was_not_staged_is_refused_and_generation_goes_on(
     engine: EmbeddedEngine,
 ) -> None:

@@ -28,9 +28,11 @@ SERVER, grace = sys.argv[4], float(sys.argv[5])
 
 def trainers(servers):
     (folder / "port").write_text(str(servers[0].port))
+    (folder / "scratch").mkdir()
     return [JobSpec("actor", (sys.executable, "-c", trainer, str(folder), servers[0].address))]
 
-rollout = JobSpec("rollout", (sys.executable, "-c", SERVER, delay, "{host}", "{port}", str(folder)), ready_path="/")
+command = (sys.executable, "-c", SERVER, delay, "{host}", "{port}", str(folder))
+rollout = JobSpec("rollout", command, ready_path="/", scratch=(str(folder / "scratch"),))
 (folder / "started").touch()
 config = LauncherConfig(grace_seconds=grace)
 sys.exit(Launcher(LocalScheduler(folder / "logs"), config).run([rollout], trainers))
@@ -214,6 +216,7 @@ def test_launcher_killed_by_sigkill_its_processes_end_by_themselves(
     wait_until(lambda: program.left_behind() == [])
     assert program.port_is_free()
     assert (program.folder / "recover").exists()  # they were asked first
+    assert not (program.folder / "scratch").exists()
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.1])

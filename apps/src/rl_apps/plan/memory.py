@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rl_apps.app import Run
+from rl_apps.checks import SERVED_BYTES
 from rl_apps.config import GRPOConfig
 from rl_apps.model import MADE, make_model
 from rl_contracts.errors import ModelError
 from rl_contracts.model_sizes import ModelSizes, sizes_of
-
-SERVED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def read_sizes(run: Run[GRPOConfig], form: str, lessons: str) -> ModelSizes:

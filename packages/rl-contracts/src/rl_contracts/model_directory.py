@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -74,14 +75,25 @@ def _shards_of(index: Path) -> list[str]:
 def _unreadable(file: Path) -> str:
     """What is wrong with a safetensors file, by its header and its size; empty where nothing is."""
     try:
-        with file.open("rb") as data:
-            size, length = file.stat().st_size, int.from_bytes(data.read(8), "little")
-            header = json.loads(data.read(min(length, size)))
-        entries = (entry for name, entry in header.items() if name != "__metadata__")
+        size, (length, entries) = file.stat().st_size, _header(file)
         whole = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"cannot be read as safetensors ({type(error).__name__}: {error})"
     return "" if size == whole else f"is cut off or damaged: expected {whole} bytes by its header, found {size}"
+
+
+def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Bytes of the header of a safetensors file, and what it says of each tensor."""
+    with file.open("rb") as data:
+        length = int.from_bytes(data.read(8), "little")
+        header = json.loads(data.read(min(length, file.stat().st_size)))
+    return length, [entry for name, entry in header.items() if name != "__metadata__"]
+
+
+def parameters_in(path: str) -> int:
+    """Number of parameters in the safetensors files of a model directory; 0 where it has none."""
+    entries = (entry for file in Path(path).glob("*.safetensors") for entry in _header(file)[1])
+    return sum(math.prod(entry["shape"]) for entry in entries)
 
 
 def context_length(path: str) -> int | None:

@@ -2,7 +2,8 @@
 
 One mechanism for Linux and macOS. The kernel's own parent-death signal exists on Linux only, misses the workers'
 children, and fires when the *thread* that started a worker ends; the keeper has none of these limits. It reads
-`+pid` (a session to watch) and `-pid` (ended by the launcher) from a pipe. Every worker writes its own `+pid` before
+`+pid` (a session to watch), `-pid` (ended by the launcher) and `/path` (a directory that must not outlive the workers)
+from a pipe. Every worker writes its own `+pid` before
 it becomes its command (`enlist.py`), so there is no moment at which a worker exists that nobody watches. The end of
 the pipe, or another parent than at the start, means that the launcher is gone.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,14 +58,19 @@ class Keeper:
         with suppress(BrokenPipeError):  # it died; the scheduler replaces it at its next poll
             os.write(self.fd, b"-%d\n" % pid)
 
+    def remove_after(self, directory: str) -> None:
+        """Remove a directory after the last session that it ends."""
+        with suppress(BrokenPipeError):
+            os.write(self.fd, os.path.abspath(directory).encode() + b"\n")
+
     def close(self) -> None:
         """End the keeper, and with it every session that it still watches. Returns when it is gone."""
         os.close(self.fd)
         self._process.wait(timeout=GRACE + 15.0)
 
 
-def watch_until_orphaned(parent: int, sessions: dict[int, Session]) -> None:
-    """Keep `sessions` up to date from the pipe on standard input until the launcher is gone."""
+def watch_until_orphaned(parent: int, sessions: dict[int, Session], directories: set[bytes]) -> None:
+    """Keep `sessions` and `directories` up to date from the pipe on standard input until the launcher is gone."""
     buffer = b""
     orphaned_at: float | None = None
     while orphaned_at is None or time.monotonic() < orphaned_at + LATE_ENLISTING:
@@ -73,6 +80,9 @@ def watch_until_orphaned(parent: int, sessions: dict[int, Session]) -> None:
                 break
             *lines, buffer = (buffer + chunk).split(b"\n")
             for line in lines:
+                if line.startswith(b"/"):
+                    directories.add(line)
+                    continue
                 pid = int(line[1:])
                 if line.startswith(b"+"):
                     sessions[pid] = Session(pid)
@@ -87,9 +97,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent, *watched = map(int, sys.argv[1:])
-    sessions = {pid: Session(pid) for pid in watched}
-    watch_until_orphaned(parent, sessions)
+    sessions, directories = {pid: Session(pid) for pid in watched}, set[bytes]()
+    watch_until_orphaned(parent, sessions, directories)
     stop_sessions(sessions.values(), GRACE)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -187,6 +187,8 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         if self._keeper is not None and not self._keeper.lives():
             self._keeper.close()
             self._keeper = Keeper(process.session.pid for process in self.processes())
+            for role in self._roles.values():
+                self._leave_nothing(role.spec)
         return [worker for role in self._roles for worker in self.get_workers(role)]
 
     def restart_worker(self, worker: Worker, note: str = "") -> Worker:
@@ -310,6 +312,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             self._log_dir.mkdir(parents=True, exist_ok=True)
             if self._keeper is None:
                 self._keeper = Keeper()
+            self._leave_nothing(spec)
             return LocalProcess(
                 Worker(
                     spec.role, index, self._host, port, self._log_dir / f"{spec.role}-{index}.log", restarts=restarts
@@ -322,6 +325,12 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             )
         except OSError as error:
             raise LaunchError(f"{spec.role}-{index} cannot be started: {error}") from error
+
+    def _leave_nothing(self, spec: JobSpec) -> None:
+        """Have the keeper remove the role's directories where this process cannot."""
+        if self._keeper is not None:
+            for directory in spec.scratch:
+                self._keeper.remove_after(directory)
 
     def _fail(self, process: LocalProcess, problem: str) -> None:
         raise LaunchError(report.with_log(problem, process.worker.log, process.log_tail(LOG_LINES)))

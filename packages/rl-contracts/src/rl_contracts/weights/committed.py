@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rl_contracts.data import STORED_ROUTES, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
+from rl_contracts.weights.stored import make_private, require_private
 
 RECORD = "committed.json"
 """Name of the record in the directory of the weights."""
@@ -46,7 +47,7 @@ def write_committed(directory: str | Path, meta: WeightUpdateMeta, receipt: Weig
     sums = {name: str(value) for name, value in receipt.checksums.items()}
     value = {"meta": meta.to_json(), "receipt": {"holder": receipt.holder, "version": receipt.version, "sums": sums}}
     path = Path(directory) / RECORD
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(path.parent)
     scratch = path.with_name(f".{RECORD}.{os.getpid()}")
     scratch.write_text(json.dumps(value))
     scratch.replace(path)
@@ -60,6 +61,7 @@ def read_committed(directory: str | Path) -> CommittedWeights | None:
     """
     path = Path(directory) / RECORD
     try:
+        require_private(path.parent)
         value = json.loads(path.read_text())
         receipt = value["receipt"]
         sums = {str(name): int(text) for name, text in receipt["sums"].items()}

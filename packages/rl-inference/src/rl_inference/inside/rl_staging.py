@@ -163,7 +163,8 @@ class Attempt:
                 f"expected a route of {', '.join(ROUTES)}, found {route!r}; this server is given weights by those."
             )
         for part in self.meta["parts"] if route in rl_stored.STORED else ():
-            place, root = Path(part["location"]).resolve(), Path(directory).resolve()
+            file = Path(part["location"], "model.safetensors" if route == "disk" else "")
+            place, root = file.resolve(), Path(directory).resolve()  # links are followed
             if root != place and root not in place.parents:
                 raise RefusedError(f"{part['location']}: outside of the server's weights directory {root}.")
         sent = {spec["name"]: list(spec["shape"]) for part in self.meta["parts"] for spec in part["params"]}

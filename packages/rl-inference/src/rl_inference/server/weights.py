@@ -24,6 +24,7 @@ from rl_contracts.logging import get_logger
 from rl_contracts.weights import WeightReceiver, adapters, checksum, read_committed, verify_receipt
 from rl_contracts.weights.checksums import copy_summed
 from rl_contracts.weights.layout import dtype_of
+from rl_contracts.weights.stored import FILE
 from rl_inference.server.requests import STAGE_SECONDS
 
 logger = get_logger("inference.server")
@@ -310,7 +311,8 @@ class ServedWeights:
         if self._directory is None:
             raise WeightUpdateError("this server takes no weight updates; start it with --weights-dir.")
         for part in meta.parts if meta.route in STORED_ROUTES else ():
-            if not Path(part.location).resolve().is_relative_to(self._directory):
+            file = Path(part.location, FILE if meta.route == "disk" else "").resolve()  # links are followed
+            if not file.is_relative_to(self._directory):
                 raise WeightUpdateError(f"{part.location}: outside the server's weights directory {self._directory}.")
 
     def _check(self, version: int, name: str, shape: tuple[int, ...], dtype: object | None) -> _Place:

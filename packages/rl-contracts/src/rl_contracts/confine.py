@@ -8,6 +8,7 @@ cannot be, nothing of the code was looked at.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import errno
 import json
@@ -23,6 +24,9 @@ from typing import Any
 LANDLOCK_VERSION = 3
 """The first that guards against truncation (Linux 6.2)."""
 
+ENTRY_BYTES = 4096
+"""Bytes of the limit on files that each name of a file takes."""
+
 # Numbers are those of Linux on x86-64 (include/uapi/linux and arch/x86/entry/syscalls/syscall_64.tbl).
 _SECCOMP, _CAPSET = 317, 126
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
@@ -35,11 +39,21 @@ _LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _X86_64 = 0xC000003E
 _NEWEST = 440
 """System calls from here on, of the kernel's and of the x32 interface, are told not to exist."""
-_CLONE, _CLONE3, _CLONE_THREAD = 56, 435, 0x10000
-_PRLIMIT = 302
+_NEW_NAMESPACES, _NOTHING_BUT_DATA = 0x10020000, 14  # CLONE_NEWUSER | NEWNS; MS_NOSUID | NODEV | NOEXEC
+_CLONE, _CLONE3, _CLONE_THREAD, _CLONE_FILES = 56, 435, 0x10000, 0x400
+_MMAP, _MAP_SHARED, _MAP_ANONYMOUS = 9, 0x1, 0x20
+_CLOSE_RANGE, _CLOSE_RANGE_UNSHARE = 436, 0x2
+_IOCTL_CALL, _PRLIMIT = 16, 302
 
 DENIED = {
     "network": {"socket": 41},
+    "open files in messages, which the owner's poll cannot count": {
+        "sendmsg": 46,
+        "recvmsg": 47,
+        "recvmmsg": 299,
+        "sendmmsg": 307,
+    },
+    "space of a file before anything is written": {"fallocate": 285},
     "processes": {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322},
     "other processes": {
         "ptrace": 101,
@@ -127,10 +141,13 @@ DENIED = {
 }
 """System calls that are refused, by what they would reach."""
 _ONLY_ITSELF = {"kill": 62, "tgkill": 234}
-_DENIED_FIRST = {157: (0, (_PR_SET_PDEATHSIG, 4)), 72: (1, (8, 10, 15, 1024))}
+_DENIED_VALUES = {157: (0, (_PR_SET_PDEATHSIG, 4)), 72: (1, (8, 10, 15, 1024))}
 """By system call, an argument and values of it that are refused: of prctl, to outlive the owner or to hide
 from it (PR_SET_DUMPABLE); of fcntl, to have signals
 sent to others (F_SETOWN, F_SETSIG, F_SETOWN_EX), and to hold up who opens a file (F_SETLEASE)."""
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""Allowed requests of ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX and FIOCLEX. Others have signals sent to
+other processes (FIOSETOWN, SIOCSPGRP) or reserve space in files (FS_IOC_RESVSP)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -149,11 +166,16 @@ def _must(what: str, found: int) -> int:
     return found
 
 
+def landlock_version() -> int:
+    """Version of this kernel's Landlock, or the number of an error below 0."""
+    return _call(_LANDLOCK_CREATE, None, 0, 1)
+
+
 def lacking() -> list[str]:
     """What a sandbox needs of this kernel and does not find: nothing where code can be confined."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return [f"Linux on x86-64 (this is {sys.platform} on {platform.machine()})"]
-    found, version = [], _call(_LANDLOCK_CREATE, None, 0, 1)
+    found, version = [], landlock_version()
     if version < LANDLOCK_VERSION:
         has = f"version {version}" if version > 0 else os.strerror(-version)
         found.append(f"Landlock of version {LANDLOCK_VERSION} or later, which Linux 6.2 has (found: {has})")
@@ -181,10 +203,31 @@ def give_up_privileges() -> None:
     _must("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
+def bound_files(size: int) -> None:
+    """Mount a file system of `size` bytes on the working directory; it ends with this process. Keeps `program.py`.
+
+    Each file takes one of `size / ENTRY_BYTES` inodes. Where namespaces are refused, the poll of `Sandbox` is the only
+    bound.
+    """
+    directory, user, group = os.getcwd(), os.getuid(), os.getgid()
+    with open("program.py", "rb") as file:
+        program = file.read()
+    with contextlib.suppress(OSError):
+        _must("unshare", _libc.unshare(_NEW_NAMESPACES))
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        options = f"size={size},nr_inodes={size // ENTRY_BYTES + 2},mode=700".encode()
+        _must("mount", _libc.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", _NOTHING_BUT_DATA, options))
+    os.chdir(directory)
+    with open("program.py", "wb") as file:
+        file.write(program)
+
+
 def fence(rights: dict[str, int], alone: bool = True) -> None:
     """Landlock: nothing of the file system but what lies below these paths, each with its rights. `alone`: also no TCP,
     no abstract sockets, and no signals to others, where this kernel has rules for that."""
-    version = _must("Landlock", _call(_LANDLOCK_CREATE, None, 0, 1))
+    version = _must("Landlock", landlock_version())
     handled = (1 << (16 if version >= 5 else 15)) - 1
     attributes = struct.pack("3Q", handled, 3 if alone and version >= 4 else 0, 3 if alone and version >= 6 else 0)
     rules = _must("landlock_create_ruleset", _call(_LANDLOCK_CREATE, attributes, len(attributes), 0))
@@ -221,26 +264,34 @@ def write_only_below(directory: str, shared_memory: bool = False) -> None:
 def filter_calls() -> None:
     """seccomp: no sockets, no processes, and the rest of `DENIED`, for all threads to come."""
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    missing, refused, allowed = _REFUSE | errno.ENOSYS, _REFUSE | errno.EPERM, _ALLOW
-    program += [(_AT_LEAST, 0, 1, _NEWEST), (_RETURN, 0, 0, missing)]
-    program += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, missing)]  # its flags cannot be seen; libc tries clone then
+    missing = (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
+    refuse, allow = (_RETURN, 0, 0, _REFUSE | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
+    program += [(_AT_LEAST, 0, 1, _NEWEST), missing]
+    program += [(_EQUAL, 0, 1, _CLONE3), missing]  # its flags cannot be seen; libc tries clone then
     for calls in DENIED.values():
         for number in calls.values():
-            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refused)]
-    threads = [(_LOAD, 0, 0, 16), (_HAS_BITS, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, allowed)]
-    asks = [(_LOAD, 0, 0, 32), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 36), (_EQUAL, 0, 1, 0)]
-    asks += [(_RETURN, 0, 0, allowed), (_RETURN, 0, 0, refused)]
-    itself = [(_LOAD, 0, 0, 16), (_EQUAL, 1, 0, os.getpid()), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, allowed)]
-    cases = {_CLONE: threads, _PRLIMIT: asks} | dict.fromkeys(_ONLY_ITSELF.values(), itself)
-    for number, (argument, values) in _DENIED_FIRST.items():
-        cases[number] = [(_LOAD, 0, 0, 16 + 8 * argument)]
-        for value in values:
-            cases[number] += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, refused)]
-        cases[number].append((_RETURN, 0, 0, allowed))
+            program += [(_EQUAL, 0, 1, number), refuse]
+    itself = [_argument(0), (_EQUAL, 1, 0, os.getpid()), refuse]
+    cases = dict.fromkeys(_ONLY_ITSELF.values(), itself) | {
+        # all threads share one table of open files, which the owner's poll reads
+        _CLONE: [_argument(0), (_HAS_BITS, 0, 2, _CLONE_THREAD), (_HAS_BITS, 0, 1, _CLONE_FILES), allow, refuse],
+        _CLOSE_RANGE: [_argument(2), (_HAS_BITS, 0, 1, _CLOSE_RANGE_UNSHARE), refuse],
+        # a page that remains of unmapped shared memory keeps all of it, and the limit counts that page alone
+        _MMAP: [_argument(3), (_HAS_BITS, 0, 2, _MAP_SHARED), (_HAS_BITS, 0, 1, _MAP_ANONYMOUS), refuse],
+        _PRLIMIT: [_argument(0), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 36), (_EQUAL, 0, 1, 0), allow, refuse],
+        _IOCTL_CALL: [_argument(1), *(line for value in _IOCTLS for line in ((_EQUAL, 0, 1, value), allow)), refuse],
+    }
+    for number, (argument, values) in _DENIED_VALUES.items():
+        cases[number] = [_argument(argument), *(line for value in values for line in ((_EQUAL, 0, 1, value), refuse))]
     for number, case in cases.items():
-        program += [(_EQUAL, 0, len(case), number), *case]
-    program.append((_RETURN, 0, 0, allowed))
+        program += [(_EQUAL, 0, len(case) + 1, number), *case, allow]
+    program.append(allow)
     install(program)
+
+
+def _argument(index: int) -> tuple[int, int, int, int]:
+    """Load the lower half of an argument of the system call."""
+    return _LOAD, 0, 0, 16 + 8 * index
 
 
 def install(program: list[tuple[int, int, int, int]]) -> None:
@@ -253,6 +304,7 @@ def install(program: list[tuple[int, int, int, int]]) -> None:
 def main() -> None:
     """Confine this process, say so, and run the code."""
     settings = json.loads(sys.argv[1])
+    bound_files(settings["files"])
     _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
     if os.getppid() != settings["owner"]:
         os._exit(1)

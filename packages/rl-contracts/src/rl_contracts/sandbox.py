@@ -1,8 +1,8 @@
-"""Python code that nobody has read, in a process that can do nothing but compute.
+"""Untrusted Python code, in a process that can only compute.
 
-It has no network, starts no processes, reads the interpreter's libraries and nothing else, and writes files in a
-directory of its own that is gone afterwards; processor and wall time, memory, files and output are bounded. The kernel
-enforces that, by Landlock, seccomp and limits of resources, for root as well. Where it cannot, there is no sandbox.
+It has no network, starts no processes, reads no files but the interpreter's libraries, and writes files in a directory
+of its own that is gone afterwards. Processor and wall time, memory, files and output are bounded. The kernel enforces
+that, by Landlock, seccomp and limits of resources, for root as well. Where it cannot, there is no sandbox.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,7 +45,12 @@ class SandboxLimits:
     file: int = 16 << 20
     """Of each file, and of stdout and stderr each."""
     files: int = 64 << 20
-    """Of all its files together, deleted ones that it has open included; looked at every 50 ms."""
+    """Of all its files together, deleted ones that it still uses included. Each name of a file takes 4 KiB.
+
+    Exact where the user may create namespaces: the files are then in a file system of this size, in memory. Elsewhere,
+    as in most containers, the sandbox polls every 50 ms. A program then exceeds the limit by what it writes between two
+    polls (about 100 MiB measured).
+    """
     output: int = 1 << 16
     """Of stdout and of stderr that are kept: the beginning of the one, the end of the other."""
 
@@ -166,22 +172,38 @@ class Sandbox:
             except subprocess.TimeoutExpired:
                 if time.monotonic() >= deadline:
                     return f"{_LATE} {seconds:g} s"
-                if _size(directory, process.pid) > self.limits.files:
+                if _size(directory, process.pid, self.limits) > self.limits.files:
                     return f"its files had more than {self.limits.files:,} bytes"
+                if _is_zombie(process.pid):  # its main thread ended; the other threads end with it
+                    return ""
             else:
                 return ""
 
 
-def _size(directory: Path, pid: int) -> int:
-    """Bytes of the files in a directory, which has no others below it, and of those that the process has open."""
-    found = {}
-    for place in (str(directory), f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # it has ended
-            for entry in os.scandir(place):
+def _size(directory: Path, pid: int, limits: SandboxLimits) -> int:
+    """Bytes of the files in a directory without directories below it, and of those that its process has open or mapped.
+
+    Each name and open file takes `ENTRY_BYTES` more. A deleted file that is mapped counts as `limits.file`, since its
+    size cannot be read.
+    """
+    sizes, total = {}, 0
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # it has ended
+        for place in (str(directory), f"/proc/{pid}/fd"):
+            for entry in islice(os.scandir(place), limits.files // confine.ENTRY_BYTES + 1):
+                total += confine.ENTRY_BYTES
                 with contextlib.suppress(FileNotFoundError):
                     stat = os.stat(entry.path)
-                    found[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
-    return sum(found.values())
+                    sizes[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+        lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+        mark = os.fsencode(directory.name)
+        mapped = {line.split()[4] for line in lines if mark in line and line.endswith(b"(deleted)")}
+        total += limits.file * len(mapped)
+    return total + sum(sizes.values())
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether the main thread of a process that was not waited for has ended."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
 
 
 def _begin(file: BinaryIO, most: int) -> str:

@@ -379,6 +379,59 @@ def test_sandbox_threads_end_with_the_main_thread(any_kernel):
     assert (run.code, run.stopped, run.timed_out) == (-9, "", False)
 
 
+def test_sandbox_signals_by_way_of_sockets_are_refused(any_kernel):
+    found = outcomes(
+        any_kernel,
+        """
+        import fcntl, os, socket, struct
+        one, other = socket.socketpair()
+        owner = struct.pack("i", os.getppid())
+        outcomes(
+            FIOSETOWN=lambda: fcntl.ioctl(one, 0x8901, owner),
+            SIOCSPGRP=lambda: fcntl.ioctl(one, 0x8902, owner),
+            FIOASYNC=lambda: fcntl.ioctl(one, 0x5452, struct.pack("i", 1)),
+            F_SETOWN_EX=lambda: fcntl.fcntl(one, 15, struct.pack("ii", 1, os.getppid())),
+            O_ASYNC=lambda: fcntl.fcntl(one, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK),
+            O_NONBLOCK=lambda: fcntl.fcntl(one, fcntl.F_SETFL, os.O_NONBLOCK),
+            FIONBIO=lambda: os.set_blocking(one.fileno(), False),
+        )
+        """,
+    )
+
+    assert (found.pop("O_NONBLOCK"), found.pop("FIONBIO")) == ("done", "done")
+    assert set(found.values()) == {"PermissionError"}
+
+
+def test_sandbox_sockets_that_reach_others_are_refused(any_kernel, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as daemon:
+        daemon.bind(str(tmp_path / "daemon"))
+        found = outcomes(
+            any_kernel,
+            f"""
+            import socket
+            path = {str(tmp_path / "daemon")!r}
+            def send(kind):
+                socket.socketpair(socket.AF_UNIX, kind)[0].sendto(b"x", path)
+            outcomes(
+                datagram=lambda: send(socket.SOCK_DGRAM),
+                datagram_with_flags=lambda: send(socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC),
+                packets=lambda: send(socket.SOCK_SEQPACKET),
+                raw=lambda: send(socket.SOCK_RAW),
+                tipc=lambda: socket.socketpair(socket.AF_TIPC, socket.SOCK_STREAM),
+                connect=lambda: socket.socketpair()[0].connect(path),
+                bind=lambda: socket.socketpair()[0].bind("mine"),
+                stream=lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK),
+            )
+            """,
+        )
+        daemon.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            daemon.recv(1)
+
+    assert found.pop("stream") == "done"
+    assert set(found.values()) == {"PermissionError"}
+
+
 ORDINARY = """
 import asyncio, ctypes, mmap, pathlib, sqlite3, tempfile, threading
 async def work():

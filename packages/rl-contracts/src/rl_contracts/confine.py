@@ -41,12 +41,14 @@ _NEWEST = 440
 """System calls from here on, of the kernel's and of the x32 interface, are told not to exist."""
 _NEW_NAMESPACES, _NOTHING_BUT_DATA = 0x10020000, 14  # CLONE_NEWUSER | NEWNS; MS_NOSUID | NODEV | NOEXEC
 _CLONE, _CLONE3, _CLONE_THREAD, _CLONE_FILES = 56, 435, 0x10000, 0x400
+_FCNTL, _F_SETFL, _O_ASYNC = 72, 4, 0x2000
 _MMAP, _MAP_SHARED, _MAP_ANONYMOUS = 9, 0x1, 0x20
 _CLOSE_RANGE, _CLOSE_RANGE_UNSHARE = 436, 0x2
+_SOCKETPAIR, _AF_UNIX, _SOCK_STREAM = 53, 1, 1
 _IOCTL_CALL, _PRLIMIT = 16, 302
 
 DENIED = {
-    "network": {"socket": 41},
+    "network": {"socket": 41, "connect": 42, "bind": 49},
     "open files in messages, which the owner's poll cannot count": {
         "sendmsg": 46,
         "recvmsg": 47,
@@ -54,6 +56,7 @@ DENIED = {
         "sendmmsg": 307,
     },
     "space of a file before anything is written": {"fallocate": 285},
+    "names of files that others use": {"inotify_init": 253, "inotify_add_watch": 254, "inotify_init1": 294},
     "processes": {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322},
     "other processes": {
         "ptrace": 101,
@@ -141,7 +144,7 @@ DENIED = {
 }
 """System calls that are refused, by what they would reach."""
 _ONLY_ITSELF = {"kill": 62, "tgkill": 234}
-_DENIED_VALUES = {157: (0, (_PR_SET_PDEATHSIG, 4)), 72: (1, (8, 10, 15, 1024))}
+_DENIED_VALUES = {157: (0, (_PR_SET_PDEATHSIG, 4)), _FCNTL: (1, (8, 10, 15, 1024))}
 """By system call, an argument and values of it that are refused: of prctl, to outlive the owner or to hide
 from it (PR_SET_DUMPABLE); of fcntl, to have signals
 sent to others (F_SETOWN, F_SETSIG, F_SETOWN_EX), and to hold up who opens a file (F_SETLEASE)."""
@@ -279,10 +282,16 @@ def filter_calls() -> None:
         # a page that remains of unmapped shared memory keeps all of it, and the limit counts that page alone
         _MMAP: [_argument(3), (_HAS_BITS, 0, 2, _MAP_SHARED), (_HAS_BITS, 0, 1, _MAP_ANONYMOUS), refuse],
         _PRLIMIT: [_argument(0), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 36), (_EQUAL, 0, 1, 0), allow, refuse],
+        # asyncio uses pairs of Unix stream sockets; a datagram socket can send to any socket of the file system
+        _SOCKETPAIR: [
+            *(_argument(0), (_EQUAL, 0, 4, _AF_UNIX)),
+            *(_argument(1), (_HAS_BITS, 2, 0, 0xE), (_HAS_BITS, 0, 1, _SOCK_STREAM), allow, refuse),
+        ],
         _IOCTL_CALL: [_argument(1), *(line for value in _IOCTLS for line in ((_EQUAL, 0, 1, value), allow)), refuse],
     }
     for number, (argument, values) in _DENIED_VALUES.items():
         cases[number] = [_argument(argument), *(line for value in values for line in ((_EQUAL, 0, 1, value), refuse))]
+    cases[_FCNTL] += [(_EQUAL, 0, 3, _F_SETFL), _argument(2), (_HAS_BITS, 0, 1, _O_ASYNC), refuse]
     for number, case in cases.items():
         program += [(_EQUAL, 0, len(case) + 1, number), *case, allow]
     program.append(allow)

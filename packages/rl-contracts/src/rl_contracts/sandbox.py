@@ -3,6 +3,10 @@
 It has no network, starts no processes, reads no files but the interpreter's libraries, and writes files in a directory
 of its own that is gone afterwards. Processor and wall time, memory, files and output are bounded. The kernel enforces
 that, by Landlock, seccomp and limits of resources, for root as well. Where it cannot, there is no sandbox.
+
+Two things are not guarded. `stat`, `access`, `readlink` and `getxattr` reveal whether any path exists, its size, owner,
+times and extended attributes, and where a link points. Memory is the only bound on threads: 512 MiB hold some 32,000
+with small stacks.
 """
 
 from __future__ import annotations

@@ -454,6 +454,24 @@ def test_sandbox_ordinary_programs_work(any_kernel):
     assert (run.output, run.errors) == ("14 (7,) b'mapped'\n3\n", "")
 
 
+def test_write_only_below_signals_its_own_processes_alone(tmp_path):
+    if confine.landlock_version() < 6:
+        pytest.skip("Landlock guards signals from version 6")
+    code = f"""
+import os, subprocess, sys
+from rl_contracts import confine
+confine.write_only_below({str(tmp_path)!r})
+child = subprocess.Popen(["sleep", "60"])
+child.kill()
+print(child.wait())
+os.kill(os.getppid(), 0)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    assert ran.stdout == "-9\n"
+    assert "PermissionError" in ran.stderr
+
+
 def test_sandbox_other_processes_get_no_signals_and_it_gets_its_own(any_kernel):
     found = outcomes(
         any_kernel,

@@ -228,11 +228,12 @@ def bound_files(size: int) -> None:
 
 
 def fence(rights: dict[str, int], alone: bool = True) -> None:
-    """Landlock: nothing of the file system but what lies below these paths, each with its rights. `alone`: also no TCP,
-    no abstract sockets, and no signals to others, where this kernel has rules for that."""
+    """Landlock: nothing of the file system but what lies below these paths, each with its rights, and no signals to
+    others. `alone`: also no TCP and no abstract sockets. Of these three, what this kernel has rules for."""
     version = _must("Landlock", landlock_version())
     handled = (1 << (16 if version >= 5 else 15)) - 1
-    attributes = struct.pack("3Q", handled, 3 if alone and version >= 4 else 0, 3 if alone and version >= 6 else 0)
+    scope = 3 if alone else 2
+    attributes = struct.pack("3Q", handled, 3 if alone and version >= 4 else 0, scope if version >= 6 else 0)
     rules = _must("landlock_create_ruleset", _call(_LANDLOCK_CREATE, attributes, len(attributes), 0))
     for path, right in rights.items():
         try:
@@ -250,7 +251,7 @@ def fence(rights: dict[str, int], alone: bool = True) -> None:
 
 def write_only_below(directory: str, shared_memory: bool = False) -> None:
     """From here on this process and those that it starts write no files but those below a directory, and get no further
-    privileges. They read, compute and talk as before.
+    privileges. From Linux 6.12 on they send signals only to each other. They read, compute and connect as before.
 
     Args:
         shared_memory: let them write in /dev/shm too, where a run's weights lie while servers take them.

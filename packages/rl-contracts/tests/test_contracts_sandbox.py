@@ -192,6 +192,15 @@ def test_sandbox_more_memory_than_allowed_is_refused(sandbox):
     assert run.errors.endswith("MemoryError\n")
 
 
+def test_sandbox_huge_pages_are_refused(sandbox):
+    run = sandbox.run(
+        "import ctypes\nprctl = ctypes.CDLL(None, use_errno=True).prctl\n"
+        "print(prctl(42, 0, 0, 0, 0), prctl(41, 0, 0, 0, 0), ctypes.get_errno())"
+    )
+
+    assert run.output == "1 -1 1\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "stopped"),

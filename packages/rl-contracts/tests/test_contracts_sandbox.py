@@ -524,9 +524,10 @@ def test_sandbox_each_denied_system_call_is_refused(any_kernel):
 
 
 @pytest.mark.slow
-def test_sandbox_ends_with_its_owner():
+def test_sandbox_ends_with_its_owner(tmp_path):
     owner = subprocess.Popen(
-        [sys.executable, "-c", "from rl_contracts.sandbox import Sandbox\nSandbox().run('while True: pass')"]
+        [sys.executable, "-c", "from rl_contracts.sandbox import Sandbox\nSandbox().run('while True: pass')"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children")
     deadline = time.monotonic() + 60

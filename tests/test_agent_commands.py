@@ -327,7 +327,7 @@ asyncio.run(Sleeps(print).run({{}}, base_url="", api_key=""))
 """
     owner = subprocess.Popen([sys.executable, "-c", code])  # noqa: ASYNC220
     mark, deadline = f"98{os.getpid()}", time.monotonic() + 60
-    while len(lives(mark)) < 3:  # owner, keeper, sleep
+    while len(lives(mark)) < 3:  # owner, reaper, sleep
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
     owner.kill()

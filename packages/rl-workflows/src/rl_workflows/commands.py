@@ -14,10 +14,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_contracts import confine
+from rl_contracts import confine, reaper
 from rl_contracts.errors import AgentError, ConfigError
 from rl_contracts.workflow import AgentWorkflow
-from rl_workflows import keeper
 from rl_workflows.rlvr import NOT_FOR_REWARDS
 
 _LONGEST_RESULT = 1 << 20
@@ -179,7 +178,7 @@ class _Process:
         settings = json.dumps(self._settings | {"owner": theirs, "directory": self._directory})
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-IS", keeper.__file__, settings),
+                *(sys.executable, "-IS", reaper.__file__, settings),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=self._errors,

@@ -1,8 +1,8 @@
-"""The process that keeps an agent's: a script, which imports nothing of ours but the file that it is told.
+"""Run one command, and end all processes that it started: a script that needs the standard library only. Linux alone.
 
-`keeper.py SETTINGS`, a JSON object as `main` reads it. It starts the command in a directory, outside of which it can
-write nothing, and ends with it. Whatever the command started ends then too, also what left its session; and so it does
-when the descriptor `owner` is closed on its other side, as it is when its owner dies. Linux alone.
+`reaper.py SETTINGS`, a JSON object as `main` reads it. The reaper ends with its command, or when the other side of the
+descriptor `owner` is written to or closed, as it is when the owner dies. All processes below the reaper end then, also
+those that left its session. With `confine`, the path of `rl_contracts.confine`, they can write in `directory` only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AFTER_SECONDS = 30.0
 
 
 def main() -> int:
-    """Keep one command; its exit code, or 128 and the signal that ended it."""
+    """Run one command; return its exit code, or 128 plus the signal that ended it."""
     settings = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what its processes leave behind is this one's child
     if settings["confine"]:

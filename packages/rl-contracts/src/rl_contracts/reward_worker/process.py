@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -13,8 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rl_contracts import reaper
 from rl_contracts.errors import ConfigError, RewardError
 from rl_contracts.reward_worker import wire
+from rl_contracts.scheduler import RUN_KEY_VARIABLE
 
 _CHUNK = 1 << 16
 _STDERR_BYTES = 4000
@@ -22,7 +25,10 @@ _END_TIMEOUT = 10.0
 
 
 class WorkerProcess:
-    """Belongs to the thread that makes it, which must live as long: on Linux a process dies with its parent's thread.
+    """A process with a directory for temporary files (`TMPDIR`), which is removed when the process ends.
+
+    On Linux a reaper (`rl_contracts.reaper`) starts it, and ends it with all processes below it. It does not get the
+    run key.
 
     Args:
         target: registry name or dotted path of the function.
@@ -35,20 +41,28 @@ class WorkerProcess:
 
     def __init__(self, target: str, timeout: float, log: Path | None = None) -> None:
         self._what = f"reward {target!r}"
-        # a session of its own: the whole group can be killed, and Ctrl-C in the terminal goes to the parent alone
+        peer, owner = os.pipe()
+        self._owner = os.fdopen(owner, "wb", buffering=0)
         try:
-            self._printed: Any = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115 - see close
+            self._directory = tempfile.TemporaryDirectory(prefix="rl-reward-", ignore_cleanup_errors=True)
+            directory = self._directory.name
+            self._printed = (log or Path(directory, "stderr.log")).open("a+b")
             self._begin = os.fstat(self._printed.fileno()).st_size
+            # a session of its own: Ctrl-C in the terminal goes to the owner alone
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rl_contracts.reward_worker"],
+                _command(peer, directory),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._printed,
                 bufsize=0,
+                env={k: v for k, v in os.environ.items() if k != RUN_KEY_VARIABLE} | {"TMPDIR": directory},
+                pass_fds=(peer,),
                 start_new_session=True,
             )
         except OSError as error:
             raise ConfigError(f"{self._what}: its worker process cannot be started: {error}") from error
+        finally:
+            os.close(peer)
         self._pipes = [pipe for pipe in (self._process.stdin, self._process.stdout) if pipe]
         self._in, self._out = (pipe.fileno() for pipe in self._pipes)
         os.set_blocking(self._in, False)
@@ -57,8 +71,8 @@ class WorkerProcess:
         self._setup = wire.encode({"target": target, "path": sys.path, "timeout": timeout})
 
     def lives(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
+        """Whether it has not ended, and has written nothing since its last reply."""
+        return self._process.poll() is None and not self._events.poll(0)
 
     def start(self, timeout: float) -> None:
         """Wait until the function is imported, at most `timeout` seconds.
@@ -96,18 +110,22 @@ class WorkerProcess:
         return answer
 
     def kill(self) -> None:
-        """End the process group, from any thread; whoever waits for an answer learns that it ended."""
-        if self.lives():
+        """End it and all processes below it, from any thread; a caller that waits for a reply gets an error."""
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError, ValueError):  # the reaper has ended, or the pipe is closed
+                self._owner.write(b"\n")
+        elif self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it and wait until it is gone."""
+        """Kill it, wait until it is gone, and remove its directory."""
         self.kill()
-        for file in (*self._pipes, self._printed):
+        for file in (self._owner, *self._pipes, self._printed):
             file.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel, where nothing ends it
             self._process.wait(_END_TIMEOUT)
+        self._directory.cleanup()
 
     def _exchange(self, frame: bytes, timeout: float) -> Any:
         """Send a frame and return the value of the one that answers it."""
@@ -139,10 +157,12 @@ class WorkerProcess:
             return frame[:0]  # it died; the end of its results says so too
 
     def _ended(self, doing: str) -> str:
-        """What happened where its pipe is closed: it ends, or has ended by itself."""
+        """Describe the end of a process that closed its pipe."""
         try:
-            code = self._process.wait(timeout=0.2)
-            how = f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            code = self._process.wait(timeout=0.5)
+            number = -code if code < 0 else code - 128  # of the process itself, or of the one below the reaper
+            is_signal = number in signal.Signals
+            how = f"ended by signal {signal.Signals(number).name}" if is_signal else f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
             how = "closed its pipe, but lived on, and was killed"
         return f"{self._what}: its worker {how} {doing}.{self._last_lines()}"
@@ -152,3 +172,14 @@ class WorkerProcess:
         begin = max(self._begin, os.fstat(file).st_size - _STDERR_BYTES)
         text = os.pread(file, _STDERR_BYTES, begin).decode(errors="replace").strip()
         return f" Last lines of its stderr:\n{text}" if text else " It wrote nothing to stderr."
+
+
+def _command(owner: int, directory: str) -> list[str]:
+    """Return the command of a worker: on Linux that of its reaper, which reads the descriptor `owner` and removes the
+    directory also when its owner was killed."""
+    worker = [sys.executable, "-P", "-m", "rl_contracts.reward_worker"]
+    if sys.platform != "linux":
+        return worker
+    settings = {"command": worker, "directory": None, "confine": None, "owner": owner}
+    settings["after"] = ["rm", "-rf", directory]
+    return [sys.executable, "-IS", reaper.__file__, json.dumps(settings)]

@@ -1,0 +1,162 @@
+"""Reward workers whose functions fork, leave processes and files, flood, or write to the worker's pipes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_contracts.errors import RewardError
+from rl_contracts.reward_worker import AsyncRewardWrapper
+from rl_contracts.testing.waiting import wait_until
+
+REWARDS = """
+import os, signal, subprocess, sys, tempfile, threading, time
+from rl_contracts.metrics import record
+from rl_contracts.reward import PartedReward
+
+def pipes():
+    return [int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and "pipe" in target(fd)]
+
+def target(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+def write_to_pipes(data):
+    for fd in pipes():
+        try:
+            os.write(fd, data)
+        except OSError:
+            pass
+
+def leaves(prompt, completions, prompt_ids, completion_ids, *, file, **data):
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    with open(file + ".new", "w") as output:
+        output.write(f"{os.getpid()} {child.pid} {tempfile.mkdtemp()}")
+    os.rename(file + ".new", file)
+    if completions == "exit":
+        os._exit(7)
+    if completions == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completions == "hang":
+        time.sleep(1000)
+    return 1.0
+
+def environment(prompt, completions, prompt_ids, completion_ids, **data):
+    return float("RL_RUN_KEY" in os.environ)
+
+def forks(prompt, completions, prompt_ids, completion_ids, *, value, **data):
+    if completions in ("return", "raise") and not os.fork():
+        if completions == "raise":
+            raise LookupError("in a fork")
+        return -1.0
+    if completions == "write":
+        write_to_pipes(b'{"value": 42.0}\\n')
+    if completions == "write without an end":
+        write_to_pipes(b"[" * 1000)
+    if completions == "write much":
+        while True:
+            write_to_pipes(b"[" * 60000)
+    return value
+
+def long_error(prompt, completions, prompt_ids, completion_ids, **data):
+    raise ValueError(completions + "x" * 50_000_000)
+
+def prints(prompt, completions, prompt_ids, completion_ids, **data):
+    for _ in range(80):
+        os.write(2, b"y" * 999_999 + b"\\n")
+        time.sleep(0.002)
+    print("last line")
+    return 1.0
+
+def records(prompt, completions, prompt_ids, completion_ids, **data):
+    record(completions, 7.0)
+    return 1.0
+
+def parted(prompt, completions, prompt_ids, completion_ids, *, parts, **data):
+    return PartedReward(**parts)
+
+def number(prompt, completions, prompt_ids, completion_ids, *, value, **data):
+    return value
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "fault_rewards.py").write_text(REWARDS)
+    (folder / "forking_rewards.py").write_text("import os\nos.fork()\ndef f(*given, **data):\n    return 1.0\n")
+    sys.path.insert(0, str(folder))
+    yield
+    sys.path.remove(str(folder))
+
+
+async def score(wrapper: AsyncRewardWrapper, completion: str, **data: Any) -> float:
+    return await wrapper("question", completion, [1, 2], [3, 4, 5], **data)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def require_nothing_left(file: Path) -> None:
+    worker, child, directory = file.read_text().split()
+    wait_until(lambda: not is_alive(int(worker)))
+    wait_until(lambda: not is_alive(int(child)))
+    assert Path(directory).parent.name.startswith("rl-reward-")
+    wait_until(lambda: not Path(directory).parent.exists())
+
+
+@pytest.mark.parametrize("ending", ["exit", "kill", "hang"])
+async def test_reward_worker_that_ends_leaves_no_process_or_directory(ending: str, tmp_path: Path) -> None:
+    file = tmp_path / "left"
+    async with AsyncRewardWrapper("fault_rewards:leaves", timeout=0.5) as wrapper:
+        with pytest.raises(RewardError):
+            await score(wrapper, ending, file=str(file))
+
+        require_nothing_left(file)
+
+
+async def test_reward_worker_that_is_closed_leaves_no_process_or_directory(tmp_path: Path) -> None:
+    file = tmp_path / "left"
+    async with AsyncRewardWrapper("fault_rewards:leaves") as wrapper:
+        assert await score(wrapper, "return", file=str(file)) == 1.0
+
+    require_nothing_left(file)
+
+
+OWNER = """
+import asyncio, sys
+from rl_contracts.reward_worker import AsyncRewardWrapper
+
+asyncio.run(AsyncRewardWrapper("fault_rewards:leaves")("", "hang", [], [], file=sys.argv[1]))
+"""
+
+
+def test_reward_worker_whose_owner_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "left"
+    module = str(Path(str(importlib.import_module("fault_rewards").__file__)).parent)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(file)], env={**os.environ, "PYTHONPATH": module})
+    wait_until(file.exists, 30.0)
+
+    owner.kill()
+    owner.wait()
+
+    require_nothing_left(file)
+
+
+async def test_reward_worker_environment_has_no_run_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_RUN_KEY", "secret")
+    async with AsyncRewardWrapper("fault_rewards:environment") as wrapper:
+        assert await score(wrapper, "") == 0.0

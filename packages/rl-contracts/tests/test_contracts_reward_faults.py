@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import subprocess
@@ -160,3 +161,36 @@ async def test_reward_worker_environment_has_no_run_key(monkeypatch: pytest.Monk
     monkeypatch.setenv("RL_RUN_KEY", "secret")
     async with AsyncRewardWrapper("fault_rewards:environment") as wrapper:
         assert await score(wrapper, "") == 0.0
+
+
+@pytest.mark.parametrize("fault", ["return", "raise", "write", "write without an end", "write much"])
+async def test_reward_fault_on_the_pipes_leaves_the_next_replies_right(fault: str) -> None:
+    async with AsyncRewardWrapper("fault_rewards:forks", timeout=2.0) as wrapper:
+        first = (await asyncio.gather(score(wrapper, fault, value=0.0), return_exceptions=True))[0]
+
+        assert isinstance(first, RewardError) or first == 0.0
+        assert [await score(wrapper, "", value=float(value)) for value in (1, 2, 3)] == [1.0, 2.0, 3.0]
+
+
+async def test_reward_function_that_writes_a_frame_raises_reward_error() -> None:
+    async with AsyncRewardWrapper("fault_rewards:forks", timeout=2.0) as wrapper:
+        with pytest.raises(RewardError, match="pipe"):
+            await score(wrapper, "write", value=0.0)
+
+
+async def test_reward_module_that_forks_at_import_scores_each_call_once() -> None:
+    async with AsyncRewardWrapper("forking_rewards:f", timeout=2.0) as wrapper:
+        assert [await score(wrapper, "") for _ in range(3)] == [1.0] * 3
+
+
+async def test_reward_call_with_an_unexpected_error_raises_reward_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("no descriptors")
+
+    async with AsyncRewardWrapper("fault_rewards:forks") as wrapper:
+        monkeypatch.setattr("rl_contracts.reward_worker.process.WorkerProcess.score", broken)
+        with pytest.raises(RewardError, match="no descriptors"):
+            await score(wrapper, "", value=1.0)
+        monkeypatch.undo()
+
+        assert await score(wrapper, "", value=1.0) == 1.0

@@ -1,9 +1,10 @@
 """The worker process: reads calls of one reward function from stdin, writes results to what was stdout.
 
-The first frame names the function: `{"target": name or dotted path, "path": sys.path, "timeout": seconds}`; the answer
+The first frame names the function: `{"target": name or dotted path, "path": sys.path, "timeout": seconds}`; the reply
 is `{"ready": true}` or `{"refused": text}`. Each further frame is a call, `[prompt, completions, prompt_ids,
-completion_ids, data]`; its answer is `{"value": number}` or `{"error": text}`, with the `figures` that the function
-recorded, if it did. Whatever it prints or logs (from INFO on) goes to stderr.
+completion_ids, data]`; its reply is `{"value": number}` or `{"error": text}`, with the `figures` that the function
+recorded, if it did. `rl_contracts.reward_worker.wire` has the format of frames. Output of the function and its logs
+(from INFO on) go to stderr.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rl_contracts.reward_worker import wire
 
 _PR_SET_PDEATHSIG = 1
 _TRACE_LIMIT = 6000
+_PID = os.getpid()
 
 
 def main() -> None:
@@ -42,28 +44,29 @@ def main() -> None:
     # a trainer that is asked to stop ends its step first, and needs the rewards; a handler goes with an exec, so that
     # programs which the function starts end as usual
     signal.signal(signal.SIGTERM, lambda *_: None)
-    calls = wire.frames(stream)
-    setup = next(calls, None)
-    if setup is None:
+    calls = wire.calls(stream)
+    first = next(calls, None)
+    if first is None:
         return
+    number, setup = first
     sys.path[:] = setup["path"]
     set_time_limit(setup["timeout"])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         function = load("rl.rewards", setup["target"])
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any code runs at import; the parent reports it
-        _write(results, {"refused": _describe(error)})
+        _write(results, number, {"refused": _describe(error)})
         return
     if not callable(function):
-        _write(results, {"refused": f"{setup['target']!r} stands for {function!r}, which cannot be called."})
+        _write(results, number, {"refused": f"{setup['target']!r} stands for {function!r}, which cannot be called."})
         return
-    _write(results, {"ready": True})
+    _write(results, number, {"ready": True})
     _serve(calls, results, function)
 
 
-def _serve(calls: Iterator[Any], results: int, function: Callable[..., Any]) -> None:
+def _serve(calls: Iterator[tuple[int, Any]], results: int, function: Callable[..., Any]) -> None:
     reads_final_text = takes_final_text(function)
-    for call in calls:
+    for number, call in calls:
         answer: dict[str, Any]
         if not reads_final_text:
             call[-1].pop("final_text", None)
@@ -75,7 +78,7 @@ def _serve(calls: Iterator[Any], results: int, function: Callable[..., Any]) -> 
                 answer = {"error": _describe(error, function)}
         if recorded := figures.to_json():
             answer["figures"] = recorded
-        _write(results, answer)
+        _write(results, number, answer)
 
 
 def _score(
@@ -128,8 +131,11 @@ def _claim_pipes() -> tuple[BinaryIO, int]:
     return os.fdopen(calls, "rb"), results
 
 
-def _write(results: int, answer: dict[str, Any]) -> None:
-    frame = memoryview(wire.encode(answer))
+def _write(results: int, number: int, answer: dict[str, Any]) -> None:
+    """Send a reply. A process that the function forked ends here instead: the call has one reply."""
+    if os.getpid() != _PID:
+        os._exit(1)
+    frame = memoryview(wire.numbered(number, wire.encode(answer)))
     while frame:
         frame = frame[os.write(results, frame) :]
 

@@ -68,6 +68,7 @@ class WorkerProcess:
         os.set_blocking(self._in, False)
         self._events = select.poll()
         self._events.register(self._out, select.POLLIN)
+        self._number = 0
         self._setup = wire.encode({"target": target, "path": sys.path, "timeout": timeout})
 
     def lives(self) -> bool:
@@ -89,6 +90,8 @@ class WorkerProcess:
             ) from None
         except EOFError:
             raise ConfigError(self._ended("before its function was imported")) from None
+        except ValueError as error:
+            raise ConfigError(self._disturbed(error)) from None
         if "refused" in answer:
             raise ConfigError(f"{self._what} cannot be used: {answer['refused']}")
 
@@ -96,10 +99,10 @@ class WorkerProcess:
         """The answer to a call within `timeout` seconds, as `rl_contracts.reward_worker.__main__` describes it.
 
         Raises:
-            RewardError: it took longer, or the process ended.
+            RewardError: it took longer, the process ended, or it sent something else.
         """
         try:
-            answer: dict[str, Any] = self._exchange(call, timeout)
+            return self._exchange(call, timeout)
         except TimeoutError:
             raise RewardError(
                 f"{self._what} took longer than its limit of {timeout:g} s; its worker was killed. Raise the timeout "
@@ -107,7 +110,8 @@ class WorkerProcess:
             ) from None
         except EOFError:
             raise RewardError(self._ended("while it scored")) from None
-        return answer
+        except ValueError as error:
+            raise RewardError(self._disturbed(error)) from None
 
     def kill(self) -> None:
         """End it and all processes below it, from any thread; a caller that waits for a reply gets an error."""
@@ -127,11 +131,18 @@ class WorkerProcess:
             self._process.wait(_END_TIMEOUT)
         self._directory.cleanup()
 
-    def _exchange(self, frame: bytes, timeout: float) -> Any:
-        """Send a frame and return the value of the one that answers it."""
+    def _exchange(self, frame: bytes, timeout: float) -> dict[str, Any]:
+        """Send a call and return its reply.
+
+        Raises:
+            TimeoutError: there is none within `timeout` seconds.
+            EOFError: the process closed its pipe.
+            ValueError: it sent something else.
+        """
         deadline = time.monotonic() + timeout
-        unsent, answer = self._write(memoryview(frame)), bytearray()
-        while (value := wire.complete(answer)) is None:
+        self._number += 1
+        unsent, received = self._write(memoryview(wire.numbered(self._number, frame))), bytearray()
+        while (reply := wire.reply(received, self._number)) is None:
             if unsent:
                 self._events.register(self._in, select.POLLOUT)
             ready = [descriptor for descriptor, _ in self._events.poll(1000 * max(0.0, deadline - time.monotonic()))]
@@ -144,8 +155,8 @@ class WorkerProcess:
                 chunk = os.read(self._out, _CHUNK)
                 if not chunk:
                     raise EOFError
-                answer += chunk
-        return value
+                received += chunk
+        return reply
 
     def _write(self, frame: memoryview) -> memoryview:
         """Write what the pipe takes; the rest."""
@@ -166,6 +177,12 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             how = "closed its pipe, but lived on, and was killed"
         return f"{self._what}: its worker {how} {doing}.{self._last_lines()}"
+
+    def _disturbed(self, error: ValueError) -> str:
+        return (
+            f"{self._what}: its worker's pipe has {error} instead of a reply; the worker was killed. The function must "
+            "not write to descriptors that it did not open."
+        )
 
     def _last_lines(self) -> str:
         file = self._printed.fileno()  # read without moving the place at which the process writes

@@ -183,16 +183,23 @@ class AsyncRewardWrapper:
                 if not process.lives():  # it was killed while it had nothing to do
                     self._calls.put(call)
                     return
-                frame, answer = call
-                if answer.set_running_or_notify_cancel():
-                    begin = time.perf_counter()
-                    found = process.score(frame, self._timeout)
-                    answer.set_result({**found, "seconds": time.perf_counter() - begin})
-        except RewardError as error:
-            answer.set_exception(self._closed_meanwhile() if self._closed else error)
+                if call[1].set_running_or_notify_cancel() and not self._settle(process, *call):
+                    return
         finally:
             process.close()
             self._processes.remove(process)
+
+    def _settle(self, process: WorkerProcess, frame: bytes, answer: Future[dict[str, Any]]) -> bool:
+        """Settle one call; whether the process can take another."""
+        begin = time.perf_counter()
+        try:
+            found = process.score(frame, self._timeout)
+        except Exception as error:  # noqa: BLE001 - a call without a reply would wait forever
+            known = error if isinstance(error, RewardError) else RewardError(f"reward {self.target!r}: {error!r}")
+            answer.set_exception(self._closed_meanwhile() if self._closed else known)
+            return False
+        answer.set_result({**found, "seconds": time.perf_counter() - begin})
+        return True
 
     def _fail_waiting(self, error: Exception) -> None:
         with contextlib.suppress(queue.Empty):

@@ -72,10 +72,8 @@ def long_error(prompt, completions, prompt_ids, completion_ids, **data):
     raise ValueError(completions + "x" * 50_000_000)
 
 def prints(prompt, completions, prompt_ids, completion_ids, **data):
-    for _ in range(80):
-        os.write(2, b"y" * 999_999 + b"\\n")
-        time.sleep(0.002)
-    print("last line")
+    for _ in range(80 if len(completions) > 100 else 1):
+        print(completions)
     return 1.0
 
 def records(prompt, completions, prompt_ids, completion_ids, **data):
@@ -194,3 +192,23 @@ async def test_reward_call_with_an_unexpected_error_raises_reward_error(monkeypa
         monkeypatch.undo()
 
         assert await score(wrapper, "", value=1.0) == 1.0
+
+
+async def test_reward_error_of_50_megabytes_is_sent_as_a_few_kilobytes() -> None:
+    async with AsyncRewardWrapper("fault_rewards:long_error") as wrapper:
+        with pytest.raises(RewardError, match="the beginning") as caught:
+            await score(wrapper, "the beginning")
+
+    assert len(str(caught.value)) < 20_000
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+async def test_reward_log_of_80_megabytes_keeps_its_last_lines(in_file: bool, tmp_path: Path) -> None:
+    logs = [tmp_path / "reward.log"] if in_file else []
+    async with AsyncRewardWrapper("fault_rewards:prints", logs=logs) as wrapper:
+        await score(wrapper, "y" * 999_999)
+        (process,) = wrapper._processes
+        wait_until(lambda: 8 << 20 <= os.fstat(process._printed.fileno()).st_size <= 16 << 20)
+        await score(wrapper, "last line")
+
+        assert process._last_lines().endswith("last line")

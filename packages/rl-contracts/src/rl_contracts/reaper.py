@@ -3,6 +3,7 @@
 `reaper.py SETTINGS`, a JSON object as `main` reads it. The reaper ends with its command, or when the other side of the
 descriptor `owner` is written to or closed, as it is when the owner dies. All processes below the reaper end then, also
 those that left its session. With `confine`, the path of `rl_contracts.confine`, they can write in `directory` only.
+With `stderr_bytes`, stderr is a file opened to append, of which the reaper keeps the end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import runpy
 import select
@@ -40,13 +42,23 @@ def main() -> int:
     owner = select.poll()
     owner.register(settings["owner"], select.POLLIN)
     while command.poll() is None and not owner.poll(1000 * _POLL_SECONDS):
-        pass
+        _trim(2, settings.get("stderr_bytes", math.inf))
     _end_all()
     if settings["after"]:
         null = subprocess.DEVNULL
         subprocess.run(settings["after"], stdin=null, stdout=null, timeout=_AFTER_SECONDS)
     code = command.returncode or 0
     return code if code >= 0 else 128 - code
+
+
+def _trim(file: int, limit: float) -> None:
+    """Remove the first half of a file that has more than `limit` bytes."""
+    size = os.fstat(file).st_size
+    if size > limit:
+        half = int(limit // 2)
+        end = os.pread(file, half, size - half) + os.pread(file, half, size)  # the second was written meanwhile
+        os.ftruncate(file, 0)
+        os.write(file, end)
 
 
 def _end_all() -> None:

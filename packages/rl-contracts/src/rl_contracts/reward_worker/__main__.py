@@ -32,6 +32,7 @@ from rl_contracts.reward import PartedReward, parts_of, set_time_limit, takes_fi
 from rl_contracts.reward_worker import wire
 
 _PR_SET_PDEATHSIG = 1
+_ERROR_LIMIT = 2000
 _TRACE_LIMIT = 6000
 _PID = os.getpid()
 
@@ -58,7 +59,9 @@ def main() -> None:
         _write(results, number, {"refused": _describe(error)})
         return
     if not callable(function):
-        _write(results, number, {"refused": f"{setup['target']!r} stands for {function!r}, which cannot be called."})
+        _write(
+            results, number, {"refused": f"{setup['target']!r} stands for {function!r:.200}, which cannot be called."}
+        )
         return
     _write(results, number, {"ready": True})
     _serve(calls, results, function)
@@ -142,7 +145,8 @@ def _write(results: int, number: int, answer: dict[str, Any]) -> None:
 
 def _describe(error: BaseException, function: object = None) -> str:
     trace = "".join(traceback.format_exception(error)).rstrip()
-    return f"{type(error).__name__}: {error}{raised_at(error) or defined_at(function)}\n{trace[-_TRACE_LIMIT:]}"
+    text = str(error)[:_ERROR_LIMIT]
+    return f"{type(error).__name__}: {text}{raised_at(error) or defined_at(function)}\n{trace[-_TRACE_LIMIT:]}"
 
 
 def _die_with_parent(calls: int) -> None:

@@ -21,6 +21,7 @@ from rl_contracts.scheduler import RUN_KEY_VARIABLE
 
 _CHUNK = 1 << 16
 _STDERR_BYTES = 4000
+_LOG_BYTES = 16 << 20
 _END_TIMEOUT = 10.0
 
 
@@ -33,7 +34,8 @@ class WorkerProcess:
     Args:
         target: registry name or dotted path of the function.
         timeout: seconds that the owner allows for a call, which the function can ask for.
-        log: what the function prints and logs is appended here; None: kept for errors alone.
+        log: what the function prints and logs is appended here; None: kept for errors alone. On Linux its first half
+            is removed whenever it has more than 16 MiB.
 
     Raises:
         ConfigError: the process cannot be started.
@@ -186,7 +188,8 @@ class WorkerProcess:
 
     def _last_lines(self) -> str:
         file = self._printed.fileno()  # read without moving the place at which the process writes
-        begin = max(self._begin, os.fstat(file).st_size - _STDERR_BYTES)
+        size = os.fstat(file).st_size
+        begin = max(self._begin if self._begin <= size else 0, size - _STDERR_BYTES)  # the reaper may shorten it
         text = os.pread(file, _STDERR_BYTES, begin).decode(errors="replace").strip()
         return f" Last lines of its stderr:\n{text}" if text else " It wrote nothing to stderr."
 
@@ -197,6 +200,6 @@ def _command(owner: int, directory: str) -> list[str]:
     worker = [sys.executable, "-P", "-m", "rl_contracts.reward_worker"]
     if sys.platform != "linux":
         return worker
-    settings = {"command": worker, "directory": None, "confine": None, "owner": owner}
+    settings = {"command": worker, "directory": None, "confine": None, "owner": owner, "stderr_bytes": _LOG_BYTES}
     settings["after"] = ["rm", "-rf", directory]
     return [sys.executable, "-IS", reaper.__file__, json.dumps(settings)]

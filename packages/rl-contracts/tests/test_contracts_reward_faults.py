@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import RewardError
+from rl_contracts.metrics import collect
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.testing.waiting import wait_until
 
@@ -212,3 +213,20 @@ async def test_reward_log_of_80_megabytes_keeps_its_last_lines(in_file: bool, tm
         await score(wrapper, "last line")
 
         assert process._last_lines().endswith("last line")
+
+
+@pytest.mark.parametrize("name", ["reward/mean", "loss", "groups/failed/reward", "eval/reward/mean"])
+async def test_reward_that_records_a_metric_of_the_run_raises_by_name(name: str) -> None:
+    async with AsyncRewardWrapper("fault_rewards:records") as wrapper:
+        with collect() as metrics, pytest.raises(RewardError, match=f"'{name}'"):
+            await score(wrapper, name)
+
+    assert name not in metrics.results()
+
+
+async def test_reward_that_records_metrics_of_rewards_is_scored() -> None:
+    async with AsyncRewardWrapper("fault_rewards:records") as wrapper:
+        with collect() as metrics:
+            await asyncio.gather(*(score(wrapper, name) for name in ("code/passed", "reward/own")))
+
+    assert metrics.results().keys() >= {"code/passed", "reward/own"}

@@ -21,6 +21,9 @@ class Meaning:
     """What it is."""
 
 
+REWARDS = "Rewards"
+"""Section of the metrics that reward functions record."""
+
 _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "The record": {
         "step": ("steps", "training step that the record is of; 0: before the first"),
@@ -68,6 +71,8 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "agent/rows": ("rows", "that an agent's episode became, mean"),
         "agent/turn_rewards": ("rewards", "of single turns that an agent reported in an episode, mean"),
         "agent/<name>": ("-", "a figure that an agent returned or reported, mean over episodes"),
+    },
+    REWARDS: {
         "code/passed": ("fraction of tests", "passed by the program of a completion, mean over completions"),
         "reward/timeouts": ("programs", "whose tests exceeded their time limit and whose reward is therefore 0"),
     },

@@ -160,7 +160,7 @@ def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") 
         In a policy loss `record("clip/far", terms.ratio > 4, weight=terms.trained)` is a fraction of trained tokens.
 
     Args:
-        name: none of the run's own names.
+        name: none of the run's own names (`rl_contracts.figures`); a reward worker rejects those.
         value: a number or a bool; or a tensor, of any shape, which is not read here (no wait for the device).
         weight: how many things the value speaks of, or each entry of a tensor; broadcast against it. A mean divides by
             the sum of weights, a sum multiplies by them, and what has weight 0 does not count.
@@ -168,7 +168,8 @@ def record(name: str, value: Scalar, weight: Scalar = 1.0, kind: Kind = "mean") 
 
     Raises:
         ConfigError: the name is known as another kind, or there is no such kind.
-        DataError: the value or weight is no number, or the value is not finite (a tensor is not read).
+        DataError: the value or weight is no number, or the value is not finite (a tensor is not read); or a reward
+            worker records one of the run's own names.
     """
     if not (_is_tensor(value) or _is_tensor(weight)) and weight and not math.isfinite(_number(name, value)):
         raise DataError(f"metric {name!r}: expected a finite number, found {value!r}; record what was measured only.")

@@ -25,8 +25,9 @@ from contextvars import copy_context
 from numbers import Real
 from typing import Any, BinaryIO
 
-from rl_contracts.errors import defined_at, raised_at
-from rl_contracts.metrics import collect
+from rl_contracts.errors import DataError, defined_at, raised_at
+from rl_contracts.figures import REWARDS, meaning
+from rl_contracts.metrics import Figure, Figures, collect
 from rl_contracts.registry import load
 from rl_contracts.reward import PartedReward, parts_of, set_time_limit, takes_final_text
 from rl_contracts.reward_worker import wire
@@ -67,13 +68,31 @@ def main() -> None:
     _serve(calls, results, function)
 
 
+class _RewardFigures(Figures):
+    """Metrics of one call."""
+
+    __slots__ = ()
+
+    def _merge(self, name: str, new: Figure) -> None:
+        if _is_taken(name):
+            raise DataError(f"metric {name!r} is one that the run records; a reward must use another name.")
+        super()._merge(name, new)
+
+
+@functools.lru_cache
+def _is_taken(name: str) -> bool:
+    """Whether the run has a metric of this name that is not a reward's."""
+    known = meaning(name)
+    return known is not None and known.section != REWARDS
+
+
 def _serve(calls: Iterator[tuple[int, Any]], results: int, function: Callable[..., Any]) -> None:
     reads_final_text = takes_final_text(function)
     for number, call in calls:
         answer: dict[str, Any]
         if not reads_final_text:
             call[-1].pop("final_text", None)
-        with collect() as figures:
+        with collect(_RewardFigures()) as figures:
             try:
                 value = _score(function, *call)
                 answer = {"value": value, "parts": parts_of(value)}

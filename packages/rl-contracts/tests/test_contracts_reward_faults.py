@@ -230,3 +230,16 @@ async def test_reward_that_records_metrics_of_rewards_is_scored() -> None:
             await asyncio.gather(*(score(wrapper, name) for name in ("code/passed", "reward/own")))
 
     assert metrics.results().keys() >= {"code/passed", "reward/own"}
+
+
+@pytest.mark.parametrize("value", [1e300, -1e39, 10**400], ids=["1e300", "-1e39", "10**400"])
+async def test_reward_beyond_float32_raises_reward_error(value: float) -> None:
+    async with AsyncRewardWrapper("fault_rewards:number") as wrapper:
+        with pytest.raises(RewardError, match="float32"):
+            await score(wrapper, "", value=value)
+
+
+async def test_reward_part_beyond_float32_raises_reward_error() -> None:
+    async with AsyncRewardWrapper("fault_rewards:parted") as wrapper:
+        with pytest.raises(RewardError, match="float32"):
+            await score(wrapper, "", parts={"up": 1e300, "down": -1e300})

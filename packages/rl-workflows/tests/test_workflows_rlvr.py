@@ -107,7 +107,9 @@ async def test_episode_async_reward_is_awaited(tokenizer, answering):
     assert figures.results() == {"words": 3.0}
 
 
-@pytest.mark.parametrize("value", [None, "1.0", float("nan"), float("inf"), [1.0]])
+@pytest.mark.parametrize(
+    "value", [None, "1.0", float("nan"), float("inf"), [1.0], 1e300, PartedReward(a=1e300, b=-1e300)]
+)
 async def test_episode_reward_that_is_no_finite_number_is_an_error_and_never_zero(tokenizer, answering, value):
     with pytest.raises(RewardError, match="expected a finite number"):
         await _workflow(tokenizer, lambda *given, **data: value).arun_episode(answering, ROW)

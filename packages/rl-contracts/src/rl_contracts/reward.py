@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -40,6 +41,16 @@ class PartedReward(float):
 def parts_of(reward: float) -> dict[str, float]:
     """The named rewards that a reward is the sum of; none of a plain number."""
     return reward.parts if isinstance(reward, PartedReward) else {}
+
+
+LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
+"""Of float32, in which batches hold rewards."""
+
+
+def is_valid_reward(reward: Any) -> bool:
+    """Whether a number, and each of its parts if it is a `PartedReward`, is finite in float32."""
+    values = (reward, *parts_of(reward).values())
+    return all(abs(value) <= LARGEST_REWARD and math.isfinite(value) for value in values)
 
 
 class RewardFunction(Protocol):

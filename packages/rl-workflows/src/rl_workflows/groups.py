@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError, RLError
 from rl_contracts.metrics import Figures, collect
+from rl_contracts.reward import LARGEST_REWARD
 from rl_workflows.episode import EpisodeContext, EpisodeEngine, Episodes, set_current_episode
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 PER_TOKEN = ("input_ids", "loss_mask", "logprobs", "versions", "token_rewards")
 """Arrays of a trajectory that speak of its tokens."""
 
-LARGEST = 3.4028234e38
-"""Of float32."""
 EPS = 1e-6
 """Of the mean, if that is above 1."""
 
@@ -219,10 +218,10 @@ def stamped(
                 "entry per token in each."
             )
         trajectory.reward = float(trajectory.reward)
-        if not abs(trajectory.reward) <= LARGEST:
+        if not abs(trajectory.reward) <= LARGEST_REWARD:
             raise DataError(
                 f"{workflow}.arun_episode returned a trajectory with the reward {trajectory.reward}; expected a number "
-                f"that float32 can hold, at most {LARGEST:.3g} in size. Clip or scale the reward."
+                f"that float32 can hold, at most {LARGEST_REWARD:.3g} in size. Clip or scale the reward."
             )
         trajectory.prompt_id = context.prompt_id
         trajectory.group_id = context.group_id

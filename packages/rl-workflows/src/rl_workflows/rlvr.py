@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from rl_contracts.answers import AnswerReader
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
 from rl_contracts.rendering import ChatRenderer
-from rl_contracts.reward import PartedReward, takes_final_text
+from rl_contracts.reward import PartedReward, is_valid_reward, takes_final_text
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows.episode import group_cache, stage
 
@@ -113,6 +112,6 @@ class RLVRWorkflow(RolloutWorkflow):
             raise
         except Exception as error:
             raise RewardError(f"the reward function raised {type(error).__name__}: {error}") from error
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise RewardError(f"the reward function returned {value!r}; expected a finite number.")
+        if not isinstance(value, int | float) or not is_valid_reward(value):
+            raise RewardError(f"the reward function returned {value!r:.200}; expected a finite number in float32.")
         return value if isinstance(value, PartedReward) else float(value)

@@ -13,7 +13,6 @@ import faulthandler
 import functools
 import inspect
 import logging
-import math
 import os
 import select
 import signal
@@ -29,7 +28,7 @@ from rl_contracts.errors import DataError, defined_at, raised_at
 from rl_contracts.figures import REWARDS, meaning
 from rl_contracts.metrics import Figure, Figures, collect
 from rl_contracts.registry import load
-from rl_contracts.reward import PartedReward, parts_of, set_time_limit, takes_final_text
+from rl_contracts.reward import PartedReward, is_valid_reward, parts_of, set_time_limit, takes_final_text
 from rl_contracts.reward_worker import wire
 
 _PR_SET_PDEATHSIG = 1
@@ -124,8 +123,8 @@ def _score(
         value = _event_loop().run(_result(value), context=copy_context())
     if not isinstance(value, Real):
         raise TypeError(f"expected a number as reward, found {type(value).__name__}: {value!r:.200}")
-    if not math.isfinite(value):
-        raise ValueError(f"expected a finite reward, found {float(value)}")
+    if not is_valid_reward(value):
+        raise ValueError(f"expected a finite reward, found {value!r:.200}; float32 must hold it and its parts")
     return value if isinstance(value, PartedReward) else float(value)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +20,10 @@ from rl_contracts.metrics import collect
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.testing.waiting import wait_until
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the reaper of Linux")
+
 REWARDS = """
-import os, signal, subprocess, sys, tempfile, threading, time
+import builtins, os, signal, subprocess, sys, tempfile, threading, time
 from rl_contracts.metrics import record
 from rl_contracts.reward import PartedReward
 
@@ -86,6 +90,35 @@ def parted(prompt, completions, prompt_ids, completion_ids, *, parts, **data):
 
 def number(prompt, completions, prompt_ids, completion_ids, *, value, **data):
     return value
+
+def prints_slowly():
+    for _ in range(20):
+        print("in a thread")
+        time.sleep(0.05)
+
+def faulty(prompt, completions, prompt_ids, completion_ids, *, value, faults, **data):
+    if faults["thread"] == "raises":
+        threading.Thread(target=int, args=("no number",)).start()
+    if faults["thread"] == "prints":
+        threading.Thread(target=prints_slowly).start()
+    if faults["output"] == "print":
+        print("x" * 100_000)
+    if faults["output"] == "descriptors":
+        os.write(1, b"{}\\n" * 1000)
+        os.write(2, bytes(range(256)))
+    if faults["output"] == "pipes":
+        write_to_pipes(b'{"value": 42.0}\\n')
+    if faults["fork"] and not os.fork():
+        if faults["fork"] == "raises":
+            raise LookupError("in a fork")
+        time.sleep(1000 * (faults["fork"] == "sleeps"))
+        return -1.0
+    if faults["signal"]:
+        os.kill(os.getpid(), getattr(signal, faults["signal"]))
+    time.sleep(1000 * (faults["time"] == "hangs"))
+    if faults["exception"]:
+        raise getattr(builtins, faults["exception"])
+    return {"nan": float("nan"), "None": None}.get(faults["value"], value)
 """
 
 
@@ -243,3 +276,59 @@ async def test_reward_part_beyond_float32_raises_reward_error() -> None:
     async with AsyncRewardWrapper("fault_rewards:parted") as wrapper:
         with pytest.raises(RewardError, match="float32"):
             await score(wrapper, "", parts={"up": 1e300, "down": -1e300})
+
+
+FAULTS = {
+    "value": ["", "nan", "None"],
+    "exception": ["", "LookupError", "SystemExit", "KeyboardInterrupt"],
+    "fork": ["", "returns", "raises", "sleeps"],
+    "thread": ["", "raises", "prints"],
+    "signal": ["", "SIGTERM", "SIGKILL", "SIGSTOP"],
+    "output": ["", "print", "descriptors", "pipes"],
+    "time": ["", "hangs"],
+}
+HARMLESS = {"returns", "raises", "sleeps", "prints", "SIGTERM", "print", "descriptors", ""}
+"""Values of `FAULTS` with which a call gives its value."""
+
+NO_FAULTS = dict.fromkeys(FAULTS, "")
+
+
+def covering_cases() -> list[dict[str, str]]:
+    """Combinations that have each fault alone, and each pair of values at least once."""
+    alone = [{**NO_FAULTS, kind: fault} for kind, faults in FAULTS.items() for fault in faults]
+    every = [dict(zip(FAULTS, faults, strict=True)) for faults in itertools.product(*FAULTS.values())]
+    random.Random(0).shuffle(every)
+    cases, missing = [], {pair for case in every for pair in itertools.combinations(case.items(), 2)}
+    while missing:
+        best = alone.pop() if alone else max(every, key=lambda case: len(missing & pairs_of(case)))
+        missing -= pairs_of(best)
+        cases.append(best)
+    return cases
+
+
+def pairs_of(case: dict[str, str]) -> set[Any]:
+    return set(itertools.combinations(case.items(), 2))
+
+
+@pytest.mark.slow
+async def test_reward_with_any_two_faults_ends_in_time_and_spares_later_calls() -> None:
+    cases = list(enumerate(covering_cases()))
+
+    async def run(wrapper: AsyncRewardWrapper) -> None:
+        while cases:
+            number, faults = cases.pop()
+            async with asyncio.timeout(60):
+                triple = enumerate((faults, NO_FAULTS, NO_FAULTS))
+                calls = [score(wrapper, "", value=float(number + i), faults=chosen) for i, chosen in triple]
+                first, *later = await asyncio.gather(*calls, return_exceptions=True)
+            if HARMLESS.issuperset(faults.values()):
+                assert first == number, faults
+            else:
+                assert isinstance(first, RewardError), (faults, first)
+            assert later == [number + 1, number + 2], faults
+
+    async def run_in_one() -> None:
+        async with AsyncRewardWrapper("fault_rewards:faulty", timeout=1.5) as wrapper:
+            await run(wrapper)
+
+    await asyncio.gather(*(run_in_one() for _ in range(4)))

@@ -247,7 +247,8 @@ class Part:
 
     def _send_reward(self, number: int) -> str:
         trainers = {worker["pid"] for worker in self._workers() if worker["name"].startswith("actor-")}
-        pids = [pid for pid in _pids() if _parent(pid) in trainers and "reward_worker" in _words(pid)]
+        workers = [pid for pid in _pids() if "-m rl_contracts.reward_worker" in _words(pid)]
+        pids = [pid for pid in workers if _parent(_parent(pid)) in trainers]  # its parent is its reaper
         return _signal(self.rng.choice(pids), number) if pids else ""
 
     def _workers(self) -> list[dict[str, Any]]:

@@ -186,8 +186,8 @@ def test_ray_run_goes_on_after_a_reward_worker_and_its_server_are_killed_and_imp
     with ray(nodes=2):
         command = start_command("gsm8k-grpo", SHORT | settings_of("ray") | {"publish.route": "disk"})
         command.wait_for(lambda: len(command.steps()) > 4)
-        children = psutil.Process(command.workers()["actor-0"]["pid"]).children()
-        next(child for child in children if any("reward_worker" in word for word in child.cmdline())).kill()
+        children = psutil.Process(command.workers()["actor-0"]["pid"]).children(recursive=True)
+        next(child for child in children if "rl_contracts.reward_worker" in child.cmdline()).kill()
         command.wait_for(lambda: len(command.steps()) > 8)
         assert len(set(nodes_of(command).values())) == 2
         assert _committed(command, "disk") == "disk"

@@ -7,6 +7,7 @@ import importlib
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,9 @@ def leaves(prompt, completions, prompt_ids, completion_ids, *, file, **data):
     if completions == "hang":
         time.sleep(1000)
     return 1.0
+
+def process_id(*given, **data):
+    return os.getpid()
 
 def environment(prompt, completions, prompt_ids, completion_ids, **data):
     return float("RL_RUN_KEY" in os.environ)
@@ -187,6 +191,27 @@ def test_reward_worker_whose_owner_is_killed_leaves_nothing(tmp_path: Path) -> N
     owner.wait()
 
     require_nothing_left(file)
+
+
+async def test_reward_reaper_that_gets_sigterm_keeps_its_worker() -> None:
+    async with AsyncRewardWrapper("fault_rewards:process_id") as wrapper:
+        worker = await score(wrapper, "")
+        (process,) = wrapper._processes
+        process._process.terminate()
+
+        assert [await score(wrapper, "") for _ in range(3)] == [worker] * 3
+        assert process.lives()
+
+
+async def test_reward_reaper_that_is_stopped_is_killed_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_contracts.reward_worker.process._END_TIMEOUT", 0.2)
+    async with AsyncRewardWrapper("fault_rewards:process_id") as wrapper:
+        worker = await score(wrapper, "")
+        (process,) = wrapper._processes
+        os.kill(process._process.pid, signal.SIGSTOP)
+
+    wait_until(lambda: not is_alive(int(worker)))
+    wait_until(lambda: not is_alive(process._process.pid))
 
 
 async def test_reward_worker_environment_has_no_run_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ def main() -> int:
     """Run one command; return its exit code, or 128 plus the signal that ended it."""
     settings = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what its processes leave behind is this one's child
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a cluster sends it to all processes; the owner decides
     if settings["confine"]:
         runpy.run_path(settings["confine"])["write_only_below"](settings["directory"], settings["shared_memory"])
     try:

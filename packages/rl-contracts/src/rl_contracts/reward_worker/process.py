@@ -129,8 +129,10 @@ class WorkerProcess:
         self.kill()
         for file in (self._owner, *self._pipes, self._printed):
             file.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel, where nothing ends it
+        try:
             self._process.wait(_END_TIMEOUT)
+        except subprocess.TimeoutExpired:  # the reaper is stopped; or one of its processes is stuck in the kernel
+            self._process.kill()
         self._directory.cleanup()
 
     def _exchange(self, frame: bytes, timeout: float) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Messages(wire.Asked):
             stop=self.stop_sequences or (),
         )
 
-    def answered(self, prompt: Prompt, answers: Sequence[Answer], text_of: Any) -> wire.Names:
+    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> wire.Names:
         answer = answers[0]
         content: list[wire.Names] = []
         if reasoning := answer.message.get("reasoning_content"):

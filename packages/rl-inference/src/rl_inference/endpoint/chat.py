@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ class _OpenAI(wire.Asked):
     """What both have."""
 
     n: wire.Many | None = None
-    stop: str | wire.Stops | None = None
+    stop: wire.Stop | wire.Stops | None = None
     max_tokens: wire.Count | None = None
     seed: int | None = None
     presence_penalty: Penalty | None = None
@@ -96,7 +96,7 @@ class ChatCompletion(_OpenAI):
             schema=wire.schema(form, "response_format"),
         )
 
-    def answered(self, prompt: Prompt, answers: Sequence[Answer], text_of: Callable[[list[int]], str]) -> wire.Names:
+    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> wire.Names:
         choices = []
         for index, answer in enumerate(answers):
             message = {
@@ -112,7 +112,7 @@ class ChatCompletion(_OpenAI):
                     for call in answer.calls
                 ]
             finish = "tool_calls" if answer.calls else "length" if answer.cut else "stop"
-            logprobs = {"content": wire.logprobs(answer, text_of), "refusal": None} if self.logprobs else None
+            logprobs = {"content": wire.logprobs(answer, tokenizer), "refusal": None} if self.logprobs else None
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
         return self._reply("chat.completion", "chatcmpl", prompt, answers, choices)
 
@@ -153,12 +153,12 @@ class Completion(_OpenAI):
         wire.refuse((self.logprobs or 0) > 1, "logprobs", "those of sampled tokens alone are known; expected 0 or 1.")
         return Call(completion=prompt, n=self.n or 1, max_tokens=self.max_tokens, stop=self.stops)
 
-    def answered(self, prompt: Prompt, answers: Sequence[Answer], text_of: Callable[[list[int]], str]) -> wire.Names:
+    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> wire.Names:
         choices = []
         for index, answer in enumerate(answers):
             told: wire.Names | None = None
             if self.logprobs is not None:
-                entries = wire.logprobs(answer, text_of)
+                entries = wire.logprobs(answer, tokenizer)
                 told = {
                     "tokens": [entry["token"] for entry in entries],
                     "token_logprobs": [entry["logprob"] for entry in entries],

@@ -52,7 +52,7 @@ class Responses(wire.Asked):
             schema=wire.schema(form, "text.format"),
         )
 
-    def answered(self, prompt: Prompt, answers: Sequence[Answer], text_of: Any) -> wire.Names:
+    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> wire.Names:
         answer = answers[0]
         status = "incomplete" if answer.cut else "completed"
         output: list[wire.Names] = []
@@ -62,7 +62,7 @@ class Responses(wire.Asked):
         if answer.message["content"] or not answer.calls:
             part = {"type": "output_text", "text": answer.message["content"], "annotations": [], "logprobs": []}
             if LOGPROBS in (self.include or ()):
-                part["logprobs"] = wire.logprobs(answer, text_of)
+                part["logprobs"] = wire.logprobs(answer, tokenizer)
             said = {"type": "message", "id": f"msg_{token_hex(12)}", "role": "assistant", "content": [part]}
             output.append({**said, "status": status})
         for call in answer.calls:

@@ -231,7 +231,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     async def _reply(self, session: Session, asked: Asked) -> dict[str, Any]:
         call = session.whole(asked.call())
         prompt, answers = await session.answer(call)
-        reply = asked.answered(prompt, answers, self._model.tokenizer.decode)
+        reply = asked.answered(prompt, answers, self._model.tokenizer)
         session.answered(reply["id"], call, answers)
         return reply
 

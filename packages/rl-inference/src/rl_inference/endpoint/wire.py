@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -14,7 +16,8 @@ from rl_inference.endpoint.session import Answer, Call, CallError
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Many = Annotated[int, Meta(ge=1, le=128)]
-Stops = Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=16)]
+Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stops = Annotated[list[Stop], Meta(max_length=16)]
 FigureName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./-]{1,64}$")]
 Names = dict[str, Any]
 """An object whose entries are looked at one by one."""
@@ -65,13 +68,13 @@ class Asked(Struct, forbid_unknown_fields=True):
         """
         raise NotImplementedError
 
-    def answered(self, prompt: Prompt, answers: Sequence[Answer], text_of: Any) -> Names:
+    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> Names:
         """The reply.
 
         Args:
             prompt: its tokens.
             answers: as many as were asked for.
-            text_of: `(token ids) -> text`.
+            tokenizer: a Hugging Face tokenizer.
         """
         raise NotImplementedError
 
@@ -208,14 +211,35 @@ def written(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def logprobs(answer: Answer, text_of: Callable[[list[int]], str]) -> list[Names]:
+def logprobs(answer: Answer, tokenizer: Any) -> list[Names]:
     """One entry per sampled token, the one that ended the answer included."""
-    response = answer.response
-    texts = [text_of([token]) for token in response.output_ids]
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(texts, response.logprobs, strict=True)
-    ]
+    entries = []
+    for token, logprob in zip(answer.response.output_ids, answer.response.logprobs, strict=True):
+        text = tokenizer.decode([token])
+        own = token_bytes(tokenizer, token) if "\ufffd" in text else text.encode()
+        entries.append({"token": text, "logprob": logprob, "bytes": list(own), "top_logprobs": []})
+    return entries
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the bytes of a token that is a part of a character.
+
+    Byte-level vocabularies write each byte as a character (GPT-2's table), SentencePiece writes `<0xE2>`.
+    """
+    name = tokenizer.convert_ids_to_tokens(token)
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
+        return bytes([int(name[3:5], 16)])
+    table = _byte_table()
+    known = all(character in table for character in name)
+    return bytes(table[character] for character in name) if known else name.encode()
+
+
+@cache
+def _byte_table() -> dict[str, int]:
+    """Bytes by the characters that stand for them: themselves where they can be printed, else from U+0100 on."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def usage(prompt: Prompt, answers: Sequence[Answer]) -> tuple[int, int]:

@@ -38,6 +38,10 @@ _ROOT = b""
 _UNKNOWN = (0, b"")
 
 
+class PromptTooLongError(DataError):
+    """The text of a prompt has more characters than its caller accepts."""
+
+
 @dataclass(eq=False, slots=True)
 class Turn:
     """One sampled answer, and what was put before it. All arrays are of its own tokens alone."""
@@ -102,6 +106,12 @@ class Prompt:
     key: bytes = _ROOT
     """Digest of what the messages say; of a prompt that is no conversation, what was given."""
 
+    @property
+    def asked(self) -> Sequence[Message]:
+        """Messages since the parent's answer."""
+        before = sum(len(turn.asked) + 1 for turn in self.parent.path()) if self.parent else 0
+        return self.messages[before:]
+
 
 @dataclass(slots=True)
 class Conversation:
@@ -119,11 +129,19 @@ class Conversation:
     _lengths: set[int] = field(default_factory=set)
     """In bytes, of what was said in conversations without messages."""
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Prompt:
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, max_characters: float = float("inf")
+    ) -> Prompt:
         """Where a call with these messages stands, and its tokens.
+
+        Args:
+            messages: of the call, at least one.
+            tools: that the model is shown.
+            max_characters: of the rendered text; a longer one is not tokenized.
 
         Raises:
             DataError: no messages, or ones that the template refuses.
+            PromptTooLongError: the text has more than `max_characters` characters.
         """
         if not messages:
             raise DataError("expected at least one message, found none")
@@ -135,6 +153,8 @@ class Conversation:
                 found.append(turn)
             known.append(message if turn is None else turn.message)
         text = self.renderer.text(known, tools)
+        if len(text) > max_characters:
+            raise PromptTooLongError(f"{len(text)} characters, at most {max_characters} fit")
         for turn in reversed(found):
             end = self._end(turn, text)
             if end is None:
@@ -200,7 +220,6 @@ class Conversation:
                 f"prompt, with a log-prob and a version each; found {count} tokens, {len(response.logprobs)} log-probs "
                 f"and {len(response.versions)} versions after {len(response.input_ids)}."
             )
-        before = sum(len(turn.asked) + 1 for turn in prompt.parent.path()) if prompt.parent else 0
         turn = Turn(
             prompt.parent,
             np.asarray(prompt.ids[len(prompt.ids) - prompt.added :], dtype=np.int64),
@@ -210,7 +229,7 @@ class Conversation:
             message,
             temperature if temperature > 0 else 1.0,
             response.stop_reason == "length",
-            prompt.messages[before:],
+            prompt.asked,
             learn=learn,
             tools=prompt.tools,
         )

@@ -45,5 +45,8 @@ class EndpointConfig(Settings):
     max_tokens: int = bounded(1 << 20, "at least 1", lambda tokens: tokens >= 1)
     """Tokens of all branches of a session, prompts and answers, what they share counted once; further calls are
     refused."""
+    max_memory: int = bounded(1 << 27, "at least 1024", lambda size: size >= 1024)
+    """Bytes of memory for the messages and tools of a session; further calls are refused. Messages that a call repeats
+    and tools equal to the last call's are counted once, except in responses that are stored (`store`)."""
     max_body_bytes: int = bounded(1 << 23, "at least 1024", lambda size: size >= 1024)
     """Of a request."""

@@ -7,7 +7,9 @@ import contextlib
 import json
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -27,7 +29,7 @@ from rl_inference.endpoint.anthropic import error as anthropic_error
 from rl_inference.endpoint.chat import ChatCompletion, Completion
 from rl_inference.endpoint.config import EndpointConfig
 from rl_inference.endpoint.responses import Responses
-from rl_inference.endpoint.session import CallError, Model, Session
+from rl_inference.endpoint.session import CallError, Model, Prepared, Session
 from rl_inference.endpoint.wire import Asked, Rewards
 from rl_inference.server.connections import Connections
 from rl_inference.server.requests import decode
@@ -40,6 +42,8 @@ QUIET_SECONDS = 5.0
 """After which a stream whose answer is not there yet shows that it lives."""
 MAX_FIGURES = 64
 """Names of an episode."""
+PREPARING_THREADS = 2
+"""Threads that render and tokenize prompts. A session uses one at most, so that it cannot delay the others."""
 ROUTES: dict[str, type[Asked]] = {
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": Completion,
@@ -87,6 +91,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         app.add_routes([web.post("/v1/rewards", self._reward)])
         app.add_routes([web.get("/v1/models", self._models), web.get("/health", self._health)])
         self._connections = Connections(app)
+        self._preparing = ThreadPoolExecutor(PREPARING_THREADS, "rollout-endpoint-prompts")
         self._thread = LoopThread("rollout-endpoint")
         try:
             self.url = self._thread.run(self._start())
@@ -163,6 +168,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         if self._watch is not None:
             self._watch.cancel()
         await self._connections.runner.cleanup()
+        self._preparing.shutdown(wait=False, cancel_futures=True)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -211,28 +217,32 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
         """A call of any of the APIs."""
-        session, task = self._session(request), None
-        session.calling += 1
-        try:
-            session.admit()  # before its body takes memory
+        session = self._session(request)
+        with _counted(session):
             asked = await self._read(request, ROUTES[request.path])
             task = asyncio.ensure_future(self._reply(session, asked))
-            if asked.stream:
-                return await self._stream(request, asked, task)
-            return web.json_response(await task)
-        except CallError:
-            session.refused += 1
-            raise
-        finally:
-            session.calling -= 1
-            if task is not None:
+            try:
+                if asked.stream:
+                    return await self._stream(request, asked, task)
+                return web.json_response(await task)
+            finally:
                 task.cancel()
 
+    async def _prepare(self, session: Session, asked: Asked) -> Prepared:
+        """Render and tokenize a call's prompt in a thread, so that other sessions' calls are not held up."""
+
+        async def prepare() -> Prepared:
+            async with session.preparing:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._preparing, lambda: session.prepare(asked.call()))
+
+        return await asyncio.shield(prepare())  # the thread is in use until it ends, also where the agent went away
+
     async def _reply(self, session: Session, asked: Asked) -> dict[str, Any]:
-        call = session.whole(asked.call())
-        prompt, answers = await session.answer(call)
-        reply = asked.answered(prompt, answers, self._model.tokenizer)
-        session.answered(reply["id"], call, answers)
+        prepared = await self._prepare(session, asked)
+        answers = await session.answer(prepared)
+        reply = asked.answered(prepared.prompt, answers, self._model.tokenizer)
+        session.answered(reply["id"], prepared.call, answers)
         return reply
 
     async def _stream(
@@ -261,8 +271,9 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     async def _count(self, request: web.Request) -> web.Response:
         """Tokens of a prompt."""
         session = self._session(request)
-        asked = await self._read(request, Messages)
-        return web.json_response({"input_tokens": len(session.prompt(asked.call()).ids)})
+        with _counted(session):
+            prepared = await self._prepare(session, await self._read(request, Messages))
+        return web.json_response({"input_tokens": len(prepared.prompt.ids)})
 
     async def _reward(self, request: web.Request) -> web.Response:
         """What an agent says of an answer, or of its episode."""
@@ -291,6 +302,20 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ready", "sessions": len(self._sessions)})
+
+
+@contextmanager
+def _counted(session: Session) -> Iterator[None]:
+    """Count a call as running, and as refused where it is; it is admitted before its body takes memory."""
+    session.calling += 1
+    try:
+        session.admit()
+        yield
+    except CallError:
+        session.refused += 1
+        raise
+    finally:
+        session.calling -= 1
 
 
 def _seen_as(host: str) -> str:

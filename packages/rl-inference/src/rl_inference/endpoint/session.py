@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.conversation import Conversation, Prompt, Turn
+from rl_contracts.conversation import Conversation, Prompt, PromptTooLongError, Turn
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
 from rl_contracts.endpoint import Reported, RolloutSession, RowsPer
 from rl_contracts.errors import AgentError, DataError, InferenceError, RLError
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from rl_contracts.rendering import ChatRenderer, Message
     from rl_contracts.trajectory import Trajectory
     from rl_inference.endpoint.config import EndpointConfig
+
+RENDERED_CHARACTERS = 1 << 16
+"""Characters of a request that are always rendered, because a template may leave out parts of tools and messages."""
 
 
 class CallError(AgentError):
@@ -80,6 +85,17 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call whose prompt is known."""
+
+    call: Call
+    """With all messages of its conversation."""
+    prompt: Prompt
+    memory: int
+    """Bytes that its messages and tools take once it is answered."""
+
+
+@dataclass(frozen=True)
 class Model:
     """What all sessions share."""
 
@@ -87,6 +103,11 @@ class Model:
     renderer: ChatRenderer
     reader: AnswerReader
     config: EndpointConfig
+
+    @cached_property
+    def token_characters(self) -> int:
+        """Characters of the longest token: a text of n tokens has at most n times as many."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
 
 @dataclass(eq=False)
@@ -120,9 +141,17 @@ class Session(RolloutSession):
     """Conversations by the id of the reply with which they end."""
     _earned: dict[Turn, float] = field(default_factory=dict)
     _failure: RLError | None = None
+    preparing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a prompt of this session is prepared in a thread, so that one session occupies one thread at most."""
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _asked: int = 0
     _tokens: int = 0
+    _memory: int = 0
+    """Bytes of the messages and tools of answered calls."""
+    _memory_asked: int = 0
+    """Bytes of those of running calls."""
+    _tools: Sequence[dict[str, Any]] | None = None
+    """Tools of the last call, which equal tools of the next one share."""
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(self.model.renderer)
@@ -197,12 +226,28 @@ class Session(RolloutSession):
         if call.keep:
             self.kept[reply_id] = [*call.messages, answers[0].message]
 
+    def prepare(self, own: Call) -> Prepared:
+        """Find the prompt of a call; in a thread, while `preparing` is held.
+
+        Raises:
+            CallError: see `whole` and `prompt`.
+        """
+        call = self.whole(own)
+        known = call.tools == self._tools
+        call = replace(call, tools=self._tools) if known else call
+        prompt = self.prompt(call)
+        kept = [own.messages if call.keep else prompt.asked, None if known else call.tools]
+        return Prepared(call, prompt, sum(map(sys.getsizeof, _nested(kept))))
+
     def prompt(self, call: Call) -> Prompt:
-        """The tokens of a call.
+        """Return the tokens of a call.
 
         Raises:
             CallError: they cannot be had, or leave no room for an answer.
         """
+        longest = min(self.max_length or self.model.config.max_tokens, self.model.config.max_tokens)
+        most = longest * self.model.token_characters
+        self._require_short(call, longest, max(most, RENDERED_CHARACTERS))
         if call.tools and not self.model.reader.reads_tools:
             raise CallError(
                 "tools: how this model writes tool calls is not known from its chat template; say it in "
@@ -214,61 +259,87 @@ class Session(RolloutSession):
                 raise CallError("tools: the model's chat template does not show them.")
             if call.messages:
                 before = [{"role": "system", "content": call.system}] if call.system else []
-                prompt = talk.prompt([*before, *call.messages], call.tools)
+                prompt = talk.prompt([*before, *call.messages], call.tools, most)
             else:
                 prompt = talk.completion(call.completion)
+        except PromptTooLongError as error:
+            raise _too_long(longest, f"more ({error})") from error
         except (DataError, RecursionError, UnicodeError) as error:
             raise CallError(f"the prompt cannot be made: {error}") from error
-        longest = self.max_length
-        if not prompt.ids or (longest is not None and len(prompt.ids) >= longest):
-            raise CallError(
-                f"This model's maximum context length is {longest} tokens, and the prompt has {len(prompt.ids)}; "
-                "expected at least one, and one less than that.",
-                code="context_length_exceeded",
-            )
+        if not 0 < len(prompt.ids) < longest:
+            raise _too_long(longest, str(len(prompt.ids)))
         return prompt
 
-    async def answer(self, call: Call) -> tuple[Prompt, list[Answer]]:
+    def _require_short(self, call: Call, longest: int, most: int) -> None:
+        """Reject a call that cannot fit before anything is rendered or tokenized.
+
+        A message, a tool and a token id each take at least one token. Reasoning is counted once it is rendered, because
+        templates drop that of earlier turns.
+
+        Args:
+            longest: tokens of a prompt and its answer.
+            most: characters of messages and tools.
+
+        Raises:
+            CallError: it has more of either.
+        """
+        parts = len(call.messages) + len(call.tools or ())
+        if not isinstance(call.completion, str):
+            parts = len(call.completion)
+        if parts > longest:
+            raise _too_long(longest, f"at least {parts}")
+        shown = [[value for name, value in each.items() if name != "reasoning_content"] for each in call.messages]
+        texts = _nested([shown, call.tools, call.system, call.completion if isinstance(call.completion, str) else ""])
+        characters = sum(len(value) if isinstance(value, str) else 1 for value in texts)
+        if characters > most:
+            raise _too_long(longest, f"more ({characters} characters)")
+
+    async def answer(self, prepared: Prepared) -> list[Answer]:
         """Generate the answers to a call, and remember them.
 
         Raises:
             CallError: refused; nothing was generated.
             RLError: the engine could not; it is the session's `failure`.
         """
+        call, prompt = prepared.call, prepared.prompt
         if self.closed:  # while its body came
             raise CallError("the session was closed before its call was there.", 401, "invalid_api_key")
         if call.schema is not None and not self.engine.capabilities.schemas:
             raise CallError(
                 "response_format: the run's servers keep no answer to a format; expected text. vLLM and SGLang can."
             )
-        prompt = self.prompt(call)
-        self.admit(prompt.added, call.n)
+        self.admit(prompt.added, call.n, prepared.memory)
         task = asyncio.ensure_future(self._generate(call, prompt))
         self._running.add(task)
         self._asked += call.n
+        self._memory_asked += prepared.memory
         try:
             await asyncio.wait({task})
         finally:
             self._running.discard(task)
             self._asked -= call.n
+            self._memory_asked -= prepared.memory
             task.cancel()  # where the agent went away
         if self.closed:
             raise CallError("the session was closed before its answer was there.", 401, "invalid_api_key")
         responses = task.result()
+        self._memory += prepared.memory
+        self._tools = call.tools or self._tools
         answers = []
         for response in responses:
             message, stop = self._read(call, prompt, response)
             turn = self.conversation.add(prompt, response, message, self.generation.temperature, call.schema is None)
             self._tokens += len(turn.prompt) + len(turn.output)
             answers.append(Answer(message, response, stop, turn))
-        return prompt, answers
+        return answers
 
-    def admit(self, added: int = 0, answers: int = 1) -> None:
+    def admit(self, added: int = 0, answers: int = 1, memory: int = 0) -> None:
         """Refuse a call that would be more than an episode may have.
 
         Args:
             added: tokens of its prompt that are new; 0 where that is not known yet.
             answers: that it asks for; at least one.
+            memory: bytes of its messages and tools; 0 where that is not known yet.
 
         Raises:
             CallError: names the limit.
@@ -279,6 +350,7 @@ class Session(RolloutSession):
             (len(self.conversation.turns) + self._asked + answers, config.max_calls, "answers in all", "max_calls"),
             (at_once, config.max_concurrent, "answers at the same time", "max_concurrent"),
             (self._tokens + added + answers, config.max_tokens, "tokens in all", "max_tokens"),
+            (self._memory + self._memory_asked + memory, config.max_memory, "bytes of messages in all", "max_memory"),
         )
         for found, most, what, name in limits:
             if found > most:
@@ -325,6 +397,26 @@ class Session(RolloutSession):
             return {"role": "assistant", "content": reader.text(ids, stops)}, stop
         opening = prompt.text[-len(self.model.renderer.opening) :] if self.model.renderer.opening else ""
         return reader.message(prompt.ids, opening, ids, call.tools, stops), stop
+
+
+def _too_long(longest: int, size: str) -> CallError:
+    return CallError(
+        f"This model's maximum context length is {longest} tokens: expected a prompt of 1 to {longest - 1}, "
+        f"found {size}.",
+        code="context_length_exceeded",
+    )
+
+
+def _nested(value: Any) -> Iterator[Any]:
+    """Yield a value and all that it contains, names of entries too."""
+    waiting = [value]
+    while waiting:
+        yield (value := waiting.pop())
+        if isinstance(value, dict):
+            waiting += value
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
 
 
 def _first(errors: BaseExceptionGroup) -> RLError:

@@ -317,6 +317,14 @@ async def test_agent_that_floods_is_refused_and_ended_and_others_go_on(
     assert then.error is None
 
 
+async def test_agent_command_has_its_endpoint_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "corp.example")
+    code = "import json, os; print(json.dumps({'hosts': os.environ['no_proxy'].split(',')}))"
+    made: Any = type("Looks", (AgentCommand,), {"command": (sys.executable, "-IS", "-c", code)})
+    result = await made(right).run({}, base_url="http://agents.example:1/v1", api_key="k")
+    assert {"corp.example", "127.0.0.1", "agents.example"} <= set(result["hosts"])
+
+
 async def test_command_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
     code = f"""
 import asyncio, sys

@@ -59,6 +59,21 @@ def test_gpus_that_torch_does_not_see_are_told(monkeypatch):
     assert doctor.devices().remedy == ""
 
 
+def test_doctor_gpus_that_the_launcher_counts_otherwise_are_a_fault(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    found = doctor.devices()
+    assert "1 GPU, " in found.said
+    assert "2 for the launcher" in found.said
+    assert "CUDA_VISIBLE_DEVICES" in found.remedy
+
+
+def test_doctor_proxies_are_named_without_their_values(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://user:secret@proxy:3128")
+    assert "http_proxy" in doctor.proxies().said
+    assert "secret" not in doctor.proxies().said
+
+
 def test_well_machine_has_no_fault_and_nothing_is_left(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(doctor, "DISK", 1)
     monkeypatch.setattr(doctor, "SHARED", 1)

@@ -21,6 +21,7 @@ from typing import Any
 from rl_contracts import confine, registry
 from rl_contracts.errors import RLError
 from rl_contracts.lines import json_lines
+from rl_contracts.machine import LOCAL_HOSTS, reachable_host, usable_cores, visible_gpus
 
 GIB = 2**30
 DISK, SHARED, MEMORY = 5 * GIB, GIB, 4 * GIB
@@ -82,6 +83,7 @@ def machine(directory: Path) -> Iterator[Finding]:
     yield files()
     yield ports()
     yield host_name()
+    yield proxies()
     yield servers()
     yield clusters()
     yield sandbox()
@@ -95,21 +97,28 @@ def packages() -> Finding:
 
 
 def devices() -> Finding:
-    """GPUs that torch can use, and those that it should see."""
+    """GPUs that torch and the launcher find, and usable cores."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if count := torch.cuda.device_count():
-        free = min(torch.cuda.mem_get_info(index)[0] for index in range(count)) / GIB
-        return Finding("devices", f"{count} x {torch.cuda.get_device_name(0)}, {free:.0f} GiB free; {cores} cores")
-    said = f"no GPU, {cores} cores"
-    if shutil.which("nvidia-smi"):
+    cores, listed, count = usable_cores(), visible_gpus(os.environ), torch.cuda.device_count()
+    expected = min(len(listed), 1) if "MIG-" in "".join(listed) else len(listed)  # CUDA gives a process one instance
+    said = f"{count or 'no'} GPU{'s' if count > 1 else ''}, {cores} cores"
+    if shutil.which("nvidia-smi") and not count:
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
         return Finding(
             "devices",
             f"{said}, though nvidia-smi is here; torch {torch.__version__} is built for {built}",
             "run nvidia-smi: where it lists GPUs, install a torch that is built for its CUDA version or an older one.",
         )
+    if count != expected:
+        return Finding(
+            "devices",
+            f"{said} for torch, but {expected} for the launcher ({', '.join(listed)})",
+            "set CUDA_VISIBLE_DEVICES to GPUs that nvidia-smi lists, each once.",
+        )
+    if count:
+        free = min(torch.cuda.mem_get_info(index)[0] for index in range(count)) / GIB
+        said = f"{count} x {torch.cuda.get_device_name(0)}, {free:.0f} GiB free; {cores} cores"
     return Finding("devices", said)
 
 
@@ -174,7 +183,14 @@ def host_name() -> Finding:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError as error:
         return Finding("host name", f"{name} has no address: {error}", f"add a line `127.0.0.1 {name}` to /etc/hosts.")
-    return Finding("host name", f"{name} is {address}")
+    return Finding("host name", f"{name} is {address}; other machines reach this one at {reachable_host('')}")
+
+
+def proxies() -> Finding:
+    """Proxies of the environment, which a run bypasses for its own calls."""
+    names = [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]
+    bypassed = f"{', '.join(names)}; runs bypass them for {', '.join(LOCAL_HOSTS)} and their own addresses"
+    return Finding("proxies", bypassed if names else "none")
 
 
 def servers() -> Finding:

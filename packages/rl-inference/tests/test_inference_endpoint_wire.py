@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import aiohttp
+import openai
+import pytest
 from agent_model import ScriptedEngine, served
 from test_inference_endpoint import MESSAGES, Agent, says_it, sentence
 
+from rl_inference.endpoint.config import EndpointConfig
 from rl_inference.endpoint.wire import token_bytes
 
 
@@ -36,3 +39,24 @@ def test_token_bytes_of_a_sentencepiece_byte_is_that_byte() -> None:
             return "<0xE2>"
 
     assert token_bytes(Tokenizer(), 7) == b"\xe2"
+
+
+async def test_endpoint_calls_of_agents_bypass_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    async with (
+        served(engine) as session,
+        openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as agent,
+    ):
+        await agent.chat.completions.create(model="policy", messages=MESSAGES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+async def test_endpoint_on_an_ipv6_address_is_reached_at_its_url(host: str) -> None:
+    engine = ScriptedEngine("llama3", says_it)
+    async with served(engine, EndpointConfig(host=host)) as session, aiohttp.ClientSession() as http:
+        assert session.base_url.startswith("http://[")
+        assert (await Agent(session, http).ask())[0] == 200

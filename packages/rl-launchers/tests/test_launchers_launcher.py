@@ -251,7 +251,8 @@ def test_config_settings_of_another_scheduler_are_refused() -> None:
 
 def test_resources_are_the_devices_that_would_be_handed_out_and_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    assert LocalSchedulerConfig().resources() == Resources(gpus=2, cores=os.cpu_count() or 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
+    assert LocalSchedulerConfig().resources() == Resources(gpus=2, cores=1)
     assert LocalSchedulerConfig(gpus=[]).resources().gpus == 0
 
 

@@ -96,6 +96,20 @@ def test_threads_of_workers_wait_briefly_unless_the_environment_sets_it(
     assert (plain["GOMP_SPINCOUNT"], given["GOMP_SPINCOUNT"]) == ("1000", "300000")
 
 
+def test_worker_environment_bypasses_proxies_for_its_own_hosts() -> None:
+    inherited = {"http_proxy": "http://proxy:3128", "no_proxy": "corp.example"}
+    environment = worker_environment(JobSpec("role", ()), inherited, 0, "10.1.2.3", None, {}, None)
+    assert environment["no_proxy"] == environment["NO_PROXY"] == "corp.example,localhost,127.0.0.1,::1,10.1.2.3"
+
+
+def test_scheduler_worker_on_an_ipv6_host_becomes_ready(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "http.server", "--bind", "{host}", "{port}", "--directory", str(tmp_path))
+    with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(host="::1")) as scheduler:
+        scheduler.create_workers(JobSpec("web", command, needs_port=True, ready_path="/"))
+        (worker,) = scheduler.wait_ready("web")
+        assert worker.address == f"http://[::1]:{worker.port}"
+
+
 def test_interface_of_nccl_is_loopback_where_the_workers_are_unless_somebody_says_another(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

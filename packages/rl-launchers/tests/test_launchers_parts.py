@@ -21,7 +21,7 @@ from rl_launchers.interrupts import TOGETHER, Hurried, Interrupted, Interrupts
 from rl_launchers.process import fill_in
 from rl_launchers.pulse import Pulses
 from rl_launchers.report import ERRORS_BEFORE, TAIL_BYTES, describe_exit, tail, telling, with_log
-from rl_launchers.resources import PortReservation, visible_gpus
+from rl_launchers.resources import PortReservation
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,14 @@ def test_port_reservation_handed_over_a_server_may_listen() -> None:
     assert "refused" in str(probe("127.0.0.1", reservation.port, "/"))
 
 
-def test_visible_gpus_come_from_the_variable_else_from_the_device_files(tmp_path: Path) -> None:
-    for name in ("nvidia2", "nvidia7", "nvidiactl", "nvidia-uvm", "null"):
-        (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path) == ["0", "1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}, tmp_path) == ["3", "GPU-ab"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+def test_port_reservation_of_an_ipv6_host_is_of_ipv6() -> None:
+    reservation = PortReservation("::1")
+    with (
+        socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as second,
+        pytest.raises(OSError, match="in use"),
+    ):
+        second.bind(("::1", reservation.port))
+    reservation.release()
 
 
 def test_interrupts_first_signal_waits_for_check_second_raises_where_impatient_third_is_ignored() -> None:

@@ -88,8 +88,9 @@ def test_planned_cluster_that_has_too_little_is_refused_as_a_start_is() -> None:
 def test_resources_nothing_is_running_this_machine_is_what_there_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers_ray, "look", lambda address: [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
     there = RaySchedulerConfig().resources()
-    assert (there.gpus, there.cores, there.nodes[0].host) == (2, os.cpu_count(), "127.0.0.1")
+    assert (there.gpus, there.cores, there.nodes[0].host) == (2, 1, "127.0.0.1")
 
 
 def test_names_in_ray_need_a_cluster_that_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

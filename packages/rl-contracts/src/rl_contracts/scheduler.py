@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from rl_contracts.config import Settings
 from rl_contracts.errors import LaunchError
+from rl_contracts.machine import url_of
 from rl_contracts.names import NameService
 
 RUN_KEY_VARIABLE = "RL_RUN_KEY"
@@ -101,7 +102,7 @@ class Worker:
     @property
     def address(self) -> str:
         """`http://host:port`."""
-        return f"http://{self.host}:{self.port}"
+        return url_of(self.host, self.port)
 
 
 @dataclass(frozen=True)

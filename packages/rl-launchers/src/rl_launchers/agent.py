@@ -110,7 +110,7 @@ class Agent:
 
     def _meet(self, role: str) -> int:
         """A port for the ranks of a role, which is kept until they are removed."""
-        self._meetings[role] = PortReservation()
+        self._meetings[role] = self._scheduler.reserve()
         return self._meetings[role].port
 
     def _report(self) -> None:

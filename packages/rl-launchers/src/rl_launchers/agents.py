@@ -96,7 +96,8 @@ class Agents:
         self._leaving = False
         at = host or provider.address()
         try:
-            self._listener = socket.create_server((at, 0), backlog=1024)
+            family = socket.AF_INET6 if ":" in at else socket.AF_INET
+            self._listener = socket.create_server((at, 0), family=family, backlog=1024)
         except OSError as error:
             raise LaunchError(
                 f"launcher.options.host={host or '(empty)'}: expected an address of this machine, at which the "

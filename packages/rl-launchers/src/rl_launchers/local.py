@@ -14,11 +14,12 @@ from typing import ClassVar
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, LaunchError, RLError
+from rl_contracts.machine import usable_cores, visible_gpus
 from rl_contracts.scheduler import JobSpec, Resources, Scheduler, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers import report
 from rl_launchers.keeper import Keeper
 from rl_launchers.process import Group, LocalProcess, fill_in, ranks_of, worker_environment
-from rl_launchers.resources import Pool, PortReservation, pinnable_cores, visible_gpus
+from rl_launchers.resources import Pool, PortReservation, pinnable_cores
 from rl_launchers.sessions import stop_sessions
 
 TICK = 0.05
@@ -41,9 +42,9 @@ class LocalSchedulerConfig(SchedulerConfig):
     """Names of the GPUs to hand out; None: those that this process may use."""
 
     def resources(self) -> Resources:
-        """The GPUs to hand out, and all cores of this machine."""
+        """Return the GPUs to hand out, and the cores that this process may use."""
         gpus = visible_gpus(os.environ) if self.gpus is None else self.gpus
-        return Resources(len(gpus), os.cpu_count() or 1)
+        return Resources(len(gpus), usable_cores())
 
     def check(self, roles: Sequence[JobSpec]) -> None:
         """Refuse roles whose fixed ports are in use."""
@@ -98,6 +99,10 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
 
     def __exit__(self, *_: object) -> None:
         self.delete_workers()
+
+    def reserve(self) -> PortReservation:
+        """Reserve a free port, of IPv6 where workers listen on such an address."""
+        return PortReservation("::" if ":" in self._host else "")
 
     def create_workers(self, spec: JobSpec) -> list[Worker]:
         """Start the workers of a role and return at once.
@@ -292,9 +297,9 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             slot = role.slots[index]
             slot.cores = cores[place * spec.cpus : (place + 1) * spec.cpus]
             if _listens(spec):
-                slot.port = PortReservation(self._host, spec.port + index) if spec.port else PortReservation()
+                slot.port = PortReservation(self._host, spec.port + index) if spec.port else self.reserve()
         if spec.spmd and not role.group.master:
-            role.meeting = PortReservation()
+            role.meeting = self.reserve()
 
     def _start(self, role: _Role, index: int, restarts: int = 0) -> LocalProcess:
         spec, slot = role.spec, role.slots[index]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_contracts.errors import ConfigError
+from rl_contracts.machine import bypass_proxies
 from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
 from rl_launchers import report
 from rl_launchers.health import probe
@@ -88,7 +89,7 @@ def worker_environment(
     """The whole environment of one worker; later sources win.
 
     Thread counts and other defaults, NCCL's interface where all is on loopback (it listens at another by itself), the
-    inherited variables, torchrun's, devices, `spec.env`.
+    inherited variables, torchrun's, hosts that are reached without a proxy, devices, `spec.env`.
 
     Args:
         spec: the role.
@@ -101,7 +102,7 @@ def worker_environment(
     """
     threads = {name: str(spec.cpus) for name in THREAD_VARIABLES}
     own = {NCCL_INTERFACE: LOOPBACK} if host.startswith("127.") or host in ("localhost", "::1") else {}
-    environment = {**DEFAULTS, **own, **threads, **inherited, **ranks}
+    environment = {**DEFAULTS, **own, **threads, **inherited, **ranks, **bypass_proxies(inherited, host)}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return environment | {name: fill_in(value, index, host, port) for name, value in spec.env.items()}

@@ -22,12 +22,12 @@ from typing import Any
 from rl_contracts.config import bounded, require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.logging import get_logger
+from rl_contracts.machine import usable_cores, visible_gpus
 from rl_contracts.names import NameService
 from rl_contracts.scheduler import Node, Resources
 from rl_launchers import report
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.nodes import LOOPBACK, NodeProvider
-from rl_launchers.resources import visible_gpus
 
 logger = get_logger("launcher")
 
@@ -185,7 +185,7 @@ def ask(address: str) -> dict[str, Any]:
 
 def this_machine() -> dict[str, Any]:
     """The node of a cluster that is started on the spot."""
-    cores, gpus = os.cpu_count() or 1, len(visible_gpus(os.environ))
+    cores, gpus = usable_cores(), len(visible_gpus(os.environ))
     own = {"name": "this machine", "host": LOOPBACK, "cores": cores, "gpus": gpus}
     return own | {"resources": {"CPU": cores, "GPU": gpus}}
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import socket
 import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 
 import psutil
 
@@ -48,15 +46,6 @@ class Pool:
         self._free.extend(items)
 
 
-def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Names of the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES spells them. Needs no torch."""
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name.strip() for name in chosen.split(",") if name.strip() and name.strip() != "-1"]
-    # CUDA numbers the devices that it finds from 0, whatever the numbers of their files are.
-    return [str(i) for i, _ in enumerate(d for d in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", d.name))]
-
-
 def pinnable_cores() -> list[str]:
     """Names of the cores that this process may use.
 
@@ -77,7 +66,7 @@ class PortReservation:
     just before the worker starts.
 
     Args:
-        host: local address to reserve on; `""` is all of them.
+        host: local address to reserve on; `""` is all of IPv4, `"::"` of IPv6.
         port: a certain port; 0 is any free one.
 
     Raises:
@@ -85,7 +74,7 @@ class PortReservation:
     """
 
     def __init__(self, host: str = "", port: int = 0) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))

@@ -13,9 +13,11 @@ import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl_contracts import confine, reaper
 from rl_contracts.errors import AgentError, ConfigError
+from rl_contracts.machine import bypass_proxies
 from rl_contracts.workflow import AgentWorkflow
 from rl_workflows.rlvr import NOT_FOR_REWARDS
 
@@ -104,7 +106,8 @@ class AgentCommand(AgentWorkflow):
         return self.command, ()
 
     def _made(self, base_url: str, api_key: str) -> _Process:
-        variables = dict(self.environment)
+        outside = bypass_proxies({**os.environ, **self.environment}, urlsplit(base_url).hostname or "")
+        variables = {**self.environment, **outside}
         if not self.long_lived:
             for client in ("OPENAI", "ANTHROPIC"):
                 variables |= {f"{client}_BASE_URL": base_url, f"{client}_API_KEY": api_key}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
-import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import ClientPayloadError, web
@@ -23,6 +24,7 @@ from rl_contracts.endpoint import RolloutEndpoint
 from rl_contracts.errors import AgentError, ConfigError, InferenceError, RLError
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.logging import get_logger
+from rl_contracts.machine import bypass_proxies, reachable_host, url_of
 from rl_contracts.rendering import ChatRenderer, replace_invalid_text
 from rl_inference.endpoint.anthropic import Messages
 from rl_inference.endpoint.anthropic import error as anthropic_error
@@ -112,8 +114,9 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             await runner.cleanup()
             raise
         self._watch = asyncio.create_task(self._connections.watch())
-        host, port = _seen_as(self.config.host), runner.addresses[0][1]
-        return self.config.url.rstrip("/") or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = self.config.url.rstrip("/") or url_of(reachable_host(self.config.host), runner.addresses[0][1])
+        os.environ |= bypass_proxies(os.environ, urlsplit(url).hostname or "")  # for clients of agents in this process
+        return url
 
     async def open(
         self, engine: InferenceEngine, generation: GenerationConfig, max_length: int | None = None
@@ -316,18 +319,6 @@ def _counted(session: Session) -> Iterator[None]:
         raise
     finally:
         session.calling -= 1
-
-
-def _seen_as(host: str) -> str:
-    """Where what listens on `host` is reached; where that is all addresses, the one that other machines see."""
-    if host not in ("", "0.0.0.0", "::"):
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # of a network that is nobody's; nothing is sent
-        except OSError:
-            return socket.gethostname()
-        return str(probe.getsockname()[0])
 
 
 def _with_valid_text(body: bytes) -> bytes:

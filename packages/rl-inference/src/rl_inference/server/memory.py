@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rl_contracts.errors import ModelError
 from rl_contracts.logging import get_logger
+from rl_contracts.machine import control_groups
 from rl_inference.server.pages import PAGE, pages_of
 
 if TYPE_CHECKING:
@@ -64,20 +65,14 @@ def group_bytes(listing: Path, mount: Path) -> list[int]:
         mount: as `/sys/fs/cgroup`.
     """
     found: list[int] = []
-    for line in listing.read_text().splitlines() if listing.exists() else ():
-        _, kinds, path = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
-            continue
-        root = mount / "memory" if kinds else mount
+    for group, first_version in control_groups("memory", listing, mount):
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        limit, usage, droppable = names if kinds else ("memory.max", "memory.current", "inactive_file")
-        inner = root / path.strip("/")
-        for group in (inner, *inner.parents):
-            if group.is_relative_to(root) and (group / limit).exists():
-                allowed = (group / limit).read_text().strip()
-                stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
-                used = int((group / usage).read_text()) - int(stat.get(droppable, 0))
-                found += [] if allowed == "max" else [max(int(allowed) - used, 0)]
+        limit, usage, droppable = names if first_version else ("memory.max", "memory.current", "inactive_file")
+        if (group / limit).exists():
+            allowed = (group / limit).read_text().strip()
+            stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
+            used = int((group / usage).read_text()) - int(stat.get(droppable, 0))
+            found += [] if allowed == "max" else [max(int(allowed) - used, 0)]
     return found
 
 

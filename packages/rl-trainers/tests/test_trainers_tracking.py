@@ -14,7 +14,6 @@ import pytest
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.waiting import wait_until
 from rl_trainers import TrackersConfig, Tracking
-from rl_trainers.trackers import apart
 from rl_trainers.tracking import load_trackers
 
 SPY = '''
@@ -337,15 +336,3 @@ def test_swanlab_offline_keeps_what_the_run_wrote(place):
     kept = b"".join(file.read_bytes() for file in Path(directory).rglob("*") if file.is_file())
     assert b"eval/reward" in kept
     assert len({run.name.rpartition("-")[2] for run in Path(directory).glob("run-*")}) == 1
-
-
-def test_apart_no_name_is_the_folder_of_another():
-    names = apart(["tokens", "tokens/trained", "lr", "a/b", "a/b/c"])
-
-    assert names == {
-        "tokens": "tokens/all",
-        "tokens/trained": "tokens/trained",
-        "lr": "lr",
-        "a/b": "a/b/all",
-        "a/b/c": "a/b/c",
-    }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_contracts.figures import MEANINGS
 from rl_contracts.tracking import TrackedRun, Tracker
 
 
@@ -97,11 +99,11 @@ class MlflowTracker(Tracker):
         self._client = MlflowClient(tracking_uri=uri)
         if run.id:
             self._client.update_run(run.id, status="RUNNING")
-            self._id = run.id
+            self._id, self._names = run.id, MetricNames(self._client.get_run(run.id).data.metrics)
             return run.id
         known = self._client.get_experiment_by_name(run.project)
         experiment = known.experiment_id if known else self._client.create_experiment(run.project)
-        self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
+        self._id, self._names = self._client.create_run(experiment, run_name=run.name).info.run_id, MetricNames()
         params = [Param(name, str(value)[:MLFLOW_CHARACTERS]) for name, value in _leaves(run.config)]
         for first in range(0, len(params), MLFLOW_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + MLFLOW_PARAMS])
@@ -110,7 +112,7 @@ class MlflowTracker(Tracker):
     def log(self, figures: Mapping[str, float], step: int, time: float) -> None:
         from mlflow.entities import Metric
 
-        names = apart(figures)
+        names = self._names.of(figures)
         found = [Metric(names[name], value, round(1000 * time), step) for name, value in figures.items()]
         self._client.log_batch(self._id, metrics=found)
 
@@ -118,11 +120,44 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._id)
 
 
-def apart(names: Iterable[str]) -> dict[str, str]:
-    """Names for a store that keeps each figure in a file: `tokens` is `tokens/all` beside `tokens/trained`."""
-    names = list(names)
-    folders = {name[:at] for name in names for at, letter in enumerate(name) if letter == "/"}
-    return {name: f"{name}/all" if name in folders else name for name in names}
+class MetricNames:
+    """The names under which MLflow keeps metrics.
+
+    MLflow takes letters, digits and `_-. :/` in a normalized path. Its file store keeps each metric in a file, so that
+    no name may be a folder of another one: `tokens` is `tokens/all`, because there is `tokens/trained`, and `mine/part`
+    is `mine.part` where `mine` is kept already.
+
+    Args:
+        kept: names that are in the store.
+    """
+
+    def __init__(self, kept: Iterable[str] = ()) -> None:
+        self._kept = set(kept)
+        self._names: dict[str, str] = {}
+
+    def of(self, metrics: Iterable[str]) -> dict[str, str]:
+        """Return the name of each metric, the same whenever it is asked for."""
+        new = {metric: _normalized(metric) for metric in metrics if metric not in self._names}
+        folders = (
+            {folder for name in (*MEANINGS, *self._kept, *new.values()) for folder in _folders(name)} if new else ()
+        )
+        for metric, name in new.items():
+            if name not in self._kept and name in folders:
+                name = f"{name}/all"
+            elif not self._kept.isdisjoint(_folders(name)):
+                name = name.replace("/", ".")
+            self._names[metric] = name
+            self._kept.add(name)
+        return self._names
+
+
+def _normalized(metric: str) -> str:
+    parts = [part for part in re.sub(r"[^\w.\- :/]", "_", metric).split("/") if part not in ("", ".", "..")]
+    return "/".join(parts) or "_"
+
+
+def _folders(name: str) -> list[str]:
+    return [name[:at] for at, letter in enumerate(name) if letter == "/"]
 
 
 MLFLOW_PARAMS, MLFLOW_CHARACTERS = 100, 500

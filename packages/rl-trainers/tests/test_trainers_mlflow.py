@@ -1,0 +1,108 @@
+"""The MLflow tracker against a double of its client, with MLflow's rule for names and its store of files."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from collections import namedtuple
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_contracts.figures import MEANINGS
+from rl_contracts.tracking import TrackedRun
+from rl_trainers.trackers import MlflowTracker
+
+Metric = namedtuple("Metric", ["key", "value", "timestamp", "step"])
+
+
+class Client:
+    """Keeps each metric in a file, as `mlflow.MlflowClient` does by default."""
+
+    root = Path()
+
+    def __init__(self, tracking_uri: str) -> None:
+        pass
+
+    def get_experiment_by_name(self, name: str) -> None:
+        return None
+
+    def create_experiment(self, name: str) -> str:
+        return "1"
+
+    def create_run(self, experiment: str, run_name: str) -> Any:
+        return SimpleNamespace(info=SimpleNamespace(run_id="the-run"))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        pass
+
+    def get_run(self, run_id: str) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(metrics=self.kept()))
+
+    def log_batch(self, run_id: str, metrics: Sequence[Metric] = (), params: Sequence[Any] = ()) -> None:
+        for metric in metrics:
+            name = metric.key
+            assert re.fullmatch(r"[/\w.\- :]+", name), name
+            assert posixpath.normpath(name) == name, name
+            assert not name.startswith((".", "/")), name
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            with (self.root / name).open("a") as file:
+                file.write(f"{metric.value}\n")
+
+    @classmethod
+    def kept(cls) -> dict[str, list[float]]:
+        """The values of each metric."""
+        files = (path for path in cls.root.rglob("*") if path.is_file())
+        return {str(path.relative_to(cls.root)): [*map(float, path.read_text().split())] for path in files}
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Client]:
+    for name, module in (("mlflow", ModuleType("mlflow")), ("mlflow.entities", ModuleType("mlflow.entities"))):
+        vars(module).update(MlflowClient=Client, Metric=Metric, Param=tuple)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(Client, "root", tmp_path)
+    return Client
+
+
+def opened(directory: Path, run_id: str = "") -> MlflowTracker:
+    tracker = MlflowTracker(uri="file:there")
+    tracker.open(TrackedRun("run", "project", directory, id=run_id))
+    return tracker
+
+
+def test_mlflow_metrics_whose_parts_come_later_keep_their_names(store: type[Client], tmp_path: Path) -> None:
+    tracker = opened(tmp_path)
+    tracker.log({"tokens": 1, "groups/rejected": 1, "mine": 1, "ours/part": 1}, 0, 0.0)
+    later = {"tokens": 2, "tokens/trained": 2, "groups/rejected": 2, "groups/rejected/stale": 2, "mine": 2}
+    tracker.log({**later, "mine/part": 2, "ours": 2, "ours/part": 2}, 1, 0.0)
+    opened(tmp_path, "the-run").log({"tokens": 3, "mine": 3, "mine/part": 3, "ours": 3, "groups/rejected": 3}, 2, 0.0)
+    assert store.kept() == {
+        "tokens/all": [1, 2, 3],
+        "tokens/trained": [2],
+        "groups/rejected/all": [1, 2, 3],
+        "groups/rejected/stale": [2],
+        "mine": [1, 2, 3],
+        "mine.part": [2, 3],
+        "ours/part": [1, 2],
+        "ours/all": [2, 3],
+    }
+
+
+def test_mlflow_takes_all_metrics_of_the_project_in_any_order(store: type[Client], tmp_path: Path) -> None:
+    names = [re.sub(r"<(\w+)>", r"a \1", name) for name in MEANINGS]
+    tracker = opened(tmp_path)
+    for name in names:
+        tracker.log({name: 1.0}, 0, 0.0)
+    tracker.log(dict.fromkeys(reversed(names), 2.0), 1, 0.0)
+    assert list(store.kept().values()) == [[1.0, 2.0]] * len(names)
+
+
+@pytest.mark.parametrize("name", ["reward/my (fn)", "agent/../x", "/a//b", "a/.", "..", "a=b;c", "\ud800"])
+def test_mlflow_metric_with_a_name_that_it_rejects_is_kept(name: str, store: type[Client], tmp_path: Path) -> None:
+    opened(tmp_path).log({name: 1.0}, 0, 0.0)
+    assert [*store.kept().values()] == [[1.0]]

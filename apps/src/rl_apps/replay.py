@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from rl_apps.app import App, Run
 from rl_apps.config import GRPOConfig
 from rl_apps.parts import Parts
+from rl_contracts.lines import to_json
 
 
 def train(run: Run[GRPOConfig]) -> None:
@@ -20,7 +20,7 @@ def train(run: Run[GRPOConfig]) -> None:
         engine = parts.engine()
         stats = replay_batch(parts.actor(engine), batch, int(named[1]) if named else None)
         if engine.parallel.is_main:
-            (run.directory / "result.json").write_text(json.dumps(stats))
+            (run.directory / "result.json").write_text(to_json(stats))
 
 
 APP = App("rl replay", __doc__, GRPOConfig, train, check=lambda run: [], servers="refused")

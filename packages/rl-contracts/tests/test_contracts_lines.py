@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.lines import LineFile, append, json_lines
+from rl_contracts.lines import LineFile, append, json_lines, to_json
 
 FULL = Path("/dev/full")
 
@@ -24,6 +25,15 @@ def room(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_to_json_of_numbers_that_are_not_finite_is_null() -> None:
+    value = {"a": [math.nan, 1.5, (math.inf, {"b": -math.inf})], math.nan: 1, 2: "é"}
+    text = to_json(value)
+    assert text == '{"a": [null, 1.5, [null, {"b": null}]], "nan": 1, "2": "é"}'
+    assert to_json({"a": math.nan, "b": Path("c")}, default=str, separators=(",", ":")) == '{"a":null,"b":"c"}'
+    with pytest.raises(TypeError):
+        to_json({"a": math.nan, "b": Path("c")})
 
 
 def test_json_lines_end_with_line_feeds_alone_and_half_of_the_last_one_is_left_out(tmp_path: Path) -> None:

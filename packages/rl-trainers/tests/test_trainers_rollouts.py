@@ -1,5 +1,6 @@
 """The writer of answers: what it writes, where, and what happens when the disk does not keep up."""
 
+import json
 import threading
 import time
 
@@ -50,6 +51,21 @@ def test_training_steps_that_are_due_are_written_with_what_became_of_each_answer
     assert trained["token_ids"] == [1, 2, 3]
     assert trained["logprobs"] == [-0.66667, -0.33333, 0.0]
     assert trained["versions"] == [0, 1, 2]
+
+
+def test_rollouts_numbers_that_are_not_finite_are_null(tmp_path):
+    answer = _answer(reward=float("inf"))
+    answer.logprobs[2], answer.info["score"] = np.nan, {"mean": np.float64("-inf")}
+    writer = RolloutWriter(tmp_path)
+    writer.training(1, [answer])
+    writer.learned(1, _batch(advantages=torch.full((2, 4), torch.nan)))
+    writer.destroy()
+
+    for path in tmp_path.iterdir():
+        for line in path.read_text().splitlines():
+            json.loads(line, parse_constant=pytest.fail)
+    [line] = _lines(tmp_path / "step_1-0.jsonl")
+    assert (line["reward"], line["logprobs"], line["score"]) == (None, [-0.66667, None, 0.0], {"mean": None})
 
 
 def test_tokens_switched_off_leave_the_text_and_the_outcome(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from rl_apps.plan.simulation import Outcome, Setup, simulate
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
+from rl_contracts.lines import to_json
 from rl_contracts.model_sizes import ModelSizes
 
 GIB = 2**30
@@ -339,7 +339,7 @@ def line(found: Plan) -> str:
             "simulated_at": f"1/{size}",
         }
 
-    return json.dumps(
+    return to_json(
         {
             "arithmetic": found.arithmetic,
             "memory": found.memory,

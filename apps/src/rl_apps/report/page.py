@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import threading
 import time
@@ -22,6 +20,7 @@ from rl_apps.report.events import events_of, status_of_launcher, when
 from rl_apps.report.facts import COMMANDS, commands_of, record_command
 from rl_apps.report.samples import Samples, shown
 from rl_contracts.errors import ConfigError
+from rl_contracts.lines import to_json
 from rl_contracts.logging import get_logger
 
 log = get_logger("apps.report")
@@ -131,18 +130,8 @@ def render(runs: Sequence[dict[str, Any]]) -> str:
 
 def as_json(value: object) -> str:
     """JSON that may stand in a `script` element: no `<`, no NaN (null instead), no half of a character."""
-    text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"))
+    text = to_json(value, separators=(",", ":"), default=str)
     return re.sub(r"[<\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _escaped(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -50,6 +51,31 @@ def json_lines(path: Path) -> Iterator[Any]:
         for line in file:
             with nullcontext() if line.endswith(b"\n") else suppress(ValueError):
                 yield json.loads(line)
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """Return JSON of a value, with null for numbers that are not finite: JSON has no NaN and no infinity.
+
+    Args:
+        value: of types that JSON has.
+        options: of `json.dumps`.
+
+    Raises:
+        TypeError: it holds a value of another type.
+    """
+    options = {"ensure_ascii": False, "allow_nan": False} | options
+    try:
+        return json.dumps(value, **options)
+    except ValueError:
+        return json.dumps(_finite(value), **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key if _finite(key) == key else str(key): _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class LineFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import RLError
-from rl_contracts.lines import LineFile
+from rl_contracts.lines import LineFile, to_json
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import Figures, MetricsWriter, collect
 from rl_contracts.trace import Trace
@@ -208,7 +207,7 @@ class Books:
 
     def _write_endings(self, step: int, endings: list[dict[str, Any]]) -> None:
         if self._groups is not None:
-            lines = (json.dumps({"step": step, **ending}, ensure_ascii=False) + "\n" for ending in endings)
+            lines = (to_json({"step": step, **ending}) + "\n" for ending in endings)
             self._groups.write("".join(lines))
 
     def _flush(self) -> None:

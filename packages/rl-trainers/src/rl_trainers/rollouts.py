@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_contracts.config import Settings, bounded
 from rl_contracts.errors import DataError
-from rl_contracts.lines import FOR_A_WHILE, append
+from rl_contracts.lines import FOR_A_WHILE, append, to_json
 from rl_contracts.logging import get_logger
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ class RolloutWriter:
     def _work(self) -> None:
         try:
             for path, rows, tokens in iter(self._waiting.get, None):
-                lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                lines = "".join(to_json(row) + "\n" for row in rows)
                 self._append(path, lines.encode(errors="replace").decode())  # half characters of a workflow's texts
                 with self._lock:
                     self._waiting_tokens -= tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import aiohttp
 import pytest
 from agent_model import ScriptedEngine, served
+from publishing import until
 from test_inference_endpoint import MESSAGES, Agent, says_it, sentence
 
 from rl_contracts.config import GenerationConfig
 from rl_inference.endpoint.config import EndpointConfig
 from rl_inference.endpoint.server import HttpRolloutEndpoint
-from rl_inference.endpoint.session import RENDERED_CHARACTERS, Session
+from rl_inference.endpoint.session import RENDERED_CHARACTERS, CallError, Session
 
 LONG = "x" * (RENDERED_CHARACTERS + 1)
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -61,9 +63,9 @@ async def test_endpoint_oversized_reasoning_is_not_tokenized(monkeypatch: pytest
 
 async def test_endpoint_reasoning_that_the_template_drops_is_accepted() -> None:
     engine = ScriptedEngine("qwen3", says_it)
-    told = {"role": "assistant", "content": "no", "reasoning_content": LONG}
+    message = {"role": "assistant", "content": "no", "reasoning_content": LONG}
     async with served(engine, max_length=100) as session, aiohttp.ClientSession() as http:
-        assert (await Agent(session, http).ask(messages=[*MESSAGES, told, *MESSAGES]))[0] == 200
+        assert (await Agent(session, http).ask(messages=[*MESSAGES, message, *MESSAGES]))[0] == 200
 
 
 async def test_endpoint_slow_prompts_of_a_session_do_not_delay_others() -> None:
@@ -87,6 +89,27 @@ async def test_endpoint_slow_prompts_of_a_session_do_not_delay_others() -> None:
         go.set()
         assert [(await call)[0] for call in calls] == [200] * 3
     await endpoint.destroy()
+
+
+async def test_endpoint_rejection_without_its_agent_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    engine, go, started = ScriptedEngine("llama3", says_it), threading.Event(), threading.Event()
+    async with served(engine) as session, aiohttp.ClientSession() as http:
+
+        def rejected(call: Any) -> Any:
+            started.set()
+            go.wait(30)
+            raise CallError("rejected")
+
+        session.prompt = rejected  # type: ignore[method-assign]
+        call = asyncio.create_task(Agent(session, http).ask())
+        await asyncio.to_thread(started.wait, 30)
+        call.cancel()
+        await until(lambda: not session.calling, 30)
+        go.set()
+        await until(lambda: not session.preparing.locked(), 30)
+        assert (await Agent(session, http).ask())[0] == 400
+    gc.collect()
+    assert caplog.records == []
 
 
 async def _accepted(session: Session, http: aiohttp.ClientSession, bodies: list[dict[str, Any]]) -> int:

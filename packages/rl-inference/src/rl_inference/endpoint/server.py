@@ -171,7 +171,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         if self._watch is not None:
             self._watch.cancel()
         await self._connections.runner.cleanup()
-        self._preparing.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._preparing.shutdown, cancel_futures=True)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -233,13 +233,12 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 
     async def _prepare(self, session: Session, asked: Asked) -> Prepared:
         """Render and tokenize a call's prompt in a thread, so that other sessions' calls are not held up."""
-
-        async def prepare() -> Prepared:
-            async with session.preparing:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._preparing, lambda: session.prepare(asked.call()))
-
-        return await asyncio.shield(prepare())  # the thread is in use until it ends, also where the agent went away
+        loop = asyncio.get_running_loop()
+        await session.preparing.acquire()
+        job = self._preparing.submit(lambda: session.prepare(asked.call()))
+        # the thread is in use until the job is done, even if the agent disconnects
+        job.add_done_callback(lambda _: loop.call_soon_threadsafe(session.preparing.release))
+        return await asyncio.wrap_future(job)
 
     async def _reply(self, session: Session, asked: Asked) -> dict[str, Any]:
         prepared = await self._prepare(session, asked)

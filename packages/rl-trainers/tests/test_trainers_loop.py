@@ -390,6 +390,16 @@ def test_train_nothing_is_published_servers_are_woken(engine, tmp_path):
     assert told == ["publish 0", *["sleep", "wake"] * 2]
 
 
+def test_awake_block_that_raises_puts_servers_back_to_sleep(engine):
+    calls = []
+    with LoopThread("test") as loop:
+        sharing = MemorySharing(engine, _Servers(calls), loop, 10)
+        with pytest.raises(InferenceError, match="no scores"), sharing.awake():
+            raise InferenceError("no scores")
+
+    assert calls == ["wake", "sleep"]
+
+
 def test_train_servers_that_do_not_sleep_end_the_run(engine, tmp_path):
     servers = _Servers([])
     servers.fails = True

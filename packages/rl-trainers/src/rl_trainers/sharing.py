@@ -61,10 +61,12 @@ class MemorySharing:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The servers awake for a question, and asleep again once it is answered (collective)."""
+        """Wake the servers for a block, and put them to sleep after it, also when it raises (collective)."""
         self.wake()
-        yield
-        self.sleep()
+        try:
+            yield
+        finally:
+            self.sleep()
 
     def _free(self) -> float:
         """Bytes that a GPU has for anybody; 0 of a CPU."""

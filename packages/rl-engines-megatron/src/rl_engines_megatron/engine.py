@@ -327,29 +327,28 @@ class MegatronEngine(TrainEngine):
         return full_parameters(self._parts)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """See `TrainEngine.save`."""
+        """See `TrainEngine.save`. Of kind `state` each rank first copies its files to host memory."""
         from rl_engines_megatron.export import save_hugging_face
-        from rl_engines_megatron.state import save_state
         from rl_engines_megatron.weights import full_parameters
 
-        with new_directory(meta.path, self.parallel) as scratch:
-            match meta.kind:
-                case "hf":
-                    dtype = self.config.serve_dtype or self._spec.dtype
-                    limit = self.config.max_shard_gb
-                    config, source = self._hf_config, Path(self._spec.model_path)
-                    weights = full_parameters(self._parts, spread=True)
+        match meta.kind:
+            case "hf":
+                dtype = self.config.serve_dtype or self._spec.dtype
+                limit = self.config.max_shard_gb
+                config, source = self._hf_config, Path(self._spec.model_path)
+                weights = full_parameters(self._parts, spread=True)
+                with new_directory(meta.path, self.parallel) as scratch:
                     save_hugging_face(weights, config, source, meta, scratch, dtype, limit, self.parallel)
-                case "state":
-                    with without_cuda(self._device):
-                        save_state(self._parts, self._stepper, self._counters(), scratch)
-                case _:
-                    raise _unknown_kind(meta)
+            case "state":
+                write = self._copy_state(meta)
+                with new_directory(meta.path, self.parallel) as scratch:
+                    write(scratch)
+            case _:
+                raise _unknown_kind(meta)
 
     def snapshot(self, meta: SaveLoadMeta) -> Snapshot | None:
         """See `TrainEngine.snapshot`. Each rank keeps what it writes in host memory until that is done."""
         from rl_engines_megatron.export import copy_hugging_face
-        from rl_engines_megatron.state import copy_state
         from rl_engines_megatron.weights import full_parameters
 
         match meta.kind:
@@ -359,9 +358,14 @@ class MegatronEngine(TrainEngine):
                 weights = full_parameters(self._parts, spread=True)
                 return copy_hugging_face(weights, self._hf_config, source, meta, dtype, limit, self.parallel)
             case "state":
-                with without_cuda(self._device):
-                    return copy_state(self._parts, self._stepper, self._counters(), Path(meta.path))
+                return partial(self._copy_state(meta), Path(meta.path))
         return None
+
+    def _copy_state(self, meta: SaveLoadMeta) -> Callable[[Path], list[Path]]:
+        from rl_engines_megatron.state import copy_state
+
+        with without_cuda(self._device):
+            return copy_state(self._parts, self._stepper, self._counters(), meta.path, self.parallel)
 
     def load(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from io import BytesIO
@@ -18,7 +18,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from rl_contracts.engine import Snapshot
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
 from rl_engines_megatron.messages import without_pickles
@@ -29,31 +28,48 @@ FILL = "_set_main_param_and_optimizer_states"
 """How the distributed optimizer fills what it keeps of a parameter."""
 
 
-def save_state(parts: list[Any], stepper: Any, counters: dict[str, int], directory: Path) -> None:
-    """Write weights, optimizer state, counters and random states into a directory that is there (collective)."""
-    with _writing(stepper):
-        dist_checkpointing.save(_state(parts, stepper, counters, loading=False), str(directory))
+def copy_state(
+    parts: list[Any], stepper: Any, counters: dict[str, int], path: str, parallel: ParallelContext
+) -> Callable[[Path], list[Path]]:
+    """Copy weights, optimizer state, counters and random states to memory, as the bytes of this rank's files
+    (collective).
 
+    Args:
+        path: where they will be saved, for messages.
 
-def copy_state(parts: list[Any], stepper: Any, counters: dict[str, int], directory: Path) -> Snapshot:
-    """Copy what `save_state` writes to memory, as the bytes of this rank's files (collective); what writes them."""
+    Returns:
+        a function that writes the files into a directory and returns their paths.
+
+    Raises:
+        EngineError: the shards do not make up whole tensors, or a rank cannot copy its own; on every rank.
+    """
     held = dict[str, Any]()
-    with TemporaryDirectory() as scratch, _writing(stepper):
-        state = _state(parts, stepper, counters, loading=False)
-        request: Any = dist_checkpointing.save(state, scratch, async_sharded_save=True, async_strategy="mcore")
-        if request.async_fn is not None:
-            rank, _, results = request.async_fn_args
-            buckets = []
-            for _, name, content in request.preload_fn():
-                held[name] = memory = open(os.memfd_create(name), "r+b")  # noqa: SIM115 - kept for the writer
-                buckets.append((f"/proc/self/fd/{memory.fileno()}", name, content))
-            request.async_fn(rank, buckets, results)
-        for finish in request.finalize_fns:  # the first rank tells which file has what
+    with _writing(stepper), ExitStack() as stack:
+        with parallel.agreeing(f"preparing a copy of the state for {path}"):
+            scratch = stack.enter_context(TemporaryDirectory())
+        with parallel.agreeing(f"checking the state for {path}"):
+            state = _state(parts, stepper, counters, loading=False)
+            # checks the shards of all ranks, and raises on rank 0 alone
+            dist_checkpointing.state_dict_utils.save_preprocess(state)
+        request: Any = dist_checkpointing.save(
+            state, scratch, validate_access_integrity=False, async_sharded_save=True, async_strategy="mcore"
+        )
+        with parallel.agreeing(f"copying the state for {path}"):
+            if request.async_fn is not None:
+                rank, _, results = request.async_fn_args
+                buckets = []
+                for _, name, content in request.preload_fn():
+                    held[name] = memory = open(os.memfd_create(name), "r+b")  # noqa: SIM115 - kept for the writer
+                    buckets.append((f"/proc/self/fd/{memory.fileno()}", name, content))
+                request.async_fn(rank, buckets, results)
+                if isinstance(results.queue[0], Exception):
+                    raise results.queue[0]
+        for finish in request.finalize_fns:  # rank 0 writes the index of the files
             finish()
         for file in Path(scratch).iterdir():
             held[file.name] = BytesIO(file.read_bytes())
 
-    def write() -> list[Path]:
+    def write(directory: Path) -> list[Path]:
         directory.mkdir(parents=True, exist_ok=True)
         for name, memory in held.items():
             memory.seek(0)
@@ -65,7 +81,7 @@ def copy_state(parts: list[Any], stepper: Any, counters: dict[str, int], directo
 
 
 def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelContext) -> dict[str, int]:
-    """Read what `save_state` wrote, in place (collective).
+    """Read what the function of `copy_state` wrote, in place (collective).
 
     Returns:
         the counters.
@@ -80,7 +96,9 @@ def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelCont
                 "with kind 'state', or load it with kind 'hf'."
             )
         with _resident(stepper), without_pickles():
-            state = dist_checkpointing.load(_state(parts, stepper, {}, loading=True), path)
+            wanted = _state(parts, stepper, {}, loading=True)
+            # no exchange: the other ranks would wait in it for a rank that cannot read its files
+            state = dist_checkpointing.load(wanted, path, validate_access_integrity=False)
             for index, part in enumerate(parts):
                 part.load_state_dict(state[f"model{index}"], strict=False)
             if stepper is not None:
@@ -123,9 +141,10 @@ def _fill_without_step(fill: Any, parameter: torch.Tensor, tensors: dict[str, An
 
 
 def _state(parts: list[Any], stepper: Any, counters: dict[str, int], loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {f"model{i}": part.sharded_state_dict(metadata=METADATA) for i, part in enumerate(parts)}
+    metadata = dict(METADATA)  # megatron-core adds the process group of this layout
+    state: dict[str, Any] = {f"model{i}": part.sharded_state_dict(metadata=metadata) for i, part in enumerate(parts)}
     if stepper is not None:
         model = state if len(parts) > 1 else state["model0"]
-        state["optimizer"] = stepper.inner.sharded_state_dict(model, is_loading=loading, metadata=METADATA)
+        state["optimizer"] = stepper.inner.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     state["counters"], state["random"] = counters, torch.get_rng_state()
     return state

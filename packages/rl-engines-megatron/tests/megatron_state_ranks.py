@@ -1,0 +1,88 @@
+"""On each of two ranks: states of two layouts in one process, and errors that one rank alone meets.
+
+Arguments: a model, and a directory for the states.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.conformance.train_engine import OPTIMIZER
+from rl_contracts.data import FinetuneSpec, SaveLoadMeta
+from rl_contracts.errors import EngineError
+from rl_engines_megatron import MegatronEngine, state
+
+RANK = int(os.environ["RANK"])
+
+
+def started(model: str, layout: dict) -> MegatronEngine:
+    engine = MegatronEngine(strategy=ParallelStrategy(**layout))
+    engine.initialize(FinetuneSpec(model, 1, optimizer=OPTIMIZER, device="cpu"))
+    return engine
+
+
+def weights(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.full_parameters()}
+
+
+def error_of(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except EngineError as error:
+        return str(error)
+    raise AssertionError("expected an EngineError")
+
+
+def without_a_shard(parts: list, *arguments: object, **settings: object) -> dict:
+    """A state to which rank 1 does not add its part of the embedding."""
+    complete = STATE(parts, *arguments, **settings)
+    if RANK == 1:
+        del complete["model0"]["embedding.word_embeddings.weight"]
+    return complete
+
+
+def full_memory(name: str) -> int:
+    if RANK == 1:
+        raise OSError("no memory")
+    return MEMORY(name)
+
+
+STATE, MEMORY = state._state, os.memfd_create
+
+
+def main(model: str, directory: Path) -> None:
+    first, second, absent = (SaveLoadMeta(str(directory / name), "state") for name in ("first", "second", "absent"))
+    engine = started(model, {"context": 2})
+    engine.version = 7
+    engine.save(first)
+    engine.destroy()
+
+    engine = started(model, {"tensor": 2})
+    engine.load(first)
+    engine.save(second)
+    before, engine.version = weights(engine), 0
+    engine.load(second)
+    after = weights(engine)
+    assert engine.version == 7
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    print("second layout: saved and loaded")
+
+    with patch.object(state, "_state", without_a_shard):
+        print("missing shard:", error_of(lambda: engine.save(absent)))
+    with patch.object(os, "memfd_create", full_memory):
+        print("no memory:", error_of(lambda: engine.save(absent)))
+    with patch.object(shutil, "copyfileobj", side_effect=OSError("disk is full") if RANK else None):
+        print("full disk:", error_of(lambda: engine.save(absent)))
+    print("file on one rank:", error_of(lambda: engine.load(absent if RANK else second)))
+    assert not Path(absent.path).exists()
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,10 +1,15 @@
+import inspect
+from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from fsdp_toys import ATTENTION_FAMILIES, FAMILIES, logprobs_of, make_batch, make_engine, make_model
 
 from rl_contracts.errors import ModelError
+from rl_contracts.testing.families import make_family
+from rl_engines_fsdp.model import attention
 
 SUPPORTED = [
     *ATTENTION_FAMILIES,
@@ -120,18 +125,67 @@ def test_initialize_with_weights_of_part_of_the_model_refuses_to_start_at_random
         make_engine(str(tmp_path))
 
 
+def kernel_double(q, k, v, edges, edges_k, longest, longest_k, *, scale, window_size, enable_gqa=False):
+    """torch's `varlen_attn` on a CPU, one segment at a time: [N, heads, D], one D for all."""
+    if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+        raise ValueError(f"expected one head size, got {q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}")
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    segments = (tuple(t[start:end].transpose(0, 1)[None] for t in (q, k, v)) for start, end in pairwise(edges.tolist()))
+    pieces = [attention._one_segment(*segment, scale, window, None, None)[0].transpose(0, 1) for segment in segments]
+    return torch.cat(pieces)
+
+
+@pytest.fixture
+def cuda_branch(monkeypatch):
+    """Attention in 64 bits on tensors that report to be on CUDA, with the kernel's double."""
+    all_segments = attention._all_segments
+
+    def on_cuda(query, key, value, *rest):
+        with patch.object(torch.Tensor, "is_cuda", True):
+            return all_segments(query.double(), key.double(), value.double(), *rest).to(query.dtype)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel_double)
+    monkeypatch.setattr(attention, "_all_segments", on_cuda)
+    attention._varlen.cache_clear()
+    yield
+    attention._varlen.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+def test_cuda_attention_branch_equals_the_cpu_branch(family, tmp_path, request):
+    engine, batch = make_engine(str(make_family(tmp_path, family))), make_batch()
+    expected = engine.forward(batch, logprobs_of)
+
+    request.getfixturevalue("cuda_branch")
+    found = engine.forward(batch, logprobs_of)
+
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.usefixtures("cuda_branch")
+def test_cuda_attention_branch_reads_the_kernel_signature_once(monkeypatch):
+    signature, read = inspect.signature, []
+    monkeypatch.setattr(inspect, "signature", lambda *args: read.append(args) or signature(*args))
+    query, key = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 7, 8)
+    segments = attention.Segments((7,), torch.tensor([0, 7], dtype=torch.int32))
+
+    for _layer in range(3):
+        attention._all_segments(query, key, key, segments, 0.5, None, None, None)
+
+    assert read == [(kernel_double,)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("window", [None, 5])
-def test_varlen_attention_on_cuda_equals_one_segment_at_a_time(window):
-    from rl_engines_fsdp.model.attention import Segments, _one_segment, _varlen_attention
-
+@pytest.mark.parametrize(("window", "value_size"), [(None, 64), (5, 64), (None, 32)])
+def test_varlen_attention_on_cuda_equals_one_segment_at_a_time(window, value_size):
     lengths = (7, 19, 3)
     edges = torch.tensor([0, 7, 26, 29], dtype=torch.int32, device="cuda")
     query, key, value = (torch.randn(1, h, 29, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
 
-    found = _varlen_attention(query, key, value, Segments(lengths, edges), 0.125, window)
+    value = value[..., :value_size]
+    found = attention._varlen_attention(query, key, value, attention.Segments(lengths, edges), 0.125, window)
 
     pieces = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
-    expected = torch.cat([_one_segment(q, k, v, 0.125, window, None, None) for q, k, v in pieces], dim=2)
+    expected = torch.cat([attention._one_segment(q, k, v, 0.125, window, None, None) for q, k, v in pieces], dim=2)
     torch.testing.assert_close(found, expected.transpose(1, 2), atol=2e-2, rtol=2e-2)

@@ -88,7 +88,7 @@ def packed_attention(
 
     Args:
         query: [1, heads, N, D].
-        key, value: [1, key/value heads, N, D], fewer heads with grouped-query attention.
+        key, value: [1, key/value heads, N, D], fewer heads with grouped-query attention; of `value` D may be smaller.
         scaling: factor on the scores; None: D ** -0.5.
         sliding_window: a token sees this many tokens, itself included; None: all before it.
         softcap: scores are capped smoothly to this size.
@@ -125,8 +125,8 @@ def _all_segments(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of a whole row: [1, heads, N, D] to [1, N, heads, D]."""
-    plain = softcap is None and sinks is None and query.dtype != torch.float32 and query.shape[-1] <= LARGEST_HEAD
-    if plain and query.is_cuda and _varlen() is not None:
+    plain = softcap is None and sinks is None and query.dtype != torch.float32
+    if plain and value.shape[-1] <= query.shape[-1] <= LARGEST_HEAD and query.is_cuda and _varlen() is not None:
         return _varlen_attention(query, key, value, packed, scale, window)
     pieces = [
         _one_segment(q, k, v, scale, window, softcap, sinks).transpose(1, 2)
@@ -195,23 +195,28 @@ def _explicit(
 
 @cache
 def _varlen() -> Any:
-    """torch's variable-length attention, where this version has one that takes windows."""
+    """torch's variable-length attention, and whether it takes fewer key/value heads than query heads; None where this
+    version has none that takes windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size"} <= set(known) else None
+    return (varlen_attn, "enable_gqa" in known) if {"scale", "window_size"} <= set(known) else None
 
 
 def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: Segments, scale: float, window: int | None
 ) -> Tensor:
-    """All segments in one kernel: [1, heads, N, D] to [1, N, heads, D]."""
+    """All segments in one kernel: [1, heads, N, D] to [1, N, heads, D]. Values may have smaller heads than queries
+    (multi-head latent attention): they are padded with zeros, because the kernel has one head size."""
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
-    longest, attend, grouped = max(packed.lengths), _varlen(), {}
+    attend, takes_groups = _varlen()
+    longest, grouped = max(packed.lengths), {}
+    if (missing := q.shape[-1] - v.shape[-1]) > 0:
+        v = F.pad(v, (0, missing))
     if (shared := q.shape[1] // k.shape[1]) > 1:
-        if "enable_gqa" in inspect.signature(attend).parameters:
+        if takes_groups:
             grouped = {"enable_gqa": True}
         else:  # torch 2.11
             k, v = (t.repeat_interleave(shared, dim=1) for t in (k, v))
@@ -227,7 +232,7 @@ def _varlen_attention(
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
-    return out[None]
+    return out[None, ..., : value.shape[-1]].contiguous()
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

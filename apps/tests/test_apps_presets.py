@@ -12,6 +12,7 @@ from rl_apps.driver import main
 from rl_apps.gsm8k_grpo import APP
 from rl_contracts.errors import ConfigError
 from rl_trainers.objective import make_policy_loss
+from rl_trainers.proximal import PROXIMALS
 
 PRESETS = sorted(path.stem for path in (Path(compose.CONF) / "algorithm").glob("*.yaml"))
 QUICK = {"dapo", "distillation", "gspo", "ppo"}
@@ -40,6 +41,13 @@ def test_preset_composes_and_its_loss_loads(name, tmp_path):
 def test_presets_are_different_algorithms():
     made = [_grpo(f"algorithm={name}", *TEACHER).algorithm for name in PRESETS]
     assert all(a != b for i, a in enumerate(made) for b in made[:i])
+
+
+@pytest.mark.parametrize("name", ["tis", "decoupled", "icepop", "geometric_mask", "sequence_mask", "m2po"])
+def test_preset_with_one_minibatch_recomputes_only_for_m2po(name):
+    algorithm = _grpo(f"algorithm={name}").algorithm
+    assert make_policy_loss(algorithm, 1).proximal is PROXIMALS["recompute" if name == "m2po" else "current"]
+    assert make_policy_loss(algorithm, 2).proximal is PROXIMALS["recompute"]
 
 
 @pytest.mark.parametrize(

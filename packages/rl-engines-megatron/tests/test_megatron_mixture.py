@@ -110,7 +110,8 @@ ASKED = {"output_router_logits": True}
 @pytest.mark.parametrize(
     ("family", "changes", "layout", "message"),
     [
-        ("qwen3", {}, {"data": 2, "expert": 2}, r"qwen3 model has no experts"),
+        ("qwen3", {}, {"data": 2, "expert": 2}, r"qwen3 models have no experts"),
+        ("deepseek_v3", {}, {"data": 2, "expert": 2}, r"model_type 'deepseek_v3' is not supported"),
         ("qwen3_moe", {}, {"data": 3, "expert": 3}, r"e=3 does not divide num_experts=4"),
         (
             "qwen3_moe",

@@ -173,7 +173,7 @@ def test_model_that_is_not_supported_is_refused_with_the_reason(config, message)
         (
             {},
             {"pipeline": 3},
-            r"pipeline parallel size 3 does not divide num_hidden_layers = 4; sizes that do: 1, 2, 4",
+            r"pipeline parallel size 3 does not divide num_hidden_layers = 4; use one of 1, 2, 4, or set stage_layers",
         ),
         ({}, {"tensor": 3}, r"tensor parallel size 3 does not divide num_attention_heads = 8"),
         ({"intermediate_size": 22}, {"tensor": 4}, r"tensor parallel size 4 does not divide intermediate_size = 22"),

@@ -49,7 +49,8 @@ class Partition(Settings):
             )
             require(fits and min(self.stage_sizes) > 0, "stage_layers", expected, list(self.stage_sizes))
         else:
-            _require_divides("pipeline", self.pp_size, "num_hidden_layers", architecture.layers)
+            uneven = ", or set stage_layers to the layers of each stage"
+            _require_divides("pipeline", self.pp_size, "num_hidden_layers", architecture.layers, uneven)
         _require_divides("tensor", tp, "num_attention_heads", architecture.heads)
         mixture = architecture.mixture
         if mixture is None or len(mixture.layers) < architecture.layers:
@@ -60,7 +61,7 @@ class Partition(Settings):
         elif self.ep_size * self.etp_size > 1:
             raise ConfigError(
                 f"megatron: {architecture.model_type} models have no experts, found expert {self.ep_size} and "
-                f"expert_tensor {self.etp_size}; leave both out."
+                f"expert_tensor {self.etp_size}; leave e and the t of ffn out."
             )
         groups = architecture.groups
         if groups % tp and tp % groups:
@@ -148,9 +149,10 @@ def partition_of(
     return Partition(architecture, strategy.tensor, stages, vocab_multiple, head, stage_sizes=stage_sizes, **sizes)
 
 
-def _require_divides(dimension: str, size: int, name: str, value: int) -> None:
+def _require_divides(dimension: str, size: int, name: str, value: int, otherwise: str = "") -> None:
     if value % size:
         fitting = ", ".join(str(n) for n in range(1, min(value, 64) + 1) if value % n == 0)
         raise ConfigError(
-            f"megatron: {dimension} parallel size {size} does not divide {name} = {value}; sizes that do: {fitting}."
+            f"megatron: {dimension} parallel size {size} does not divide {name} = {value}; use one of {fitting}"
+            f"{otherwise}."
         )

@@ -12,6 +12,7 @@ import torch
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec
+from rl_contracts.errors import ConfigError
 from rl_contracts.model_sizes import ModelSizes, layer_of, sizes_of
 from rl_contracts.testing import make_batch, make_tiny_model
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
@@ -81,3 +82,49 @@ def test_memory_knows_what_settings_save(model: Path) -> None:
     assert memory(max_logits=1024)["logits"] == 3 * 4 * 1024
     assert memory(lora=LoRAConfig(rank=2))["optimizer"] < 0.3 * plain["optimizer"]
     assert memory(offload=True)["optimizer"] == 0
+
+
+def nothing(*_: Any) -> Any:
+    raise AssertionError("the loss was computed")
+
+
+def test_step_whose_gradients_exceed_gpu_memory_is_rejected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(4)
+    limit = MicroBatchConfig(int(batch["attention_mask"].sum(1).max()))
+    spec = FinetuneSpec(str(model), 1, 0, OptimizerConfig(), limit, dtype="bfloat16", device="cpu", deterministic=True)
+    enough = FSDPEngineConfig(sync_every_micro_batch=True).memory(ParallelStrategy(), spec, read_sizes(model), 4)
+    monkeypatch.setattr("rl_engines_fsdp.engine.device_memory", lambda _: sum(enough.values()))
+    engine = FSDPEngine(FSDPEngineConfig())
+    engine.initialize(spec)
+
+    with pytest.raises(ConfigError, match="set sync_every_micro_batch=true"):
+        engine.train_batch(batch, nothing, lambda batch: batch["loss_mask"].sum())
+    engine.destroy()
+
+
+def test_optimizer_state_above_gpu_memory_is_rejected_at_the_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_engines_fsdp.engine.device_memory", lambda _: 8.0 * read_sizes(model).parameters)
+
+    with pytest.raises(ConfigError, match="offload=true"):
+        FSDPEngine(FSDPEngineConfig()).initialize(
+            FinetuneSpec(str(model), 1, optimizer=OptimizerConfig(), device="cpu")
+        )
+
+
+@pytest.mark.parametrize("name", ["adamw", "theirs:Optimizer"])
+def test_check_memory_rejects_what_is_certain_and_warns_of_estimates(
+    model: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    config, optimizer = FSDPEngineConfig(), OptimizerConfig(name=name)
+    sizes, spec = read_sizes(model), FinetuneSpec(str(model), 1, optimizer=optimizer)
+    parts = config.memory(ParallelStrategy(2), spec, sizes, 1)
+    certain = sum(parts.values()) - parts["activations"] - parts["logits"] - parts["optimizer"] * (name != "adamw")
+
+    config.check_memory(ParallelStrategy(2), spec, sizes, 1, sum(parts.values()))
+    assert not caplog.records
+    config.check_memory(ParallelStrategy(2), spec, sizes, 1, certain)
+    assert "GiB, but the GPU has" in caplog.text
+    with pytest.raises(ConfigError):
+        config.check_memory(ParallelStrategy(2), spec, sizes, 1, certain - 1)

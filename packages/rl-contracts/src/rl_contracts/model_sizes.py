@@ -65,11 +65,12 @@ def sizes_of(model: nn.Module, config: Any) -> ModelSizes:
     """
     text = config.get_text_config()
     heads = text.num_attention_heads
+    widths = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return ModelSizes(
         shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate=max(widths) if isinstance(widths, list) else widths,
         heads=heads,
         key_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rl_contracts import registry
 from rl_contracts.allocation import ParallelStrategy
@@ -14,15 +14,20 @@ from rl_contracts.config import OptimizerConfig, Settings, bounded, choice
 from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
+from rl_contracts.logging import get_logger
 from rl_contracts.model_sizes import ModelSizes
 from rl_engines_fsdp.memory import (
     DTYPE_BYTES,
+    GIB,
     LOGITS_ON_GPU,
     OPTIMIZER_BYTES,
+    SAVE_MEMORY,
     activation_bytes,
     adapter_parameters,
     own_parameters,
 )
+
+logger = get_logger("engine.fsdp")
 
 
 @dataclass
@@ -127,6 +132,42 @@ class FSDPEngineConfig(TrainEngineConfig):
         entries = min(self.max_logits or LOGITS_ON_GPU, tokens * sizes.vocabulary)
         parts["logits"] = 3 * 4.0 * entries  # themselves, their softmax, and its gradient
         return parts
+
+    def check_memory(
+        self, strategy: ParallelStrategy, spec: FinetuneSpec, sizes: ModelSizes, micro_batches: int, available: float
+    ) -> None:
+        """Reject a step whose parameters, gradients and optimizer states are more than a device has, and warn of one
+        that is too large with the estimates of activations and logits.
+
+        Args:
+            strategy, spec, sizes, micro_batches: see `memory`.
+            available: bytes of the device.
+
+        Raises:
+            ConfigError: with both numbers, and the setting to change.
+        """
+
+        guesses = {"activations", "logits"}
+        if spec.optimizer is not None and spec.optimizer.name not in OPTIMIZER_BYTES:
+            guesses.add("optimizer")
+
+        def needed(**changes: Any) -> tuple[float, float]:
+            parts = replace(self, **changes).memory(strategy, spec, sizes, micro_batches)
+            total = sum(parts.values())
+            return total - sum(parts.get(name, 0.0) for name in guesses), total
+
+        certain, total = needed()
+        if total <= available:
+            return
+        fitting = [name for name in SAVE_MEMORY if needed(**{name: True})[1] <= available]
+        remedy = f"set {fitting[0]}=true" if fitting else "lower micro_batch.max_tokens, or use more ranks"
+        sentence = (
+            f"a step of {micro_batches} times {spec.micro_batch.max_tokens} tokens needs about {total / GIB:.1f} GiB, "
+            f"but the GPU has {available / GIB:.1f} GiB; {remedy}."
+        )
+        if certain > available:
+            raise ConfigError(sentence)
+        logger.warning("%s", sentence)
 
     def _check_optimizer(self, optimizer: OptimizerConfig, spec: FinetuneSpec) -> None:
         """See that an optimizer is there, and goes with the other settings."""

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.attention_windows import layer_windows
-from rl_contracts.config import OptimizerConfig
+from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import AdapterSpec, FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.hub_names import HubPart, hub_parts
+from rl_contracts.model_sizes import sizes_of
 from rl_contracts.training import micro_batches
 from rl_contracts.training.hugging_face import read_config
 from rl_contracts.training.process_group import join, pick_device, read_environment
@@ -39,7 +40,7 @@ from rl_engines_fsdp.model.attention import Segments
 from rl_engines_fsdp.model.maker import ModelMaker
 from rl_engines_fsdp.optimizer import clip, make_optimizer, set_rate, squared_norm
 from rl_engines_fsdp.ranks import sharding
-from rl_engines_fsdp.usage import step_flops
+from rl_engines_fsdp.usage import device_memory, step_flops
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -66,6 +67,8 @@ class FSDPEngine(TrainEngine):
         self._exit = ExitStack()  # what `destroy` undoes, in reverse order
         self._steps = 0
         self._skipped = 0
+        self._first = True
+        """Whether no batch was trained on yet."""
         self._usage = UsageMeter()
 
     # ---- life
@@ -100,6 +103,7 @@ class FSDPEngine(TrainEngine):
                     {n: getattr(text, n, None) for n in ("num_attention_heads", "num_key_value_heads")}, self._layout
                 )
             self._model = self._maker.make(config)
+            self._check_memory(1, 1)  # the components that do not depend on a batch
             with self.parallel.agreeing("preparing to publish and to train"):
                 if self.parallel.is_main:  # which alone yields them, and alone knows the directory's own names
                     self._hub_parts = hub_parts(self._model.model, self._model.hugging_face_parameters())
@@ -129,6 +133,9 @@ class FSDPEngine(TrainEngine):
             raise EngineError("train_batch: this engine has no optimizer (FinetuneSpec.optimizer is None).")
         began = time.perf_counter()
         bins, denominator, tokens, pairs = self._begin(batch, loss_weight_fn)
+        if self._first:
+            sizes, self._first = lengths(batch), False
+            self._check_memory(max([1, *(int(sizes[rows].sum()) for rows in bins)]), len(bins))
         optimizer.zero_grad(set_to_none=True)
         sums = StepSums(self.parallel.is_dp_head)
         # FSDP averages gradients over data and context ranks (see sharding.shard); the loss is a sum
@@ -150,6 +157,23 @@ class FSDPEngine(TrainEngine):
         applied = self._step(optimizer, settings, gradients, result, rate)
         self._usage.add(time.perf_counter() - began, tokens, pairs)
         return result | {"lr": rate, "applied": float(applied), "tokens": float(tokens)}
+
+    def _check_memory(self, tokens: int, micro_batches: int) -> None:
+        """Reject a step of so many micro-batches, the largest of so many tokens, that a GPU cannot hold (collective).
+
+        Raises:
+            ConfigError, EngineError: see `FSDPEngineConfig.check_memory`; on every rank.
+        """
+        available, inner = device_memory(self._device), self._model.model
+        if available is None or self._spec.optimizer is None:
+            return
+        try:
+            sizes = sizes_of(inner, inner.config)
+        except (AttributeError, RuntimeError):  # the configuration has no single size for all layers
+            return
+        spec = replace(self._spec, micro_batch=MicroBatchConfig(tokens))
+        with self.parallel.agreeing("estimating the memory of a step"):
+            self.config.check_memory(self._layout, spec, sizes, micro_batches, available)
 
     def _begin(self, batch: TensorDict, loss_weight_fn: LossWeightFn) -> tuple[list[list[int]], float, int, int]:
         """Micro-batches; denominator, tokens and `attended_pairs` over all ranks."""

@@ -11,6 +11,9 @@ from rl_contracts.model_sizes import ModelSizes, layer_of
 if TYPE_CHECKING:
     from rl_contracts.allocation import ParallelStrategy
 
+GIB = 2**30
+SAVE_MEMORY = ("gradient_checkpointing", "sync_every_micro_batch", "offload")
+"""Settings that lower memory, those that cost least time first."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2.0, "muon": 4.0, "sgd": 0.0}
 """Of state for each trained parameter, with `muon` and `sgd` for what is most of them; others are taken to have two
@@ -26,7 +29,7 @@ def own_parameters(strategy: ParallelStrategy, sizes: ModelSizes) -> float:
         inside = layer_of(name) is not None
         ranks = strategy.data * strategy.context if inside else strategy.world_size
         split = strategy.tensor if inside and len(shape) > 1 else 1
-        return math.ceil(shape[0] / ranks) * math.prod(shape[1:]) / split
+        return math.ceil(math.prod(shape[:1]) / ranks) * math.prod(shape[1:]) / split
 
     return sum(part(name, shape) for name, shape in sizes.shapes.items())
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from rl_contracts.training import usage
 from rl_engines_fsdp.model.packed import PackedModel
+
+
+def device_memory(device: torch.device) -> float | None:
+    """Bytes of memory of a GPU; None of a CPU."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def matrix_parameters(model: PackedModel, frozen: bool = True) -> int | None:

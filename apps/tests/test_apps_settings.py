@@ -563,6 +563,11 @@ ELSEWHERE = [
         f"{ENGINES}resume.py::test_limit_of_skipped_steps_counts_on_after_a_resume",
     ),
     Elsewhere(
+        "launcher.finish_seconds",
+        "a run that is asked to end",
+        f"{LAUNCHERS}signals.py::test_signal_deaf_trainer_is_killed_when_its_grace_is_over",
+    ),
+    Elsewhere(
         "launcher.grace_seconds",
         "a run that is asked to end",
         f"{LAUNCHERS}signals.py::test_signal_deaf_trainer_is_killed_when_its_grace_is_over",

@@ -100,7 +100,9 @@ def _add_runs(commands: Any) -> None:
     status = commands.add_parser("status", help="show a run's state and where its processes run")
     status.add_argument("--json", action="store_true", help="print one JSON object")
     logs = commands.add_parser("logs", help="print the logs of a run's processes")
-    stop = commands.add_parser("stop", help="stop a run after its current step, with a recovery checkpoint")
+    stop = commands.add_parser(
+        "stop", help="stop a run after its current step, with a recovery checkpoint; a second call stops sooner"
+    )
     stop.add_argument("--now", action="store_true", help="kill the processes at once")
     scale = commands.add_parser("scale", help="change the number of inference servers during a run")
     watch = commands.add_parser("watch", help="follow a run: its metrics, or its conversations turn by turn")

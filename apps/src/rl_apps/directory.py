@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import IO, Any
 
 import yaml
@@ -48,6 +49,9 @@ TRAINERS_END = 10.0
 """Seconds that a command waits for the trainers of the one before. Those of a local one that was killed take 6.5 at
 most: the keeper notices, asks them to end, and kills them. On the nodes of a cluster that begins when an agent has not
 heard of the launcher for `heartbeat_timeout`, which is waited for as well."""
+
+RECENT = 20
+"""Records of which the usual seconds of a step are the median."""
 
 PLACES = ("run_dir", "experiment", "trial", "model.directories")
 """Settings that say where something is, and not what."""
@@ -257,18 +261,29 @@ def resumption(step: int | None) -> str:
     )
 
 
+def last_records(directory: Path, number: int) -> list[dict[str, Any]]:
+    """Return the whole ones of the last `number` lines of a run's records, oldest first."""
+    records: list[dict[str, Any]] = []
+    for line in tail(directory / "metrics.jsonl", number).splitlines():
+        with suppress(ValueError):  # half of a line, of a trainer that was killed
+            records.append(json.loads(line))
+    return records
+
+
 def last_record(directory: Path) -> dict[str, Any]:
     """The newest whole record of a run; empty where there is none."""
-    for line in reversed(tail(directory / "metrics.jsonl", 2).splitlines()):
-        with suppress(ValueError):  # half of a line, of a trainer that was killed
-            record: dict[str, Any] = json.loads(line)
-            return record
-    return {}
+    return (last_records(directory, 2) or [{}])[-1]
 
 
 def reached(directory: Path) -> tuple[int, int]:
     """The last step that a run took, and the step of its newest recover point; 0 where there is none."""
     return last_record(directory).get("step", 0), last_point(directory / "recover") or 0
+
+
+def step_seconds(directory: Path) -> float:
+    """Return the median `time/step` of the newest steps of a run, in seconds; 0 before the first one."""
+    records = last_records(directory, RECENT)
+    return median([record["time/step"] for record in records if "time/step" in record] or [0.0])
 
 
 def write_config(run: Run[Any]) -> None:

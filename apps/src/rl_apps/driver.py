@@ -35,6 +35,7 @@ from rl_apps.directory import (
     past_of,
     reached,
     resumption,
+    step_seconds,
     strangers,
     write_config,
 )
@@ -231,7 +232,9 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
                     lambda found: [trainer_job(reference, run, devices, addresses or [s.address for s in found])],
                     on_tick=waiting.tick,
                     together=True,
-                    resume=Resume(partial(reached, run_dir), partial(_again, run, waiting)),
+                    resume=Resume(
+                        partial(reached, run_dir), partial(_again, run, waiting), partial(step_seconds, run_dir)
+                    ),
                 )
         except RLError as error:
             if not (run_dir / "config.yaml").exists():
@@ -256,7 +259,8 @@ def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[s
     words = [word for word in argv if not word.startswith("run_dir=")]
     command = (sys.executable, "-m", "rl_apps.cli", "run", reference, *words, setting("run_dir", str(run.directory)))
     roles = (*server_jobs(run, devices), trainer_job(reference, run, devices, []))
-    return Submission(command, run.directory, roles, run.config.launcher.grace_seconds)
+    launcher = run.config.launcher
+    return Submission(command, run.directory, roles, launcher.finish_seconds + launcher.grace_seconds)
 
 
 def _cleared(run: Run[Any]) -> Path:

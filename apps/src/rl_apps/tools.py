@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rl_apps.directory import FINISHED, JOB, NAMES, last_record, names_of, reached, resumption
+from rl_apps.directory import FINISHED, JOB, NAMES, last_record, names_of, reached, resumption, step_seconds
 from rl_contracts import registry
 from rl_contracts.errors import ConfigError, StalledError
 from rl_contracts.names import NameService
@@ -175,13 +175,16 @@ def stop(directory: Path, now: bool, timeout: float) -> int:
         print(f"Nothing to stop: {_state_in_words(before)}")
         return 0
     names.add("control/stop", "now" if now else "gracefully", replace=True)
-    print("stopping " + ("at once" if now else "after the current step, with a recovery checkpoint"), flush=True)
+    usual = f" (usually {seconds:.3g} s)" if (seconds := step_seconds(directory)) else ""
+    print(
+        "stopping " + ("at once" if now else f"after the current step{usual}, with a recovery checkpoint"), flush=True
+    )
     deadline = time.monotonic() + timeout
     for _ in while_alive(names):
         if time.monotonic() > deadline:
             raise StalledError(
                 f"{directory} did not stop within --timeout={timeout:g} s: {_state_in_words(status_of(directory))}. "
-                "`rl stop --now` kills its processes."
+                "A second `rl stop` abandons the running step, `rl stop --now` kills the processes."
             )
     after = status_of(directory)
     left = resumption(after["recover_point"])

@@ -323,14 +323,14 @@ def test_run_second_signal_while_the_names_are_tidied_is_no_error(scheduler: Loc
 def test_run_trainers_of_several_roles_all_hear_of_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    delete = LocalScheduler.delete_workers
+    terminate = LocalScheduler.terminate_workers
 
-    def delete_workers(self: LocalScheduler, role: str | None = None, grace: float = 5.0) -> None:
-        delete(self, role, grace)
+    def terminate_workers(self: LocalScheduler, role: str) -> None:
+        terminate(self, role)
         if role == "one":
             raise LaunchError("planted: a node does not answer")
 
-    monkeypatch.setattr(LocalScheduler, "delete_workers", delete_workers)
+    monkeypatch.setattr(LocalScheduler, "terminate_workers", terminate_workers)
     former = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored
     trainer = (
         "import pathlib, signal, sys, time\n"

@@ -24,7 +24,7 @@ from rl_contracts.scheduler import JobSpec
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler
 
 folder, trainer, delay = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-SERVER, grace = sys.argv[4], float(sys.argv[5])
+SERVER, grace, finish = sys.argv[4], float(sys.argv[5]), float(sys.argv[6])
 
 def trainers(servers):
     (folder / "port").write_text(str(servers[0].port))
@@ -34,7 +34,7 @@ def trainers(servers):
 command = (sys.executable, "-c", SERVER, delay, "{host}", "{port}", str(folder))
 rollout = JobSpec("rollout", command, ready_path="/", scratch=(str(folder / "scratch"),))
 (folder / "started").touch()
-config = LauncherConfig(grace_seconds=grace)
+config = LauncherConfig(grace_seconds=grace, finish_seconds=finish)
 sys.exit(Launcher(LocalScheduler(folder / "logs"), config).run([rollout], trainers))
 """
 
@@ -55,6 +55,11 @@ time.sleep(600)
 
 DEAF_TRAINER = TRAINER.replace("signal.SIGTERM, recover", "signal.SIGTERM, signal.SIG_IGN")
 
+PATIENT_TRAINER = TRAINER.replace(
+    "signal.SIGTERM, recover", "signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, recover)"
+)
+"""Ends at the second request only."""
+
 
 class Program:
     """A running launcher program, whose processes are known by its folder in their command lines."""
@@ -66,10 +71,12 @@ class Program:
         delay: float = 0.0,
         behind: tuple[str, ...] = (),
         grace: float = 40.0,
+        finish: float = 0.0,
         terminal: int | None = None,
     ) -> None:
         self.folder = folder
-        command = [*behind, sys.executable, "-c", PROGRAM, str(folder), trainer, str(delay), SERVER, str(grace)]
+        options = map(str, (folder, trainer, delay, SERVER, grace, finish))
+        command = [*behind, sys.executable, "-c", PROGRAM, *options]
         if terminal is None:
             self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         else:  # that of a shell, whose commands in the foreground all get its ^C
@@ -160,12 +167,13 @@ def test_ctrl_c_at_a_terminal_is_one_request_to_end_for_the_whole_foreground(
 
 
 @pytest.mark.slow
-def test_second_signal_kills_a_deaf_trainer_at_once(start: Callable[..., Program]) -> None:
+def test_third_signal_to_a_launcher_kills_a_deaf_trainer_at_once(start: Callable[..., Program]) -> None:
     program = start(trainer=DEAF_TRAINER).reaches("training")
 
-    program.process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):  # it would wait for the trainer's 40 seconds
-        program.ends_within(1)
+    for _ in range(2):
+        program.process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):  # it would wait for the trainer's 40 seconds
+            program.ends_within(1)
     program.process.send_signal(signal.SIGINT)
 
     assert program.ends_within(5) == 130
@@ -173,8 +181,22 @@ def test_second_signal_kills_a_deaf_trainer_at_once(start: Callable[..., Program
 
 
 @pytest.mark.slow
+def test_first_signal_waits_longer_than_the_grace_second_ends_it(start: Callable[..., Program]) -> None:
+    program = start(trainer=PATIENT_TRAINER, grace=1.0).reaches("training")
+
+    program.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        program.ends_within(2)
+    program.process.send_signal(signal.SIGINT)
+
+    assert program.ends_within(20) == 130
+    assert (program.folder / "recover").read_text() == "saved while the server answered"
+    assert program.left_behind() == []
+
+
+@pytest.mark.slow
 def test_signal_deaf_trainer_is_killed_when_its_grace_is_over(start: Callable[..., Program]) -> None:
-    program = start(trainer=DEAF_TRAINER, grace=1.0).reaches("training")
+    program = start(trainer=DEAF_TRAINER, grace=1.0, finish=0.5).reaches("training")
 
     program.process.send_signal(signal.SIGINT)
 

@@ -150,6 +150,8 @@ class Submission:
 class SchedulerConfig(Settings):
     """The settings of a scheduler: each brings a subclass beside its class, called like it with `Config` behind."""
 
+    kills_soon: ClassVar[bool] = False
+    """Whether the cluster kills the processes of a run soon after it asked them to stop, finished or not."""
     shares_devices: ClassVar[bool] = False
     """Whether it starts a role beside another, on the same devices (`JobSpec.beside`)."""
 
@@ -303,6 +305,11 @@ class Scheduler(ABC):
     @abstractmethod
     def logs(self, worker: Worker, lines: int = 30) -> str:
         """The last lines of a worker's log; before them there may be earlier ones that say why it ended."""
+
+    def terminate_workers(self, role: str) -> None:
+        """Send SIGTERM to the process group of each worker of a role, and return without waiting for their end. Unknown
+        roles are fine. A scheduler that cannot do that deletes them, with half a minute, which is the default."""
+        self.delete_workers(role, grace=30.0)
 
     @abstractmethod
     def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:

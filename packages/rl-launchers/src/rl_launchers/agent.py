@@ -56,6 +56,7 @@ class Agent:
             "add": self._add,
             "remove": self._remove,
             "restart": self._restart,
+            "terminate": self._scheduler.terminate_workers,
             "meet": self._meet,
         }
 

@@ -42,6 +42,8 @@ class Resume:
     prepare: Callable[[], int]
     """Called when nothing runs any more: does what the command does before it launches, and returns the step after
     which the run goes on. Raises an `RLError` where it cannot, which says why."""
+    step_seconds: Callable[[], float] = lambda: 0.0
+    """Usual seconds of a step; 0: not known yet."""
 
 
 class Attempts:

@@ -214,6 +214,17 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         start = role.places[worker.index].log_start if role and worker.index in role.places else 0
         return report.telling(worker.log, lines, start)
 
+    def terminate_workers(self, role: str) -> None:
+        """See `Scheduler.terminate_workers`.
+
+        Raises:
+            LaunchError: a machine does not answer; the others were asked.
+        """
+        places = self._roles[role].places.values() if role in self._roles else []
+        machines = {place.machine.node.name: place.machine for place in places if not place.machine.lost}
+        if self._agents is not None:
+            self._answers([self._agents.ask(m, "terminate", role=role) for m in machines.values()], ORDER_SECONDS)
+
     def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:
         """Stop a role, or all, with everything that the workers started; with the last role the agents end, too.
 

@@ -40,7 +40,7 @@ logger = get_logger("launcher")
 BEAT_SECONDS = 2.0
 """Seconds between two signs of life of a launcher, and between its looks at what it is asked."""
 HURRY_SECONDS = 2 * TOGETHER
-"""Seconds between the two signals that mean: at once."""
+"""Seconds between the three signals that mean: at once."""
 OVER = ("finished", "stopped", "failed")
 """States after which nothing more is written."""
 
@@ -172,11 +172,12 @@ class RunControl(AbstractContextManager["RunControl"]):
                 self._scales.put((key.removeprefix("control/scale/"), value))
 
     def _stop(self, now: bool) -> None:
-        """What Ctrl-C or `kill` would do, or either of them twice."""
+        """What Ctrl-C or `kill` would do, or either of them three times."""
         logger.warning("rl stop: %s", "at once" if now else "after the current step")
         os.kill(os.getpid(), signal.SIGTERM)
-        if now and not self._over.wait(HURRY_SECONDS):
-            os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(2 * now):
+            if not self._over.wait(HURRY_SECONDS):
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def read_json(names: NameService, key: str) -> Any:

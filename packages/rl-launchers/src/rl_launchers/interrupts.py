@@ -37,6 +37,10 @@ class Hurried(Interrupted):
 TOGETHER = 0.5
 """Seconds within which signals count as one."""
 
+ONE_REQUEST = 3.0
+"""Seconds within which a trainer takes signals for one request: a preemption may signal it as well as its launcher. The
+launcher waits a second longer before its second request."""
+
 TICK = 0.02
 """Seconds in which a wait notices a signal."""
 
@@ -46,9 +50,9 @@ class Interrupts:
     handlers back afterwards.
 
     The first signal only sets a flag: an exception out of nowhere could fall between the start of a process and its
-    entry into the books. `check` raises it as `Interrupted` where the loop is ready for it. The second is raised at
-    once, as `Hurried`, within `impatient`; further ones are ignored. What comes within `TOGETHER` seconds of the first
-    is the same: a signal to a whole group of processes reaches a program below `uv run` twice.
+    entry into the books. `check` raises it as `Interrupted` where the loop is ready for it. Further ones are raised at
+    once, as `Hurried`, within `impatient`, and only counted elsewhere. What comes within `TOGETHER` seconds of the
+    first is the same: a signal to a whole group of processes reaches a program below `uv run` twice.
 
     Signals reach only the main thread; in any other this does nothing. A program that `uv run` started is asked to stop
     as well when that is gone, which hands on signals but cannot hand on its own SIGKILL.
@@ -65,9 +69,9 @@ class Interrupts:
         self._first = 0.0
 
     @property
-    def hurried(self) -> bool:
-        """Whether the user asked twice."""
-        return len(self._received) > 1
+    def requests(self) -> int:
+        """Signals so far."""
+        return len(self._received)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -89,7 +93,7 @@ class Interrupts:
 
     @contextmanager
     def impatient(self) -> Iterator[None]:
-        """Here a second signal is raised at once."""
+        """Here a further signal after the first is raised at once."""
         former, self._impatient = self._impatient, True
         try:
             yield
@@ -109,5 +113,5 @@ class Interrupts:
             return
         self._first = self._first if self._received else now
         self._received.append(number)
-        if len(self._received) == 2 and self._impatient:
+        if len(self._received) > 1 and self._impatient:
             raise Hurried(self._received[0])

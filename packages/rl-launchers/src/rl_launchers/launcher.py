@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rl_contracts import registry
@@ -19,7 +20,7 @@ from rl_launchers.attempts import Attempts, Resume, TrainersLostError, UsersFaul
 from rl_launchers.control import RunControl
 from rl_launchers.elastic import Elastic
 from rl_launchers.health import RestartConfig, ServerCare, ServersLostError
-from rl_launchers.interrupts import Hurried, Interrupted, Interrupts
+from rl_launchers.interrupts import ONE_REQUEST, Hurried, Interrupted, Interrupts
 from rl_launchers.report import describe_end, separate, with_log
 
 logger = get_logger("launcher")
@@ -43,7 +44,11 @@ class LauncherConfig(RestartConfig):
     options: SchedulerConfig | None = None
     """The scheduler's own settings, of the type that it brings; None: its defaults."""
     grace_seconds: float = bounded(30.0, "0 or more", lambda seconds: seconds >= 0)
-    """Seconds that trainers have after a request to stop, to write a recover point; then they are killed."""
+    """Seconds that trainers have to save the last finished step, once they were asked to abandon the running one (by a
+    second request to stop, or after `finish_seconds`); then they are killed."""
+    finish_seconds: float = bounded(0.0, "0 (no limit) or more", lambda seconds: seconds >= 0)
+    """Seconds that the running step has to finish after a request to stop; then it is abandoned. 0: no limit. With
+    Slurm, which kills a job soon after it asks it to stop, 0 is a third of `grace_seconds`, the rest follows it."""
     stop_seconds: float = bounded(3.0, "0 or more", lambda seconds: seconds >= 0)
     """Seconds that everybody has to end by itself when a run is over, or has failed."""
     drain_seconds: float = bounded(5.0, "0 or more", lambda seconds: seconds >= 0)
@@ -60,6 +65,13 @@ class LauncherConfig(RestartConfig):
             self.options = own()
         expected = f"{own.__name__}, which launcher.kind={self.kind} brings"
         require(isinstance(self.options, own), "launcher.options", expected, self.options)
+
+    def stop_limits(self) -> tuple[float, float]:
+        """Return the seconds until the running step is abandoned, and those from then until trainers are killed."""
+        assert self.options is not None
+        if self.options.kills_soon and not self.finish_seconds:
+            return self.grace_seconds / 3, self.grace_seconds * 2 / 3
+        return self.finish_seconds or math.inf, self.grace_seconds
 
     def scheduler(self, log_dir: Path) -> Scheduler:
         """A scheduler of the chosen kind that writes its logs to `log_dir`."""
@@ -106,9 +118,10 @@ class Launcher:
     ) -> int:
         """Run to the end. Whatever happens, no process and no port is left behind.
 
-        The first SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal is gone) asks the trainers to end, with SIGTERM and
-        `grace_seconds` in which they may write a recover point while the servers still answer; then everything else is
-        stopped. A second one kills everything at once. The handlers that were there before are put back.
+        The first SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal is gone) sends the trainers SIGTERM: they finish
+        their step and save it while the servers still answer; then everything else is stopped. A second one sends them
+        SIGTERM again: they abandon the step, and have `grace_seconds`. A third one kills everything at once. The
+        handlers that were there before are put back.
 
         Args:
             servers: roles to start first, in this order; none for a run without servers.
@@ -143,6 +156,7 @@ class Launcher:
             self._config.stop_seconds,
         )
         self._control.pulses.timeout = self._config.health_timeout
+        self._step_seconds = resume.step_seconds if resume else lambda: 0.0
         attempts, code = Attempts(self._config, resume), 0
         with Interrupts(self._parent) as interrupts:
             self._scheduler.tick = interrupts.check
@@ -295,10 +309,10 @@ class Launcher:
             LaunchError: something is left.
         """
         try:
+            if patient:
+                self._stop_trainers(interrupts)
             with interrupts.impatient():
-                if patient and not interrupts.hurried:
-                    self._stop_trainers()
-                self._scheduler.delete_workers(grace=0.0 if interrupts.hurried else self._config.stop_seconds)
+                self._scheduler.delete_workers(grace=0.0 if interrupts.requests > 2 else self._config.stop_seconds)
         except Hurried:
             self._scheduler.delete_workers(grace=0.0)
         finally:
@@ -306,15 +320,55 @@ class Launcher:
             self._control.publish({})
             self._control.pulses.clear()
 
-    def _stop_trainers(self) -> None:
+    def _stop_trainers(self, interrupts: Interrupts) -> None:
+        """Let the trainers finish their step, then ask them to abandon it, then kill them; see `run`."""
+        finish, grace = self._config.stop_limits()
+        usual = f" (usually {self._step_seconds():.3g} s)" if self._step_seconds() else ""
+        limit = f" within {finish:g} s" if finish < math.inf else ""
         logger.warning(
-            "Stopping: trainers have launcher.grace_seconds=%g s to finish their step and save a recovery checkpoint. "
-            "A second signal stops at once.",
-            self._config.grace_seconds,
+            "Stopping: trainers finish the running step%s%s and save a recovery checkpoint. A second signal abandons "
+            "the step.",
+            usual,
+            limit,
         )
-        deadline = time.monotonic() + self._config.grace_seconds
+        if self._ended(interrupts, 2, finish, grace):
+            return
+        if interrupts.requests < 3:
+            logger.warning(
+                "Stopping sooner: trainers abandon the running step at its next micro-batch and have %g s to save the "
+                "last finished one. A third signal kills them.",
+                grace,
+            )
+            self._ended(interrupts, 3, grace, grace)
+        self._of_trainers(partial(self._scheduler.delete_workers, grace=0.0))
+
+    def _ended(self, interrupts: Interrupts, requests: int, seconds: float, grace: float) -> bool:
+        """Ask the trainers to end; True when they have, False after so many requests of the user, or seconds.
+
+        Once one has ended, or hangs, the others may wait for it in vain: they have `grace` seconds.
+        """
+        began = time.monotonic()
+        deadline = began + seconds
+        self._of_trainers(self._scheduler.terminate_workers)
+        while (now := time.monotonic()) < deadline and interrupts.requests < 3:
+            if interrupts.requests >= requests and now > began + ONE_REQUEST + 1:
+                break
+            workers = self._scheduler.poll()
+            self._control.show(workers)
+            self._show(workers)
+            trainers = [worker for worker in workers if worker.role in self._roles()]
+            living = [worker for worker in trainers if worker.exit_code is None]
+            if not living:
+                return True
+            if len(living) < len(trainers) or any(self._control.pulses.hung(worker.name) for worker in living):
+                deadline = min(deadline, now + grace)
+            time.sleep(self._config.tick_seconds)
+        return False
+
+    def _of_trainers(self, action: Callable[[str], None]) -> None:
+        """Do something with each role of trainers; a machine that does not answer keeps no other from it."""
         for role in self._roles():
             try:
-                self._scheduler.delete_workers(role, grace=max(0.0, deadline - time.monotonic()))
+                action(role)
             except LaunchError as error:
                 logger.warning("%s", error)

@@ -232,6 +232,11 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             keeper, self._keeper = self._keeper, None
             keeper.close()
 
+    def terminate_workers(self, role: str) -> None:
+        """See `Scheduler.terminate_workers`."""
+        for process in self._of(role):
+            process.session.terminate()
+
     def remove_workers(self, role: str, indices: Sequence[int], grace: float = 5.0) -> None:
         """Stop some workers of a role, with everything that they started, and free what they held.
 

@@ -55,6 +55,7 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     """
 
     setting: ClassVar[str] = "launcher.options"
+    kills_soon: ClassVar[bool] = True
     shares_devices: ClassVar[bool] = True
     nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
     """Nodes of the job, those of `server_nodes` and `spare_nodes` not counted; 0: what `cluster.nodes` says beyond

@@ -266,6 +266,19 @@ class SchedulerConformance:
         assert 0.3 <= time.monotonic() - started < 10
         assert worker.exit_code == -9
 
+    def test_terminate_workers_asks_and_does_not_wait(self, scheduler: Scheduler, tmp_path: Path) -> None:
+        deaf = tmp_path / "deaf"
+        scheduler.create_workers(JobSpec("deaf", python(IGNORE_TERMINATE, str(deaf))))
+        (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
+        wait_until(deaf.exists)
+
+        for role in ("nobody", "deaf", "role"):
+            scheduler.terminate_workers(role)
+
+        wait_until(lambda: worker in scheduler.poll() and worker.exit_code is not None)
+        assert worker.exit_code == -signal.SIGTERM
+        assert scheduler.get_workers("deaf")[0].exit_code is None
+
     def test_delete_workers_role_can_be_created_again(self, scheduler: Scheduler) -> None:
         port = free_port()
         for _ in range(2):

@@ -9,12 +9,17 @@ from typing import Any, ClassVar
 
 import pytest
 
+import rl_apps.parts
 from rl_apps import gsm8k_grpo
 from rl_apps.app import Run
 from rl_apps.layout import layout_of
 from rl_apps.parts import Ending, Parts
+from rl_contracts.errors import StopRequestedError
 from rl_contracts.names import FileNames
 from rl_contracts.parallel import ParallelContext
+from rl_contracts.testing.waiting import wait_until
+from rl_contracts.training import step_gate
+from rl_contracts.training.step_gate import StepGate
 
 
 def _parts(directory, *overrides, server="http://127.0.0.1:1"):
@@ -75,6 +80,29 @@ def test_request_to_stop_counts_as_long_as_the_command_is_there_and_tells_the_cl
             with pytest.raises(SystemExit) as ended:
                 ask()
             assert ended.value.code == 143
+
+
+def test_second_request_to_stop_abandons_the_running_step(tmp_path, sigterm, monkeypatch):
+    gate = StepGate()
+    monkeypatch.setattr(step_gate, "STEP", gate)
+    monkeypatch.setattr(rl_apps.parts, "ONE_REQUEST", 0.0)
+
+    def is_abandoned():
+        with gate.step():
+            try:
+                gate.begin_micro_batch()
+            except StopRequestedError:
+                return True
+        return False
+
+    with _parts(tmp_path) as parts:
+        points = parts.recover({"actor": SimpleNamespace(parallel=ParallelContext())}, {})
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert points.asked_to_stop()
+        assert not is_abandoned()
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(is_abandoned, 10)
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 class _Rank(ParallelContext):

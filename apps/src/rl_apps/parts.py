@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,13 +29,14 @@ from rl_apps.template import read_tokenizer
 from rl_contracts import registry
 from rl_contracts.aio import LoopThread
 from rl_contracts.data import FinetuneSpec, ServeSpec
-from rl_contracts.errors import InferenceError
+from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.logging import get_logger
 from rl_contracts.rendering import ChatRenderer
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec
 from rl_contracts.workflow import AgentWorkflow, Environment
 from rl_launchers.health import probe
+from rl_launchers.interrupts import ONE_REQUEST
 
 if TYPE_CHECKING:
     from rl_contracts.engine import TrainEngine, TrainEngineConfig
@@ -305,7 +307,8 @@ class Parts(ExitStack):
         epochs: Callable[[], int] | None = None,
     ) -> rl_trainers.RecoverPoints:
         """What saves and restores the run. From here on a request to stop waits for the end of the step (a wait for
-        answers, or for servers to come back, ends at once), as long as the command that asked is there to wait for it.
+        answers, or for servers to come back, ends at once), as long as the command that asked is there to wait for it;
+        a second one abandons the step.
 
         Args:
             engines, parts, epochs: see `rl_trainers.RecoverPoints`.
@@ -323,10 +326,40 @@ class Parts(ExitStack):
                 for tell in self._at_stop:
                     tell()
 
+        self._hear_again(next(iter(engines.values())).parallel)
         before = signal.signal(signal.SIGTERM, stop)
         if isinstance(before, Ending) and before.asked:
             sys.exit(128 + signal.SIGTERM)
         return rl_trainers.RecoverPoints(self.run.directory, self.config.recover, engines, parts, stopping, epochs)
+
+    def _hear_again(self, ranks: ParallelContext) -> None:
+        """Let a second request to stop abandon the running step. A thread hears it: the training thread, in which
+        Python handles signals, may be waiting for other ranks."""
+        from rl_contracts.training.step_gate import STEP, largest_of_ranks
+
+        ours, written = socket.socketpair()
+        written.setblocking(False)
+        before, seconds = signal.set_wakeup_fd(written.fileno()), self.config.launcher.grace_seconds
+
+        def hear() -> None:
+            first = 0.0
+            while received := ours.recv(1):
+                if received[0] != signal.SIGTERM:
+                    continue
+                now = time.monotonic()
+                first = first or now
+                if now <= first + ONE_REQUEST:
+                    continue
+                log.warning("asked to stop again: abandoning the running step")
+                try:
+                    STEP.abandon(partial(largest_of_ranks, parallel=ranks, seconds=seconds))
+                except (RLError, RuntimeError) as error:
+                    log.warning("the running step cannot be abandoned: %s", error)
+                return
+
+        self.callback(written.close)
+        self.callback(signal.set_wakeup_fd, before)
+        threading.Thread(target=hear, name="stop", daemon=True).start()
 
     def books(self, engine: TrainEngine, evaluations: Sequence[Evaluation], **more: Any) -> rl_trainers.Books:
         """Metrics, evaluations and checkpoints; `more` goes to `rl_trainers.Books`."""

@@ -21,6 +21,8 @@ from rl_contracts.rendering import ChatRenderer
 from rl_contracts.sharding import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.models import make_tiny_tokenizer
+from rl_contracts.training import step_gate
+from rl_contracts.training.step_gate import StepGate
 from rl_contracts.trajectory import load_batch, save_batch
 from rl_trainers import (
     Books,
@@ -72,15 +74,18 @@ class Loader:
 class StoppingReplay:
     """Saved batches, in order; stops the run at one of them."""
 
-    def __init__(self, paths: list[Path], stop_at: int) -> None:
-        self.paths, self.stop_at, self.position = paths, stop_at, 0
+    def __init__(self, paths: list[Path], stop_at: int, minibatches: int = 1) -> None:
+        self.paths, self.stop_at, self.position, self.minibatches = paths, stop_at, 0, minibatches
 
     def next_batch(self) -> Any:
         if self.position + 1 == self.stop_at:
             raise KilledError
         batch = load_batch(self.paths[self.position])
         self.position += 1
-        return shard_batch(batch, ParallelContext())
+        return shard_batch(batch, ParallelContext(), self.minibatches)
+
+    def return_batch(self) -> None:
+        self.position -= 1
 
     def end_step(self, version: int) -> None:
         pass
@@ -117,6 +122,7 @@ def run(
     checkpoint: int = 3,
     publisher: Any = None,
     evaluation: Any = None,
+    minibatches: int = 1,
 ) -> Any:
     """One life of a run: to its end, or until it is stopped. Returns the weights."""
     engine = ReferenceTrainEngine()
@@ -130,7 +136,10 @@ def run(
         )
         learner = LossLearner(engine)
     else:
-        source, learner = StoppingReplay(batches, stop_at), PolicyActor(engine, AlgorithmConfig())
+        source, learner = (
+            StoppingReplay(batches, stop_at, minibatches),
+            PolicyActor(engine, AlgorithmConfig(), minibatches),
+        )
     evaluations = [] if evaluation is None else [evaluation]
     books = Books(engine, run_dir, CheckpointConfig(every=checkpoint), evaluations=evaluations, evaluate_every=3)
     parts = {"source": source, "books": books}
@@ -333,6 +342,48 @@ def test_stop_that_was_asked_for_in_a_wait_for_a_batch_leaves_a_point_of_the_ste
 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert figures(tmp_path / "cut") == figures(tmp_path / "whole")
+
+
+def abandon_at(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the process be asked to stop twice before one of its micro-batches."""
+    gate, begin, begun = StepGate(), StepGate.begin_micro_batch, [0]
+
+    def counted(gate: StepGate) -> None:
+        begun[0] += 1
+        if begun[0] == micro_batch:
+            gate.abandon(lambda number: number)
+        begin(gate)
+
+    monkeypatch.setattr(step_gate, "STEP", gate)
+    monkeypatch.setattr(StepGate, "begin_micro_batch", counted)
+
+
+@pytest.mark.parametrize(("kind", "micro_batch"), [("sft", 6), ("replay", 15)])
+def test_step_abandoned_leaves_a_point_of_the_step_before(
+    kind: str, micro_batch: int, model: str, batches: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(kind, model, batches, tmp_path / "whole", every=0)
+    with monkeypatch.context() as patch:
+        abandon_at(micro_batch, patch)
+        with pytest.raises(SystemExit) as stopped:
+            run(kind, model, batches, tmp_path / "cut", every=0)
+    assert stopped.value.code == 143
+    assert last_point(tmp_path / "cut" / "recover") == 2
+
+    found = run(kind, model, batches, tmp_path / "cut", every=0)
+
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert figures(tmp_path / "cut") == figures(tmp_path / "whole")
+
+
+def test_step_abandoned_between_its_optimizer_steps_saves_nothing(
+    model: str, batches: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    abandon_at(35, monkeypatch)
+    with pytest.raises(SystemExit):
+        run("replay", model, batches, tmp_path, every=2, minibatches=2)
+    assert last_point(tmp_path / "recover") == 2
+    assert "the abandoned step 3 leaves no recovery checkpoint: it had changed the weights" in caplog.text
 
 
 class ServersEnd:

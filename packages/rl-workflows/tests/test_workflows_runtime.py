@@ -125,6 +125,36 @@ def test_state_after_the_last_smaller_batch_resumes_at_the_end_of_the_data(engin
         second.destroy()
 
 
+def test_return_batch_state_has_its_groups_and_no_ending(engine):
+    rollout, after = (_rollout(engine, _rows(12)) for _ in range(2))
+    try:
+        rollout.next_batch()
+        rollout.end_step(0)
+        assert len(rollout.endings()) == 4
+        taken = rollout.next_batch()
+        rollout.return_batch()
+        after.load_state_dict(rollout.state_dict())
+        assert after.endings() == []
+        again = after.next_batch()
+        for name in ("prompt_ids", "group_ids", "input_ids", "rewards"):
+            torch.testing.assert_close(again[name], taken[name])
+        after.end_step(0)
+        assert len(_to_the_end(after)) == 1
+    finally:
+        rollout.destroy()
+        after.destroy()
+
+
+def test_return_batch_of_the_last_smaller_batch_raises(engine):
+    rollout = _rollout(engine, _rows(2))
+    try:
+        rollout.next_batch()
+        with pytest.raises(RLError, match="no batch of 0 groups"):
+            rollout.return_batch()
+    finally:
+        rollout.destroy()
+
+
 class Hanging(Echo):
     """Never answers."""
 

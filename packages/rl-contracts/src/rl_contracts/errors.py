@@ -99,7 +99,10 @@ class ServerStartError(LaunchError):
 
 
 class StopRequestedError(RLError):
-    """The process was asked to stop while it waited between two steps, where the run can be saved."""
+    """The process was asked to stop: while it waited between two steps, or so urgently that a step was abandoned."""
+
+    untouched = False
+    """Whether the weights are known to be those of the last finished step."""
 
 
 class StalledError(RLError):

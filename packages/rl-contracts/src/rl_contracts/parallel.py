@@ -39,6 +39,8 @@ class ParallelContext:
     """gloo group of all ranks; None with one rank."""
     dp_host_group: dist.ProcessGroup | None = None
     """gloo group of the ranks that hold the same shard of each replica; None with one replica."""
+    store: dist.Store | None = None
+    """Keys and values of all ranks, for threads beside the one that takes part in collectives; None with one rank."""
 
     @property
     def is_main(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import GenerationConfig
+from rl_contracts.errors import RLError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -35,6 +36,15 @@ class RolloutRuntime(ABC):
             StopRequestedError: some rank was asked to stop while it waited; on every rank. No batch was taken, so that
                 the state can be saved.
         """
+
+    def return_batch(self) -> None:
+        """Take the last batch back, instead of `end_step`: nothing was learned from it, and `state_dict` is to have its
+        groups as accepted ones.
+
+        Raises:
+            RLError: it cannot be taken back, which is the default.
+        """
+        raise RLError(f"{type(self).__name__} cannot take a batch back.")
 
     @abstractmethod
     def end_step(self, version: int) -> None:

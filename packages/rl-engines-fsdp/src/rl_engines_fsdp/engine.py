@@ -420,6 +420,7 @@ class FSDPEngine(TrainEngine):
                 raise _unknown_kind(meta, self.config)
 
     def _state(self) -> dict[str, Any]:
+        sharding.reshard(self._model)  # which an abandoned step has not done
         counters = dict(zip(COUNTERS, (self.version, self._steps, self._skipped), strict=True))
         return state_of(self._model, self._optimizer, counters, self.parallel)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_contracts.engine import TrainEngine
-from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.errors import ConfigError, DataError, StopRequestedError
 from rl_contracts.sharding import shard_batch
 from rl_contracts.trajectory import load_batch, validate
 from rl_trainers.algorithm import AlgorithmConfig
@@ -110,7 +110,13 @@ class PolicyActor:
         """
         figures = take_steps(self.engine, batch, self.loss, self._denominator, self.minibatches)
         effective_fraction(figures)
-        return figures if self.critic is None else figures | self.critic.update(batch)
+        if self.critic is None:
+            return figures
+        try:
+            return figures | self.critic.update(batch)
+        except StopRequestedError as stop:
+            stop.untouched = False  # the policy has learned
+            raise
 
     def _denominator(self, minibatch: TensorDict) -> torch.Tensor:
         kind, replicas = self.algorithm.aggregation.kind, self.engine.parallel.dp_size

@@ -35,6 +35,9 @@ class BatchSource(Protocol):
         """This rank's rows of the next batch; StopIteration at the end of the data, StopRequestedError where the
         process was asked to stop meanwhile."""
 
+    def return_batch(self) -> None:
+        """Take the last batch back: its step was abandoned before anything was learned from it."""
+
     def end_step(self, version: int) -> None:
         """The step of the last batch is over, at `version`."""
 
@@ -94,6 +97,8 @@ def _train(
     recover: RecoverPoints | None,
     sharing: MemorySharing | None,
 ) -> None:
+    from rl_contracts.training.step_gate import STEP
+
     if recover is not None:
         recover.resume()
     first, start = books.step, learner.version
@@ -122,9 +127,13 @@ def _train(
         if sharing is not None and asks:
             with books.time("sleep"):
                 stats |= sharing.sleep()
-        with books.time("train"):
-            stats |= learner.prepare(batch)  # proximal log-probs, advantages
-            stats |= learner.update(batch)  # minibatches of packed micro-batches
+        try:
+            with books.time("train"), STEP.step():
+                stats |= _learn(learner, batch)
+        except StopRequestedError as stop:
+            if recover is not None:
+                recover.abandon(step - 1, source.return_batch if stop.untouched else None)  # which ends the run
+            raise
         if publisher is not None and learner.version > before:
             try:
                 with books.time("publish"):
@@ -165,6 +174,15 @@ def _train(
             "gradients were never finite (the log says so; `rl replay` runs a saved batch again), or there was nothing "
             "to learn from (`minibatches/empty` in metrics.jsonl)."
         )
+
+
+def _learn(learner: Learner, batch: TensorDict) -> dict[str, float | None]:
+    try:
+        stats = learner.prepare(batch)  # proximal log-probs, advantages
+    except StopRequestedError as stop:
+        stop.untouched = True
+        raise
+    return stats | learner.update(batch)  # minibatches of packed micro-batches
 
 
 def _stopping(recover: RecoverPoints | None) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.data import SaveLoadMeta
-from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.errors import ConfigError, EngineError, RLError
 from rl_contracts.logging import get_logger
 from rl_contracts.metrics import record
 from rl_trainers.background import NewDirectory, remove, steps_in, to_disk
@@ -130,6 +130,28 @@ class RecoverPoints:
                 f"{self.config.max_failures} are allowed); the log says why."
             )
 
+    def abandon(self, step: int, return_batch: Callable[[], None] | None) -> None:
+        """Stop in the middle of the step after `step`, which was abandoned on every rank.
+
+        Args:
+            return_batch: takes the abandoned step's batch back, so that a point of `step` is saved; None: the weights
+                have changed, and the newest point counts.
+
+        Raises:
+            SystemExit: always; the code is a shell's for SIGTERM.
+        """
+        why = "it had changed the weights"
+        if return_batch is not None:
+            try:
+                with self.parallel.agreeing("returning the batch of the abandoned step"):
+                    return_batch()
+                why = ""
+            except RLError as error:
+                why = str(error)
+        if why:
+            log.warning("the abandoned step %d leaves no recovery checkpoint: %s", step + 1, why)
+        self._end(step, save=not why)
+
     def save(self, step: int) -> None:
         """Save a point, and return when it is complete.
 
@@ -209,13 +231,13 @@ class RecoverPoints:
         last = self._kept[-1] if self._kept else "none"
         log.warning("a recover point could not be written; the last one is of step %s. %s", last, why)
 
-    def _end(self, step: int) -> None:
+    def _end(self, step: int, save: bool = True) -> None:
         """Stop, with a point of this step if there can be one."""
         left = "no recover point, for these parts cannot be saved: " + ", ".join(self._stateless)
         if not self._stateless:
             try:
                 self._finish()
-                if step and step not in self._steps():
+                if save and step and step not in self._steps():
                     self.save(step)
             except (EngineError, OSError) as error:
                 log.warning("%s", error)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_contracts.errors import StopRequestedError
 from rl_contracts.logging import get_logger
 from rl_contracts.sharding import MINIBATCH_KEY
 from rl_contracts.trajectory import select
@@ -53,7 +54,11 @@ def take_steps(
         if not divisor:
             empty += 1
             continue
-        steps.append(engine.train_batch(rows, loss, weigh))
+        try:
+            steps.append(engine.train_batch(rows, loss, weigh))
+        except StopRequestedError as stop:
+            stop.untouched = not steps
+            raise
         weights.append((divisor, trained))
         if not steps[-1]["applied"]:
             found = {name: steps[-1][name] for name in ("loss", "grad_norm")}

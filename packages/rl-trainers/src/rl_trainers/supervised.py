@@ -88,10 +88,21 @@ class DataSource:
         self, batches: Iterable[list[dict[str, Any]]], to_batch: Callable[[list[dict[str, Any]]], TensorDict]
     ) -> None:
         self._loader, self._batches, self._to_batch = batches, iter(batches), to_batch
+        self._rows: list[dict[str, Any]] = []
+        self._before: dict[str, Any] = {}
+        self._returned = False
 
     def next_batch(self) -> TensorDict:
         """This rank's rows of the next batch; StopIteration at the end of the data."""
-        return self._to_batch(next(self._batches))
+        if not self._returned:
+            self._before = self._loader.state_dict() if isinstance(self._loader, Stateful) else {}
+            self._rows = next(self._batches)
+        self._returned = False
+        return self._to_batch(self._rows)
+
+    def return_batch(self) -> None:
+        """Take the last batch back, so that it is the next one."""
+        self._returned = True
 
     def end_step(self, version: int) -> None:
         """Nothing waits for it."""
@@ -102,7 +113,8 @@ class DataSource:
         Raises:
             ConfigError: the loader cannot be saved.
         """
-        return self._stateful().state_dict()
+        loader = self._stateful()
+        return self._before if self._returned else loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""

@@ -84,6 +84,7 @@ class RolloutHead:
         self.endings: list[dict[str, Any]] = []
         """What became of prompts, as far as nobody was told; see `RolloutRuntime.endings`."""
         self._finished: list[Trajectory] = []
+        self._taken: list[FinishedGroup] = []
         self.figures = Figures()
         for ending in ("accepted", "rejected", "failed", "left_over"):
             self._count(ending, 0)
@@ -140,13 +141,29 @@ class RolloutHead:
         """The groups of the batch that `fill` found ready, oldest first."""
         tickets = self.manager.take_batch(self.source.exhausted)
         self._count_ages([self.manager.version - ticket.start for ticket in tickets])
-        groups = [self.accepted.pop(ticket.group_id) for ticket in tickets]
+        groups = self._taken = [self.accepted.pop(ticket.group_id) for ticket in tickets]
         self.endings += [_ending(group.prompt, group.ticket.group_id, "trained") for group in groups]
         self._report(self.manager.steps, [answer for group in groups for answer in group.trajectories])
         return groups
 
+    async def return_batch(self) -> None:
+        """Undo `take`, except where its batch was the last one, after `end`.
+
+        Raises:
+            RLError: no batch was taken, or it was the last.
+        """
+        groups, self._taken = self._taken, []
+        self.manager.return_batch([group.ticket for group in groups])
+        self.accepted |= {group.ticket.group_id: group for group in groups}
+        self.endings = [
+            ending
+            for ending in self.endings
+            if not (ending["ending"] == "trained" and ending["group_id"] in self.accepted)
+        ]
+
     async def end_step(self, version: int) -> None:
         """Free the places of the batch and admit more."""
+        self._taken = []
         self.manager.end_step(version)
         self._pump()
 
@@ -170,6 +187,7 @@ class RolloutHead:
         for group in self.accepted.values():
             self._report(self.manager.steps, group.trajectories, "left over")
         self.manager.drop_rest()
+        self._taken = []  # without the rest, the batch cannot be returned
         self.running.clear()
         self.accepted.clear()
 

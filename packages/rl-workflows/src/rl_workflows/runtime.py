@@ -157,6 +157,10 @@ class DistRollout(RolloutRuntime):
             minibatches = self.minibatches if total == self.batch_size else min(self.minibatches, total)
             return redistribute(batch, self.parallel, minibatches)
 
+    def return_batch(self) -> None:
+        if self.parallel.is_dp_head:
+            self._call(self.head.return_batch())
+
     def end_step(self, version: int) -> None:
         self._free_cycles()
         if self.parallel.is_dp_head:

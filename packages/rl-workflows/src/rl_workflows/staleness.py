@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rl_contracts.errors import RLError
@@ -187,6 +188,20 @@ class StalenessManager:
         self.in_step, self._step_is_open = len(taken), True
         self.steps += 1
         return taken
+
+    def return_batch(self, tickets: Sequence[Ticket]) -> None:
+        """Undo `take_batch`, which returned these: their groups wait for a batch again.
+
+        Raises:
+            RLError: no batch of so many groups is out.
+        """
+        if not self._step_is_open or self.in_step != len(tickets):
+            raise RLError(f"return_batch: no batch of {len(tickets)} groups is being trained on.")
+        for ticket in tickets:
+            heapq.heappush(self._accepted, ticket)
+            self._accepted_by_start[ticket.start] += 1
+        self.in_step, self._step_is_open = 0, False
+        self.steps -= 1
 
     def end_step(self, version: int) -> None:
         """The step of the last batch is over at `version`: one more than before, or the same if it was skipped.

@@ -156,6 +156,7 @@ class ReferenceTrainEngine(TrainEngine):
         """Each unit of rows (a row by itself, unless the batch says otherwise), its outputs and its packed form."""
         import torch
 
+        from rl_contracts.training.step_gate import STEP
         from rl_contracts.trajectory import lengths, pack, select, units
 
         tokens, limit = lengths(batch), self.spec.micro_batch.max_tokens
@@ -163,6 +164,7 @@ class ReferenceTrainEngine(TrainEngine):
         if any(int(tokens[rows].sum()) > limit for rows in together):
             raise EngineError(f"rows that stay together are longer than a micro-batch of {limit} tokens.")
         for rows in together:
+            STEP.begin_micro_batch()
             packed = pack(select(batch, rows))
             ids = packed["input_ids"].split(packed.cu_seqlens.diff().tolist())
             parts = [self._row(each, packed["temperature"][i]) for i, each in enumerate(ids)]

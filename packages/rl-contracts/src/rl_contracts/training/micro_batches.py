@@ -12,6 +12,7 @@ from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import DataError, EngineError
 from rl_contracts.packing import expand, pack_first_fit
 from rl_contracts.parallel import ParallelContext
+from rl_contracts.training.step_gate import STEP
 from rl_contracts.trajectory import PackedBatch, lengths, pack, select, units
 
 if TYPE_CHECKING:
@@ -48,9 +49,14 @@ def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multi
 
 
 def packed(batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int], PackedBatch]]:
-    """Each micro-batch's rows and their packed form, on the CPU."""
+    """Each micro-batch's rows and their packed form, on the CPU.
+
+    Raises:
+        StopRequestedError: the step was abandoned before one of them, see `StepGate`.
+    """
     whole = list(range(batch.batch_size[0]))
     for rows in bins:
+        STEP.begin_micro_batch()
         yield rows, pack(batch if rows == whole else select(batch, rows))
 
 

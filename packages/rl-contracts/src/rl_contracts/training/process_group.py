@@ -121,7 +121,7 @@ def join(
         undo.callback(context.leave)
         everyone: Any = dist.new_group(backend="gloo", timeout=timeout)
         undo.callback(dist.destroy_process_group, everyone)
-        context.host_group = everyone
+        context.host_group, context.store = everyone, _store
         context.dp_host_group = everyone if replica_size == 1 else _over_replicas(context, replica_size, timeout, undo)
     return context
 

@@ -193,7 +193,7 @@ def test_sft_asked_to_stop_ends_its_step_with_a_recover_point_goes_on_and_finish
     tmp_path: Path,
 ) -> None:
     model, run_dir = make_tiny_model(tmp_path / "model", layers=1, hidden=32), tmp_path / "run"
-    more = {"recover.every": 0, "evaluation.rows": 0}
+    more = {"recover.every": 0, "recover.every_minutes": 0, "evaluation.rows": 0}
     endless = _command("gsm8k-sft", model, run_dir, **more, total_steps=100_000)
     process = subprocess.Popen(endless, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 200

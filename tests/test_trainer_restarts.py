@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from rl_apps.parts import weights_directory
 from rl_contracts.testing.models import make_tiny_model
 
+NO_POINTS = {"recover.every": 0, "recover.every_minutes": 0}
+
 
 def _start(name: str, model: Path, run_dir: Path, **more: object) -> Command:
     settings = {
@@ -67,7 +69,7 @@ def _start_with_parts(model: Path, file: Path, monkeypatch: pytest.MonkeyPatch, 
         "algorithm.loss.kind": "stuck_parts:stuck_loss",
         "rollout.group_size": 2,
         "rollout.generation.max_new_tokens": 8,
-        "recover.every": 0,
+        **NO_POINTS,
         "total_steps": 100_000,
     }
     return _start("gsm8k-grpo", model, file.parent / "run", **settings | more)
@@ -144,9 +146,9 @@ def test_sft_rank_that_is_stopped_is_noticed_and_the_run_ends_as_if_it_had_not_b
 
 @pytest.mark.nightly
 def test_sft_trainer_killed_without_recover_points_ends_with_a_sentence(model: Path, tmp_path: Path) -> None:
-    command = _start("gsm8k-sft", model, tmp_path / "run", **{"recover.every": 0}, total_steps=100_000)
+    command = _start("gsm8k-sft", model, tmp_path / "run", **NO_POINTS, total_steps=100_000)
     command.wait_for(lambda: (command.run_dir / "metrics.jsonl").exists())
     command.send("actor-0", signal.SIGKILL)
     said = command.finish(60, code=1)
     assert "actor-0 was killed by SIGKILL" in said
-    assert "recover.every=N writes one every N steps" in said
+    assert "no recovery checkpoint to resume from" in said

@@ -429,7 +429,7 @@ def test_job_that_is_requeued_without_recover_points_is_warned_of(no_slurm, caps
     slurm = ("launcher=slurm", "launcher.options.cores_per_node=2", "cluster.device=cpu", "--dry-run")
     quiet = ("recover.every=5", "recover.every_minutes=10", "launcher.options.requeue=false")
     for more, warned in (
-        ((), True),
+        (("recover.every_minutes=0",), True),
         (("recover.every=5", "recover.resume=false"), True),
         *(((q,), False) for q in quiet),
     ):

@@ -13,13 +13,24 @@ from rl_apps import directory as directories
 from rl_apps import driver, gsm8k_grpo
 from rl_apps.app import Run
 from rl_apps.compose import to_yaml
-from rl_apps.directory import FINISHED, Past, claimed, kept_names, names_of, past_of, strangers, write_config
+from rl_apps.directory import (
+    FINISHED,
+    Past,
+    claimed,
+    kept_names,
+    names_of,
+    past_of,
+    resumption,
+    strangers,
+    write_config,
+)
 from rl_apps.driver import main
 from rl_apps.layout import layout_of
 from rl_apps.tools import status_of
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.names import FileNames
 from rl_launchers import LauncherConfig, RunControl
+from rl_trainers.points import drop_lost_steps
 
 
 def _run(directory, *overrides):
@@ -220,10 +231,10 @@ def test_steps_that_are_taken_again_are_told(past_run, capsys, monkeypatch):
 
 
 def test_directory_that_holds_a_run_without_a_way_on_is_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     write_config(_run(tmp_path, "recover.every=2"))
 
-    for refused in (), ("recover.every=2", "recover.resume=false"):
+    for refused in ("recover.every_minutes=0",), ("recover.every=2", "recover.resume=false"):
         with pytest.raises(ConfigError, match="contains an earlier run"):
             past_of(_run(tmp_path, *refused))
     assert past_of(_run(tmp_path, "recover.every=2")) == Past()
@@ -231,10 +242,10 @@ def test_directory_that_holds_a_run_without_a_way_on_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "finished"),
-    [((), False), ((), True), (("recover.every_minutes=5",), True), (None, False)],
+    [(("recover.every_minutes=0",), False), (("recover.every_minutes=5",), True), (None, False)],
 )
 def test_directory_of_a_run_without_points_is_refused_also_with_recover_every(tmp_path, settings, finished):
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     if settings is not None:
         write_config(_run(tmp_path, "total_steps=4", *settings))
     if finished:
@@ -242,6 +253,18 @@ def test_directory_of_a_run_without_points_is_refused_also_with_recover_every(tm
 
     with pytest.raises(ConfigError, match="contains an earlier run"):
         past_of(_run(tmp_path, "total_steps=8", "recover.every=2"))
+
+
+@pytest.mark.parametrize(("minutes", "record"), [(0, '{"step": 0, "reward": 10}\n'), (10, '{"step": 3}\n'), (0, "")])
+def test_directory_stopped_before_its_first_point_starts_again(tmp_path, minutes, record):
+    (tmp_path / "metrics.jsonl").write_text(record)
+    run = _run(tmp_path, f"recover.every_minutes={minutes}")
+    write_config(run)
+
+    assert past_of(run) == Past()
+    assert resumption(tmp_path).endswith("the same command starts again at step 1.")
+    drop_lost_steps(tmp_path, run.config.recover)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 def test_command_that_finds_the_disk_full_says_so_in_a_sentence(monkeypatch, capsys):

@@ -28,7 +28,7 @@ from rl_contracts.names import FileNames, NameService, UnknownNameError
 from rl_contracts.scheduler import SchedulerConfig
 from rl_launchers import LauncherConfig
 from rl_launchers.report import tail
-from rl_trainers.points import last_point, resumed_step
+from rl_trainers.points import last_point, resumed_step, took_no_step
 
 FINISHED = "finished"
 """File that says that the run of `config.yaml` came to its end."""
@@ -162,7 +162,7 @@ def past_of(run: Run[Any]) -> Past:
     if not (directory / "metrics.jsonl").exists():
         return Past()
     step = resumed_step(directory, config.recover)
-    resumes = bool(step or (config.recover.regular and config.recover.resume))
+    resumes = bool(step or took_no_step(directory) or (config.recover.regular and config.recover.resume))
     file, now = directory / "config.yaml", yaml.safe_load(to_yaml(config))
     before = read_config(file) if file.exists() else now
     if other := {*before} ^ {*now}:
@@ -178,18 +178,27 @@ def past_of(run: Run[Any]) -> Past:
             "choose another run_dir for a new run."
         )
     ended = (directory / FINISHED).exists() and config.total_steps <= old.get("total_steps", 0)
-    if ended and (resumes or not found) and "total_epochs" not in found:
+    if ended and (step or not found) and "total_epochs" not in found:
         return Past(finished=True)
-    # where a run without points has ended, or never was to have any, beginning anew would throw away what it made
-    wrote = any(old.get(f"recover.{each}") for each in ("every", "every_epochs", "every_minutes"))
-    if not resumes or not (step or (wrote and file.exists() and not (directory / FINISHED).exists())):
+    if not resumes or not (step or (file.exists() and can_begin_again(directory, old))):
         raise ConfigError(
             f"{directory} contains an earlier run that cannot be resumed: it has no recovery checkpoint, is finished, "
-            "or recover.resume=false. Choose another trial=<name> or run_dir=<directory>; recover.every=N saves "
-            "recovery checkpoints."
+            "or recover.resume=false. Choose another trial=<name> or run_dir=<directory>; "
+            "recover.every_minutes=10 saves recovery checkpoints."
         )
     changes = (f"{key} changed from {old.get(key, 'unset')} to {new.get(key, 'unset')}" for key in found)
     return Past(step, changes=tuple(changes))
+
+
+def can_begin_again(directory: Path, settings: dict[str, Any]) -> bool:
+    """Return whether a run without a recovery checkpoint can start again at step 1. Not where it has finished, or took
+    steps and was not to save any: they would be lost.
+
+    Args:
+        settings: of the run, by dotted name.
+    """
+    saves = any(settings.get(f"recover.{each}") for each in ("every", "every_epochs", "every_minutes"))
+    return (saves or took_no_step(directory)) and not (directory / FINISHED).exists()
 
 
 def check_started_from(run: Run[Any]) -> None:
@@ -252,13 +261,14 @@ def kept_names(directory: Path, config: LauncherConfig) -> Iterator[NameService]
                 names.delete(key)
 
 
-def resumption(step: int | None) -> str:
-    """Return a sentence on whether a stopped run can resume; `step`: that of its newest recovery checkpoint."""
-    return (
-        f"The same command resumes after step {step}."
-        if step
-        else "No recovery checkpoint was saved, so this run cannot be resumed."
-    )
+def resumption(directory: Path) -> str:
+    """Return a sentence on where a stopped run resumes."""
+    if step := last_point(directory / "recover"):
+        return f"The same command resumes after step {step}."
+    file = directory / "config.yaml"
+    if not file.exists() or can_begin_again(directory, leaves(read_config(file))):
+        return "No recovery checkpoint was saved; the same command starts again at step 1."
+    return "No recovery checkpoint was saved, so this run cannot be resumed."
 
 
 def last_records(directory: Path, number: int) -> list[dict[str, Any]]:

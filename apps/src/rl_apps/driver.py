@@ -192,7 +192,6 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
     """
     from rl_apps.progress import RunProgress
     from rl_apps.report.page import RunReport
-    from rl_trainers.points import last_point
 
     config, run_dir = run.config, run.directory
     steps = config.total_steps
@@ -246,8 +245,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         finally:  # a trainer that was killed leaves its weights in memory
             shutil.rmtree(weights, ignore_errors=True)
     if code and not (run_dir / FINISHED).exists():
-        point = last_point(run_dir / "recover")
-        print(f"Stopped. {resumption(point)} Files: {run_dir}")
+        print(f"Stopped. {resumption(run_dir)} Files: {run_dir}")
         return code
     (run_dir / FINISHED).touch()
     print("\n".join(app.closing(config, run_dir)))
@@ -288,7 +286,7 @@ def _again(run: Run[Any], waiting: Waiting) -> int:
     """
     recover, step = run.config.recover, resumed_step(run.directory, run.config.recover)
     if not (step or (recover.regular and recover.resume)):
-        raise ConfigError("no recovery checkpoint to resume from; recover.every=N saves one every N steps")
+        raise ConfigError("no recovery checkpoint to resume from; recover.every_minutes=10 saves them")
     if attached(run.config, run.layout):
         check_attached(run, step)
     _cleared(run)

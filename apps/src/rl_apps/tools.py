@@ -187,7 +187,7 @@ def stop(directory: Path, now: bool, timeout: float) -> int:
                 "A second `rl stop` abandons the running step, `rl stop --now` kills the processes."
             )
     after = status_of(directory)
-    left = resumption(after["recover_point"])
+    left = resumption(directory)
     print("finished" if after["state"] == "finished" else f"{_state_in_words(after)}. {left}")
     return 0
 

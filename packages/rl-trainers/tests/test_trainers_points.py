@@ -25,8 +25,9 @@ from rl_contracts.errors import ConfigError, DataError, EngineError
 from rl_contracts.metrics import collect
 from rl_contracts.parallel import ParallelContext
 from rl_contracts.testing.processes import fork_script, run_ranks
-from rl_trainers import RecoverConfig, RecoverPoints, background
+from rl_trainers import DataSource, RecoverConfig, RecoverPoints, background
 from rl_trainers.background import MANIFEST, MARK, NewDirectory, drain, in_background
+from rl_trainers.due import Due
 from rl_trainers.points import drop_lost_steps, last_point, points_of, resumed_step
 
 SCRIPT = Path(__file__).with_name("recover_process.py")
@@ -483,6 +484,25 @@ def test_ranks_whose_clocks_differ_go_by_rank_0(tmp_path: Path) -> None:
         return points._kept
 
     assert on_ranks(2, work) == [[2], [2]]
+
+
+def test_minutes_stretch_to_fifty_times_the_seconds_of_the_last_point(tmp_path: Path) -> None:
+    _, points = points_in(tmp_path, every=0, every_minutes=1.0)
+    with collect() as figures:
+        points.save(1)
+    took = figures.results()["time/recover_written"]
+    assert points._due.least == pytest.approx(50 * took)
+    clock = [0.0]
+    due = Due(points.config, now=lambda: clock[0])
+    due.least = 90.0
+    for clock[0], expected in ((61.0, False), (91.0, True)):
+        assert due.reached(1) is expected
+
+
+def test_part_that_cannot_be_saved_leaves_a_default_run_without_points(tmp_path: Path) -> None:
+    source = DataSource(iter([[{}]]), lambda rows: rows)
+    points = RecoverPoints(tmp_path, RecoverConfig(), {"actor": Counting(ParallelContext())}, {"source": source})
+    assert not points.config.regular
 
 
 def test_epochs_a_point_is_due_at_the_first_step_after_the_last_row(tmp_path: Path) -> None:

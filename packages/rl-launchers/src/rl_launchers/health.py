@@ -66,8 +66,8 @@ class RestartConfig(Settings):
     trainer_restarts: int = bounded(3, "0 (never) or more", lambda times: times >= 0)
     """Times that the whole run is started anew from its newest recover point when a trainer was killed, hangs, failed
     with an error that is not the user's, or lost its node, or no server is left and there is no room for one; within
-    `restart_window`. Fewer where it comes no further. 0: the first such loss ends the run, as it does without a recover
-    point and `recover.every`."""
+    `restart_window`. Fewer where it comes no further. 0: the first such loss ends the run, as it does without a
+    recovery checkpoint and with `recover.every_minutes=0`."""
     restart_window: float = bounded(600.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds after which a restart no longer counts."""
     health_timeout: float = bounded(90.0, "0 (no checks) or more", lambda seconds: seconds >= 0)

@@ -90,7 +90,7 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     """GPUs of each node; -1: all, as `sinfo` tells."""
     requeue: bool = True
     """Whether the job starts again, and goes on from its last recover point, after a preemption, the end of its time,
-    or the loss of a node. Needs recover.every. A run that is over, failed or was stopped never does."""
+    or the loss of a node. Needs recovery checkpoints. A run that is over, failed or was stopped never does."""
     max_requeues: int = bounded(100, "0 or more", lambda times: times >= 0)
     """How often it does so before its time is over."""
     setup: list[str] = field(default_factory=list)

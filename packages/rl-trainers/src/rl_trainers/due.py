@@ -50,6 +50,8 @@ class Due:
                 "none here (the argument `epochs`). Use every or every_minutes."
             )
         self._config, self._epochs, self._now = config, epochs or (lambda: 0), now
+        self.least = 0.0
+        """Seconds at least between two that the clock asks for."""
         self.restart()
 
     def restart(self) -> None:
@@ -63,7 +65,7 @@ class Due:
         due = (
             (config.every > 0 and step % config.every == 0)
             or (config.every_epochs > 0 and self._epochs() // config.every_epochs > self._passed // config.every_epochs)
-            or (config.every_minutes > 0 and self._now() - self._begin >= 60 * config.every_minutes)
+            or (config.every_minutes > 0 and self._now() - self._begin >= max(60 * config.every_minutes, self.least))
         )
         if due:
             self.restart()

@@ -30,10 +30,12 @@ _STEP = re.compile(r"step_(\d+)")
 
 @dataclass
 class RecoverConfig(EveryConfig):
-    """When a run saves what it needs to go on after it was stopped; where nothing is set, only when it is asked to
-    stop."""
+    """When a run saves recovery checkpoints; where nothing is set, only when it is asked to stop."""
 
     setting: ClassVar[str] = "recover"
+    every_minutes: float = bounded(10.0, "0 (none) or more minutes", lambda minutes: minutes >= 0)
+    """Minutes between two of them, at the first step after that; 0: the clock does not count. At least 50 times as long
+    as the last one took to be written, so that they cost less than 2 % of the time."""
     resume: bool = True
     """Go on from the last whole recover point of the run directory, where there is one."""
     keep: int = bounded(2, "at least 1", lambda points: points >= 1)
@@ -77,10 +79,16 @@ def resumed_step(run_dir: Path, config: RecoverConfig) -> int:
     return 0
 
 
+def took_no_step(run_dir: Path) -> bool:
+    """Return whether a run wrote records, and none of a step that it finished."""
+    records = run_dir / "metrics.jsonl"
+    return records.exists() and not re.search(rb'"step": [1-9]', records.read_bytes())
+
+
 def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
     """Cut off what a stopped run wrote after the point from which it goes on (records, rollouts, saved batches and
-    checkpoints, damaged recover points): all of it, where it was stopped before its first one. What it had half written
-    goes as well.
+    checkpoints, damaged recover points): all of it, where it was stopped before its first point or step. What it had
+    half written goes as well.
 
     Raises:
         ConfigError: see `resumed_step`.
@@ -89,7 +97,7 @@ def drop_lost_steps(run_dir: Path, config: RecoverConfig) -> None:
     for folder in ("recover", "checkpoints"):
         for scratch in (run_dir / folder).glob(".step_*.partial"):
             shutil.rmtree(scratch)
-    if not (step or (config.regular and config.resume)):
+    if not (step or (config.regular and config.resume) or took_no_step(run_dir)):
         return
     last = step or -1
     for lost in (n for n in points_of(run_dir) if n > last):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from rl_contracts.engine import Snapshot, TrainEngine
 
 log = get_logger("trainers.recover")
+
+COST = 0.02
+"""Fraction of the time, at most, that goes into the points which the clock asks for."""
 
 
 class RecoverPoints:
@@ -57,14 +61,16 @@ class RecoverPoints:
         stop: Callable[[], bool] = lambda: False,
         epochs: Callable[[], int] | None = None,
     ) -> None:
-        stateless = {name: part for name, part in parts.items() if not isinstance(part, Stateful)}
+        stateless = {name: part for name, part in parts.items() if not _can_be_saved(part)}
         for name, part in stateless.items():
-            if config.regular:
-                setting = f"recover.every={config.every}" if config.every else "recover.every_..."
+            if config.every or config.every_epochs:
+                setting = f"recover.every={config.every}" if config.every else "recover.every_epochs"
                 raise ConfigError(
                     f"{setting}: {name} ({type(part).__name__}) cannot be saved: it has no "
                     "state_dict and load_state_dict. Set recover.every=0."
                 )
+            log.warning("no recovery checkpoints: %s (%s) cannot be saved", name, type(part).__name__)
+            config = replace(config, every_minutes=0.0)
         self.run_dir, self.config = Path(run_dir), config
         self.directory = self.run_dir / "recover"
         self.engines, self.parts = dict(engines), dict(parts)
@@ -218,6 +224,7 @@ class RecoverPoints:
             return
         self._kept, self._failures = [*self._kept, step][-self.config.keep :], 0
         record("time/recover_written", point.took, kind="max")
+        self._due.least = point.took / COST
 
     def _attempt(self, what: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -244,6 +251,10 @@ class RecoverPoints:
             left = f"it can be resumed after step {self._kept[-1]}" if self._kept else "there is no recover point"
         log.warning("stopped after step %d, as asked; %s", step, left)
         raise SystemExit(128 + signal.SIGTERM)
+
+
+def _can_be_saved(part: Any) -> bool:
+    return isinstance(part, Stateful) and getattr(part, "can_be_saved", True)
 
 
 def _files(directory: Path) -> list[Path]:

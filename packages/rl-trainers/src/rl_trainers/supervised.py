@@ -95,10 +95,15 @@ class DataSource:
     def next_batch(self) -> TensorDict:
         """This rank's rows of the next batch; StopIteration at the end of the data."""
         if not self._returned:
-            self._before = self._loader.state_dict() if isinstance(self._loader, Stateful) else {}
+            self._before = self._stateful().state_dict() if self.can_be_saved else {}
             self._rows = next(self._batches)
         self._returned = False
         return self._to_batch(self._rows)
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether the loader says its position."""
+        return isinstance(self._loader, Stateful)
 
     def return_batch(self) -> None:
         """Take the last batch back, so that it is the next one."""

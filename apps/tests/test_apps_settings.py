@@ -563,6 +563,12 @@ ELSEWHERE = [
         f"{ENGINES}resume.py::test_limit_of_skipped_steps_counts_on_after_a_resume",
     ),
     Elsewhere(
+        "resume_from",
+        "a recovery checkpoint",
+        "apps/tests/test_apps_resuming.py::test_resume_from_another_run_links_its_newest_point",
+        value="40",
+    ),
+    Elsewhere(
         "launcher.finish_seconds",
         "a run that is asked to end",
         f"{LAUNCHERS}signals.py::test_signal_deaf_trainer_is_killed_when_its_grace_is_over",

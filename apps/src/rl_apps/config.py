@@ -104,6 +104,10 @@ class RunConfig(Settings):
     """Name of this run (default: a timestamp)."""
     run_dir: str = ""
     """Directory of the run's files (default: `runs/<experiment>/<trial>`)."""
+    resume_from: str = ""
+    """Recovery checkpoint to start from: a step of this run, another run's directory (its newest one), or
+    `RUN/recover/step_N`. Once started, the same command continues after this run's newest one. Default: the newest of
+    this run, if any."""
     seed: int = 1
     """Seed for data generation, model initialization, shuffling and sampling."""
     deterministic: bool = False

@@ -151,8 +151,11 @@ class Past:
     """Settings that differ from those of before, in words."""
 
 
-def past_of(run: Run[Any]) -> Past:
+def past_of(run: Run[Any], start: int = 0) -> Past:
     """Look at what is in the directory of a run.
+
+    Args:
+        start: step of the recovery checkpoint that `resume_from` names; 0: the newest one counts.
 
     Raises:
         ConfigError: it holds a run that this command cannot go on with: of another kind, of another seed, without a
@@ -160,12 +163,12 @@ def past_of(run: Run[Any]) -> Past:
     """
     config, directory = run.config, run.directory
     if not (directory / "metrics.jsonl").exists():
-        return Past()
-    step = resumed_step(directory, config.recover)
+        return Past(start)
+    step = start or resumed_step(directory, config.recover)
     resumes = bool(step or took_no_step(directory) or (config.recover.regular and config.recover.resume))
     file, now = directory / "config.yaml", yaml.safe_load(to_yaml(config))
     before = read_config(file) if file.exists() else now
-    if other := {*before} ^ {*now}:
+    if other := ({*before} ^ {*now}) - {"resume_from"}:  # which runs of earlier commits do not have
         raise ConfigError(
             f"run_dir={directory} holds a run of another kind: only one of the two has the settings "
             f"{', '.join(sorted(other))}. Choose another run_dir, or the command of that run."
@@ -178,7 +181,7 @@ def past_of(run: Run[Any]) -> Past:
             "choose another run_dir for a new run."
         )
     ended = (directory / FINISHED).exists() and config.total_steps <= old.get("total_steps", 0)
-    if ended and (step or not found) and "total_epochs" not in found:
+    if ended and not start and (step or not found) and "total_epochs" not in found:
         return Past(finished=True)
     if not resumes or not (step or (file.exists() and can_begin_again(directory, old))):
         raise ConfigError(

@@ -43,6 +43,7 @@ from rl_apps.layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.model import find_models, make_model
 from rl_apps.parts import attached, memory_of, server_jobs, weights_directory
 from rl_apps.rehearsal import check_golds, rehearse, rehearse_loss
+from rl_apps.resuming import named_point, step_of, take_over
 from rl_apps.servers import check_attached, check_program, command_of
 from rl_apps.template import save_tokenizer
 from rl_contracts import registry
@@ -141,7 +142,8 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             if devices.kind == "cuda":
                 config.cluster.require_there(config.launcher)
             claim.enter_context(claimed(run.directory))
-        past = past_of(run)
+        point = named_point(run)
+        past = past_of(run, step_of(point) if point else 0)
         if past.finished:
             print(f"{app.name}: this run is already finished. Files: {run.directory}")
             return 0
@@ -153,7 +155,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             begun = f"resuming after step {past.step} of {config.total_steps}" if past.step else "run directory"
             taken, _ = reached(run.directory)
             if past.step and taken > past.step:
-                begun += f", the newest recovery checkpoint; steps up to {taken} run again"
+                begun += f", {point or 'the newest recovery checkpoint'}; steps up to {taken} run again"
             changes = [*(f"  {change}" for change in past.changes), *strangers(run.directory)]
             print(
                 devices.sentence,
@@ -197,6 +199,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
     steps = config.total_steps
     if config.total_epochs:
         steps = config.steps_with(len(load_rows(config.data, "train", app.form, config.seed)), app.form)
+    take_over(run)
     weights = _cleared(run)
     metrics = run_dir / "metrics.jsonl"
     with (

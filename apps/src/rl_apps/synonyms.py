@@ -65,7 +65,8 @@ _NAMES = {
     "experiment": "project_name wandb_project",
     "model.chat_template": "chat_template_path apply_chat_template input_template",
     "model.path": "model_name_or_path model_name pretrain model_path base_model hf_model_path",
-    "recover.resume": "resume_from_checkpoint load_checkpoint resume_mode",
+    "recover.resume": "resume_mode",
+    "resume_from": "resume_from_checkpoint resume_from_path load_checkpoint",
     "ref.path": "ref_model ref_pretrain reference_model ref_model_path",
     "rollout.dynamic_sampling": "filter_groups dynamic_filtering",
     "rollout.generation.max_new_tokens": (

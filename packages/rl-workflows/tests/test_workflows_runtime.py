@@ -178,7 +178,11 @@ def test_next_batch_asked_to_stop_while_it_waits_ends_between_two_steps(engine):
         state = hanging.state_dict()
         assert [row["prompt_id"] for row in state["in_flight"]] == list(range(8))
         after.load_state_dict(state)
-        assert sorted(prompt for batch in _to_the_end(after) for prompt in batch) == list(range(10))
+        first = after.next_batch()
+        assert first["group_ids"].unique().tolist() == [0, 1, 2, 3], "those that the stopped run gave them"
+        assert first["prompt_ids"].unique().tolist() == [0, 1, 2, 3]
+        after.end_step(0)
+        assert sorted(prompt for batch in _to_the_end(after) for prompt in batch) == list(range(4, 10))
     finally:
         hanging.destroy()
         after.destroy()

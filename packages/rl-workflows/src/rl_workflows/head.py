@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,8 @@ class RolloutHead:
         """What became of prompts, as far as nobody was told; see `RolloutRuntime.endings`."""
         self._finished: list[Trajectory] = []
         self._taken: list[FinishedGroup] = []
+        self._ids: deque[int] = deque()
+        """Of the groups that a stopped run had in flight, which are admitted again before others."""
         self.figures = Figures()
         for ending in ("accepted", "rejected", "failed", "left_over"):
             self._count(ending, 0)
@@ -228,6 +231,7 @@ class RolloutHead:
             "source": self.source.state_dict(),
             "budget": self.budget.state_dict(),
             "in_flight": [prompt for prompt, _ in self.running.values()],
+            "in_flight_ids": [*self.running],
             "groups": [self.accepted[group_id] for _, group_id in manager["accepted"]],
             "endings": list(self.endings),
         }
@@ -263,8 +267,11 @@ class RolloutHead:
         groups: list[FinishedGroup] = state["groups"]
         self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
         self.budget.load_state_dict(state.get("budget", {}))
-        self.endings = list(state.get("endings", ()))  # which points of earlier commits do not have
-        return [*(group.prompt for group in groups if group.ticket.group_id in refused), *state["in_flight"]]
+        self.endings = list(state.get("endings", ()))  # which points of earlier commits do not have, nor the next
+        if "in_flight_ids" in state:  # those of a batch stand in the order of their ids
+            self._ids.extend([*sorted(refused), *state["in_flight_ids"]])
+        prompts = {group.ticket.group_id: group.prompt for group in groups}
+        return [*(prompts[group_id] for group_id in sorted(refused)), *state["in_flight"]]
 
     async def close(self) -> None:
         """Cancel all episodes and wait until they have ended."""
@@ -291,7 +298,7 @@ class RolloutHead:
                     self._changed.set()
                     return
                 prompt_id_of(prompt)  # refused before it has a place
-                ticket = self.manager.admit()
+                ticket = self.manager.admit(self._ids.popleft() if self._ids else None)
                 group = asyncio.create_task(self._run(prompt, ticket))
                 self.running[ticket.group_id] = (prompt, group)
                 group.add_done_callback(self._group_ended, context=self._context)

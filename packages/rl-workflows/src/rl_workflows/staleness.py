@@ -114,16 +114,19 @@ class StalenessManager:
             places = min(places, self.max_concurrent - len(self._running))
         return max(places, 0)
 
-    def admit(self) -> Ticket:
+    def admit(self, group_id: int | None = None) -> Ticket:
         """Start a group at the current version.
+
+        Args:
+            group_id: that of a group which a stopped run had in flight; None: the next one.
 
         Raises:
             RLError: there is no capacity.
         """
         if self.capacity < 1:
             raise RLError(f"admit: no place is free; {self.describe()}. Ask `capacity` first.")
-        ticket = Ticket(self.version, self._next_id)
-        self._next_id += self._id_stride
+        ticket = Ticket(self.version, self._next_id if group_id is None else group_id)
+        self._next_id += self._id_stride if group_id is None else 0
         self._running[ticket.group_id] = ticket
         self._running_by_start[ticket.start] += 1
         return ticket

@@ -375,7 +375,9 @@ def test_grpo_interrupted_by_ctrl_c_leaves_a_recover_point_and_no_process_and_no
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"The same command resumes after step {last_point(run_dir / 'recover')}." in out
+    step = last_point(run_dir / "recover")
+    assert f"The same command resumes after step {step}." in out
+    assert _records(run_dir)[-1]["step"] == step, "no finished step is lost"
     assert not [r for r in _records(run_dir) if r["groups/failed"]], "rewards and servers worked until the end"
     wait_until(lambda: not _processes_of(run_dir), 10, "no process left")
     with socket.socket() as probe:

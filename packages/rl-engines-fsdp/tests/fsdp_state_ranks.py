@@ -21,7 +21,8 @@ from rl_engines_fsdp import FSDPEngine
 
 
 def abandon(engine: FSDPEngine) -> None:
-    """Leave a step after its first micro-batches; rank 1 is asked when it is one ahead, and waits for rank 0."""
+    """Leave a step in a forward pass, so that gathered parameters stay in the model; rank 1 is asked when it is one
+    micro-batch ahead, and waits for rank 0."""
     begun = 0
 
     def ask() -> None:
@@ -30,16 +31,16 @@ def abandon(engine: FSDPEngine) -> None:
 
     asking = Thread(target=ask)
 
-    def loss(outputs: Any, packed: Any) -> Any:
+    def logprobs(outputs: Any, packed: Any) -> Any:
         nonlocal begun
         if not begun:
             asking.start()
         begun += 1
-        return loss_fn(outputs, packed)
+        return outputs.logprobs
 
     try:
         with STEP.step():
-            engine.train_batch(rows_of(make_batch(80, seed=9), engine.parallel), loss, loss_weight_fn)
+            engine.forward(rows_of(make_batch(80, seed=9), engine.parallel), logprobs)
         raise AssertionError("the step was not abandoned")
     except StopRequestedError:
         asking.join()

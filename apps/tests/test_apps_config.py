@@ -310,7 +310,8 @@ def test_too_few_files_for_the_answers_asked_for_at_once(capsys, monkeypatch):
 
 def test_disk_without_room_for_a_checkpoint_is_a_warning(capsys, monkeypatch, tmp_path):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=2**17))
+    small = usage._replace(free=2**17)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage if path == "/dev/shm" else small)
     model = make_tiny_model(tmp_path / "model")
 
     out = _run(capsys, "--dry-run", f"model.path={model}")[1]

@@ -267,7 +267,7 @@ def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[s
 def _cleared(run: Run[Any]) -> Path:
     """Take away what a run that was killed left: steps after its recover point, before anybody reads them, and weights,
     which the servers would take for this run's. Returns where these lie."""
-    from rl_contracts.weights.stored import make_private
+    from rl_contracts.weights.committed import make_private
     from rl_trainers.points import drop_lost_steps
 
     drop_lost_steps(run.directory, run.config.recover)

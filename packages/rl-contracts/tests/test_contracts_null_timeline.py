@@ -76,7 +76,7 @@ def test_waits_of_a_loop_that_has_ended_do_not_hold_up_the_next_loop(turns: int)
     timeline = Timeline(SystemClock(), 0)
 
     async def leave_behind() -> asyncio.Task[None]:
-        waiting = asyncio.ensure_future(_await(timeline, 0.05))
+        waiting = asyncio.ensure_future(_await(timeline, 60.0))
         for _ in range(turns):
             await asyncio.sleep(0)
         return waiting

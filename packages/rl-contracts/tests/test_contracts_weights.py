@@ -29,7 +29,7 @@ from rl_contracts.weights import (
     read_committed,
     verify_receipt,
 )
-from rl_contracts.weights.stored import MEMORY
+from rl_contracts.weights.committed import MEMORY
 
 # the package's function of the same name hides the module
 checksum_module = importlib.import_module("rl_contracts.weights.checksums")

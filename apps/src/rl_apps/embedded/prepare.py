@@ -17,8 +17,8 @@ from rl_apps.embedded.lessons import LESSONS, words_of
 from rl_apps.embedded.tokenizer import trained_tokenizer, word_problem_tokenizer
 from rl_apps.embedded.warmup import Progress, WarmUp, warm_up
 from rl_contracts.errors import ModelError
+from rl_contracts.file_modes import follow_umask
 from rl_contracts.logging import get_logger
-from rl_contracts.training.new_directory import follow_umask
 from rl_datasets.word_problems import WordProblems
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from threading import Event, Thread, get_ident
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import EngineError
+from rl_contracts.file_modes import follow_umask
 from rl_contracts.logging import get_logger
-from rl_contracts.training.new_directory import follow_umask
 
 if TYPE_CHECKING:
     from rl_contracts.engine import Snapshot

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl_contracts.errors import ModelError
+from rl_contracts.file_modes import follow_umask
 from rl_contracts.parallel import ParallelContext
 
 
@@ -40,12 +41,3 @@ def new_directory(path: str, parallel: ParallelContext) -> Iterator[Path]:
         if parallel.is_main:
             follow_umask(scratch)
             os.replace(scratch, final)  # also takes the place of an empty directory
-
-
-def follow_umask(directory: Path) -> None:
-    """Give the files of a directory the mode that `open` gives: safetensors writes private ones, and copies keep that
-    of their source."""
-    mode = directory.stat().st_mode & 0o666
-    for file in directory.rglob("*"):
-        if file.is_file():
-            file.chmod(mode)

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl_contracts.data import STORED_ROUTES, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.stored import make_private, require_private
 
 RECORD = "committed.json"
 """Name of the record in the directory of the weights."""
+MEMORY = Path("/dev/shm")
+"""Linux's memory file system, in which every user may make directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,38 @@ class CommittedWeights:
     def readable(self) -> bool:
         """Whether the weights can still be read now that they are committed. Other routes leave nothing behind."""
         return self.meta.route in STORED_ROUTES
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that this user alone may enter, unless it exists.
+
+    Raises:
+        WeightUpdateError: it cannot be made, or `require_private` rejects it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        require_private(directory)
+    except OSError as error:
+        raise WeightUpdateError(f"{directory}: expected to make a directory for weights, found: {error}") from error
+
+
+def require_private(directory: Path) -> None:
+    """Reject a directory in the memory file system that is another user's, or open to others: they could put weights
+    there.
+
+    Raises:
+        WeightUpdateError: see above.
+        OSError: it cannot be looked at.
+    """
+    if not directory.is_relative_to(MEMORY):
+        return
+    found = directory.lstat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        raise WeightUpdateError(
+            f"{directory}: expected a directory that its user alone may enter (mode 700), found one of user "
+            f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}. Remove it, choose another run_dir, or set "
+            "publish.route=disk."
+        )
 
 
 def write_committed(directory: str | Path, meta: WeightUpdateMeta, receipt: WeightReceipt) -> None:

@@ -15,7 +15,6 @@ import json
 import mmap
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,12 +23,11 @@ import torch
 from rl_contracts.data import STORED_ROUTES, ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.checksums import checksum
+from rl_contracts.weights.committed import make_private
 from rl_contracts.weights.layout import checked, dtype_of, fill, offsets, size_of, views
 
 FILE = "model.safetensors"
 """Name of the file of `disk`."""
-MEMORY = Path("/dev/shm")
-"""Linux's memory file system, in which every user may make directories."""
 
 
 class StoredSender:
@@ -84,38 +82,6 @@ class StoredSender:
     def _slot(self, version: int) -> Path:
         suffix = ".weights" if self._route == "shm" else ""
         return Path(self.location) / f"slot-{version % 2}-rank-{self._rank}{suffix}"
-
-
-def make_private(directory: Path) -> None:
-    """Make a directory that this user alone may enter, unless it exists.
-
-    Raises:
-        WeightUpdateError: it cannot be made, or `require_private` rejects it.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        require_private(directory)
-    except OSError as error:
-        raise WeightUpdateError(f"{directory}: expected to make a directory for weights, found: {error}") from error
-
-
-def require_private(directory: Path) -> None:
-    """Reject a directory in the memory file system that is another user's, or open to others: they could put weights
-    there.
-
-    Raises:
-        WeightUpdateError: see above.
-        OSError: it cannot be looked at.
-    """
-    if not directory.is_relative_to(MEMORY):
-        return
-    found = directory.lstat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
-        raise WeightUpdateError(
-            f"{directory}: expected a directory that its user alone may enter (mode 700), found one of user "
-            f"{found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}. Remove it, choose another run_dir, or set "
-            "publish.route=disk."
-        )
 
 
 def open_weights(meta: WeightUpdateMeta, mappings: Mappings | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -454,6 +454,22 @@ def test_model_directory_that_lacks_a_file_is_refused(
     assert fragment in refused(GRPO, {})
 
 
+def test_resume_from_a_step_in_a_refused_command_removes_nothing(refused: Callable[..., str], tmp_path: Path) -> None:
+    steps = "".join(_lines({"step": step}) for step in (1, 2))
+    points = {f"run/recover/step_{step}/manifest.json": {"step": step, "ranks": 1, "files": {}} for step in (1, 2)}
+    before = {"run/config.yaml": to_yaml(grpo.APP.config([*GRPO[1:], "total_steps=3"])), "run/metrics.jsonl": steps}
+    wrong = REWARD + "    raise ValueError('planted')\n"
+
+    said = refused(
+        (*GRPO, "total_steps=3", "resume_from=1"),
+        before | {name: json.dumps(value) for name, value in points.items()} | {"good.py": wrong},
+    )
+
+    assert "planted" in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == steps
+    assert (tmp_path / "run" / "recover" / "step_2").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("refused")
 def test_run_directory_deleted_while_it_runs_is_named(

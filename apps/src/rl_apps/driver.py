@@ -64,7 +64,7 @@ from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
 from rl_launchers.interrupts import Interrupted
 from rl_launchers.report import tail
-from rl_trainers.points import resumed_step
+from rl_trainers.points import drop_lost_steps, resumed_step
 from rl_trainers.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -199,8 +199,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
     steps = config.total_steps
     if config.total_epochs:
         steps = config.steps_with(len(load_rows(config.data, "train", app.form, config.seed)), app.form)
-    take_over(run)
-    weights = _cleared(run)
+    weights = _clear_weights(run)
     metrics = run_dir / "metrics.jsonl"
     with (
         RunReport(run_dir, sys.argv) as report,
@@ -215,6 +214,9 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
             check_attached(run, step)
         for sentence in (*_try_out(app, run, progress.say), *remarks(run)):
             progress.console.print(sentence, soft_wrap=True)
+        take_over(run)  # no check refuses the command any more
+        drop_lost_steps(run_dir, config.recover)
+        progress.rewind()
         # half a minute, for which a mistake of the user's need not wait
         config.model.directories[config.model.path] = str(make(warm_up=app.warm_up))
         write_config(run)
@@ -264,13 +266,15 @@ def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[s
     return Submission(command, run.directory, roles, launcher.finish_seconds + launcher.grace_seconds)
 
 
-def _cleared(run: Run[Any]) -> Path:
-    """Take away what a run that was killed left: steps after its recover point, before anybody reads them, and weights,
-    which the servers would take for this run's. Returns where these lie."""
-    from rl_contracts.weights.committed import make_private
-    from rl_trainers.points import drop_lost_steps
+def _clear_weights(run: Run[Any]) -> Path:
+    """Take away the weights of a run that was killed, which the servers would take for this run's. Returns where they
+    lie.
 
-    drop_lost_steps(run.directory, run.config.recover)
+    Raises:
+        ConfigError: another user has made the directory.
+    """
+    from rl_contracts.weights.committed import make_private
+
     weights = weights_directory(run.directory, run.config.publish.route if run.layout.rollout else "")
     shutil.rmtree(weights, ignore_errors=True)
     if memory_of(run):  # before another user makes it
@@ -292,7 +296,8 @@ def _again(run: Run[Any], waiting: Waiting) -> int:
         raise ConfigError("no recovery checkpoint to resume from; recover.every_minutes=10 saves them")
     if attached(run.config, run.layout):
         check_attached(run, step)
-    _cleared(run)
+    drop_lost_steps(run.directory, recover)
+    _clear_weights(run)
     (run.directory / FINISHED).unlink(missing_ok=True)
     waiting.begin()
     return step

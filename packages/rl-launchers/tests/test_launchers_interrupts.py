@@ -1,7 +1,12 @@
 """Signals in the waits of the launcher."""
 
+import signal
 import subprocess
 import sys
+
+import pytest
+
+from rl_launchers.interrupts import Interrupts
 
 AT_EVERY_LINE = """
 import signal, sys
@@ -25,3 +30,13 @@ for line in range(1, 80):
 
 def test_signal_at_any_line_of_a_wait_is_heard_and_stops_nothing_forever():
     subprocess.run([sys.executable, "-c", AT_EVERY_LINE], check=True, timeout=100)
+
+
+def test_further_signal_that_comes_twice_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, interrupts = [0.0], Interrupts(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("rl_launchers.interrupts.time.monotonic", lambda: clock[0])
+        for clock[0] in (1.0, 1.2, 5.0, 5.2):  # as of a terminal and of a parent that hands it on
+            interrupts._receive(signal.SIGINT, None)
+
+    assert interrupts.requests == 2

@@ -486,12 +486,11 @@ def test_ranks_whose_clocks_differ_go_by_rank_0(tmp_path: Path) -> None:
     assert on_ranks(2, work) == [[2], [2]]
 
 
-def test_minutes_stretch_to_fifty_times_the_seconds_of_the_last_point(tmp_path: Path) -> None:
+def test_minutes_stretch_to_fifty_times_the_seconds_that_a_point_held(tmp_path: Path) -> None:
     _, points = points_in(tmp_path, every=0, every_minutes=1.0)
-    with collect() as figures:
-        points.save(1)
-    took = figures.results()["time/recover_written"]
-    assert points._due.least == pytest.approx(50 * took)
+    began = time.monotonic()
+    points.save(1)
+    assert 0 < points._due.least <= 50 * (time.monotonic() - began)
     clock = [0.0]
     due = Due(points.config, now=lambda: clock[0])
     due.least = 90.0

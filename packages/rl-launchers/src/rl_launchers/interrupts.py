@@ -51,8 +51,8 @@ class Interrupts:
 
     The first signal only sets a flag: an exception out of nowhere could fall between the start of a process and its
     entry into the books. `check` raises it as `Interrupted` where the loop is ready for it. Further ones are raised at
-    once, as `Hurried`, within `impatient`, and only counted elsewhere. What comes within `TOGETHER` seconds of the
-    first is the same: a signal to a whole group of processes reaches a program below `uv run` twice.
+    once, as `Hurried`, within `impatient`, and only counted elsewhere. What comes within `TOGETHER` seconds of
+    another is the same: a signal to a whole group of processes reaches a program below `uv run` twice.
 
     Signals reach only the main thread; in any other this does nothing. A program that `uv run` started is asked to stop
     as well when that is gone, which hands on signals but cannot hand on its own SIGKILL.
@@ -66,7 +66,7 @@ class Interrupts:
         self._former: dict[int, Any] = {}
         self._parent = uv_parent() if parent is None else parent
         self._impatient = False
-        self._first = 0.0
+        self._last = 0.0
 
     @property
     def requests(self) -> int:
@@ -109,9 +109,9 @@ class Interrupts:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._received and now < self._first + TOGETHER:
+        if self._received and now < self._last + TOGETHER:
             return
-        self._first = self._first if self._received else now
+        self._last = now
         self._received.append(number)
         if len(self._received) > 1 and self._impatient:
             raise Hurried(self._received[0])

@@ -92,6 +92,14 @@ def watch_until_orphaned(parent: int, sessions: dict[int, Session], directories:
             orphaned_at = time.monotonic()
 
 
+def _identity(directory: bytes) -> int | None:
+    """Number of the inode of a directory; None where there is none."""
+    try:
+        return os.stat(directory).st_ino
+    except OSError:
+        return None
+
+
 def main() -> None:
     """The keeper process. It ends with its launcher and only then, so it ignores requests to end before."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -99,9 +107,11 @@ def main() -> None:
     parent, *watched = map(int, sys.argv[1:])
     sessions, directories = {pid: Session(pid) for pid in watched}, set[bytes]()
     watch_until_orphaned(parent, sessions, directories)
+    left = {directory: _identity(directory) for directory in directories}
     stop_sessions(sessions.values(), GRACE)
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+    for directory, identity in left.items():
+        if identity == _identity(directory):  # else the next launcher has made its own
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

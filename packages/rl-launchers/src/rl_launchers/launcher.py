@@ -348,7 +348,7 @@ class Launcher:
         Once one has ended, or hangs, the others may wait for it in vain: they have `grace` seconds.
         """
         began = time.monotonic()
-        deadline = began + seconds
+        deadline = began + max(seconds, ONE_REQUEST + 1 if requests == 2 else 0.0)
         self._of_trainers(self._scheduler.terminate_workers)
         while (now := time.monotonic()) < deadline and interrupts.requests < 3:
             if interrupts.requests >= requests and now > began + ONE_REQUEST + 1:

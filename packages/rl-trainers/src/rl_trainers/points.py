@@ -35,7 +35,7 @@ class RecoverConfig(EveryConfig):
     setting: ClassVar[str] = "recover"
     every_minutes: float = bounded(10.0, "0 (none) or more minutes", lambda minutes: minutes >= 0)
     """Minutes between two of them, at the first step after that; 0: the clock does not count. At least 50 times as long
-    as the last one took to be written, so that they cost less than 2 % of the time."""
+    as training was held for the last one, so that they cost less than 2 % of the time."""
     resume: bool = True
     """Go on from the last whole recover point of the run directory, where there is one."""
     keep: int = bounded(2, "at least 1", lambda points: points >= 1)

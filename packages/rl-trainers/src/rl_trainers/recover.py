@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 log = get_logger("trainers.recover")
 
 COST = 0.02
-"""Fraction of the time, at most, that goes into the points which the clock asks for."""
+"""Fraction of the time, at most, for which training is held by the points that the clock asks for."""
 
 
 class RecoverPoints:
@@ -179,11 +180,13 @@ class RecoverPoints:
 
     def _begin(self, step: int) -> None:
         """Copy what the run is, and have it written."""
+        began = time.monotonic()
         self._finish()
         target, entries = self.directory / f"step_{step}", {"step": step, "ranks": self.parallel.world_size}
         kept = [*self._kept, step][-self.config.keep :]
         completed = partial(_keep_only, self.directory, kept)
         self._pending = step, NewDirectory(target, self.parallel, self._copy, self.config.timeout, entries, completed)
+        self._due.least = (time.monotonic() - began) / COST
 
     def _copy(self, directory: Path) -> list[Snapshot]:
         writers: list[Snapshot] = []
@@ -224,7 +227,6 @@ class RecoverPoints:
             return
         self._kept, self._failures = [*self._kept, step][-self.config.keep :], 0
         record("time/recover_written", point.took, kind="max")
-        self._due.least = point.took / COST
 
     def _attempt(self, what: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-CEILING = 30_083
+CEILING = 30_094
 """Statements of all packages and apps together, at most."""
 NOT_COUNTED = ("testing", "testing.py", "conformance")
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from rl_contracts.errors import ModelError
-from rl_contracts.model_directory import check_model_directory
+from rl_contracts.model_directory import check_model_directory, parameters_in
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,12 @@ def test_shard_that_is_missing_is_refused_with_its_name(tmp_path):
     _weights(["model-1.safetensors", "model-2.safetensors"], tmp_path, {"a": "model-1.safetensors"})
     with pytest.raises(ModelError, match=r"model-3.safetensors cannot be read as safetensors .FileNotFoundError"):
         _weights([], tmp_path, {"a": "model-1.safetensors", "b": "model-3.safetensors"})
+
+
+def test_parameters_in_shards_beside_a_consolidated_file_count_once(tmp_path):
+    for file in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
+        save_file({"weight": torch.zeros(3, 4)}, tmp_path / file)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    assert parameters_in(str(tmp_path)) == 24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import itertools
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rl_contracts.errors import RewardError
+from rl_contracts.errors import ConfigError, RewardError
 from rl_contracts.metrics import collect
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.testing.waiting import wait_until
@@ -56,6 +57,10 @@ def leaves(prompt, completions, prompt_ids, completion_ids, *, file, **data):
     if completions == "hang":
         time.sleep(1000)
     return 1.0
+
+def orphans(*given, **data):
+    command = "sleep 0.05 > /dev/null 2>&1 & echo $!"
+    return float(subprocess.run(command, shell=True, stdout=subprocess.PIPE).stdout)
 
 def process_id(*given, **data):
     return os.getpid()
@@ -191,6 +196,24 @@ def test_reward_worker_whose_owner_is_killed_leaves_nothing(tmp_path: Path) -> N
     owner.wait()
 
     require_nothing_left(file)
+
+
+async def test_reward_process_that_lost_its_parent_is_collected() -> None:
+    async with AsyncRewardWrapper("fault_rewards:orphans") as wrapper:
+        orphan = int(await score(wrapper, ""))
+
+        wait_until(lambda: not Path(f"/proc/{orphan}").exists())
+        assert await score(wrapper, "") != orphan
+
+
+async def test_reward_worker_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("rl_contracts.reward_worker.process.os.pipe", full)
+    with pytest.raises(ConfigError, match="Too many open files"):
+        async with asyncio.timeout(30), AsyncRewardWrapper("fault_rewards:process_id"):
+            pass
 
 
 async def test_reward_reaper_that_gets_sigterm_keeps_its_worker() -> None:

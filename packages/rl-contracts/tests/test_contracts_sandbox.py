@@ -277,12 +277,13 @@ import ctypes, os, time
 libc = ctypes.CDLL(None)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-for n in range(1, 100):
+for n in range(1, 41):
     file = os.open(str(n), os.O_CREAT | os.O_RDWR)
     assert os.write(file, bytes(1 << 20)) == 1 << 20
     {hide}
     print(n, flush=True)
     time.sleep(0.01)
+time.sleep(60)
 """
 HIDES = {
     "open": "",
@@ -495,7 +496,7 @@ def test_sandbox_other_processes_get_no_signals_and_it_gets_its_own(any_kernel):
             priority=lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 19),
             limits=lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1)),
             itself=lambda: os.kill(os.getpid(), signal.SIGUSR1),
-            own_limits=lambda: resource.getrlimit(resource.RLIMIT_AS),
+            own_limits=lambda: resource.prlimit(os.getpid(), resource.RLIMIT_AS),
         )
         """,
     )

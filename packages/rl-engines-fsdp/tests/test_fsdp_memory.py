@@ -84,22 +84,14 @@ def test_memory_knows_what_settings_save(model: Path) -> None:
     assert memory(offload=True)["optimizer"] == 0
 
 
-def nothing(*_: Any) -> Any:
-    raise AssertionError("the loss was computed")
+def test_check_memory_of_gradients_before_their_reduction_is_rejected(model: Path) -> None:
+    sizes, ranks = read_sizes(model), ParallelStrategy(4)
+    spec = FinetuneSpec(str(model), 1, 0, OptimizerConfig(), MicroBatchConfig(1), dtype="bfloat16")
+    enough = sum(FSDPEngineConfig(sync_every_micro_batch=True).memory(ranks, spec, sizes, 4).values())
 
-
-def test_step_whose_gradients_exceed_gpu_memory_is_rejected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make_batch(4)
-    limit = MicroBatchConfig(int(batch["attention_mask"].sum(1).max()))
-    spec = FinetuneSpec(str(model), 1, 0, OptimizerConfig(), limit, dtype="bfloat16", device="cpu", deterministic=True)
-    enough = FSDPEngineConfig(sync_every_micro_batch=True).memory(ParallelStrategy(), spec, read_sizes(model), 4)
-    monkeypatch.setattr("rl_engines_fsdp.engine.device_memory", lambda _: sum(enough.values()))
-    engine = FSDPEngine(FSDPEngineConfig())
-    engine.initialize(spec)
-
+    FSDPEngineConfig(sync_every_micro_batch=True).check_memory(ranks, spec, sizes, 4, enough)
     with pytest.raises(ConfigError, match="set sync_every_micro_batch=true"):
-        engine.train_batch(batch, nothing, lambda batch: batch["loss_mask"].sum())
-    engine.destroy()
+        FSDPEngineConfig().check_memory(ranks, spec, sizes, 4, enough)
 
 
 def test_optimizer_state_above_gpu_memory_is_rejected_at_the_start(
@@ -120,7 +112,8 @@ def test_check_memory_rejects_what_is_certain_and_warns_of_estimates(
     config, optimizer = FSDPEngineConfig(), OptimizerConfig(name=name)
     sizes, spec = read_sizes(model), FinetuneSpec(str(model), 1, optimizer=optimizer)
     parts = config.memory(ParallelStrategy(2), spec, sizes, 1)
-    certain = sum(parts.values()) - parts["activations"] - parts["logits"] - parts["optimizer"] * (name != "adamw")
+    guesses = ["activations", "logits", "gathered parameters", *(["optimizer"] if name != "adamw" else [])]
+    certain = sum(size for part, size in parts.items() if part not in guesses)
 
     config.check_memory(ParallelStrategy(2), spec, sizes, 1, sum(parts.values()))
     assert not caplog.records

@@ -76,7 +76,7 @@ async def test_endpoint_slow_prompts_of_a_session_do_not_delay_others() -> None:
 
     def blocked(call: Any) -> Any:
         started.set()
-        go.wait(2)
+        go.wait(30)
         return prompt(call)
 
     slow.prompt = blocked  # type: ignore[method-assign]

@@ -286,7 +286,7 @@ def filter_calls() -> None:
         _CLOSE_RANGE: [_argument(2), (_HAS_BITS, 0, 1, _CLOSE_RANGE_UNSHARE), refuse],
         # a page that remains of unmapped shared memory keeps all of it, and the limit counts that page alone
         _MMAP: [_argument(3), (_HAS_BITS, 0, 2, _MAP_SHARED), (_HAS_BITS, 0, 1, _MAP_ANONYMOUS), refuse],
-        _PRLIMIT: [_argument(0), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 36), (_EQUAL, 0, 1, 0), allow, refuse],
+        _PRLIMIT: [_argument(2), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 36), (_EQUAL, 0, 1, 0), allow, refuse],
         # asyncio uses pairs of Unix stream sockets; a datagram socket can send to any socket of the file system
         _SOCKETPAIR: [
             *(_argument(0), (_EQUAL, 0, 4, _AF_UNIX)),

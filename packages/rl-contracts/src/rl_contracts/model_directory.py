@@ -46,13 +46,18 @@ def check_model_directory(
                 f"{name} {path}: expected {what}, found {listing}. Give a directory written by `save_pretrained` or "
                 "downloaded whole from a hub, or a run's checkpoints/step_<n>."
             )
-    shards = {shard for file in directory.glob("*.safetensors.index.json") for shard in _shards_of(file)}
-    for file in sorted({*(directory / shard for shard in shards), *directory.glob("*.safetensors")}):
+    for file in sorted({*_sharded(directory), *directory.glob("*.safetensors")}):
         if problem := _unreadable(file):
             raise ModelError(f"{name} {path}: {file.name} {problem}. Copy or download it again.")
     for file in (directory / "config.json", *(sorted(directory.glob("tokenizer*.json")) if tokenizer else ())):
         if problem := _no_json(file):
             raise ModelError(f"{name} {path}: {file.name} {problem}. Copy or download it again.")
+
+
+def _sharded(directory: Path) -> set[Path]:
+    """The files that the indices of weights in a directory name."""
+    shards = {shard for file in directory.glob("*.safetensors.index.json") for shard in _shards_of(file)}
+    return {directory / shard for shard in shards}
 
 
 def _no_json(file: Path) -> str:
@@ -91,8 +96,11 @@ def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def parameters_in(path: str) -> int:
-    """Number of parameters in the safetensors files of a model directory; 0 where it has none."""
-    entries = (entry for file in Path(path).glob("*.safetensors") for entry in _header(file)[1])
+    """Number of parameters in the safetensors files of a model directory; 0 where it has none. Beside files that an
+    index names, or `model.safetensors`, others hold the same once more."""
+    one = Path(path, "model.safetensors")
+    files = _sharded(Path(path)) or ([one] if one.exists() else Path(path).glob("*.safetensors"))
+    entries = (entry for file in files for entry in _header(file)[1])
     return sum(math.prod(entry["shape"]) for entry in entries)
 
 

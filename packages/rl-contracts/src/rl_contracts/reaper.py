@@ -44,6 +44,7 @@ def main() -> int:
     owner.register(settings["owner"], select.POLLIN)
     while command.poll() is None and not owner.poll(1000 * _POLL_SECONDS):
         _trim(2, settings.get("stderr_bytes", math.inf))
+        _reap(command.pid)
     _end_all()
     if settings["after"]:
         null = subprocess.DEVNULL
@@ -60,6 +61,13 @@ def _trim(file: int, limit: float) -> None:
         end = os.pread(file, half, size - half) + os.pread(file, half, size)  # the second was written meanwhile
         os.ftruncate(file, 0)
         os.write(file, end)
+
+
+def _reap(command: int) -> None:
+    """Collect processes that ended below this one, except the command, whose exit code is still needed."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != command:
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _end_all() -> None:
@@ -80,7 +88,7 @@ def _below(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            parent = int(status.read_bytes().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(status.parent.name))
     found = list(children.get(pid, ()))
     for child in found:

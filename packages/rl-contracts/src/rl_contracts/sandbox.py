@@ -187,8 +187,8 @@ class Sandbox:
 def _size(directory: Path, pid: int, limits: SandboxLimits) -> int:
     """Bytes of the files in a directory without directories below it, and of those that its process has open or mapped.
 
-    Each name and open file takes `ENTRY_BYTES` more. A deleted file that is mapped counts as `limits.file`, since its
-    size cannot be read.
+    Each name and open file takes `ENTRY_BYTES` more. A deleted file that is mapped and not open counts as
+    `limits.file`, since its size cannot be read.
     """
     sizes, total = {}, 0
     with contextlib.suppress(FileNotFoundError, PermissionError):  # it has ended
@@ -200,8 +200,8 @@ def _size(directory: Path, pid: int, limits: SandboxLimits) -> int:
                     sizes[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
         lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
         mark = os.fsencode(directory.name)
-        mapped = {line.split()[4] for line in lines if mark in line and line.endswith(b"(deleted)")}
-        total += limits.file * len(mapped)
+        mapped = {int(line.split()[4]) for line in lines if mark in line and line.endswith(b"(deleted)")}
+        total += limits.file * len(mapped - {inode for _, inode in sizes})
     return total + sum(sizes.values())
 
 

@@ -147,12 +147,14 @@ class FSDPEngineConfig(TrainEngineConfig):
             ConfigError: with both numbers, and the setting to change.
         """
 
-        guesses = {"activations", "logits"}
+        guesses = {"activations", "logits", "gathered parameters"}
         if spec.optimizer is not None and spec.optimizer.name not in OPTIMIZER_BYTES:
             guesses.add("optimizer")
 
         def needed(**changes: Any) -> tuple[float, float]:
             parts = replace(self, **changes).memory(strategy, spec, sizes, micro_batches)
+            # a group's own gradients are made as those before their reduction are given up
+            parts["gradients"] = max(parts["gradients"] - parts.get("gradients before their reduction", 0.0), 0.0)
             total = sum(parts.values())
             return total - sum(parts.get(name, 0.0) for name in guesses), total
 

@@ -43,9 +43,10 @@ class WorkerProcess:
 
     def __init__(self, target: str, timeout: float, log: Path | None = None) -> None:
         self._what = f"reward {target!r}"
-        peer, owner = os.pipe()
-        self._owner = os.fdopen(owner, "wb", buffering=0)
+        peer = None
         try:
+            peer, owner = os.pipe()
+            self._owner = os.fdopen(owner, "wb", buffering=0)
             self._directory = tempfile.TemporaryDirectory(prefix="rl-reward-", ignore_cleanup_errors=True)
             directory = self._directory.name
             self._printed = (log or Path(directory, "stderr.log")).open("a+b")
@@ -64,7 +65,8 @@ class WorkerProcess:
         except OSError as error:
             raise ConfigError(f"{self._what}: its worker process cannot be started: {error}") from error
         finally:
-            os.close(peer)
+            if peer is not None:
+                os.close(peer)
         self._pipes = [pipe for pipe in (self._process.stdin, self._process.stdout) if pipe]
         self._in, self._out = (pipe.fileno() for pipe in self._pipes)
         os.set_blocking(self._in, False)
@@ -174,7 +176,7 @@ class WorkerProcess:
     def _ended(self, doing: str) -> str:
         """Describe the end of a process that closed its pipe."""
         try:
-            code = self._process.wait(timeout=0.5)
+            code = self._process.wait(timeout=5.0)  # its reaper ends what it left behind
             number = -code if code < 0 else code - 128  # of the process itself, or of the one below the reaper
             is_signal = number in signal.Signals
             how = f"ended by signal {signal.Signals(number).name}" if is_signal else f"ended with exit code {code}"

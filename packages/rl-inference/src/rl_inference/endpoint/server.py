@@ -273,8 +273,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     async def _count(self, request: web.Request) -> web.Response:
         """Tokens of a prompt."""
         session = self._session(request)
-        with _counted(session):
-            prepared = await self._prepare(session, await self._read(request, Messages))
+        prepared = await self._prepare(session, await self._read(request, Messages))
         return web.json_response({"input_tokens": len(prepared.prompt.ids)})
 
     async def _reward(self, request: web.Request) -> web.Response:

@@ -169,6 +169,7 @@ def test_interrupts_first_signal_waits_second_raises_where_impatient() -> None:
         with interrupts.impatient(), pytest.raises(Hurried) as hurried:
             signal.raise_signal(signal.SIGINT)
         assert hurried.value.number == signal.SIGTERM  # the first request decides the exit code
+        time.sleep(TOGETHER)
         signal.raise_signal(signal.SIGINT)
         assert interrupts.requests == 3
     assert signal.getsignal(signal.SIGTERM) is former

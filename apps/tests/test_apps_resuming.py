@@ -57,7 +57,7 @@ def test_resume_from_a_step_of_this_run_removes_later_points(other):
     assert points_of(other) == [10]
 
 
-def test_resume_from_in_a_repeated_command_continues_after_the_newest_point(other):
+def test_resume_from_in_a_repeated_command_takes_the_newest_point(other):
     run = _run(other, "resume_from=10")
     write_config(run)
     assert named_point(run) is None

@@ -32,7 +32,7 @@ LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 LARGEST_SHARE = 0.7
 """Of a GPU's memory that servers may have where a trainer uses the same."""
 SERVED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of a parameter."""
+"""Bytes of a parameter, by the dtype in which it is served."""
 FILES_BESIDE_REQUESTS = 200
 """What a trainer process has open besides: modules, logs, shared memory, the other ranks."""
 

@@ -243,7 +243,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         except RLError as error:
             if not (run_dir / "config.yaml").exists():
                 raise LaunchError(
-                    f"{run_dir}: expected the directory of this run to stay, found it deleted while the run went on; "
+                    f"{run_dir}: expected the directory of this run to stay, found it deleted during the run; "
                     "nothing of it can be resumed. Start the command again."
                 ) from error
             raise

@@ -44,7 +44,7 @@ def parts_of(reward: float) -> dict[str, float]:
 
 
 LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
-"""Of float32, in which batches hold rewards."""
+"""Largest number of float32, in which batches hold rewards."""
 
 
 def is_valid_reward(reward: Any) -> bool:

@@ -13,7 +13,7 @@ from rl_launchers.control import RunControl
 RETRY_SECONDS = 10.0
 """Seconds until a server that did not end is asked again."""
 MOST_SERVERS = 1000
-"""Of a role; a larger number is a mistake of who typed it."""
+"""Largest number of servers of a role; a larger one is a typing mistake."""
 AT_ONCE = 8
 """Servers started between two looks at those that run: starting many takes minutes."""
 

@@ -21,7 +21,7 @@ LOOK_EVERY = 0.05
 
 
 class StepGate:
-    """What the training thread passes before each micro-batch of a step.
+    """Gate that the training thread passes before each micro-batch of a step.
 
     A rank that left a step alone would keep the others waiting in their next collective. Every rank begins the same
     micro-batches in the same order, so a count says where it is. To abandon a step, a thread of each rank closes its
@@ -86,7 +86,7 @@ class StepGate:
 
 
 STEP = StepGate()
-"""That of this process, since it is the process that is asked to stop. `micro_batches.packed` passes it."""
+"""Gate of this process, since it is the process that is asked to stop. `micro_batches.packed` passes it."""
 
 
 def largest_of_ranks(number: int, parallel: ParallelContext, seconds: float) -> int:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -626,3 +627,65 @@ def test_sandbox_limits_that_cannot_work_are_refused():
         SandboxLimits(memory=0)
     with pytest.raises(ConfigError, match="empty program"):
         Sandbox(SandboxLimits(memory=1 << 20))
+
+
+AS_A_USER = """
+set -e
+repository=$1 interpreter=$2 scratch=$3; shift 3
+i=0
+for kept in "$repository" "$interpreter"; do
+    mkdir "$scratch/$i"; mount --bind "$kept" "$scratch/$i"; i=$((i + 1))
+done
+for hidden in /root "${repository%/*}"; do
+    [ -d "$hidden" ] && mount -t tmpfs -o mode=755 tmpfs "$hidden"
+done
+i=0
+for kept in "$repository" "$interpreter"; do
+    mkdir -p "$kept"; mount --bind "$scratch/$i" "$kept"; i=$((i + 1))
+done
+mkdir "$scratch/tmp"; chown 65534:65534 "$scratch/tmp"
+export HOME="$scratch/tmp" TMPDIR="$scratch/tmp"
+cd "$repository"
+exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(os.geteuid() != 0, reason="root can become a user; this run is a user's")
+@pytest.mark.parametrize("file", ["test_contracts_sandbox.py", "test_contracts_reward_faults.py"])
+def test_sandbox_and_rewards_as_a_user_pass_the_same_tests(file):
+    """In a mount namespace in which a user can read the interpreter, which root may have installed below /root."""
+    repository = Path(__file__).parents[3]
+    attacks = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "--all",
+        "-p",
+        "no:cacheprovider",
+        Path(__file__).parent / file,
+    ]
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chmod(scratch, 0o755)
+        ran = subprocess.run(
+            [
+                "unshare",
+                "--mount",
+                "bash",
+                "-c",
+                AS_A_USER,
+                "as_a_user",
+                repository,
+                sys.base_prefix,
+                scratch,
+                *attacks,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout

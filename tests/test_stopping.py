@@ -1,4 +1,4 @@
-"""A run that is stopped at a random moment loses no finished step, and goes on bit for bit, in every command."""
+"""A run that is stopped at a random moment loses no finished step and resumes bit for bit, in every command."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class RunProgress:
         from rich.console import Console
 
         self.console = console or Console(highlight=False)
-        self.console.on_broken_pipe = leave_pipe  # type: ignore[assignment, method-assign]  # a run goes on without
+        self.console.on_broken_pipe = leave_pipe  # type: ignore[assignment, method-assign]  # the run continues without output
         self.columns, self.total_steps = columns, total_steps
         self._metrics = metrics
         self._warned: Counter[str] = Counter()

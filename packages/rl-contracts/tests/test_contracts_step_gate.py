@@ -42,12 +42,12 @@ class Rank(threading.Thread):
 def test_gate_closed_at_random_moments_all_ranks_leave_together(seed: int) -> None:
     chance, barrier = random.Random(seed), threading.Barrier(RANKS)
     ranks = [Rank(barrier, chance.uniform(0, 0.002)) for _ in range(RANKS)]
-    told, meeting = list[int](), threading.Barrier(RANKS)
+    started, meeting = list[int](), threading.Barrier(RANKS)
 
     def largest(begun: int) -> int:
-        told.append(begun)
+        started.append(begun)
         meeting.wait(20)
-        return max(told)
+        return max(started)
 
     def ask(rank: Rank, after: float) -> None:
         time.sleep(after)
@@ -60,7 +60,7 @@ def test_gate_closed_at_random_moments_all_ranks_leave_together(seed: int) -> No
         thread.join(30)
 
     assert [rank.stopped for rank in ranks] == [True] * RANKS
-    assert {rank.begun for rank in ranks} == {max(told)}
+    assert {rank.begun for rank in ranks} == {max(started)}
 
 
 def test_gate_without_an_answer_lets_the_step_continue() -> None:

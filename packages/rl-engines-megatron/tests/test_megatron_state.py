@@ -15,7 +15,7 @@ RANKS = Path(__file__).parent / "megatron_state_ranks.py"
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """What each of two ranks wrote."""
+    """Return what each of two ranks wrote."""
     directory = tmp_path_factory.mktemp("states")
     return run_ranks(RANKS, [str(make_tiny_model(directory / "model", layers=2)), str(directory)], 2, seconds=60)
 

@@ -172,7 +172,7 @@ class RunControl(AbstractContextManager["RunControl"]):
                 self._scales.put((key.removeprefix("control/scale/"), value))
 
     def _stop(self, now: bool) -> None:
-        """What Ctrl-C or `kill` would do, or either of them three times."""
+        """Send this process SIGTERM once; `now`: up to three times, until the run ends."""
         logger.warning("rl stop: %s", "at once" if now else "after the current step")
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(2 * now):

@@ -87,7 +87,7 @@ class RolloutHead:
         self._finished: list[Trajectory] = []
         self._taken: list[FinishedGroup] = []
         self._ids: deque[int] = deque()
-        """Of the groups that a stopped run had in flight, which are admitted again before others."""
+        """Ids of the groups that a stopped run had in flight, which are admitted again first."""
         self.figures = Figures()
         for ending in ("accepted", "rejected", "failed", "left_over"):
             self._count(ending, 0)

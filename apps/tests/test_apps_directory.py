@@ -17,8 +17,6 @@ from rl_apps.directory import (
     FINISHED,
     Past,
     claimed,
-    kept_names,
-    names_of,
     past_of,
     resumption,
     strangers,
@@ -26,10 +24,7 @@ from rl_apps.directory import (
 )
 from rl_apps.driver import main
 from rl_apps.layout import layout_of
-from rl_apps.tools import status_of
-from rl_contracts.errors import ConfigError, LaunchError
-from rl_contracts.names import FileNames
-from rl_launchers import LauncherConfig, RunControl
+from rl_contracts.errors import ConfigError
 from rl_trainers.points import drop_lost_steps
 
 
@@ -286,88 +281,3 @@ def test_directory_that_holds_other_files_is_warned_of_until_a_run_is_in_it(tmp_
     assert "contains other files (test.jsonl, train.jsonl)" in warning
     (tmp_path / "config.yaml").touch()
     assert strangers(tmp_path) == []
-
-
-OWN_NAMES = """
-from dataclasses import dataclass
-from rl_contracts.names import FileNames
-from rl_launchers.local import LocalScheduler, LocalSchedulerConfig
-
-class Names(FileNames):
-    def children(self, prefix=""):
-        if (self.root / "gone").exists():
-            raise OSError("gone")
-        return super().children(prefix)
-
-@dataclass
-class ElsewhereConfig(LocalSchedulerConfig):
-    def keep_names(self, run_dir):
-        return {"place": str(run_dir.parent / "elsewhere")}
-
-    @staticmethod
-    def kept_names(place):
-        return Names(place)
-
-class Elsewhere(LocalScheduler):
-    pass
-"""
-
-
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """Settings of a launcher whose scheduler keeps names in another directory."""
-    (tmp_path / "own_names.py").write_text(OWN_NAMES)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield LauncherConfig(kind="own_names:Elsewhere")
-    sys.modules.pop("own_names", None)
-
-
-def test_names_kept_elsewhere_are_found_there_and_become_files_at_the_end(tmp_path, elsewhere):
-    run, files, place = tmp_path / "run", FileNames(tmp_path / "run" / "names"), FileNames(tmp_path / "elsewhere")
-    with kept_names(run, elsewhere) as names, RunControl(names) as control:
-        control.publish({"rollout/0": "127.0.0.1:1"})
-        assert set(files.children()) == {"elsewhere"}
-        assert names_of(run).children("servers") == {"servers/rollout/0": "127.0.0.1:1"}
-        assert status_of(run)["state"] == "preparing"
-
-    assert status_of(run)["state"] == "finished"
-    assert (set(files.children()), place.children()) == ({"status", "workers"}, {})
-
-
-def test_names_kept_elsewhere_that_are_gone_hide_no_error(tmp_path, elsewhere):
-    def lose(names):
-        names.add("status", "{}")
-        (tmp_path / "elsewhere" / "gone").touch()
-        raise LaunchError("lost")
-
-    run = tmp_path / "run"
-    with pytest.raises(LaunchError, match="lost"), kept_names(run, elsewhere) as names:
-        lose(names)
-
-    assert FileNames(run / "names").children() == {}
-
-
-def test_names_kept_elsewhere_stay_there_where_the_disk_is_full_and_hide_no_error(tmp_path, elsewhere, monkeypatch):
-    def full(self, key, value, replace=False):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def fill(names):
-        names.add("status", "{}")
-        monkeypatch.setattr(FileNames, "add", full)
-        raise LaunchError("lost")
-
-    run = tmp_path / "run"
-    with pytest.raises(LaunchError, match="lost"), kept_names(run, elsewhere) as names:
-        fill(names)
-
-    assert names_of(run).get("status") == "{}"
-
-
-def test_names_are_files_again_with_another_scheduler(tmp_path, elsewhere):
-    run, files = tmp_path / "run", FileNames(tmp_path / "run" / "names")
-    files.add(
-        "elsewhere", json.dumps({"kind": elsewhere.kind, "place": str(tmp_path / "other")})
-    )  # its command was killed
-    with kept_names(run, LauncherConfig()) as names:
-        names.add("status", "{}")
-        assert names_of(run).children() == files.children() == {"status": "{}"}

@@ -20,13 +20,10 @@ import yaml
 from rl_apps.app import Run
 from rl_apps.compose import to_yaml
 from rl_apps.model import ModelConfig
-from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
 from rl_contracts.model_directory import same_model
-from rl_contracts.names import FileNames, NameService, UnknownNameError
-from rl_contracts.scheduler import SchedulerConfig
-from rl_launchers import LauncherConfig
+from rl_contracts.names import FileNames, NameService
 from rl_launchers.report import tail
 from rl_trainers.points import last_point, resumed_step, took_no_step
 
@@ -35,9 +32,6 @@ FINISHED = "finished"
 
 NAMES = "names"
 """Directory in which the processes of a run find each other, and tools find them; see `rl_launchers.control`."""
-
-ELSEWHERE = "elsewhere"
-"""Name among the files that says, as JSON, who keeps all others while the run goes on, and where."""
 
 JOB = "job"
 """Name of the scheduler to which the run was handed in as a job."""
@@ -229,39 +223,8 @@ def strangers(directory: Path) -> list[str]:
 
 
 def names_of(directory: Path) -> NameService:
-    """The names of a run: files in its directory, or what its launcher's scheduler keeps; see `kept_names`."""
-    files = FileNames(directory / NAMES)
-    try:
-        kept = json.loads(files.get(ELSEWHERE))
-    except UnknownNameError:
-        return files
-    scheduler: type[SchedulerConfig] = registry.settings("rl.schedulers", kept.pop("kind"))
-    return scheduler.kept_names(**kept)
-
-
-@contextmanager
-def kept_names(directory: Path, config: LauncherConfig) -> Iterator[NameService]:
-    """The names of a run that begins, kept where its scheduler's settings say; at the end all of them become files."""
-    assert config.options is not None
-    files, kept = FileNames(directory / NAMES), config.options.keep_names(directory)
-    if not kept:
-        files.delete(ELSEWHERE)  # of a command before
-        yield files
-        return
-    files.add(ELSEWHERE, json.dumps(kept | {"kind": config.kind}), replace=True)
-    names = names_of(directory)
-    try:
-        yield names
-    finally:
-        known: dict[str, str] = {}
-        with suppress(OSError):  # what keeps them may be gone, and why the run ended
-            known = names.children()
-        with suppress(OSError):  # a full disk: they stay where they are
-            for key, value in known.items():
-                files.add(key, value, replace=True)
-            files.delete(ELSEWHERE)
-            for key in known:
-                names.delete(key)
+    """The names of a run, which are files in its directory."""
+    return FileNames(directory / NAMES)
 
 
 def resumption(directory: Path) -> str:

@@ -30,7 +30,6 @@ from rl_apps.directory import (
     JOB,
     check_started_from,
     claimed,
-    kept_names,
     names_of,
     past_of,
     reached,
@@ -203,8 +202,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
     metrics = run_dir / "metrics.jsonl"
     with (
         RunReport(run_dir, sys.argv) as report,
-        kept_names(run_dir, config.launcher) as names,
-        RunControl(names) as control,
+        RunControl(names_of(run_dir)) as control,
         RunProgress(metrics, steps, app.columns) as progress,
     ):
         make = partial(make_model, config.model, config.data, config.seed, app.form, app.lessons, say=progress.say)

@@ -93,34 +93,6 @@ def test_resources_nothing_is_running_this_machine_is_what_there_will_be(monkeyp
     assert (there.gpus, there.cores, there.nodes[0].host) == (2, 1, "127.0.0.1")
 
 
-def test_names_in_ray_need_a_cluster_that_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launchers_ray, "ask", lambda address: {"found": True, "local": True, "living": []})
-    assert RaySchedulerConfig().keep_names(tmp_path) == {}
-    with pytest.raises(ConfigError, match=r"launcher\.options\.names=ray: expected a Ray cluster that stands.*files"):
-        RaySchedulerConfig(names="ray").keep_names(tmp_path)
-    with pytest.raises(ConfigError, match="names: expected files or ray, found 'memory'"):
-        RaySchedulerConfig(names="memory")
-
-
-def test_names_in_ray_need_the_token_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launchers_ray, "ask", lambda address: {"store": "head:6379"})
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    config = RaySchedulerConfig(names="ray")
-    assert config.keep_names(tmp_path) == config.keep_names(tmp_path) | {"address": "head:6379", "token_path": ""}
-    assert config.keep_names(tmp_path)["run"] != config.keep_names(tmp_path / "other")["run"]
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    with pytest.raises(ConfigError, match=r"names=ray: expected the cluster's token in a file \(RAY_AUTH_TOKEN_PATH\)"):
-        config.keep_names(tmp_path)
-    own = tmp_path / ".ray" / "auth_token"
-    own.parent.mkdir()
-    own.touch()
-    assert config.keep_names(tmp_path)["token_path"] == str(own)
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/there")
-    assert config.keep_names(tmp_path)["token_path"] == "/there"
-
-
 def test_look_ray_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"rl-launchers\[ray\]"):

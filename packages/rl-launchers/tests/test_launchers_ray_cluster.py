@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from rl_contracts.conformance.names import NameServiceConformance
 from rl_contracts.conformance.scheduler import (
     SLEEP,
     WRITE_ENVIRONMENT,
@@ -29,7 +28,6 @@ from rl_contracts.conformance.scheduler import (
     wait_for_end,
 )
 from rl_contracts.errors import ConfigError, LaunchError
-from rl_contracts.names import NameService
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RayScheduler, RaySchedulerConfig
@@ -116,73 +114,6 @@ class TestRayScheduler(SchedulerConformance):
     def scheduler(self, provider: KeptNodes, tmp_path: Path) -> Iterator[ClusterScheduler]:
         with ClusterScheduler(tmp_path / "logs", RaySchedulerConfig(), provider) as scheduler:
             yield scheduler
-
-
-@pytest.fixture
-def known(told: Any) -> Iterator[Any]:
-    """The cluster, whose token this process shows: Ray looks for it once, and other tests may have loaded Ray."""
-    from ray._private.authentication_test_utils import reset_auth_token_state
-
-    reset_auth_token_state()
-    yield told
-    with pytest.MonkeyPatch.context() as patch:
-        for name in told.environment:
-            patch.delenv(name)
-        reset_auth_token_state()
-
-
-@pytest.mark.slow
-class TestRayNames(NameServiceConformance):
-    @pytest.fixture
-    def names(self, known: Any, tmp_path: Path) -> NameService:
-        config = RaySchedulerConfig(names="ray")
-        return config.kept_names(**config.keep_names(tmp_path))
-
-
-READ = """
-import json, os, sys
-from rl_launchers import RaySchedulerConfig
-assert not [name for name in os.environ if name.startswith("RAY_")]
-names = RaySchedulerConfig.kept_names(**json.loads(sys.argv[1]))
-names.add("servers/1", names.get("servers/0") + " seen")
-"""
-
-
-@pytest.mark.slow
-def test_names_in_ray_are_seen_by_a_process_that_knows_nothing_of_ray(known: Any, tmp_path: Path) -> None:
-    config = RaySchedulerConfig(names="ray")
-    kept = config.keep_names(tmp_path)
-    assert (known.directory / "token").read_text() not in json.dumps(kept)
-    names, others = config.kept_names(**kept), config.kept_names(**config.keep_names(tmp_path / "another"))
-    names.add("servers/0", "10.0.0.1:1")
-    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-
-    subprocess.run([sys.executable, "-c", READ, json.dumps(kept)], env=bare, check=True, timeout=PATIENCE)
-
-    assert names.children("servers") == {"servers/0": "10.0.0.1:1", "servers/1": "10.0.0.1:1 seen"}
-    assert others.children() == {}
-
-
-@pytest.mark.slow
-def test_names_in_ray_without_the_token_are_refused(told: Any, tmp_path: Path) -> None:
-    kept = RaySchedulerConfig(names="ray").keep_names(tmp_path)
-    wrong = tmp_path / "token"
-    wrong.write_text("0" * 32)
-    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, "-c", READ, json.dumps(kept | {"token_path": str(wrong)})]
-
-    done = subprocess.run(command, env=bare, check=False, timeout=PATIENCE, capture_output=True, text=True)
-
-    assert done.returncode == 1
-    assert "NamesUnreachableError: the Ray cluster at" in done.stderr
-
-
-@pytest.mark.slow
-def test_names_in_ray_cluster_is_gone_says_what_that_means() -> None:
-    names = RaySchedulerConfig.kept_names(address="127.0.0.1:1", run="run")
-    for error in (LaunchError, OSError):  # whoever waits out a full disk waits this out too
-        with pytest.raises(error, match=r"the Ray cluster at 127.0.0.1:1, .*does not answer: .* last recover point"):
-            names.get("status")
 
 
 @pytest.mark.nightly

@@ -12,7 +12,6 @@ from typing import ClassVar
 from rl_contracts.config import Settings
 from rl_contracts.errors import LaunchError
 from rl_contracts.machine import url_of
-from rl_contracts.names import NameService
 
 RUN_KEY_VARIABLE = "RL_RUN_KEY"
 """Environment variable that carries the key of a run's control endpoints to its processes."""
@@ -205,20 +204,6 @@ class SchedulerConfig(Settings):
     def starts_again(self) -> bool:
         """Whether a run that is handed in is started again by the cluster itself, for example when a node was lost."""
         return False
-
-    def keep_names(self, run_dir: Path) -> dict[str, str]:
-        """Where the names of a run that is about to start are kept: what `kept_names` is called with, on every machine.
-        Empty: they are files in the run's directory. No secrets.
-
-        Raises:
-            ConfigError: they cannot be kept where these settings say.
-        """
-        return {}
-
-    @staticmethod
-    def kept_names(**kept: str) -> NameService:
-        """The names that are kept where `keep_names` said."""
-        raise NotImplementedError
 
     def job_state(self, run_dir: Path) -> str:
         """The state of the job of a run that was handed in, in words that begin with `pending` where it waits; empty

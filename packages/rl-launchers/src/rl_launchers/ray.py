@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from rl_contracts.config import bounded, require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.logging import get_logger
 from rl_contracts.machine import usable_cores, visible_gpus
-from rl_contracts.names import NameService
 from rl_contracts.scheduler import Node, Resources
 from rl_launchers import report
 from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
@@ -64,34 +62,10 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
     """Further resources of Ray that each bundle takes, which only nodes of some kind have: `{rollout-pool: 1}`."""
     placement_timeout: float = bounded(60.0, "more than 0 seconds", lambda seconds: seconds > 0)
     """Seconds to wait for the placement group, for example while others use the nodes."""
-    names: str = bounded("files", "files or ray", lambda place: place in ("files", "ray"))
-    """Where processes find each other's addresses: in `files` of the run's directory, or in the control store of a
-    `ray` cluster that stands, for shared storage that is slow to show what another node wrote (object storage that is
-    mounted, for example). What is in the cluster can be asked by `rl status` as long as the run goes on."""
 
     def resources(self) -> Resources:
         """What the bundles hold; this machine, where a cluster is to be started."""
         return self._held(look(self._told()) or [this_machine()])
-
-    def keep_names(self, run_dir: Path) -> dict[str, str]:
-        """In the cluster, where `names` says so."""
-        if self.names == "files":
-            return {}
-        store = ask(self._told()).get("store", "")
-        where = "a Ray cluster that stands (launcher.options.address, RAY_ADDRESS, or `ray start` on this machine)"
-        require(store, "launcher.options.names=ray", where, "none; names=files needs none")
-        token, mode = _token_path(), os.environ.get("RAY_AUTH_MODE")
-        where = "the cluster's token in a file (RAY_AUTH_TOKEN_PATH), where the run's processes read it"
-        require(token != "" or mode != "token", "launcher.options.names=ray", where, "none; names=files needs none")
-        run = f"rl-{sha256(os.fsencode(run_dir.absolute())).hexdigest()[:16]}"
-        return {"address": store, "run": run, "token_path": token}
-
-    @staticmethod
-    def kept_names(**kept: str) -> NameService:
-        """Those in the cluster."""
-        from rl_launchers.ray_names import RayNames
-
-        return RayNames(**kept)
 
     def use_nodes(self, number: int) -> None:
         """To hold; see the contract."""
@@ -188,13 +162,6 @@ def this_machine() -> dict[str, Any]:
     cores, gpus = usable_cores(), len(visible_gpus(os.environ))
     own = {"name": "this machine", "host": LOOPBACK, "cores": cores, "gpus": gpus}
     return own | {"resources": {"CPU": cores, "GPU": gpus}}
-
-
-def _token_path() -> str:
-    """The file in which Ray looks for a cluster's token; empty: there is none, or no token is to be shown."""
-    own = Path.home() / ".ray" / "auth_token"
-    told = os.environ.get("RAY_AUTH_TOKEN_PATH") or (str(own) if own.exists() else "")
-    return "" if os.environ.get("RAY_AUTH_MODE") == "disabled" else told
 
 
 def agent_environment(node: Mapping[str, str], launcher: Mapping[str, str]) -> dict[str, str]:

@@ -189,7 +189,6 @@ def connect(address: str, purpose: str, scratch: str) -> dict[str, Any]:
         "free": ray.available_resources(),
         "total": ray.cluster_resources(),
         "address": ray.util.get_node_ip_address(),
-        "store": ray.get_runtime_context().gcs_address,
     }
 
 

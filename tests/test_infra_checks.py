@@ -92,8 +92,7 @@ def test_statements_docstrings_and_layout_do_not_count():
     assert count("def f():\n    '''Doc.'''\n    return 1\n") == 2
 
 
-@pytest.mark.parametrize(("ceiling", "code", "complaint"), [(3, 0, ""), (2, 1, "1 statements too many")])
-def test_count_statements_above_the_ceiling_fails(tmp_path, ceiling, code, complaint):
+def test_count_statements_prints_the_total_without_testing(tmp_path):
     source = tmp_path / "packages" / "rl-one" / "src" / "rl_one"
     (source / "testing").mkdir(parents=True)
     (source / "__init__.py").write_text("x = 1\ny = 2\n")
@@ -102,11 +101,9 @@ def test_count_statements_above_the_ceiling_fails(tmp_path, ceiling, code, compl
     apps.mkdir(parents=True)
     (apps / "main.py").write_text("z = 3\n")
 
-    command = [sys.executable, str(CI / "count_statements.py"), "--root", str(tmp_path), "--ceiling", str(ceiling)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(CI / "count_statements.py"), "--root", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
 
-    assert done.returncode == code
-    assert complaint in done.stderr
     assert done.stdout.splitlines()[-1].split()[:3] == ["total", "2", "3"]
 
 

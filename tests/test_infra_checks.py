@@ -150,60 +150,6 @@ def test_commit_message_hook_ends_with_1_where_it_refuses(tmp_path):
         assert ("found 'wip'" in done.stderr) == bool(code)
 
 
-# ---- hops
-
-
-def _seen(**changed):
-    """What a run of two packages leaves: four files to the request, six to the token, two borders."""
-    found = {
-        "next_batch": ["rl_a/runtime.py Runtime.next_batch", "rl_a/watch.py wait", "rl_a/watch.py look"],
-        "episode": ["rl_a/groups.py run_group", "rl_b/client.py Client.generate"],
-        "handler": ["rl_b/server.py Server.generate", "rl_b/server.py Server.stream"],
-        "decode": ["rl_b/loop.py Loop.main", "rl_b/client.py seen_twice"],
-        "borders": [
-            "rl_a rl_b rl_b.client code rl_a/publish.py publish -> Client.stage",
-            "rl_a rl_contracts rl_contracts.weights.routes code rl_a/publish.py publish -> open_sender",
-            "rl_a rl_contracts rl_contracts.weights data rl_a/publish.py publish -> Meta",
-            "rl_a rl_contracts rl_contracts.logging code rl_a/publish.py publish -> get_logger",
-        ],
-    }
-    return found | changed
-
-
-def test_count_hops_counts_each_file_and_border_once_without_data_and_kernel(capsys):
-    assert _script("count_hops").report(_seen()) == []
-
-    *_, request, token, borders = capsys.readouterr().out.splitlines()
-    assert [line.split("(")[0].split()[-1] for line in (request, token, borders)] == ["4", "6", "2"]
-
-
-@pytest.mark.parametrize(
-    ("changed", "complaint"),
-    [
-        ({"episode": [f"rl_a/layer{i}.py forward" for i in range(11)]}, "13 files from next_batch to the HTTP request"),
-        ({"decode": [f"rl_b/layer{i}.py step" for i in range(16)]}, "21 files from next_batch to the sampled token"),
-        (
-            {"borders": [f"rl_a rl_{i} rl_{i}.part code rl_a/publish.py publish -> step" for i in range(5)]},
-            "5 borders that a publication crosses",
-        ),
-    ],
-)
-def test_count_hops_above_a_limit_is_named(changed, complaint):
-    assert [line for line in _script("count_hops").report(_seen(**changed)) if complaint in line]
-
-
-@pytest.mark.nightly
-def test_count_hops_of_a_real_run_are_within_the_limits():
-    done = subprocess.run([sys.executable, str(CI / "count_hops.py")], capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    way, borders = done.stdout.split("borders of a publication")
-    hops = (ROOT / "docs" / "architecture.md").read_text().split("## The hops, counted")[1].split("\n## ")[0]
-    assert re.findall(r"^\| `(rl_\S+\.py)`", hops, re.MULTILINE) == list(dict.fromkeys(re.findall(r"rl_\S+\.py", way)))
-    crossed = re.compile(r"^(?:\| `|  )(rl_\w+ -> rl_\w+)\b", re.MULTILINE)
-    assert sorted(crossed.findall(hops)) == sorted(crossed.findall(borders))
-
-
 def test_every_script_is_in_the_list_of_scripts():
     listed = (CI.parent / "README.md").read_text()
 

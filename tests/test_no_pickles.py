@@ -1,6 +1,5 @@
-"""No pickle crosses a socket of ours: nothing in the sources reads one from anywhere, or calls what would, but for the
-checkpoints of megatron-core, whose ranks speak JSON instead (`rl_engines_megatron.messages`). Ranks in tests can not
-send or read one (`rl_contracts.testing.processes.run_ranks`), which also sees what libraries do by themselves."""
+"""Nothing in the sources reads a pickle or calls what would, but for megatron-core's checkpoints: its ranks exchange
+pickles with each other, through torch's collectives of objects."""
 
 import ast
 from pathlib import Path
@@ -30,7 +29,7 @@ CALLS = {
 }
 """Of torch.distributed and multiprocessing; each pickles what it carries."""
 CHECKPOINTS = ("torch.distributed.checkpoint", "megatron.core.dist_checkpointing")
-"""Their ranks would tell each other in pickles who writes what, and they pickle a list of it into the checkpoint."""
+"""Their ranks exchange pickles of who writes what, and pickle a list of it into the checkpoint."""
 EXCEPTIONS = {
     "packages/rl-engines-megatron/src/rl_engines_megatron/state.py": {
         "megatron.core.dist_checkpointing",

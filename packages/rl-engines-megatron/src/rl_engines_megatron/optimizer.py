@@ -14,7 +14,6 @@ from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
 from rl_contracts.config import OptimizerConfig
-from rl_engines_megatron.messages import without_pickles
 from rl_engines_megatron.model import PackedGPT
 
 
@@ -80,8 +79,7 @@ class Stepper:
             use_distributed_optimizer=distributed,
             clip_grad=0.0,
         )
-        with without_pickles():  # ranks agree on groups of parameters
-            self.inner: Any = core.get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+        self.inner: Any = core.get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         self._make_state()
         with self.resident():
             pass

@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from rl_contracts.errors import ModelError
 from rl_contracts.parallel import ParallelContext
-from rl_engines_megatron.messages import without_pickles
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Optimizer state is saved in the shapes of the parameters, so that another layout reads it."""
@@ -95,7 +94,7 @@ def load_state(parts: list[Any], stepper: Any, path: str, parallel: ParallelCont
                 f"{path}: expected a saved state of the megatron engine, found none. Give a directory that was saved "
                 "with kind 'state', or load it with kind 'hf'."
             )
-        with _resident(stepper), without_pickles():
+        with _resident(stepper):
             wanted = _state(parts, stepper, {}, loading=True)
             # no exchange: the other ranks would wait in it for a rank that cannot read its files
             state = dist_checkpointing.load(wanted, path, validate_access_integrity=False)
@@ -112,7 +111,7 @@ def _writing(stepper: Any) -> Iterator[None]:
     """megatron-core (0.19) starts a process for the names of what was written, for it might be another one that writes;
     here this one does."""
     one_process = patch.object(filesystem_async, "get_write_results_queue", queue.Queue)
-    with _resident(stepper), without_pickles(), one_process:
+    with _resident(stepper), one_process:
         yield
 
 

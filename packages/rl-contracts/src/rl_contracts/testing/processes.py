@@ -19,7 +19,7 @@ from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any
 
 _PRELOADED: list[str] = []
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -86,8 +86,7 @@ def fork_script(
 
 
 def run_ranks(script: Path, arguments: Sequence[str], world_size: int, seconds: float = 240) -> list[str]:
-    """Run a script on several ranks of this host, with torchrun's variables; returns what each wrote. None may send
-    or read a pickle through its process group.
+    """Run a script on several ranks of this host, with torchrun's variables; returns what each wrote.
 
     Raises:
         AssertionError: a rank failed, or did not end in time; shows the end of what it wrote.
@@ -101,7 +100,7 @@ def run_ranks(script: Path, arguments: Sequence[str], world_size: int, seconds: 
     with TemporaryDirectory() as directory:
         logs = [Path(directory) / str(rank) for rank in range(world_size)]
         ranks = [
-            fork(_run_rank, (str(script), list(arguments)), log, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            fork_script(script, arguments, log, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank, log in enumerate(logs)
         ]
         deadline = time.monotonic() + seconds
@@ -133,13 +132,3 @@ def _run_script(script: str, arguments: list[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
-
-
-def _run_rank(script: str, arguments: list[str]) -> None:
-    from torch.distributed import distributed_c10d
-
-    def refuse(*_: object) -> NoReturn:
-        raise AssertionError("a rank sends or reads a pickle through its process group")
-
-    distributed_c10d._pickler = distributed_c10d._unpickler = refuse  # type: ignore[assignment]
-    _run_script(script, arguments)

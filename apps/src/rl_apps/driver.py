@@ -225,7 +225,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         launcher = Launcher(scheduler, config.launcher, parent, key, control)
         say = partial(progress.console.print, soft_wrap=True)
         tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)
-        servers, waiting = server_jobs(run, devices), Waiting(progress, metrics, tracking)
+        servers, waiting = server_jobs(run, devices), Waiting(progress, metrics)
         progress.say("starting servers and trainers" if servers else "starting trainers")
         try:
             with tracking:
@@ -331,11 +331,10 @@ class Waiting:
     Args:
         progress: what shows it, and the records after it.
         metrics: the file of the records.
-        tracking: tells of trackers that are lost.
     """
 
-    def __init__(self, progress: RunProgress, metrics: Path, tracking: Tracking) -> None:
-        self._progress, self._metrics, self._tracking = progress, metrics, tracking
+    def __init__(self, progress: RunProgress, metrics: Path) -> None:
+        self._progress, self._metrics = progress, metrics
         self.begin()
 
     def begin(self) -> None:
@@ -348,7 +347,6 @@ class Waiting:
     def tick(self, workers: Sequence[Worker]) -> None:
         """Look at the run."""
         self._progress.tick()
-        self._tracking.tick()
         if _size(self._metrics) > self._before:
             return
         seconds, starting = time.monotonic() - self._begin, {w.name for w in workers if w.status == "starting"}

@@ -31,7 +31,7 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Shows the figures of one run somewhere. It lives in a process of its own, so that it may take its time.
+    """Shows the figures of one run somewhere. It is called in a thread of its own, so it may block.
 
     Settings are keyword-only arguments of the constructor, which opens nothing and imports no library.
     """

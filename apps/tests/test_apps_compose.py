@@ -425,18 +425,6 @@ def test_machines_of_a_job_are_as_many_as_cluster_nodes_says(no_slurm, capsys):
     assert "cluster.nodes=2; set one of the two alone, found 3" in told
 
 
-def test_job_that_is_requeued_without_recover_points_is_warned_of(no_slurm, capsys):
-    slurm = ("launcher=slurm", "launcher.options.cores_per_node=2", "cluster.device=cpu", "--dry-run")
-    quiet = ("recover.every=5", "recover.every_minutes=10", "launcher.options.requeue=false")
-    for more, warned in (
-        (("recover.every_minutes=0",), True),
-        (("recover.every=5", "recover.resume=false"), True),
-        *(((q,), False) for q in quiet),
-    ):
-        assert main("gsm8k-grpo", [*slurm, *more]) == 0
-        assert ("launcher.kind=slurm restarts this run" in capsys.readouterr().out) is warned, more
-
-
 def test_server_that_fits_on_no_machine_is_refused_with_the_arithmetic(theirs, capsys):
     machines = ("launcher=machine", "launcher.options.gpus=2", "launcher.options.nodes=2", "--dry-run")
     told = _refused(capsys, "allocation=theirserver:d1t3+fsdp:d1", *machines)

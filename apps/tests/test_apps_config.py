@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 
 import pytest
@@ -15,7 +14,6 @@ from rl_apps.model import find_models
 from rl_apps.parts import weights_directory
 from rl_apps.synonyms import SYNONYMS
 from rl_contracts.errors import ConfigError, ModelError
-from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.testing.processes import free_port
 
 
@@ -306,17 +304,6 @@ def test_too_few_files_for_the_answers_asked_for_at_once(capsys, monkeypatch):
     assert "set rollout.max_concurrent=455." in err
     assert "open files" not in possible
     assert f"warning: {shortage}" in elsewhere
-
-
-def test_disk_without_room_for_a_checkpoint_is_a_warning(capsys, monkeypatch, tmp_path):
-    usage = shutil.disk_usage(tmp_path)
-    small = usage._replace(free=2**17)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage if path == "/dev/shm" else small)
-    model = make_tiny_model(tmp_path / "model")
-
-    out = _run(capsys, "--dry-run", f"model.path={model}")[1]
-
-    assert "has 0.1 MiB free, but a checkpoint" in out
 
 
 def test_defaults_have_no_warning(capsys):

@@ -85,31 +85,6 @@ def test_addresses_with_a_port_for_servers_to_start_are_refused(capsys):
     assert "rollout.port with rollout.server.addresses: expected 0" in capsys.readouterr().err
 
 
-def test_only_server_that_comes_back_later_than_is_waited_for_is_a_warning(capsys):
-    slow, said = "rollout.server.ready_timeout=900", "may take rollout.server.ready_timeout=900 s"
-    for arguments, warned in (
-        ([slow], True),
-        ([slow, "allocation=embedded:d2+fsdp:d1"], False),
-        ([slow, "rollout.client.rejoin_timeout=900", "publish.timeout=1000", "launcher.max_restarts=1"], False),
-        ([slow, "rollout.server.addresses=[http://b:80]"], False),
-    ):
-        assert main("gsm8k-grpo", [*arguments, "--dry-run"]) == 0
-        assert (said in capsys.readouterr().out) == warned
-
-
-def test_only_server_that_could_not_come_back_over_its_route_is_a_warning(capsys):
-    said, two = "publish.route=broadcast stores no weights", "allocation=embedded:d2+fsdp:d1"
-    for more, warned in (
-        (["publish.route=broadcast"], True),
-        (["publish.route=broadcast", two], False),
-        (["publish.route=broadcast", "launcher.max_restarts=0"], False),
-        (["publish.route=broadcast", "rollout.server.addresses=[http://b:80]"], False),
-        (["publish.route=disk"], False),
-    ):
-        assert main("gsm8k-grpo", [*more, "--dry-run"]) == 0
-        assert (said in capsys.readouterr().out) == warned
-
-
 def test_addresses_are_a_list_in_the_config():
     config = APP.config(["rollout.server.addresses=[http://10.0.0.7:80]"])
 

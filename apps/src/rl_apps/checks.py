@@ -7,7 +7,6 @@ import resource
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,11 +16,10 @@ from rl_apps.data import load_rows
 from rl_apps.layout import Devices, Layout
 from rl_apps.lengths import longest_row
 from rl_apps.model import as_planned, check_architecture, check_generates
-from rl_apps.parts import attached, memory_of, serve_spec, server_job
+from rl_apps.parts import attached, memory_of, serve_spec
 from rl_apps.template import check_chat_template
 from rl_contracts import registry
 from rl_contracts.config import require
-from rl_contracts.data import STORED_ROUTES
 from rl_contracts.errors import ConfigError
 from rl_contracts.model_directory import context_length, parameters_in
 from rl_contracts.workflow import AgentWorkflow, Environment, RolloutWorkflow
@@ -108,8 +106,6 @@ def remarks(run: Run[Any]) -> list[str]:
     if run.layout.rollout is not None:
         _check_canary(run)
         _check_shared_memory(run)
-    found += _comes_back_too_late(run)
-    found += _too_full_a_disk(run)
     limit = longest_row(config.data, config.model.directory())
     generations = {"evaluation": config.evaluation.generation} if run.layout.rollout and config.evaluation.rows else {}
     if isinstance(config, GRPOConfig):
@@ -121,32 +117,6 @@ def remarks(run: Run[Any]) -> list[str]:
                 f"prompt: both together have at most {limit} tokens (data.max_length, or the model's context)"
             )
     return found
-
-
-def _too_full_a_disk(run: Run[Any]) -> list[str]:
-    """A warning, where the last checkpoint, as large as the model, will find no room."""
-    there = next(path for path in (run.directory, *run.directory.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    needed = sum(file.stat().st_size for file in Path(run.config.model.directory()).glob("*.safetensors"))
-    if free >= needed:
-        return []
-    return [
-        f"warning: {there} has {free / MIB:.1f} MiB free, but a checkpoint of this model needs {needed / MIB:.1f} MiB; "
-        "free space, or set run_dir to another disk"
-    ]
-
-
-def starts_from_nothing(config: RunConfig) -> list[str]:
-    """A warning, where a cluster starts a run again that has saved nothing to go on from. No refusal: most jobs see no
-    node lost, and those that are asked to end save a point without any setting."""
-    assert config.launcher.options is not None
-    if not config.launcher.options.starts_again() or (config.recover.regular and config.recover.resume):
-        return []
-    return [
-        f"warning: launcher.kind={config.launcher.kind} restarts this run after the loss of a node, but it has no "
-        "regular recovery checkpoints to resume from. Set recover.every=N (steps) or recover.every_minutes, and "
-        "recover.resume=true"
-    ]
 
 
 def _check_canary(run: Run[Any]) -> None:
@@ -175,28 +145,6 @@ def _check_shared_memory(run: Run[Any]) -> None:
     free = shutil.disk_usage("/dev/shm").free
     expected = f"{needed / MIB:.1f} MiB free in /dev/shm for two versions of the weights; {remedies}"
     require(free >= needed, "publish.route=shm", expected, f"{free / MIB:.1f} MiB")
-
-
-def _comes_back_too_late(run: Run[Any]) -> list[str]:
-    """A warning, where the run would end before its only server is back, or that never would be."""
-    config, servers = run.config, run.layout.rollout
-    alone = servers is not None and servers.strategy.data == 1 and not attached(config, run.layout)
-    if not (alone and config.launcher.max_restarts):
-        return []
-    waits, ready = config.rollout.client.rejoin_timeout, server_job(run).ready_timeout
-    if config.publish.route not in STORED_ROUTES:
-        return [
-            f"warning: publish.route={config.publish.route} stores no weights for a restarted server to load, so with "
-            f"a single server the run ends after rollout.client.rejoin_timeout={waits:g} s; set publish.route=disk, or "
-            "use two servers"
-        ]
-    if waits >= ready:
-        return []
-    return [
-        f"warning: a restart of the single server may take rollout.server.ready_timeout={ready:g} s, but the run ends "
-        f"after rollout.client.rejoin_timeout={waits:g} s without a server; raise that (and publish.timeout above it), "
-        "or use two servers"
-    ]
 
 
 def _too_few_files(config: GRPOConfig, replicas: int) -> list[str]:

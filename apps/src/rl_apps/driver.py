@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_apps import compose
 from rl_apps.app import App, Run
-from rl_apps.checks import are_near, check_run, choose_route, remarks, starts_from_nothing
+from rl_apps.checks import are_near, check_run, choose_route, remarks
 from rl_apps.command_line import leave_pipe, parse, replace_what_no_terminal_shows, say, setting
 from rl_apps.config import GRPOConfig
 from rl_apps.data import load_rows
@@ -169,15 +169,13 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
         options.check(job.roles)
         check_program(run, (lambda _: None) if line.dry_run else partial(print, flush=True))
         if line.dry_run:
-            arithmetic += [*starts_from_nothing(config), *remarks(run)]
+            arithmetic += remarks(run)
             if Path(config.model.directory()).is_dir():
                 with TemporaryDirectory(prefix="rl-plan-") as scratch:
                     arithmetic += _try_out(app, replace(run, directory=Path(scratch)), lambda _: None)
             say(_plan(app, run, devices, arithmetic, job))
             return 0
         if options.submits():
-            for sentence in starts_from_nothing(config):
-                print(sentence, flush=True)
             names_of(run.directory).add(JOB, json.dumps(config.launcher.kind), replace=True)
             claim.close()  # the job claims it
             return options.submit(job)

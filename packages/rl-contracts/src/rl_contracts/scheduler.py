@@ -201,10 +201,6 @@ class SchedulerConfig(Settings):
             ConfigError: they say another number.
         """
 
-    def starts_again(self) -> bool:
-        """Whether a run that is handed in is started again by the cluster itself, for example when a node was lost."""
-        return False
-
     def job_state(self, run_dir: Path) -> str:
         """The state of the job of a run that was handed in, in words that begin with `pending` where it waits; empty
         where there is none any more, or nobody can be asked."""

@@ -142,10 +142,6 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
             require(self.nodes in (0, left), "launcher.options.nodes", agrees, self.nodes)
             self.nodes = left
 
-    def starts_again(self) -> bool:
-        """Where it is requeued."""
-        return self.requeue and self.submits()
-
     def submits(self) -> bool:
         """Outside of a job."""
         return JOB not in os.environ

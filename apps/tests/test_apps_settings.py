@@ -498,7 +498,7 @@ ELSEWHERE = [
             ("project", "other", (), "test_tracker_is_given_the_project_and_name_of_the_settings"),
             ("name", "other", (), "test_tracker_is_given_the_project_and_name_of_the_settings"),
             ("options", "{mode: offline}", ("trackers.kind=wandb",), "test_wandb_offline_reads_what_the_run_wrote"),
-            ("close_seconds", "1", (), "test_tracker_that_hangs_is_ended_after_the_run_with_a_warning"),
+            ("close_seconds", "1", (), "test_tracker_that_hangs_is_left_after_close_seconds_with_a_warning"),
         )
     ),
     Elsewhere(

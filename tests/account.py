@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from rl_contracts.lines import json_lines
+from rl_contracts.runtime.json_lines import json_lines
 
 ENDINGS = ("trained", "rejected", "failed", "left_over")
 SHOWN = 20

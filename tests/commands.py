@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_apps.directory import names_of
-from rl_contracts.lines import json_lines
+from rl_apps.run.directory import names_of
+from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.testing.waiting import wait_until
-from rl_launchers.control import read_json
+from rl_launchers.supervise.control import read_json
 
 BIN = Path(sys.executable).parent
 

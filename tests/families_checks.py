@@ -44,7 +44,7 @@ def batch() -> Any:
     """The rows as engines take them, with advantages and temperatures of their own."""
     from tensordict import TensorDict
 
-    from rl_contracts.trajectory import Trajectory, stack
+    from rl_contracts.batch.trajectory import Trajectory, stack
 
     result: TensorDict = stack(
         [
@@ -143,7 +143,7 @@ def try_engine(path: Path, expected: dict[str, Tensor], results: dict[str, Resul
 
 
 def _train(path: Path, expected: dict[str, Tensor], undo: ExitStack, results: dict[str, Result]) -> None:
-    from rl_contracts.trajectory import select as chosen
+    from rl_contracts.batch.trajectory import select as chosen
     from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
     from rl_engines_fsdp.ranks.sharding import whole
 
@@ -239,11 +239,11 @@ def try_server(path: Path, results: dict[str, Result]) -> None:
 
 def _serve(path: Path, results: dict[str, Result]) -> str | None:
     from rl_inference import EmbeddedEngineConfig
-    from rl_inference.server.job import GenerationJob
-    from rl_inference.server.loading import load_model
-    from rl_inference.server.loop import DecodeLoop
-    from rl_inference.server.scoring import ScoreJob
-    from rl_inference.server.weights import ServedWeights
+    from rl_inference.embedded_server.job import GenerationJob
+    from rl_inference.embedded_server.model.loading import load_model
+    from rl_inference.embedded_server.loop import DecodeLoop
+    from rl_inference.embedded_server.scoring import ScoreJob
+    from rl_inference.embedded_server.weights import ServedWeights
 
     config = EmbeddedEngineConfig(slots=4, prefill_tokens=16)
     model = load_model(config, ServeSpec(str(path), device="cpu"))
@@ -285,7 +285,7 @@ def _serve(path: Path, results: dict[str, Result]) -> str | None:
 
 def _update(directory: Path, loop: Any, ids: list[int]) -> None:
     """Serve what the engine published after its step."""
-    from rl_inference.server.scoring import ScoreJob
+    from rl_inference.embedded_server.scoring import ScoreJob
 
     meta = WeightUpdateMeta.from_json(json.loads((directory / "published.json").read_text()))
     loop.weights.stage(meta)

@@ -25,7 +25,7 @@ from rl_contracts.testing.waiting import until
 from rl_contracts.weights import open_sender, verify_receipt
 from rl_contracts.weights.rendezvous import Address
 from rl_inference import SGLangEngine, VLLMEngine
-from rl_inference.engine import HttpEngine
+from rl_inference.client.engine import HttpEngine
 
 CONTEXT = 1024
 KEY = "the key of this run"

@@ -21,7 +21,7 @@ from rl_contracts.conformance import inference_engine as suite
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.testing import make_tiny_tokenizer, put_weights
-from rl_inference.endpoint.server import HttpRolloutEndpoint
+from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 
 TOLERANCE = 1e-4
 

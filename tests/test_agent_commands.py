@@ -18,17 +18,17 @@ from uuid import uuid4
 
 import pytest
 
-from rl_contracts import confine
-from rl_contracts.clock import SystemClock
+from rl_contracts.sandbox import confine
+from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import AgentError, ConfigError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
 from rl_contracts.workflow import AgentWorkflow
-from rl_inference.endpoint.server import HttpRolloutEndpoint
+from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_workflows import AgentCommand, AgentContainer, AgentEpisodes, Ticket
-from rl_workflows.episode import Episodes
-from rl_workflows.groups import run_group
+from rl_workflows.rollout.episode import Episodes
+from rl_workflows.rollout.groups import run_group
 
 ROW = {"messages": [{"role": "user", "content": "what is 2 + 3?"}], "answer": "5", "prompt_id": 0}
 TOKENIZER = make_chat_tokenizer("llama3")

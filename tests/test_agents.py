@@ -9,22 +9,22 @@ from typing import Any
 import openai
 import pytest
 
-from rl_contracts.clock import SystemClock
+from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import AgentError, InferenceError
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
-from rl_contracts.trajectory import stack
+from rl_contracts.batch.trajectory import stack
 from rl_contracts.workflow import AgentWorkflow
-from rl_inference.endpoint.config import EndpointConfig
-from rl_inference.endpoint.server import HttpRolloutEndpoint
-from rl_trainers.algorithm import AdvantageConfig, AlgorithmConfig
-from rl_trainers.credit import assign_credit
+from rl_workflows.agents.endpoint.config import EndpointConfig
+from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
+from rl_trainers.algorithms.config import AdvantageConfig, AlgorithmConfig
+from rl_trainers.algorithms.credit import assign_credit
 from rl_workflows import AgentEpisodes, Ticket
-from rl_workflows.episode import Episodes
-from rl_workflows.groups import run_group
+from rl_workflows.rollout.episode import Episodes
+from rl_workflows.rollout.groups import run_group
 
 ROW = {"messages": [{"role": "user", "content": "what is 2 + 3?"}], "answer": "5", "prompt_id": 0}
 TOKENIZER = make_chat_tokenizer("llama3")

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from rl_apps.driver import main
+from rl_apps.cli.driver import main
 from rl_apps.embedded.prepare import EmbeddedRecipe, ModelShape, prepare_embedded
-from rl_apps.parts import weights_directory
+from rl_apps.run.components import weights_directory
 from rl_inference.testing import ServerProcess
 
 KEY = "the key of the servers"
@@ -46,7 +46,7 @@ def _refused(monkeypatch, capsys, directory, model, address, **options):
     assert code == 2
     assert err.startswith("gsm8k-grpo: ConfigError: rollout.server.addresses: ")
     assert f"{address} is no server that this run can use: " in err
-    assert f"-m rl_inference.server --host 127.0.0.1 --port {address.rpartition(':')[2]} " in err
+    assert f"-m rl_inference.embedded_server --host 127.0.0.1 --port {address.rpartition(':')[2]} " in err
     assert not (directory / "run" / "logs").exists()
     return err
 
@@ -100,7 +100,7 @@ def test_attached_server_whose_log_probs_are_not_at_the_temperature_is_refused(m
     fault.write_text("")
     monkeypatch.setenv("FAULT_FILE", str(fault))
     faulty = _server(model, tmp_path, "server")
-    faulty.command = (sys.executable, "-m", "rl_inference.faulty")
+    faulty.command = (sys.executable, "-m", "rl_inference.embedded_server.fault_injection")
     with faulty as server:
         for name, message in (
             ("temperature", "its log-probs are not of logits / temperature, but raw: at temperature 10000 expected -"),

@@ -17,7 +17,7 @@ from launchers import settings_of
 from ray_cluster import ray
 from slurm_cluster import slurm
 
-from rl_apps.parts import weights_directory
+from rl_apps.run.components import weights_directory
 from rl_contracts.testing.models import make_tiny_model
 
 KILLS = ("kill_server", "kill_trainer", "kill_launcher")

@@ -17,9 +17,9 @@ from launchers import nodes_of, settings_of, standing
 from ray_cluster import ray
 from slurm_cluster import slurm
 
-from rl_contracts.names import FileNames
+from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.testing.models import make_tiny_model
-from rl_trainers.points import last_point
+from rl_trainers.recovery.lookup import last_point
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 

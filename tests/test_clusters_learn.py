@@ -19,7 +19,7 @@ from launchers import CLUSTERS, nodes_of, settings_of, standing
 from ray_cluster import ray
 from slurm_cluster import slurm
 
-from rl_apps.parts import weights_directory
+from rl_apps.run.components import weights_directory
 from rl_contracts.testing.models import make_tiny_model
 
 ROOT = Path(__file__).parents[1]

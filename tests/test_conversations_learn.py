@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from rl_apps.conversations import MATH_AGENT, MULTI_TURN_MATH
+from rl_apps.programs.conversations import MATH_AGENT, MULTI_TURN_MATH
 from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
 from rl_apps.embedded.warmup import WarmUp
-from rl_contracts.lines import json_lines
+from rl_contracts.runtime.json_lines import json_lines
 
 BIN = Path(sys.executable).parent
 LYING = """
-from rl_apps.math_agent import MathAgent
+from rl_apps.programs.math_agent import MathAgent
 
 def calculator(expression: str) -> str:
     '''Calculates the value of an arithmetic expression.
@@ -31,7 +31,7 @@ class LyingAgent(MathAgent):
     tool = staticmethod(calculator)
 """
 FAILING = """
-from rl_apps.math_agent import MathAgent
+from rl_apps.programs.math_agent import MathAgent
 
 class FailingAgent(MathAgent):
     async def run(self, data, **where):
@@ -105,7 +105,7 @@ def test_agent_that_fails_on_some_rows_is_counted_and_the_run_goes_on(tmp_path: 
 def test_math_agent_takes_steps_with_a_process_for_each_episode(tmp_path: Path) -> None:
     settings = (f"model.path={hasty(tmp_path / 'cache', 'tools')}", *SMALL)
 
-    records = run(MATH_AGENT, tmp_path / "run", "rollout.workflow=rl_apps.math_agent:OneEpisodeAgent", *settings)
+    records = run(MATH_AGENT, tmp_path / "run", "rollout.workflow=rl_apps.programs.math_agent:OneEpisodeAgent", *settings)
 
     steps = [record for record in records if "rows" in record]
     assert [record["step"] for record in steps] == [1, 2, 3]
@@ -137,7 +137,7 @@ def test_multi_turn_math_improves_the_accuracy_of_the_last_turn(tmp_path: Path, 
 def test_math_agent_learns_and_is_lost_with_a_calculator_that_lies(
     agent: str, tmp_path: Path, record_property: Any
 ) -> None:
-    workflow = f"rollout.workflow=rl_apps.math_agent:{agent}"
+    workflow = f"rollout.workflow=rl_apps.programs.math_agent:{agent}"
 
     begun = time.monotonic()
 

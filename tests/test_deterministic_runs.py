@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 from rl_contracts.data import FinetuneSpec, ServeSpec
 from rl_contracts.testing.models import make_tiny_model
-from rl_contracts.token_logprobs import LOGITS_AT_ONCE
-from rl_contracts.trajectory import Trajectory, stack
+from rl_contracts.models.token_logprobs import LOGITS_AT_ONCE
+from rl_contracts.batch.trajectory import Trajectory, stack
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_inference import EmbeddedEngineConfig
-from rl_inference.server.loading import load_model
+from rl_inference.embedded_server.model.loading import load_model
 
 COMMAND = str(Path(sys.executable).parent / "gsm8k-grpo")
 SETTINGS = (
@@ -103,7 +103,7 @@ def test_deterministic_trainer_and_server_agree_on_a_row_of_several_blocks_of_lo
     assert served.block == LOGITS_AT_ONCE // served.vocab_size
     served.block = 16
     monkeypatch.setattr("rl_engines_fsdp.model.maker.LOGITS_AT_ONCE", 16 * served.vocab_size)
-    monkeypatch.setattr("rl_contracts.training.logprobs.FEWEST", 16)
+    monkeypatch.setattr("rl_contracts.models.fused_logprobs.FEWEST", 16)
     ids = [3 + 7 * i % 50 for i in range(60)]
     row = Trajectory(
         input_ids=np.array(ids),

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_apps.gsm8k_grpo import APP
+from rl_apps.programs.gsm8k_grpo import APP
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.registry import load_part
-from rl_contracts.sharding import shard_batch
+from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
-from rl_contracts.trajectory import pack
+from rl_contracts.batch.trajectory import pack
 from rl_trainers import PolicyActor
-from rl_trainers.credit import assign_credit
-from rl_trainers.functional.correction import OffPolicy
-from rl_trainers.functional.terms import policy_terms
+from rl_trainers.algorithms.credit import assign_credit
+from rl_trainers.algorithms.functional.correction import OffPolicy
+from rl_trainers.algorithms.functional.policy_terms import policy_terms
 
 ROOT = Path(__file__).parents[1]
 DOCS = (ROOT / "docs" / "algorithms.md").read_text()

@@ -68,7 +68,7 @@ def _app(name: str) -> Callable[[list[str]], None]:
     """An app ends once it has shown what it would run, or whatever else it is asked for."""
 
     def run(words: list[str]) -> None:
-        from rl_apps.driver import main
+        from rl_apps.cli.driver import main
 
         only_shows = {"--help", "--dry-run", "--cfg"} & set(words)
         words = [_with_servers(word) for word in words]
@@ -91,7 +91,7 @@ def _with_servers(word: str) -> str:
 def _rl(words: list[str]) -> None:
     """`run` is an app like any, so is its name, and so is what `doctor` would start; `replay` looks for a batch in an
     empty run, and `watch` for one."""
-    from rl_apps.cli import main
+    from rl_apps.cli.main import main
 
     command, what, *rest = [*words, ""]
     if command == "run" or (command == "doctor" and what):
@@ -122,7 +122,7 @@ def _validate(words: list[str]) -> None:
 
 
 def _server(words: list[str]) -> None:
-    from rl_inference.config import parse
+    from rl_inference.backends.embedded.config import parse
 
     assert parse(words).port
 
@@ -188,7 +188,7 @@ WHOLE = ""
 HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "python -m rl_datasets.validate": (_validate, WHOLE),
     "rl": (_rl, "replay needs a run with a saved batch, as test_resume_commands.py makes one"),
-    "python -m rl_inference.server": (_server, "serves until it is stopped: its options are parsed"),
+    "python -m rl_inference.embedded_server": (_server, "serves until it is stopped: its options are parsed"),
     "python tests/benchmarks/": (_benchmark, "minutes: its options are parsed; test_benchmarks_run.py runs it small"),
     "python docs/tutorials/": (_tutorial, "minutes: --dry-run; test_docs_tutorials.py runs them whole at night"),
     "pytest": (_pytest, "would run this test again: one file is collected"),
@@ -252,8 +252,8 @@ def configs() -> list[Any]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with the data, model, run and config of an earlier run that pages name."""
-    from rl_apps.compose import to_yaml
-    from rl_apps.gsm8k_grpo import APP
+    from rl_apps.settings.compose import to_yaml
+    from rl_apps.programs.gsm8k_grpo import APP
     from rl_contracts.testing.models import make_tiny_model
 
     directory = tmp_path_factory.mktemp("shared")

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_apps.compose import describe
-from rl_apps.gsm8k_grpo import APP
-from rl_apps.synonyms import SYNONYMS
+from rl_apps.settings.compose import describe
+from rl_apps.programs.gsm8k_grpo import APP
+from rl_apps.settings.synonyms import SYNONYMS
 from rl_contracts.registry import load_part
 from rl_contracts.testing.batches import make_batch
-from rl_contracts.trajectory import pack
-from rl_trainers.algorithm import LossConfig, MaskConfig
-from rl_trainers.credit import over_what
-from rl_trainers.functional.advantages import normalised
-from rl_trainers.functional.correction import OffPolicy
-from rl_trainers.functional.terms import policy_terms
+from rl_contracts.batch.trajectory import pack
+from rl_trainers.algorithms.config import LossConfig, MaskConfig
+from rl_trainers.algorithms.credit import over_what
+from rl_trainers.algorithms.functional.advantages import normalised
+from rl_trainers.algorithms.functional.correction import OffPolicy
+from rl_trainers.algorithms.functional.policy_terms import policy_terms
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 ROWS = [

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from latex2mathml.converter import convert
 
-from rl_trainers.functional.aggregation import AGGREGATIONS
-from rl_trainers.functional.kl import ESTIMATORS
+from rl_trainers.algorithms.functional.aggregation import AGGREGATIONS
+from rl_trainers.algorithms.functional.kl import ESTIMATORS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "formulas.md").read_text()
 PARTS = [

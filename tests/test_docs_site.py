@@ -18,9 +18,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from test_docs_blocks import PAGES
 
-from rl_apps import cli, hh_rlhf
-from rl_apps.app import App
-from rl_apps.compose import describe
+from rl_apps.cli import main
+from rl_apps.programs import hh_rlhf
+from rl_apps.run.app import App
+from rl_apps.settings.compose import describe
 from rl_contracts.registry import load
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +66,7 @@ def test_new_option_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_figures(commands: Any) -> None:
         commands.add_parser("figures", help="what they mean").add_argument("--planted", default=7, help="(%(default)s)")
 
-    monkeypatch.setattr(cli, "_add_models", add_figures)
+    monkeypatch.setattr(main, "_add_models", add_figures)
 
     assert "| `--planted PLANTED` | (7) |" in reference.commands_page()
 

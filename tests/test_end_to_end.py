@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_apps.parts import weights_directory
-from rl_contracts.figures import meaning
-from rl_contracts.lines import json_lines
+from rl_apps.run.components import weights_directory
+from rl_contracts.runtime.metric_docs import meaning
+from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.testing.waiting import wait_until
-from rl_trainers.points import last_point
+from rl_trainers.recovery.lookup import last_point
 
 BIN = Path(sys.executable).parent
 SMALL = (
@@ -73,7 +73,7 @@ def _processes_of(run_dir):
 
 
 def _server_of(run_dir):
-    return next(p for p in _processes_of(run_dir) if "rl_inference.server" in " ".join(p.cmdline()))
+    return next(p for p in _processes_of(run_dir) if "rl_inference.embedded_server" in " ".join(p.cmdline()))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_grpo_asynchronous_run_leaves_what_the_book_promises(finished_run, model
 def test_grpo_figures_all_have_a_meaning_and_a_unit(finished_run):
     names = {name for record in _records(finished_run[0]) for name in record}
     assert len(names) > 60
-    assert [name for name in sorted(names) if meaning(name) is None] == [], "say in rl_contracts.figures what they are"
+    assert [name for name in sorted(names) if meaning(name) is None] == [], "say in rl_contracts.runtime.metric_docs what they are"
 
 
 def test_grpo_tracker_shows_every_figure_that_was_measured(finished_run):
@@ -155,7 +155,7 @@ def test_grpo_finished_run_leaves_no_process_and_no_shared_memory(finished_run):
 @pytest.mark.nightly
 def test_plan_of_a_run_predicts_its_steps_within_a_quarter(model, tmp_path, capsys):
     """Of enough steps that one which was held up by another program does not count for much."""
-    from rl_apps.cli import main
+    from rl_apps.cli.main import main
 
     run_dir = tmp_path / "run"
     done = _run("gsm8k-grpo", f"run_dir={run_dir}", f"model.path={model}", *SMALL, "total_steps=40")
@@ -315,7 +315,7 @@ def test_grpo_server_killed_is_started_anew_and_the_run_completes(model, tmp_pat
         address = "http://{}:{}".format(
             *(server.cmdline()[server.cmdline().index(n) + 1] for n in ("--host", "--port"))
         )
-        trainer = next(p for p in _processes_of(run_dir) if "rl_apps.worker" in " ".join(p.cmdline()))
+        trainer = next(p for p in _processes_of(run_dir) if "rl_apps.run.worker" in " ".join(p.cmdline()))
         server.kill()
         server.wait(10)
         wait_until(lambda: 1.0 in _server_counts(run_dir), 30, "a step with one server")

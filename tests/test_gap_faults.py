@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 from training_run import Run
 
-from rl_contracts.aio import LoopThread
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.config import ClientConfig
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.testing.models import make_tiny_model
@@ -37,7 +37,7 @@ def fault_file(tmp_path_factory):
     del os.environ["FAULT_FILE"]
 
 
-COMMAND = (sys.executable, "-m", "rl_inference.faulty")
+COMMAND = (sys.executable, "-m", "rl_inference.embedded_server.fault_injection")
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
-from rl_contracts.trajectory import from_response
+from rl_contracts.batch.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_datasets import PromptLoader
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
-from rl_workflows.batches import assemble, groups_from_state, groups_to_state
-from rl_workflows.episode import current_episode
+from rl_workflows.rollout.batches import assemble, groups_from_state, groups_to_state
+from rl_workflows.rollout.episode import current_episode
 
 BATCH = 12
 """Groups per step, over all heads."""

@@ -12,13 +12,13 @@ from rl_contracts.data import FinetuneSpec, SaveLoadMeta, ServeSpec, WeightRecei
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.testing import put_weights
 from rl_contracts.testing.families import make_family
-from rl_contracts.trajectory import Trajectory, stack
+from rl_contracts.batch.trajectory import Trajectory, stack
 from rl_contracts.weights import open_sender, verify_receipt
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_inference import EmbeddedEngine
-from rl_inference.config import EmbeddedEngineConfig
-from rl_inference.server.loading import load_model
-from rl_inference.server.weights import ServedWeights
+from rl_inference.backends.embedded.config import EmbeddedEngineConfig
+from rl_inference.embedded_server.model.loading import load_model
+from rl_inference.embedded_server.weights import ServedWeights
 from rl_inference.testing import ServerProcess
 
 FAMILIES = ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "deepseek_v3"))]

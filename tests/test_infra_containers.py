@@ -159,7 +159,7 @@ def test_servers_are_of_the_version_that_is_locked(server, repository):
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_command_of_the_servers_image_composes(capsys, monkeypatch, server):
-    from rl_apps.driver import main
+    from rl_apps.cli.driver import main
 
     (command,) = (rest for instruction, rest in _instructions("Dockerfile.servers") if instruction == "CMD")
     said = re.search(r"gsm8k-grpo ([^\"]+)", command)[1]

@@ -16,7 +16,7 @@ import yaml
 from ray_cluster import ray
 from slurm_cluster import slurm
 
-from rl_apps.driver import main
+from rl_apps.cli.driver import main
 from rl_contracts.allocation import Allocation
 from rl_contracts.testing.models import make_tiny_model
 

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from rl_apps.embedded.lessons import LESSONS, words_of
+from rl_apps.embedded.curriculum import LESSONS, words_of
 from rl_apps.embedded.tokenizer import word_problem_tokenizer
-from rl_apps.math_agent import FrameworkAgent, MathAgent, OneEpisodeAgent, ProgramAgent
-from rl_contracts.clock import SystemClock
+from rl_apps.programs.math_agent import FrameworkAgent, MathAgent, OneEpisodeAgent, ProgramAgent
+from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.config import GenerationConfig
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.workflow import AgentWorkflow
 from rl_datasets.word_problems import OPERATION_OF, WordProblems
-from rl_inference.endpoint.server import HttpRolloutEndpoint
+from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 from rl_rewards.gsm8k import gsm8k_reward_fn
 from rl_workflows import AgentEpisodes, Ticket
-from rl_workflows.episode import Episodes
-from rl_workflows.groups import run_group
+from rl_workflows.rollout.episode import Episodes
+from rl_workflows.rollout.groups import run_group
 
 ROWS = WordProblems(seed=0, size=1)
 TOKENIZER = word_problem_tokenizer(256, words_of("tools"))

@@ -13,10 +13,10 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.processes import run_ranks
-from rl_contracts.trajectory import save_batch
+from rl_contracts.batch.trajectory import save_batch
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_trainers import PolicyActor, replay_batch
-from rl_trainers.algorithm import AlgorithmConfig
+from rl_trainers.algorithms.config import AlgorithmConfig
 
 RANKS = Path(__file__).parent / "megatron_replay_ranks.py"
 STEPS = 20

@@ -31,7 +31,7 @@ CALLS = {
 CHECKPOINTS = ("torch.distributed.checkpoint", "megatron.core.dist_checkpointing")
 """Their ranks exchange pickles of who writes what, and pickle a list of it into the checkpoint."""
 EXCEPTIONS = {
-    "packages/rl-engines-megatron/src/rl_engines_megatron/state.py": {
+    "packages/rl-engines-megatron/src/rl_engines_megatron/weights/checkpoint.py": {
         "megatron.core.dist_checkpointing",
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
     },

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_contracts.lines import json_lines
+from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.testing.models import make_tiny_model
-from rl_trainers.points import last_point
+from rl_trainers.recovery.lookup import last_point
 
 BIN = Path(sys.executable).parent
 

@@ -32,7 +32,7 @@ from slurm_cluster import slurm
 
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 from rl_contracts.testing.models import make_tiny_model
-from rl_trainers.points import last_point
+from rl_trainers.recovery.lookup import last_point
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 COMMAND = Path(sys.executable).parent / "gsm8k-grpo"
@@ -100,7 +100,7 @@ def _of_the_run(going: Going) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             line = process.cmdline()
-            if "rl_launchers.agent" in line and str(going.run_dir / "logs") in line and "srun" not in line[0]:
+            if "rl_launchers.cluster.node_agent" in line and str(going.run_dir / "logs") in line and "srun" not in line[0]:
                 agents.append(process)
     below = [child for agent in agents for child in agent.children(recursive=True)]
     return [launcher, *{process.pid: process for process in (*agents, *below)}.values()]

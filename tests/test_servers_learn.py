@@ -23,7 +23,7 @@ import psutil
 import pytest
 from real_servers import interpreter_of
 
-from rl_apps.parts import weights_directory
+from rl_apps.run.components import weights_directory
 from rl_contracts.testing.waiting import wait_until
 
 SECONDS = 1500

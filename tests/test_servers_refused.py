@@ -19,8 +19,8 @@ import psutil
 import pytest
 from real_servers import KEY, Kind, faulty, interpreter_of, kind_of
 
-from rl_apps.driver import main
-from rl_apps.parts import weights_directory
+from rl_apps.cli.driver import main
+from rl_apps.run.components import weights_directory
 from rl_contracts.data import ServeSpec
 from rl_contracts.testing.models import make_tiny_model
 from rl_inference import SGLangEngineConfig, VLLMEngineConfig

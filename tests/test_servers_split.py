@@ -16,7 +16,7 @@ from server_suite import UpdateSuite
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import ClientConfig
 from rl_contracts.data import ServeSpec
-from rl_inference.engine import HttpEngine
+from rl_inference.client.engine import HttpEngine
 from rl_inference.testing import JobProcess
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]

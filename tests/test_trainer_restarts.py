@@ -12,7 +12,7 @@ import pytest
 from commands import Command
 from safetensors.torch import load_file
 
-from rl_apps.parts import weights_directory
+from rl_apps.run.components import weights_directory
 from rl_contracts.testing.models import make_tiny_model
 
 NO_POINTS = {"recover.every": 0, "recover.every_minutes": 0}

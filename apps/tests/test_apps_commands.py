@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_apps import cli, command, grpo, gsm8k_grpo, gsm8k_sft, sft
-from rl_apps.compose import describe, render_help
-from rl_apps.driver import main
+from rl_apps.cli import main as cli, command
+from rl_apps.programs import grpo, gsm8k_grpo, gsm8k_sft, sft
+from rl_apps.settings.compose import describe, render_help
+from rl_apps.cli.driver import main
 from rl_contracts.errors import ConfigError
 
 OWN_REWARD = """
@@ -104,7 +105,7 @@ def test_help_of_a_section_has_all_below_it_and_nothing_else(topic: str) -> None
 
 def test_help_is_there_at_once_and_imports_no_heavy_library() -> None:
     code = (
-        "import sys, time; from rl_apps.driver import main; main('gsm8k-grpo', ['--help', 'rollout']); "
+        "import sys, time; from rl_apps.cli.driver import main; main('gsm8k-grpo', ['--help', 'rollout']); "
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'rich'} & {*sys.modules}; "
         "sys.exit(repr(heavy)) if heavy else print('seconds', time.process_time())"
     )
@@ -129,7 +130,7 @@ def test_help_of_what_there_is_not_names_the_nearest_and_the_sections() -> None:
 
 @pytest.mark.parametrize("arguments", [["run", "gsm8k-grpo", "--help", "all"], ["figures"]])
 def test_reader_that_has_read_enough_ends_a_command_without_a_traceback(arguments):
-    command = [sys.executable, "-m", "rl_apps.cli", *arguments]
+    command = [sys.executable, "-m", "rl_apps.cli.main", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()  # before it has said anything
 

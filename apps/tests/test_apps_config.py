@@ -6,13 +6,14 @@ import socket
 
 import pytest
 
-from rl_apps import cli, gsm8k_grpo, gsm8k_sft
-from rl_apps.checks import check_batch
-from rl_apps.compose import describe, to_yaml
-from rl_apps.driver import main
-from rl_apps.model import find_models
-from rl_apps.parts import weights_directory
-from rl_apps.synonyms import SYNONYMS
+from rl_apps.cli import main as cli
+from rl_apps.programs import gsm8k_grpo, gsm8k_sft
+from rl_apps.preflight.checks import check_batch
+from rl_apps.settings.compose import describe, to_yaml
+from rl_apps.cli.driver import main
+from rl_apps.settings.model import find_models
+from rl_apps.run.components import weights_directory
+from rl_apps.settings.synonyms import SYNONYMS
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.testing.processes import free_port
 
@@ -186,8 +187,8 @@ def test_dry_run_shows_config_arithmetic_and_processes_and_starts_nothing(capsys
     code, out, _ = _run(capsys, "--dry-run", f"run_dir={tmp_path / 'run'}")
     assert code == 0
     assert "rows a step" in out
-    assert "rl_inference.server" in out
-    assert "rl_apps.worker" in out
+    assert "rl_inference.embedded_server" in out
+    assert "rl_apps.run.worker" in out
     assert not (tmp_path / "run").exists()
 
 

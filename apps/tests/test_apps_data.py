@@ -1,6 +1,6 @@
 """Which rows of a data set a run uses."""
 
-from rl_apps.data import held_out_rows
+from rl_apps.settings.data import held_out_rows
 
 
 def test_held_out_rows_are_a_sample_of_the_whole_file_in_its_order():

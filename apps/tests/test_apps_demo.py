@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rl_apps import cli
-from rl_apps.demo import DEMOS, demo
+from rl_apps.cli import main
+from rl_apps.cli.demo import DEMOS, demo
 
 IN_CI = "broken-sync"
 
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_demonstrations_are_listed_and_another_is_refused(capsys):
-    assert cli.main(["demo"]) == 0
+    assert main.main(["demo"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(DEMOS)
-    assert cli.main(["demo", "nothing-like-it"]) == 2
+    assert main.main(["demo", "nothing-like-it"]) == 2
     assert "broken-sync" in capsys.readouterr().err
 
 

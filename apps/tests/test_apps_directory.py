@@ -9,11 +9,12 @@ import time
 
 import pytest
 
-from rl_apps import directory as directories
-from rl_apps import driver, gsm8k_grpo
-from rl_apps.app import Run
-from rl_apps.compose import to_yaml
-from rl_apps.directory import (
+from rl_apps.run import directory as directories
+from rl_apps.cli import driver
+from rl_apps.programs import gsm8k_grpo
+from rl_apps.run.app import Run
+from rl_apps.settings.compose import to_yaml
+from rl_apps.run.directory import (
     FINISHED,
     Past,
     claimed,
@@ -22,10 +23,10 @@ from rl_apps.directory import (
     strangers,
     write_config,
 )
-from rl_apps.driver import main
-from rl_apps.layout import layout_of
+from rl_apps.cli.driver import main
+from rl_apps.settings.device_layout import layout_of
 from rl_contracts.errors import ConfigError
-from rl_trainers.points import drop_lost_steps
+from rl_trainers.recovery.lookup import drop_lost_steps
 
 
 def _run(directory, *overrides):
@@ -63,7 +64,7 @@ def test_directory_in_use_is_refused_with_the_process_that_uses_it(tmp_path, cap
 AT_WORK = """
 import time
 from dataclasses import replace
-from rl_apps import gsm8k_sft
+from rl_apps.programs import gsm8k_sft
 
 def train(run):
     (run.directory / "training").touch()
@@ -80,7 +81,7 @@ def trainer(tmp_path):
     (tmp_path / "at_work.py").write_text(AT_WORK)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("allocation: fsdp:d1")
-    command = [sys.executable, "-m", "rl_apps.worker", "at_work:APP", str(tmp_path / "run"), "cpu", ""]
+    command = [sys.executable, "-m", "rl_apps.run.worker", "at_work:APP", str(tmp_path / "run"), "cpu", ""]
     process = subprocess.Popen(command, cwd=tmp_path)
     deadline = time.monotonic() + 120
     while not (tmp_path / "run" / "training").exists():
@@ -266,8 +267,8 @@ def test_command_that_finds_the_disk_full_says_so_in_a_sentence(monkeypatch, cap
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "config.partial")
 
-    monkeypatch.setattr("rl_apps.driver._main", full)
-    assert main("rl_apps.gsm8k_grpo:APP", []) == 1
+    monkeypatch.setattr("rl_apps.cli.driver._main", full)
+    assert main("rl_apps.programs.gsm8k_grpo:APP", []) == 1
     said = capsys.readouterr().err
     assert said.startswith("gsm8k-grpo: OSError: [Errno 28] No space left on device: 'config.partial'")
     assert "Traceback" not in said

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rl_apps import cli, doctor
+from rl_apps.cli import main, doctor
 from rl_apps.embedded.prepare import prepare_from_scratch
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
@@ -79,7 +79,7 @@ def test_well_machine_has_no_fault_and_nothing_is_left(monkeypatch, tmp_path, ca
     monkeypatch.setattr(doctor, "SHARED", 1)
     monkeypatch.setattr(doctor, "MEMORY", 1)
     monkeypatch.setattr(doctor, "FILES", 1)
-    assert cli.main(["doctor", "--directory", str(tmp_path / "a" / "b")]) == 0
+    assert main.main(["doctor", "--directory", str(tmp_path / "a" / "b")]) == 0
     said = capsys.readouterr().out
     assert "nothing is wrong" in said
     assert "!!" not in said

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps.cli import main
-from rl_apps.figures import page, table
-from rl_contracts.figures import MEANINGS, meaning
+from rl_apps.cli.main import main
+from rl_monitor.metrics_command import page, table
+from rl_contracts.runtime.metric_docs import MEANINGS, meaning
 
 ROOT = Path(__file__).parents[2]
 

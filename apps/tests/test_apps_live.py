@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rl_apps import cli
-from rl_apps.directory import names_of
-from rl_apps.live import RunView, sparkline
-from rl_apps.progress import FIGURES, GRPO_COLUMNS, RunProgress
+from rl_apps.cli import main
+from rl_apps.run.directory import names_of
+from rl_monitor.live import RunView, sparkline
+from rl_monitor.progress import FIGURES, GRPO_COLUMNS, RunProgress
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
 
@@ -116,7 +116,7 @@ class Terminal:
         self.wrote = b""
         size = ("COLUMNS", "LINES")  # in which pytest-xdist tells its workers another one
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rl_apps.cli", *words],
+            [sys.executable, "-m", "rl_apps.cli.main", *words],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -186,7 +186,7 @@ def test_watch_elsewhere_prints_a_line_for_each_step(tmp_path: Path, capsys: pyt
     (tmp_path / "config.yaml").write_text("total_steps: 9\n")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record(step)) + "\n" for step in (1, 2)))
 
-    assert cli.main(["watch", str(tmp_path)]) == 0
+    assert main.main(["watch", str(tmp_path)]) == 0
 
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     assert [line.split()[1] for line in lines] == ["1/9", "2/9"]
@@ -197,7 +197,7 @@ def test_watch_elsewhere_prints_a_line_for_each_step(tmp_path: Path, capsys: pyt
 def test_watch_of_a_run_that_has_not_begun_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names_of(tmp_path).add("one", "1")
 
-    assert cli.main(["watch", str(tmp_path)]) == 2
+    assert main.main(["watch", str(tmp_path)]) == 2
 
     assert "this run has not begun; `rl status` says what it waits for" in capsys.readouterr().err
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps import cli, grpo
-from rl_apps.compose import to_yaml
-from rl_apps.parts import weights_directory
+from rl_apps.cli import main
+from rl_apps.programs import grpo
+from rl_apps.settings.compose import to_yaml
+from rl_apps.run.components import weights_directory
 from rl_contracts.errors import LaunchError
 from rl_contracts.testing.models import make_tiny_model
 
@@ -57,7 +58,7 @@ def refused(
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
-        code = cli.main(list(words))
+        code = main.main(list(words))
         captured = capsys.readouterr()
         assert code == 2, captured
         assert "starting servers" not in captured.out
@@ -70,7 +71,7 @@ def refused(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("rl_apps.driver.Launcher.run", no_server)
+    monkeypatch.setattr("rl_apps.cli.driver.Launcher.run", no_server)
     shutil.copytree(model, tmp_path / "model")
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -298,7 +299,7 @@ TOOLS = {
     "command-of-none": (("train",), {}, "train: there is no such command or app. `rl --help` lists them"),
     "no-command": ((), {}, "`rl --help` says what it takes"),
     "run-of-nothing": (("run", "grop"), {}, "did you mean 'grpo'?"),
-    "run-of-no-app": (("run", "good.py:f"), {}, "expected an `rl_apps.app.App`, as docs/own-app.md makes one"),
+    "run-of-no-app": (("run", "good.py:f"), {}, "expected an `rl_apps.run.app.App`, as docs/own-app.md makes one"),
     "flag": (*_tool("status", "run", "--jsn"), "unknown arguments: --jsn. `rl status --help`"),
     "watch-broken-settings": (
         *_tool("watch", "run", files=RUN | {"run/config.yaml": "seed: ["}),
@@ -479,9 +480,9 @@ def test_run_directory_deleted_while_it_runs_is_named(
         shutil.rmtree(tmp_path / "run")
         raise LaunchError("actor-0 ended with exit code 2")
 
-    monkeypatch.setattr("rl_apps.driver.Launcher.run", delete)
+    monkeypatch.setattr("rl_apps.cli.driver.Launcher.run", delete)
 
-    assert cli.main([*GRPO, "evaluation.rows=0"]) == 1
+    assert main.main([*GRPO, "evaluation.rows=0"]) == 1
     assert f"{tmp_path / 'run'}: expected the directory of this run to stay" in capsys.readouterr().err
 
 
@@ -489,7 +490,7 @@ def test_shared_memory_too_small_for_the_weights_is_refused(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr("rl_apps.checks.shutil.disk_usage", lambda _: usage._replace(free=65536))
+    monkeypatch.setattr("rl_apps.preflight.checks.shutil.disk_usage", lambda _: usage._replace(free=65536))
 
     said = refused((*GRPO, "publish.route=shm"), {})
 
@@ -514,7 +515,7 @@ def test_shared_memory_directory_of_another_user_is_refused(refused: Callable[..
         os.chown(directory, 65534, 65534)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "rl_apps.driver.shutil.rmtree", lambda *_, **__: None
+                "rl_apps.cli.driver.shutil.rmtree", lambda *_, **__: None
             )  # as in a directory with the sticky bit
             said = refused((*GRPO, "publish.route=shm"), {})
     finally:
@@ -532,7 +533,7 @@ def test_model_weights_cut_off_are_refused(refused: Callable[..., str], tmp_path
 def test_run_that_goes_on_with_another_kind_of_model_is_refused(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_apps.directory.resumed_step", lambda *_: 1)
+    monkeypatch.setattr("rl_apps.run.directory.resumed_step", lambda *_: 1)
     shutil.copytree(tmp_path / "model", tmp_path / "other")
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     other = json.dumps(settings | {"num_hidden_layers": 9})
@@ -579,7 +580,7 @@ def test_slurm_that_does_not_answer_is_told_with_what_to_do(
 def test_more_gpus_than_there_are_is_refused(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, setting: str, there: str
 ) -> None:
-    monkeypatch.setattr("rl_launchers.local.visible_gpus", lambda _: [])
+    monkeypatch.setattr("rl_launchers.local.scheduler.visible_gpus", lambda _: [])
 
     assert there in refused((*GRPO, setting), {})
 

@@ -10,10 +10,10 @@ import pytest
 from huggingface_hub import constants
 from omegaconf import OmegaConf
 
-from rl_apps.driver import main
+from rl_apps.cli.driver import main
 from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
-from rl_apps.gsm8k_grpo import APP
-from rl_apps.model import find_models
+from rl_apps.programs.gsm8k_grpo import APP
+from rl_apps.settings.model import find_models
 from rl_contracts.errors import ModelError
 
 BIN = Path(sys.executable).parent

@@ -17,8 +17,8 @@ MY_APP = '''
 import json, os, sys, time
 from dataclasses import dataclass, field
 
-from rl_apps.app import App, Run
-from rl_apps.config import RunConfig
+from rl_apps.run.app import App, Run
+from rl_apps.settings.config import RunConfig
 from rl_contracts.config import require
 from rl_contracts.engine import TrainEngineConfig
 
@@ -90,7 +90,7 @@ def test_own_app_is_checked_planned_and_refused_as_ours_are(folder):
     plan = _rl(folder, "--dry-run", "model.path=model")
     assert plan.returncode == 0, plan.stderr
     assert "#   0 and 1 more in each of 100 steps" in plan.stdout
-    assert f"2 x actor: {sys.executable} -m rl_apps.worker my_app:APP" in plan.stdout
+    assert f"2 x actor: {sys.executable} -m rl_apps.run.worker my_app:APP" in plan.stdout
 
 
 def test_own_app_runs_to_its_end_and_its_config_runs_again(folder):

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 
 import pytest
 
-import rl_apps.parts
-from rl_apps import gsm8k_grpo
-from rl_apps.app import Run
-from rl_apps.layout import layout_of
-from rl_apps.parts import Ending, Parts
+import rl_apps.run.components
+from rl_apps.programs import gsm8k_grpo
+from rl_apps.run.app import Run
+from rl_apps.settings.device_layout import layout_of
+from rl_apps.run.components import Ending, Parts
 from rl_contracts.errors import StopRequestedError
-from rl_contracts.names import FileNames
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.runtime.name_service import FileNames
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.testing.waiting import wait_until
-from rl_contracts.training import step_gate
-from rl_contracts.training.step_gate import StepGate
+from rl_contracts.models import step_gate
+from rl_contracts.models.step_gate import StepGate
 
 
 def _parts(directory, *overrides, server="http://127.0.0.1:1"):
@@ -85,7 +85,7 @@ def test_request_to_stop_counts_as_long_as_the_command_is_there_and_tells_the_cl
 def test_second_request_to_stop_abandons_the_running_step(tmp_path, sigterm, monkeypatch):
     gate = StepGate()
     monkeypatch.setattr(step_gate, "STEP", gate)
-    monkeypatch.setattr(rl_apps.parts, "ONE_REQUEST", 0.0)
+    monkeypatch.setattr(rl_apps.run.components, "ONE_REQUEST", 0.0)
 
     def is_abandoned():
         with gate.step():

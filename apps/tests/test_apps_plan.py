@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps.driver import main
+from rl_apps.cli.driver import main
 
 NODES = """
 from dataclasses import dataclass
@@ -100,8 +100,8 @@ def test_plan_of_each_launcher_needs_no_cluster_and_no_gpu(
     assert main("gsm8k-grpo", ["--dry-run", f"run_dir={directory}", *settings, *gpus]) == 0
 
     out = capsys.readouterr().out
-    expected = ["rl_inference.server", "rl_apps.worker", *lines]
-    expected += ["# Batch script", "rl_apps.cli run"] if "launcher=slurm" in settings else []
+    expected = ["rl_inference.embedded_server", "rl_apps.run.worker", *lines]
+    expected += ["# Batch script", "rl_apps.cli.main run"] if "launcher=slurm" in settings else []
     assert [line for line in expected if line not in out] == []
     route = "shm" if settings[0] == "launcher=local" else "broadcast" if gpus else "disk"
     assert f"route: {route}" in out

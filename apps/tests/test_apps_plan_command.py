@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_apps.cli import main
+from rl_apps.cli.main import main
 from rl_apps.plan import calibration
 from rl_apps.plan.rates import Rates, fit_decode, sampled
 from rl_apps.plan.simulation import Setup, simulate

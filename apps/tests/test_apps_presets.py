@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps import compose
-from rl_apps.driver import main
-from rl_apps.gsm8k_grpo import APP
+from rl_apps.settings import compose
+from rl_apps.cli.driver import main
+from rl_apps.programs.gsm8k_grpo import APP
 from rl_contracts.errors import ConfigError
-from rl_trainers.objective import make_policy_loss
-from rl_trainers.proximal import PROXIMALS
+from rl_trainers.algorithms.objective import make_policy_loss
+from rl_trainers.algorithms.proximal import PROXIMALS
 
 PRESETS = sorted(path.stem for path in (Path(compose.CONF) / "algorithm").glob("*.yaml"))
 QUICK = {"dapo", "distillation", "gspo", "ppo"}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps import gsm8k_grpo
-from rl_apps.app import Run
-from rl_apps.driver import main
-from rl_apps.layout import layout_of
-from rl_apps.rehearsal import rehearse
+from rl_apps.programs import gsm8k_grpo
+from rl_apps.run.app import Run
+from rl_apps.cli.driver import main
+from rl_apps.settings.device_layout import layout_of
+from rl_apps.preflight.trial_episode import rehearse
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.models import make_tiny_model
 
@@ -21,9 +21,9 @@ MINE = """
 import dataclasses
 import aiohttp
 import numpy as np
-from rl_apps import gsm8k_grpo
+from rl_apps.programs import gsm8k_grpo
 from rl_contracts.data import ModelRequest
-from rl_contracts.trajectory import from_response
+from rl_contracts.batch.trajectory import from_response
 from rl_contracts.workflow import AgentWorkflow, Environment, RolloutWorkflow
 
 def close(prompt, completions, prompt_ids, completion_ids, answer, **data):

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import NASTY, make_run
 
-from rl_apps import cli
-from rl_apps.directory import names_of
-from rl_apps.report import page as module
-from rl_apps.report.curves import BANDS, curves_of, stages_of, thinned
-from rl_apps.report.facts import commands_of, record_command
-from rl_apps.report.page import RunReport, as_json, write_report
-from rl_apps.report.samples import EACH, NEWEST, STEPS, Samples, extremes, shown, spread_steps
+from rl_apps.cli import main
+from rl_apps.run.directory import names_of
+from rl_monitor.report import page as module
+from rl_monitor.report.curves import BANDS, curves_of, stages_of, thinned
+from rl_monitor.report.facts import commands_of, record_command
+from rl_monitor.report.page import RunReport, as_json, write_report
+from rl_monitor.report.samples import EACH, NEWEST, STEPS, Samples, extremes, shown, spread_steps
 from rl_contracts.testing.waiting import wait_until
 
 
@@ -38,7 +38,7 @@ def test_page_of_a_run_has_curves_events_settings_origin_and_answers_with_advant
     run = make_run(tmp_path / "run")
     record_command(run, ["gsm8k-grpo", "total_steps=6", "tracker.api_key=abc"])
 
-    assert cli.main(["report", str(run)]) == 0
+    assert main.main(["report", str(run)]) == 0
 
     (found,) = data_of(run / "report.html")["runs"]
     assert found["curves"]["reward/mean"][0] == [1, 2, 3, 4, 5, 6]
@@ -154,7 +154,7 @@ def test_several_runs_are_on_one_page_with_the_settings_that_differ(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     first, second = (make_run(tmp_path / name, actor={"lr": lr}) for name, lr in (("a", 1.0), ("b", 2.0)))
 
-    assert cli.main(["report", str(first), str(second)]) == 0
+    assert main.main(["report", str(first), str(second)]) == 0
 
     found = data_of(tmp_path / "comparison.html")
     assert [run["name"] for run in found["runs"]] == ["a", "b"]
@@ -164,17 +164,17 @@ def test_several_runs_are_on_one_page_with_the_settings_that_differ(tmp_path, mo
 def test_run_that_has_nothing_yet_has_a_page(tmp_path) -> None:
     (tmp_path / "config.yaml").write_text("total_steps: 3\n")
 
-    assert cli.main(["report", str(tmp_path)]) == 0
+    assert main.main(["report", str(tmp_path)]) == 0
 
     (found,) = data_of(tmp_path / "report.html")["runs"]
     assert (found["curves"], found["answers"], found["events"], found["total_steps"]) == ({}, [], [], 3)
 
 
 def test_report_of_no_run_or_without_a_place_is_one_sentence(tmp_path, capsys) -> None:
-    assert cli.main(["report", str(tmp_path)]) == 2
+    assert main.main(["report", str(tmp_path)]) == 2
     assert "expected the directory of a run" in capsys.readouterr().err
     (tmp_path / "config.yaml").touch()
-    assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "no" / "page.html")]) == 2
+    assert main.main(["report", str(tmp_path), "-o", str(tmp_path / "no" / "page.html")]) == 2
     assert "expected a place for the page" in capsys.readouterr().err
 
 

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from rl_apps.driver import main
-from rl_apps.gsm8k_grpo import APP
-from rl_apps.servers import check_flat, look_for
+from rl_apps.cli.driver import main
+from rl_apps.programs.gsm8k_grpo import APP
+from rl_apps.preflight.servers import check_flat, look_for
 from rl_contracts.errors import ConfigError, InferenceError
 from rl_contracts.inference import ServerProgram
 
@@ -77,7 +77,7 @@ def test_addresses_as_many_as_servers_are_expected_and_printed_with_how_they_are
     plan = capsys.readouterr().out
     assert "x rollout" not in plan
     assert "expected at https://b:9000: " in plan
-    assert "rl_inference.server --host b --port 9000 --name rollout-1" in plan
+    assert "rl_inference.embedded_server --host b --port 9000 --name rollout-1" in plan
 
 
 def test_addresses_with_a_port_for_servers_to_start_are_refused(capsys):

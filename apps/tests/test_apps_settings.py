@@ -18,12 +18,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from rl_apps.compose import SEAMS
-from rl_apps.config import GRPOConfig, SFTConfig
+from rl_apps.settings.compose import SEAMS
+from rl_apps.settings.config import GRPOConfig, SFTConfig
 from rl_apps.embedded.prepare import prepare_from_scratch
-from rl_apps.gsm8k_grpo import APP as GRPO
-from rl_apps.gsm8k_sft import APP as SFT
-from rl_apps.hh_rlhf import DPO, REWARD_MODEL, DPOConfig
+from rl_apps.programs.gsm8k_grpo import APP as GRPO
+from rl_apps.programs.gsm8k_sft import APP as SFT
+from rl_apps.programs.hh_rlhf import DPO, REWARD_MODEL, DPOConfig
 from rl_contracts import registry
 from rl_contracts.config import PartConfig
 from rl_contracts.testing.processes import free_port
@@ -35,8 +35,8 @@ BIN = Path(sys.executable).parent
 PROBE = Path(__file__).with_name("settings_probe")
 
 CHECKS = {
-    "rl_inference.sglang_config:SGLangEngineConfig.memory_share": "asked of a GPU alone",
-    "rl_apps.config:RolloutSettings.allow_biased_sampling": "what it allows is refused by a check",
+    "rl_inference.backends.sglang.config:SGLangEngineConfig.memory_share": "asked of a GPU alone",
+    "rl_apps.settings.config:RolloutSettings.allow_biased_sampling": "what it allows is refused by a check",
 }
 """Settings that no run here comes by, and why."""
 
@@ -188,12 +188,12 @@ def watched(command, seen, modules="rl_", code=0, cwd=None):
 
 OF_OTHERS = (
     "rl_engines_megatron.",  # runs in tests/test_megatron_commands.py
-    "rl_inference.endpoint.",  # tests/test_agent_commands.py
-    "rl_launchers.cluster:",  # tests/test_clusters_commands.py, and the two below
-    "rl_launchers.ray:",
-    "rl_launchers.slurm:",
-    "rl_inference.vllm_config:VLLMEngineConfig.sleep",  # needs a GPU
-    "rl_trainers.checkpoints:CheckpointConfig.best_mode",  # packages/rl-trainers/tests/test_trainers_checkpoints.py
+    "rl_workflows.agents.endpoint.",  # tests/test_agent_commands.py
+    "rl_launchers.cluster.scheduler:",  # tests/test_clusters_commands.py, and the two below
+    "rl_launchers.ray.scheduler:",
+    "rl_launchers.slurm.scheduler:",
+    "rl_inference.backends.vllm.config:VLLMEngineConfig.sleep",  # needs a GPU
+    "rl_trainers.run_log.checkpoints:CheckpointConfig.best_mode",  # packages/rl-trainers/tests/test_trainers_checkpoints.py
 )
 """Settings of parts that the runs below do not have, and where they are run."""
 
@@ -521,7 +521,7 @@ ELSEWHERE = [
         Elsewhere(
             f"rollout.endpoint.{keys}",
             "an agent",
-            "packages/rl-inference/tests/test_inference_endpoint.py::"
+            "packages/rl-workflows/tests/test_workflows_endpoint.py::"
             "test_calls_beyond_each_limit_are_refused_and_the_others_stay",
             (GRPO, SFT),
             value=value,

@@ -15,9 +15,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from rl_apps import cli, tools
-from rl_apps.directory import FINISHED, JOB, last_record, names_of
-from rl_apps.worker import users_fault
+from rl_apps.cli import main, run_tools
+from rl_apps.run.directory import FINISHED, JOB, last_record, names_of
+from rl_apps.run.worker import users_fault
 from rl_contracts.errors import AgentError, ConfigError, EngineError, InferenceError, RewardError, RLError
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
@@ -25,8 +25,8 @@ from rl_launchers import RunControl
 RUN = """
 import sys, time
 from pathlib import Path
-from rl_apps.directory import names_of
-from rl_contracts.names import FileNames
+from rl_apps.run.directory import names_of
+from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, RunControl
 from rl_contracts.conformance.scheduler import SLEEP, python, server
@@ -65,7 +65,7 @@ def test_status_of_a_run_that_goes_on_says_what_runs_where(run: Path, capsys: py
     (run / "recover" / "step_6").mkdir(parents=True)
     (run / "recover" / "step_6" / "manifest.json").write_text('{"files": {}}')
 
-    assert cli.main(["status", str(run)]) == 0
+    assert main.main(["status", str(run)]) == 0
 
     out = capsys.readouterr().out
     assert f"{run}: running (launcher: process " in out
@@ -75,7 +75,7 @@ def test_status_of_a_run_that_goes_on_says_what_runs_where(run: Path, capsys: py
 
 
 def test_status_as_json_holds_everything(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", str(run), "--json"]) == 0
+    assert main.main(["status", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["state"] == "running"
     assert [worker["name"] for worker in found["workers"]] == ["rollout-0", "actor-0"]
@@ -86,22 +86,22 @@ def test_status_as_json_holds_everything(run: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.nightly
 def test_status_of_a_killed_launcher_says_that_it_is_lost(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.kill(json.loads(_value(run, "status"))["pid"], signal.SIGKILL)
-    wait_until(lambda: tools.status_of(run)["state"] == "lost")
-    assert cli.main(["status", str(run)]) == 0
+    wait_until(lambda: run_tools.status_of(run)["state"] == "lost")
+    assert main.main(["status", str(run)]) == 0
     assert "gave no sign of life" in capsys.readouterr().out
-    assert cli.main(["stop", str(run)]) == 0
+    assert main.main(["stop", str(run)]) == 0
     assert "Nothing to stop" in capsys.readouterr().out
-    assert cli.main(["scale", str(run), "rollout=2"]) == 2
+    assert main.main(["scale", str(run), "rollout=2"]) == 2
     assert "expected a run that goes on" in capsys.readouterr().err
 
 
 def test_status_of_a_run_that_is_over_says_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError), RunControl(names_of(tmp_path)):
         raise ConfigError("planted\nand more")
-    assert tools.status_of(tmp_path)["state"] == "failed"
-    assert tools.status_of(tmp_path)["error"] == "planted"
+    assert run_tools.status_of(tmp_path)["state"] == "failed"
+    assert run_tools.status_of(tmp_path)["error"] == "planted"
     (tmp_path / FINISHED).touch()
-    cli.main(["status", str(tmp_path)])
+    main.main(["status", str(tmp_path)])
     assert capsys.readouterr().out == f"{tmp_path}: finished\n"
 
 
@@ -109,7 +109,7 @@ def test_status_of_a_directory_without_a_run_is_refused_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("status", "logs", "stop"):
-        assert cli.main([command, str(tmp_path)]) == 2
+        assert main.main([command, str(tmp_path)]) == 2
         assert "expected the directory of a run" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -136,19 +136,19 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_status_of_a_job_that_waits_says_why(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", str(job)]) == 0
+    assert main.main(["status", str(job)]) == 0
     assert capsys.readouterr().out == f"{job}: pending (job 7, Slurm's reason is Resources)\n"
-    assert tools.status_of(job)["state"] == "pending"
+    assert run_tools.status_of(job)["state"] == "pending"
     (job / "state").write_text("CANCELLED Reason=None")
-    assert tools.status_of(job)["state"] == "unknown"
+    assert run_tools.status_of(job)["state"] == "unknown"
     (job / "scontrol").unlink()  # on a machine without Slurm
-    assert tools.status_of(job)["state"] == "unknown"
+    assert run_tools.status_of(job)["state"] == "unknown"
 
 
 def test_status_of_a_job_that_waits_again_is_not_what_its_last_launcher_said(job: Path) -> None:
     with RunControl(names_of(job)):
         pass
-    assert tools.status_of(job)["state"] == "pending"
+    assert run_tools.status_of(job)["state"] == "pending"
 
 
 @pytest.mark.parametrize("state", ["PENDING Reason=Resources", "RUNNING Reason=None"])
@@ -156,46 +156,46 @@ def test_stop_of_a_job_whose_launcher_hears_nothing_cancels_it(
     job: Path, state: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (job / "state").write_text(state)
-    assert cli.main(["stop", str(job)]) == 0
+    assert main.main(["stop", str(job)]) == 0
     assert "cancelled; the job was " + state.partition(" ")[0].lower() in capsys.readouterr().out
     assert "scancel 7\n" in (job / "asked").read_text()
 
 
 def test_stop_of_a_job_that_is_over_cancels_nothing(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (job / "state").write_text("FAILED Reason=NonZeroExitCode")
-    assert cli.main(["stop", str(job)]) == 0
+    assert main.main(["stop", str(job)]) == 0
     assert "Nothing to stop: unknown" in capsys.readouterr().out
     assert "scancel" not in (job / "asked").read_text()
 
 
 def test_stop_ends_the_run_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["stop", str(run)]) == 0
+    assert main.main(["stop", str(run)]) == 0
     assert "stopped. No recovery checkpoint was saved" in capsys.readouterr().out
-    assert tools.status_of(run)["workers"] == []
+    assert run_tools.status_of(run)["workers"] == []
 
 
 def test_stop_that_takes_too_long_says_what_the_run_does(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pid = json.loads(_value(run, "status"))["pid"]
     os.kill(pid, signal.SIGSTOP)
-    assert cli.main(["stop", str(run), "--timeout=0.01"]) in (0, 2)  # silent already, or not yet
+    assert main.main(["stop", str(run), "--timeout=0.01"]) in (0, 2)  # silent already, or not yet
     said = capsys.readouterr()
     assert "did not stop within --timeout=0.01 s" in said.err or "gave no sign of life" in said.out
 
 
 @pytest.mark.slow
 def test_scale_waits_until_the_servers_are_ready(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["scale", str(run), "rollout=03"]) == 0
+    assert main.main(["scale", str(run), "rollout=03"]) == 0
     assert "rollout: 3 servers, all of them ready" in capsys.readouterr().out
     there = {"rollout-0", "rollout-1", "rollout-2", "actor-0"}  # which the launcher writes down at its next look
-    wait_until(lambda: {worker["name"] for worker in tools.status_of(run)["workers"]} == there, 30)
-    assert cli.main(["scale", str(run), "rollout=1"]) == 0
-    assert cli.main(["scale", str(run), "actor=2"]) == 1
+    wait_until(lambda: {worker["name"] for worker in run_tools.status_of(run)["workers"]} == there, 30)
+    assert main.main(["scale", str(run), "rollout=1"]) == 0
+    assert main.main(["scale", str(run), "actor=2"]) == 1
     assert "no role 'actor' of servers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["rollout", "=3", "rollout=many", "rollout=-1"])
 def test_scale_target_that_is_none_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["scale", "anywhere", target]) == 2
+    assert main.main(["scale", "anywhere", target]) == 2
     assert "ROLE=COUNT" in capsys.readouterr().err
 
 
@@ -207,11 +207,11 @@ def test_logs_shows_the_last_lines_of_those_that_are_asked_for(
     for name in ("actor-0", "rollout-0", "rollout-1"):
         (tmp_path / "logs" / f"{name}.log").write_text(f"first of {name}\nlast of {name}\n")
 
-    assert cli.main(["logs", str(tmp_path), "rollout", "-n", "1"]) == 0
+    assert main.main(["logs", str(tmp_path), "rollout", "-n", "1"]) == 0
     assert capsys.readouterr().out == "==> rollout-0 <==\nlast of rollout-0\n==> rollout-1 <==\nlast of rollout-1\n"
-    assert cli.main(["logs", str(tmp_path), "actor-0"]) == 0
+    assert main.main(["logs", str(tmp_path), "actor-0"]) == 0
     assert capsys.readouterr().out == "first of actor-0\nlast of actor-0\n"
-    assert cli.main(["logs", str(tmp_path), "actor-1"]) == 2
+    assert main.main(["logs", str(tmp_path), "actor-1"]) == 2
     assert "there are: actor-0, rollout-0, rollout-1" in capsys.readouterr().err
 
 
@@ -221,7 +221,7 @@ def test_logs_follow_shows_what_is_written_until_the_run_is_over(tmp_path: Path)
     log.write_text("before\n")
     out = io.StringIO()  # capsys may lose what a thread prints while it is read
     with RunControl(names_of(tmp_path), beat=0.4), redirect_stdout(out):
-        follower = threading.Thread(target=cli.main, args=(["logs", str(tmp_path), "-f"],))
+        follower = threading.Thread(target=main.main, args=(["logs", str(tmp_path), "-f"],))
         follower.start()
         wait_until(lambda: "before" in out.getvalue(), 30)
         with log.open("a") as file:
@@ -235,11 +235,11 @@ def test_logs_follow_shows_what_is_written_until_the_run_is_over(tmp_path: Path)
 @pytest.mark.parametrize("name", ["status", "logs", "stop", "scale", "replay"])
 def test_help_names_each_tool_and_what_it_does(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
+        main.main(["--help"])
     assert ended.value.code == 0
     assert f"    {name} " in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        cli.main([name, "--help"])
+        main.main([name, "--help"])
     assert "run" in capsys.readouterr().out
 
 
@@ -247,7 +247,7 @@ def test_command_in_a_terminal_without_utf8_says_what_is_wrong(monkeypatch: pyte
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stderr", screen)
 
-    assert cli.main(["wörd"]) == 2
+    assert main.main(["wörd"]) == 2
 
     screen.seek(0)
     assert "w?rd" in screen.read()
@@ -256,7 +256,7 @@ def test_command_in_a_terminal_without_utf8_says_what_is_wrong(monkeypatch: pyte
 def test_progress_of_a_run_whose_reader_is_gone_goes_on() -> None:
     program = """
 import pathlib
-from rl_apps.progress import SFT_COLUMNS, RunProgress
+from rl_monitor.progress import SFT_COLUMNS, RunProgress
 with RunProgress(pathlib.Path("metrics.jsonl"), 1, SFT_COLUMNS) as progress:
     for stage in range(1000):
         progress.say(f"stage {stage}")

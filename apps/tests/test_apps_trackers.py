@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from rl_apps.compose import to_yaml
-from rl_apps.driver import main
-from rl_apps.gsm8k_grpo import APP
+from rl_apps.settings.compose import to_yaml
+from rl_apps.cli.driver import main
+from rl_apps.programs.gsm8k_grpo import APP
 
 LACKING = """
-from rl_contracts.tracking import Tracker
+from rl_contracts.tracker import Tracker
 
 class Lacking(Tracker):
     library, install = "no_such_library", "the-package"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rl_apps import cli
-from rl_apps.directory import names_of
+from rl_apps.cli import main
+from rl_apps.run.directory import names_of
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
 
@@ -38,7 +38,7 @@ def keep(directory: Path, name: str, *answers: dict[str, Any]) -> None:
 def test_watch_shows_turns_with_tools_rewards_and_versions_in_plain_text(tmp_path, capsys) -> None:
     keep(tmp_path, "step_7-0", {"conversation": TALK}, {"conversation": TALK, "rejected": "stale", "truncated": True})
 
-    assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
+    assert main.main(["watch", str(tmp_path), "--conversations"]) == 0
 
     assert capsys.readouterr().out.splitlines() == [
         "== step 7, prompt 0, episode 2, reward 1",
@@ -58,7 +58,7 @@ def test_watch_shows_turns_with_tools_rewards_and_versions_in_plain_text(tmp_pat
 def test_watch_of_an_answer_with_an_end_of_line_that_json_has_not_shows_it_whole(odd, tmp_path, capsys) -> None:
     keep(tmp_path, "step_1-0", {"prompt": "one?", "completion": f"no{odd}!", "version_first": 0, "version_last": 0})
 
-    assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
+    assert main.main(["watch", str(tmp_path), "--conversations"]) == 0
 
     assert re.search(r"completion \(v0\): no\S+!\n\n$", capsys.readouterr().out)
 
@@ -66,7 +66,7 @@ def test_watch_of_an_answer_with_an_end_of_line_that_json_has_not_shows_it_whole
 def test_watch_of_answers_without_turns_shows_prompt_and_completion(tmp_path, capsys) -> None:
     keep(tmp_path, "step_1-0", {"prompt": "one?", "completion": "no", "version_first": 0, "version_last": 0})
 
-    assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
+    assert main.main(["watch", str(tmp_path), "--conversations"]) == 0
 
     assert capsys.readouterr().out.splitlines()[1:3] == ["prompt: one?", "completion (v0): no"]
 
@@ -76,7 +76,7 @@ def test_watch_chooses_steps_evaluations_rows_and_how_many(tmp_path, capsys) -> 
         keep(tmp_path, name, *({"conversation": TALK},) * 3)
 
     def headings(*options: str) -> list[str]:
-        assert cli.main(["watch", str(tmp_path), "--conversations", *options]) == 0
+        assert main.main(["watch", str(tmp_path), "--conversations", *options]) == 0
         return [line.partition(", ep")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("==")]
 
     assert headings() == ["== step 2, prompt 0", "== step 2, prompt 1"]
@@ -90,7 +90,7 @@ def test_watch_goes_on_while_the_run_does_and_leaves_half_lines_for_later(tmp_pa
     said, codes = "", []
     with RunControl(names_of(tmp_path), beat=0.4):
         watching = threading.Thread(
-            target=lambda: codes.append(cli.main(["watch", str(tmp_path), "--conversations"])), daemon=True
+            target=lambda: codes.append(main.main(["watch", str(tmp_path), "--conversations"])), daemon=True
         )
         watching.start()
         keep(tmp_path, "step_1-0", {"conversation": TALK})
@@ -114,7 +114,7 @@ def test_watch_shows_no_control_characters_of_what_a_model_wrote(tmp_path, capsy
     wrote = "[bold]red[/bold] \x1b[31m\x07"
     keep(tmp_path, "step_1-0", {"prompt": "", "completion": wrote, "version_first": 0, "version_last": 0})
 
-    assert cli.main(["watch", str(tmp_path), "--conversations"]) == 0
+    assert main.main(["watch", str(tmp_path), "--conversations"]) == 0
 
     out = capsys.readouterr().out
     assert r"[bold]red[/bold] \x1b[31m\x07" in out
@@ -124,7 +124,7 @@ def test_watch_shows_no_control_characters_of_what_a_model_wrote(tmp_path, capsy
 def test_watch_without_answers_says_which_there_are(tmp_path, capsys) -> None:
     keep(tmp_path, "step_4-0", {"conversation": TALK})
 
-    assert cli.main(["watch", str(tmp_path), "--step", "3"]) == 2
+    assert main.main(["watch", str(tmp_path), "--step", "3"]) == 2
 
     assert "expected answers of step 3, found none; kept are those of the steps [4]" in capsys.readouterr().err
 
@@ -136,6 +136,6 @@ def test_watch_is_coloured_on_a_terminal_alone(tmp_path, capsys, monkeypatch, co
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
 
-    cli.main(["watch", str(tmp_path), "--conversations"])
+    main.main(["watch", str(tmp_path), "--conversations"])
 
     assert ("\x1b[" in capsys.readouterr().out) == colours

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from rl_apps.driver import main
+from rl_apps.cli.driver import main
 
 # 1. The algorithm.
 # A preset is data: `gsm8k-grpo --cfg job algorithm=ppo` shows what it sets. Lambda and the critic's learning rate are

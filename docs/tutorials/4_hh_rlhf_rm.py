@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rl_apps.driver import main
+from rl_apps.cli.driver import main
 
 # 1. The run.
 # Without `data.*` the pairs are generated: a word problem with its right answer, and with one that has a mistake.

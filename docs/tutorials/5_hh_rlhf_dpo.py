@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from rl_apps.driver import main
+from rl_apps.cli.driver import main
 
 # 1. The pairs.
 # Three questions with a polite and a rude answer, many times over: enough to see that the loss does what it says.

@@ -8,9 +8,9 @@ import json
 import sys
 from pathlib import Path
 
-from rl_apps.driver import main
+from rl_apps.cli.driver import main
 from rl_contracts.workflow import AgentWorkflow
-from rl_workflows.calculator import calculator
+from rl_workflows.agents.calculator import calculator
 
 
 # 1. A tool.

@@ -22,8 +22,8 @@ from PIL import Image
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from rl_apps.live import RunView, Screen
-from rl_apps.progress import FIGURES
+from rl_monitor.live import RunView, Screen
+from rl_monitor.progress import FIGURES
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLOURS = 128

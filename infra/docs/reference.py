@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from rl_apps.app import App
-from rl_apps.compose import FILLED_IN, FLAGS, describe
+from rl_apps.run.app import App
+from rl_apps.settings.compose import FILLED_IN, FLAGS, describe
 from rl_contracts import registry
 
 ROOT = Path(__file__).parents[2]
@@ -107,11 +107,11 @@ def _changed(app: App) -> list[tuple[str, str]]:
 
 def commands_page() -> str:
     """docs/commands.md: every command with its subcommands and options."""
-    from rl_apps import cli
+    from rl_apps.cli import main
     from rl_datasets import validate
-    from rl_inference import config as server
+    from rl_inference.backends.embedded import config as server
 
-    rl = parser_of(lambda: cli.main(["status", "."]))
+    rl = parser_of(lambda: main.main(["status", "."]))
     (choices,) = (action for action in rl._actions if isinstance(action, argparse._SubParsersAction))
     helps = {action.dest: action.help or "" for action in choices._choices_actions}
     apps = [
@@ -132,7 +132,7 @@ def commands_page() -> str:
         parts += [f"## rl {name}", _sentence(helps[name]), _arguments(parser)]
     parts += ["## python -m rl_datasets.validate", _sentence("whether the gold answers of a data set score 1.0")]
     parts += [_arguments(parser_of(lambda: validate.main([])))]
-    parts += ["## python -m rl_inference.server", "The embedded server; the launcher starts it."]
+    parts += ["## python -m rl_inference.embedded_server", "The embedded server; the launcher starts it."]
     parts += [_arguments(parser_of(lambda: server.parse([])))]
     return "\n\n".join(parts) + "\n"
 

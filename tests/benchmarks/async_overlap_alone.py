@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_apps.app import Run
-from rl_apps.compose import compose
-from rl_apps.config import GRPOConfig
-from rl_apps.data import load_rows
-from rl_apps.layout import Devices, devices_of, layout_of
-from rl_apps.parts import Parts, server_jobs
+from rl_apps.run.app import Run
+from rl_apps.settings.compose import compose
+from rl_apps.settings.config import GRPOConfig
+from rl_apps.settings.data import load_rows
+from rl_apps.settings.device_layout import Devices, devices_of, layout_of
+from rl_apps.run.components import Parts, server_jobs
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
-from rl_launchers.local import LocalScheduler
+from rl_launchers.local.scheduler import LocalScheduler
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -44,8 +44,8 @@ class SavedBatches:
 
     def next_batch(self) -> TensorDict:
         """The next one."""
-        from rl_contracts.sharding import shard_batch
-        from rl_contracts.trajectory import load_batch
+        from rl_contracts.batch.redistribution import shard_batch
+        from rl_contracts.batch.trajectory import load_batch
 
         return shard_batch(load_batch(next(self._paths)), self._parallel, self._minibatches)
 

@@ -112,7 +112,7 @@ def embedded(
                         "threads": threads,
                         "compile": str(compiled).lower(),
                     },
-                    command=None if forked else (sys.executable, "-m", "rl_inference.server"),
+                    command=None if forked else (sys.executable, "-m", "rl_inference.embedded_server"),
                 )
             )
             for index in range(servers)

@@ -155,7 +155,7 @@ def main() -> None:
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         limits = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
         model = tiny_model(scratch / "model", "qwen3", **shape, **heads, **limits)
-        command = None if options.quick else (sys.executable, "-m", "rl_inference.server")
+        command = None if options.quick else (sys.executable, "-m", "rl_inference.embedded_server")
         with ServerProcess(model, scratch / "server.log", options={"device": "cpu"}, command=command) as server:
             for answers in (32,) if options.quick else (1, 32):
                 result[f"{answers} answers"] = asyncio.run(measure(server.address, answers, rounds, seconds))

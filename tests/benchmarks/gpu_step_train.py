@@ -179,8 +179,8 @@ def measure(engine: Any, batch: Any, load: Load, device: str) -> Measured:
     """Time, profile and count a training step of an engine."""
     import torch
 
-    from rl_contracts.attention_windows import layer_windows
-    from rl_contracts.training.usage import attended_pairs, peak_gib
+    from rl_contracts.models.attention_windows import layer_windows
+    from rl_contracts.models.usage import attended_pairs, peak_gib
     from rl_engines_fsdp.usage import step_flops
 
     step = partial(engine.train_batch, batch, nll, lambda rows: rows["loss_mask"].sum())
@@ -200,7 +200,7 @@ def rates(seconds: float, memory: float | None, flops: float, tokens: int, devic
     """Return what a combination reports at one depth; `mfu` is None where the peak of the device is not known."""
     import torch
 
-    from rl_contracts.training.usage import peak_flops
+    from rl_contracts.models.usage import peak_flops
 
     peak = peak_flops(torch.device(device), "bfloat16")
     return {

@@ -16,9 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rl_apps.data import first_rows, load_rows
+from rl_apps.settings.data import first_rows, load_rows
 from rl_apps.embedded.prepare import EmbeddedRecipe, prepare_embedded
-from rl_apps.gsm8k_grpo import APP
+from rl_apps.programs.gsm8k_grpo import APP
 from rl_datasets import PromptLoader
 
 HERE = Path(__file__).resolve().parent
@@ -58,7 +58,7 @@ def ours(seed: int, directory: Path, run: Callable[[list[str]], str]) -> list[tu
         "evaluation.every": EVERY,
         "evaluation.rows": HELD_OUT,
     }
-    command = [sys.executable, "-c", "from rl_apps.driver import main; main('gsm8k-grpo')"]
+    command = [sys.executable, "-c", "from rl_apps.cli.driver import main; main('gsm8k-grpo')"]
     run([*command, *(f"{key}={value}" for key, value in overrides.items())])
     records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return [(r["step"], r["eval/accuracy"]) for r in records if r.get("eval/accuracy") is not None]

@@ -91,7 +91,7 @@ def run_ours(job: Job, directory: Path, more: dict[str, Any] | None = None) -> d
         "rollout.rehearsal": False,  # it takes seconds, and is not measured
         **(more or {}),
     }
-    command = [sys.executable, "-c", "from rl_apps.driver import main; raise SystemExit(main('gsm8k-grpo'))"]
+    command = [sys.executable, "-c", "from rl_apps.cli.driver import main; raise SystemExit(main('gsm8k-grpo'))"]
     run_command([*command, *(f"{key}={value}" for key, value in overrides.items())])
     return figures_of(job, directory)
 

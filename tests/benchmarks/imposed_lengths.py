@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_workflows import RLVRWorkflow
-from rl_workflows.episode import current_episode
+from rl_workflows.rollout.episode import current_episode
 
 if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.trajectory import Trajectory
+    from rl_contracts.batch.trajectory import Trajectory
 
 UNIFORM_TOKENS = 64
 """Tokens of every answer in the uniform case."""

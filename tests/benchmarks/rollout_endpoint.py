@@ -63,7 +63,7 @@ async def serve(agents: int, latency: float) -> None:
     from rl_contracts.data import ModelRequest
     from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
     from rl_contracts.testing.chat_formats import make_chat_tokenizer
-    from rl_inference.endpoint.server import HttpRolloutEndpoint
+    from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 
     tokenizer = make_chat_tokenizer("llama3")
     end = tokenizer.convert_tokens_to_ids("<|eot_id|>")
@@ -155,7 +155,7 @@ async def measure_reading(turns: int) -> dict[str, float]:
     from rl_contracts.config import GenerationConfig
     from rl_contracts.testing.chat_formats import make_chat_tokenizer
     from rl_inference import EmbeddedEngine
-    from rl_inference.endpoint.server import HttpRolloutEndpoint
+    from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
     from rl_inference.testing import ServerProcess, tiny_model
 
     tokenizer = make_chat_tokenizer("llama3")

@@ -61,7 +61,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_ans
     """Memory with all episodes running, and the time of `batches` batches after the first ones."""
     from rl_contracts.config import GenerationConfig
     from rl_contracts.data import ModelRequest
-    from rl_contracts.trajectory import empty, from_response
+    from rl_contracts.batch.trajectory import empty, from_response
     from rl_contracts.workflow import RolloutWorkflow
     from rl_workflows import DistRollout, RolloutConfig, tune_garbage_collection
 
@@ -125,7 +125,7 @@ def measure_runtime(outstanding: int, batches: int, tuned: bool, seconds_per_ans
 
 def measure_floor(outstanding: int, total: int, ask: bool) -> dict[str, float]:
     """Tasks that sleep once, or ask the null engine once: `outstanding` at any time, until `total` have ended."""
-    from rl_contracts.aio import LoopThread
+    from rl_contracts.runtime.aio import LoopThread
     from rl_contracts.config import GenerationConfig
     from rl_contracts.data import ModelRequest
     from rl_workflows import tune_garbage_collection

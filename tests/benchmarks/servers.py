@@ -48,7 +48,7 @@ import aiohttp  # noqa: E402
 from imposed_lengths import long_tail, uniform  # noqa: E402
 from real_servers import environment_of  # noqa: E402
 
-from rl_contracts.aio import LoopThread  # noqa: E402
+from rl_contracts.runtime.aio import LoopThread  # noqa: E402
 from rl_contracts.config import ClientConfig, GenerationConfig  # noqa: E402
 from rl_contracts.data import FinetuneSpec, ModelRequest, ServeSpec  # noqa: E402
 from rl_contracts.inference import ServerConfig  # noqa: E402

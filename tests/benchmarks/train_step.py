@@ -56,7 +56,7 @@ class Work:
     model: str
     """Hugging Face directory."""
     batch: TensorDict
-    """Rows, as `rl_contracts.trajectory` has them."""
+    """Rows, as `rl_contracts.batch.trajectory` has them."""
     max_tokens: int
     """Of our micro-batches."""
     device: str = "cpu"
@@ -84,7 +84,7 @@ def make_work(
     import torch
     import transformers
 
-    from rl_contracts.trajectory import Trajectory, stack
+    from rl_contracts.batch.trajectory import Trajectory, stack
 
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
@@ -139,8 +139,8 @@ class Ours:
 
     def fill(self) -> dict[str, float]:
         """Micro-batches of a step, how full they are, and how much more than its share the heaviest of 8 ranks gets."""
-        from rl_contracts.packing import balance
-        from rl_contracts.training import micro_batches
+        from rl_contracts.batch.packing import balance
+        from rl_contracts.models import micro_batches
 
         sizes = self.work.batch["attention_mask"].sum(-1).tolist()
         heaviest = max(sum(sizes[row] for row in share) for share in balance(sizes, 8))
@@ -223,8 +223,8 @@ def utilisation(ours: Ours, seconds: float) -> float | None:
     where that is not known, as of any CPU."""
     import torch
 
-    from rl_contracts.attention_windows import layer_windows
-    from rl_contracts.training.usage import attended_pairs, peak_flops
+    from rl_contracts.models.attention_windows import layer_windows
+    from rl_contracts.models.usage import attended_pairs, peak_flops
     from rl_engines_fsdp.usage import step_flops
 
     work, model = ours.work, ours.engine._model

@@ -2,7 +2,7 @@
 
     python train_step_loss.py SIDE TOKENS VOCABULARY HIDDEN THREADS
 
-`SIDE` is `ours` (`rl_contracts.training.logprobs`) or `materialised` (a linear layer and torch's cross-entropy in
+`SIDE` is `ours` (`rl_contracts.models.fused_logprobs`) or `materialised` (a linear layer and torch's cross-entropy in
 float32). Both turn hidden states into the log-prob of each token, and go backward to hidden states and weight with a
 gradient of their own per token. Peak memory is what the process's resident set grows by between the moment when hidden
 states and weight lie ready and its highest point (`VmHWM`, reset by the kernel before the clock starts): blocks of
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_contracts.training.logprobs import HeadOptions, LogitTransform, token_logprobs
+from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, token_logprobs
 
 LossSide = Callable[[Tensor, Tensor, Tensor], Tensor]
 BLOCK = 1 << 19

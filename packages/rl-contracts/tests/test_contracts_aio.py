@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from rl_contracts.aio import LoopThread
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.errors import InferenceError, RLError, StalledError
 
 

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_contracts.attention_windows import layer_window, short_windows
+from rl_contracts.models.attention_windows import layer_window, short_windows
 from rl_contracts.errors import ModelError
 
 

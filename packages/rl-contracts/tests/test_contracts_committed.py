@@ -9,7 +9,7 @@ import pytest
 from rl_contracts.data import ParamSpec, WeightPart, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights import read_committed, write_committed
-from rl_contracts.weights.committed import RECORD
+from rl_contracts.weights.committed_record import RECORD
 
 
 def record(version: int) -> tuple[WeightUpdateMeta, WeightReceipt]:

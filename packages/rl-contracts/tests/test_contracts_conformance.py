@@ -34,7 +34,7 @@ from rl_contracts.testing import (
     make_batch,
     put_weights,
 )
-from rl_contracts.trajectory import Trajectory, from_response
+from rl_contracts.batch.trajectory import Trajectory, from_response
 from rl_contracts.workflow import RolloutWorkflow
 
 # ---- train engine

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_contracts import linear as module
-from rl_contracts.linear import linear, speed_up
+from rl_contracts.models import cpu_matmul as module
+from rl_contracts.models.cpu_matmul import linear, speed_up
 
 
 @pytest.fixture(autouse=True)
@@ -141,12 +141,12 @@ def test_speed_up_compiled_model_equals_uncompiled(with_grad: bool) -> None:
 
 SIZES = """
 import sys, torch
-from rl_contracts import linear
-linear._mkl_wastes_speed = lambda: True
-assert linear.prefers_onednn()
+from rl_contracts.models import cpu_matmul
+cpu_matmul._mkl_wastes_speed = lambda: True
+assert cpu_matmul.prefers_onednn()
 weight, after = torch.ones(512, 64), []
 for rows in range(2, 802):
-    linear.linear(torch.ones(16 + rows, 64), weight)
+    cpu_matmul.linear(torch.ones(16 + rows, 64), weight)
     if rows in (401, 801):
         after.append(int(open("/proc/self/statm").read().split()[1]) * 4096)
 print(*after)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.lines import LineFile, append, json_lines, to_json
+from rl_contracts.runtime.json_lines import LineFile, append, json_lines, to_json
 
 FULL = Path("/dev/full")
 

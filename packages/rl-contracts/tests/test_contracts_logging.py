@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_contracts.errors import ConfigError
-from rl_contracts.logging import ROOT, configure, get_logger
+from rl_contracts.runtime.logging import ROOT, configure, get_logger
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.machine import bypass_proxies, reachable_host, url_of, usable_cores, visible_gpus
+from rl_contracts.runtime.machine import bypass_proxies, reachable_host, url_of, usable_cores, visible_gpus
 from rl_contracts.scheduler import Worker
 
 

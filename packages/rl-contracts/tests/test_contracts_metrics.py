@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_contracts.errors import ConfigError, DataError
-from rl_contracts.metrics import Figures, MetricsWriter, collect, record, record_all
+from rl_contracts.runtime.metrics import Figures, MetricsWriter, collect, record, record_all
 
 
 def test_results_mean_is_sum_over_weight_not_mean_of_means() -> None:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from rl_contracts.errors import ModelError
-from rl_contracts.model_directory import check_model_directory, parameters_in
+from rl_contracts.models.directory import check_model_directory, parameters_in
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from rl_contracts.model_sizes import sizes_of
+from rl_contracts.models.sizes import sizes_of
 
 
 @pytest.mark.parametrize(("widths", "expected"), [(24, 24), ([8, 48, 24], 48), (None, 4 * 16)])

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from rl_contracts.parallel import ParallelContext
-from rl_contracts.training.new_directory import new_directory
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.models.atomic_directory import new_directory
 
 
 class Heard(ParallelContext):

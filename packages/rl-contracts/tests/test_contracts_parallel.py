@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_contracts.errors import EngineError
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.batch.parallel import ParallelContext
 
 PROGRAM = """
 import json, sys
@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from rl_contracts.errors import DataError, EngineError, users_fault
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.batch.parallel import ParallelContext
 
 rank, world, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 limit = timedelta(seconds=60)

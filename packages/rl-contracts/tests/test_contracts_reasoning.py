@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_contracts.reasoning import MARKS, split_reasoning
+from rl_contracts.chat.reasoning import MARKS, split_reasoning
 
 THINK, GPT_OSS = "<think>\n", "<|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>so 5<|end|><|start|>assistant"

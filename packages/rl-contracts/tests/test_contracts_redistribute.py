@@ -15,9 +15,9 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rl_contracts.errors import EngineError
-from rl_contracts.parallel import ParallelContext
-from rl_contracts.sharding import redistribute, shard_batch
-from rl_contracts.trajectory import UNIT_KEY, Trajectory, concatenate, empty, stack
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.redistribution import redistribute, shard_batch
+from rl_contracts.batch.trajectory import UNIT_KEY, Trajectory, concatenate, empty, stack
 
 torch_threads = pytest.importorskip("torch.testing._internal.distributed.multi_threaded_pg")
 
@@ -188,7 +188,7 @@ def test_redistribute_64_ranks_each_moves_and_holds_no_more_than_8_ranks_do(
             with _disable_current_modes():  # one thread copies for all
                 return inner(*args, **kwargs)
 
-        monkeypatch.setattr(f"rl_contracts.parallel.dist.{name}", call)
+        monkeypatch.setattr(f"rl_contracts.batch.parallel.dist.{name}", call)
 
     counted("all_to_all_single", lambda out, given, *_: out.nbytes + given.nbytes)
     counted("all_gather", lambda out, given: sum(part.nbytes for part in out) + given.nbytes)

@@ -16,7 +16,7 @@ from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.reference_engine import learning_rate
-from rl_contracts.trajectory import PackedBatch, select
+from rl_contracts.batch.trajectory import PackedBatch, select
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -154,7 +154,7 @@ def test_load_of_something_else_raises_model_error(model_path: str, tmp_path: Pa
 
 
 def test_select_rows_of_a_random_batch_keeps_it_valid() -> None:
-    from rl_contracts.trajectory import validate
+    from rl_contracts.batch.trajectory import validate
 
     batch = make_batch(9, seed=4)
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl_contracts.errors import ConfigError, DataError
-from rl_contracts.rendering import ChatRenderer, adds_bos
+from rl_contracts.chat.rendering import ChatRenderer, adds_bos
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
 
 CHATML = (

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.metrics import collect
+from rl_contracts.runtime.metrics import collect
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.testing.waiting import wait_until
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and
 
 REWARDS = """
 import builtins, os, signal, subprocess, sys, tempfile, threading, time
-from rl_contracts.metrics import record
+from rl_contracts.runtime.metrics import record
 from rl_contracts.reward import PartedReward
 
 def pipes():

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.metrics import collect
+from rl_contracts.runtime.metrics import collect
 from rl_contracts.reward import parts_of, time_limit
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.testing.waiting import wait_until
@@ -93,7 +93,7 @@ def modules(prompt, completions, prompt_ids, completion_ids, **data):
     return float(sum(name in sys.modules for name in data["names"]))
 
 def records(prompt, completions, prompt_ids, completion_ids, **data):
-    from rl_contracts.metrics import record
+    from rl_contracts.runtime.metrics import record
 
     record("length", len(completions))
     record("calls", 1, kind="sum")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts import confine
+from rl_contracts.sandbox import confine
 from rl_contracts.errors import ConfigError
-from rl_contracts.sandbox import Sandbox, SandboxLimits
+from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 
 TRIES = """
 import json
@@ -470,7 +470,7 @@ def test_write_only_below_signals_its_own_processes_alone(tmp_path):
         pytest.skip("Landlock guards signals from version 6")
     code = f"""
 import os, subprocess, sys
-from rl_contracts import confine
+from rl_contracts.sandbox import confine
 confine.write_only_below({str(tmp_path)!r})
 child = subprocess.Popen(["sleep", "60"])
 child.kill()
@@ -528,7 +528,7 @@ def test_sandbox_each_denied_system_call_is_refused(any_kernel):
 @pytest.mark.slow
 def test_sandbox_ends_with_its_owner(tmp_path):
     owner = subprocess.Popen(
-        [sys.executable, "-c", "from rl_contracts.sandbox import Sandbox\nSandbox().run('while True: pass')"],
+        [sys.executable, "-c", "from rl_contracts.sandbox.sandbox import Sandbox\nSandbox().run('while True: pass')"],
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children")
@@ -572,7 +572,7 @@ def test_sandbox_packages_can_be_imported_where_they_are_given(tmp_path):
 
 
 PRETENDING = """
-from rl_contracts import confine, sandbox
+from rl_contracts.sandbox import confine, sandbox
 MISSING = [(confine._LOAD, 0, 0, 0)]
 for number in {numbers}:
     MISSING += [(confine._EQUAL, 0, 1, number), (confine._RETURN, 0, 0, confine._REFUSE | 38)]

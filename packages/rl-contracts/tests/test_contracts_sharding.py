@@ -3,9 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_contracts.parallel import ParallelContext
-from rl_contracts.sharding import global_order, shard_batch
-from rl_contracts.trajectory import Trajectory, concatenate, stack
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.redistribution import global_order, shard_batch
+from rl_contracts.batch.trajectory import Trajectory, concatenate, stack
 
 
 def _batch(sizes: list[int], seed: int):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rl_contracts.errors import EngineError, StalledError, StopRequestedError
-from rl_contracts.parallel import ParallelContext
-from rl_contracts.training.step_gate import StepGate, largest_of_ranks
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.models.step_gate import StepGate, largest_of_ranks
 
 RANKS = 3
 MICRO_BATCHES = 200

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from rl_contracts.data import ModelResponse, StopReason
 from rl_contracts.errors import DataError
 from rl_contracts.testing import make_batch
-from rl_contracts.trajectory import (
+from rl_contracts.batch.trajectory import (
     ROW_KEYS,
     TOKEN_KEYS,
     Trajectory,

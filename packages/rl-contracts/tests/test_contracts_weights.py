@@ -18,18 +18,8 @@ from hypothesis import strategies as st
 
 from rl_contracts.data import ParamSpec, WeightPart, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights import (
-    WeightReceiver,
-    WeightSender,
-    checksum,
-    copy_with_checksum,
-    kernel,
-    open_sender,
-    open_weights,
-    read_committed,
-    verify_receipt,
-)
-from rl_contracts.weights.committed import MEMORY
+from rl_contracts.weights import WeightReceiver, WeightSender, checksum, copy_with_checksum, checksum_kernel, open_sender, open_weights, read_committed, verify_receipt
+from rl_contracts.weights.committed_record import MEMORY
 
 # the package's function of the same name hides the module
 checksum_module = importlib.import_module("rl_contracts.weights.checksums")
@@ -466,7 +456,7 @@ def test_checksum_compiled_loop_and_devices_agree(words: list[int], first: int) 
     expected = formula(tensor.numpy().tobytes(), first)
 
     found = {checksum(tensor, 8 * first), checksum_module._device_sum(tensor, tensor, first).value}
-    copied, _ = kernel.copy_words(target.numpy(), tensor.numpy(), first)
+    copied, _ = checksum_kernel.copy_words(target.numpy(), tensor.numpy(), first)
 
     assert found == {expected}
     assert copied == expected

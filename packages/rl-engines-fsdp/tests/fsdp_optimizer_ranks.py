@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import SaveLoadMeta
-from rl_contracts.trajectory import select
+from rl_contracts.batch.trajectory import select
 
 
 def main(model: str, out: Path, layout: dict[str, int], settings: dict[str, dict[str, object]]) -> None:

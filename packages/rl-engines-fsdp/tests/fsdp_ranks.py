@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import RLError
-from rl_contracts.trajectory import select
+from rl_contracts.batch.trajectory import select
 from rl_engines_fsdp import engine as engine_module
 from rl_engines_fsdp.model import loading
 

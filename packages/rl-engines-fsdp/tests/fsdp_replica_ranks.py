@@ -23,12 +23,12 @@ from fsdp_toys import (
 )
 from safetensors.torch import load_file
 
-from rl_contracts import linear
+from rl_contracts.models import cpu_matmul
 from rl_contracts.allocation import Allocation, ParallelStrategy
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import RLError
-from rl_contracts.trajectory import select
+from rl_contracts.batch.trajectory import select
 from rl_contracts.weights import checksum
 from rl_engines_fsdp import FSDPEngine
 from rl_engines_fsdp.model import attention, checks, loading
@@ -55,9 +55,9 @@ def error_of(call) -> str:
 def products_by_onednn(least: int) -> Iterator[Mock]:
     """As on processors where it is the faster library; `least` entries of a product from which on it is taken."""
     with (
-        patch.object(linear, "LEAST_OUTPUTS", least),
-        patch.object(linear, "prefers_onednn", torch.backends.mkldnn.is_available),
-        patch.object(linear, "_onednn", wraps=linear._onednn) as product,
+        patch.object(cpu_matmul, "LEAST_OUTPUTS", least),
+        patch.object(cpu_matmul, "prefers_onednn", torch.backends.mkldnn.is_available),
+        patch.object(cpu_matmul, "_onednn", wraps=cpu_matmul._onednn) as product,
     ):
         yield product
 
@@ -82,7 +82,7 @@ def numerics(models: Path, expected: Path, families: list[str], layout: Parallel
     """How far each family is from one process, relative to the norm of the gradient."""
     seen: dict = {}
     for family in families:
-        least = {"Mistral": 1, "Wide": linear.LEAST_OUTPUTS}.get(family)
+        least = {"Mistral": 1, "Wide": cpu_matmul.LEAST_OUTPUTS}.get(family)
         with products_by_onednn(least) if least else nullcontext() as product:
             seen[family] = distances(models, expected, family, layout)
             assert product is None or product.called

@@ -10,7 +10,7 @@ from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine, record_g
 from safetensors.torch import save_file
 
 from rl_contracts.config import OptimizerConfig
-from rl_contracts.trajectory import select
+from rl_contracts.batch.trajectory import select
 
 
 def main(model: str, out: Path, splits: dict[str, list[list[int]]]) -> None:

@@ -16,7 +16,7 @@ from fsdp_toys import loss_fn, loss_weight_fn, make_batch, make_engine
 
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import StopRequestedError
-from rl_contracts.training.step_gate import STEP, largest_of_ranks
+from rl_contracts.models.step_gate import STEP, largest_of_ranks
 from rl_engines_fsdp import FSDPEngine
 
 

@@ -12,7 +12,7 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.testing.families import make_family
 from rl_contracts.testing.processes import run_ranks
-from rl_contracts.trajectory import select
+from rl_contracts.batch.trajectory import select
 
 ASKED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 FAMILIES = ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmoe", "granitemoe"))]

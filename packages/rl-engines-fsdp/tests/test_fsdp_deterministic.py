@@ -3,7 +3,7 @@
 import torch
 from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_engine, make_model, weights_of
 
-from rl_contracts.trajectory import select
+from rl_contracts.batch.trajectory import select
 
 
 def test_forward_of_a_row_alone_has_the_bits_that_it_has_in_a_batch(tmp_path):

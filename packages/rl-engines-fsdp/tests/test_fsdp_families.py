@@ -12,7 +12,7 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.errors import ModelError
 from rl_contracts.testing.families import VARIANTS
 from rl_contracts.testing.families import make_family as make_plain_family
-from rl_contracts.trajectory import select
+from rl_contracts.batch.trajectory import select
 from rl_engines_fsdp.model import attention, loading
 from rl_engines_fsdp.model.rope import RowFrequencies
 from rl_engines_fsdp.ranks.sharding import decoder_layers

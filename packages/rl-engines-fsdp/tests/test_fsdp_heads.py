@@ -22,8 +22,8 @@ from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
 from rl_contracts.testing import make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
-from rl_contracts.training.hugging_face import pad_token_id
-from rl_contracts.trajectory import select
+from rl_contracts.models.config_files import pad_token_id
+from rl_contracts.batch.trajectory import select
 from rl_engines_fsdp.model import attention
 
 

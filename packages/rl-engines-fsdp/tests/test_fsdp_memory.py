@@ -13,7 +13,7 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
-from rl_contracts.model_sizes import ModelSizes, layer_of, sizes_of
+from rl_contracts.models.sizes import ModelSizes, layer_of, sizes_of
 from rl_contracts.testing import make_batch, make_tiny_model
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 from rl_engines_fsdp.config import LoRAConfig

@@ -16,11 +16,11 @@ from fsdp_toys import (
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma3TextConfig, MistralConfig, Qwen3Config
 
-from rl_contracts import linear
-from rl_contracts.attention_windows import layer_windows
+from rl_contracts.models import cpu_matmul
+from rl_contracts.models.attention_windows import layer_windows
 from rl_contracts.errors import ConfigError
-from rl_contracts.training import usage
-from rl_contracts.training.usage import attended_pairs, peak_flops
+from rl_contracts.models import usage
+from rl_contracts.models.usage import attended_pairs, peak_flops
 from rl_engines_fsdp.config import LoRAConfig
 from rl_engines_fsdp.usage import matrix_parameters, step_flops
 
@@ -34,10 +34,10 @@ def work_of(batch):
 @pytest.fixture
 def counted_products(monkeypatch):
     """torch's own products everywhere: it cannot count those of oneDNN, which some processors multiply by."""
-    monkeypatch.setattr(linear, "_mkl_wastes_speed", lambda: False)
-    linear.prefers_onednn.cache_clear()
+    monkeypatch.setattr(cpu_matmul, "_mkl_wastes_speed", lambda: False)
+    cpu_matmul.prefers_onednn.cache_clear()
     yield
-    linear.prefers_onednn.cache_clear()
+    cpu_matmul.prefers_onednn.cache_clear()
 
 
 @pytest.mark.slow

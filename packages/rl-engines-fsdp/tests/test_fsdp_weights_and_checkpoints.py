@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.errors import ModelError
-from rl_contracts.training.hugging_face import read_config
+from rl_contracts.models.config_files import read_config
 from rl_engines_fsdp import LoRAConfig
 
 

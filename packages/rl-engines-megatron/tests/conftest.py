@@ -6,4 +6,4 @@ from rl_contracts.testing.processes import preload
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # for megatron_toys
-preload("rl_engines_megatron.engine", "rl_engines_megatron.building", "transformers.models.qwen3.modeling_qwen3")
+preload("rl_engines_megatron.engine", "rl_engines_megatron.model.building", "transformers.models.qwen3.modeling_qwen3")

@@ -17,7 +17,7 @@ from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import Snapshot
 from rl_contracts.errors import EngineError
 from rl_contracts.testing import make_tiny_model
-from rl_contracts.trajectory import select, units
+from rl_contracts.batch.trajectory import select, units
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
 

@@ -15,7 +15,7 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.testing import ReferenceTrainEngine, make_batch
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
-from rl_engines_megatron.sharding import same_bits
+from rl_engines_megatron.weights.layouts import same_bits
 
 
 def logprobs(engine, batch):

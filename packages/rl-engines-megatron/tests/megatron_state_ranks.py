@@ -16,7 +16,8 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.conformance.train_engine import OPTIMIZER
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.errors import EngineError
-from rl_engines_megatron import MegatronEngine, state
+from rl_engines_megatron import MegatronEngine
+from rl_engines_megatron.weights import checkpoint
 
 RANK = int(os.environ["RANK"])
 
@@ -53,7 +54,7 @@ def full_memory(name: str) -> int:
     return MEMORY(name)
 
 
-STATE, MEMORY = state._state, os.memfd_create
+STATE, MEMORY = checkpoint._state, os.memfd_create
 
 
 def main(model: str, directory: Path) -> None:
@@ -73,7 +74,7 @@ def main(model: str, directory: Path) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     print("second layout: saved and loaded")
 
-    with patch.object(state, "_state", without_a_shard):
+    with patch.object(checkpoint, "_state", without_a_shard):
         print("missing shard:", error_of(lambda: engine.save(absent)))
     with patch.object(os, "memfd_create", full_memory):
         print("no memory:", error_of(lambda: engine.save(absent)))

@@ -13,7 +13,8 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.conformance.train_engine import logprobs_of, policy_loss, trained_tokens
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.testing import make_batch, make_tiny_model
-from rl_engines_megatron import MegatronEngine, MegatronEngineConfig, layers
+from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
+from rl_engines_megatron.model import layers
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

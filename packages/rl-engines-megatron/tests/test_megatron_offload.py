@@ -8,7 +8,7 @@ from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing import make_batch, make_tiny_model
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
-from rl_engines_megatron.leaving import Away
+from rl_engines_megatron.offload import Away
 
 
 def moments(engine):

@@ -12,8 +12,8 @@ from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.testing import make_tiny_model
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
-from rl_engines_megatron.checks import weight_files
-from rl_engines_megatron.sharding import same_bits
+from rl_engines_megatron.model.checks import weight_files
+from rl_engines_megatron.weights.layouts import same_bits
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 

@@ -47,7 +47,7 @@ def test_row_between_others_is_said_the_same_whatever_they_are_and_another_mask_
 
     assert torch.equal(one[1], other[1])
     assert not torch.equal(one[0], other[0])
-    from rl_engines_megatron.attention import PackedAttention
+    from rl_engines_megatron.model.attention import PackedAttention
 
     monkeypatch.setattr(PackedAttention, "forward", as_one_row(PackedAttention.forward))
     one, other = logprobs(engine, batch), logprobs(engine, with_other_neighbours(batch))

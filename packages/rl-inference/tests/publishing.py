@@ -33,13 +33,13 @@ QUICK = {
 }
 SPOILED = """
 import sys
-from rl_inference.server.weights import ServedWeights
+from rl_inference.embedded_server.weights import ServedWeights
 commit = ServedWeights.commit
 def spoil(self, version):
     commit(self, version)
     self._live["model.norm.weight"].data[3] += 1.0
 ServedWeights.commit = spoil
-from rl_inference.server.__main__ import main
+from rl_inference.embedded_server.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 """A server whose tensors are not what it was sent, once they are served."""

@@ -17,8 +17,8 @@ from rl_contracts.errors import WeightUpdateError
 from rl_contracts.testing import put_weights
 from rl_contracts.weights import checksum, verify_receipt, write_committed
 from rl_contracts.weights.adapters import BaseWeights, begins_with, merged
-from rl_inference.server.requests import Stage
-from rl_inference.server.weights import ServedWeights, restore
+from rl_inference.embedded_server.requests import Stage
+from rl_inference.embedded_server.weights import ServedWeights, restore
 
 SCALE = 2.0
 ADAPTED = "layer.weight"

@@ -16,9 +16,9 @@ from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
 from rl_inference import EmbeddedEngine
-from rl_inference.answer import PartialAnswer
-from rl_inference.protocols.base import GenerationChunk
-from rl_inference.transport import Server, ServerEndedError
+from rl_inference.client.completion import PartialAnswer
+from rl_inference.client.protocol import GenerationChunk
+from rl_inference.client.transport import Server, ServerEndedError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -163,7 +163,7 @@ async def test_agenerate_busy_server_is_not_asked_in_a_loop_while_another_has_ro
 async def test_stage_server_that_comes_back_gets_a_moment_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    monkeypatch.setattr("rl_inference.updates._PATIENCE", 0.5 if hangs else 10.0)
+    monkeypatch.setattr("rl_inference.client.weight_update._PATIENCE", 0.5 if hangs else 10.0)
     returning = asyncio.Event()
 
     async def stage(request: web.Request) -> web.Response:

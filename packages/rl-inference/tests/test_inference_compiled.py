@@ -14,9 +14,9 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ConfigError, ModelError
 from rl_inference import EmbeddedEngineConfig
-from rl_inference.server.job import GenerationJob
-from rl_inference.server.loading import load_model
-from rl_inference.server.slots import SlotTable
+from rl_inference.embedded_server.job import GenerationJob
+from rl_inference.embedded_server.model.loading import load_model
+from rl_inference.embedded_server.slots import SlotTable
 from rl_inference.testing import reference_logprobs, reference_model, tiny_model
 
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from rl_contracts.aio import in_thread
+from rl_contracts.runtime.aio import in_thread
 from rl_contracts.config import ClientConfig
 from rl_contracts.data import ParamSpec, ServeSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
@@ -28,17 +28,18 @@ from rl_contracts.testing import put_weights
 from rl_contracts.testing.waiting import wait_until
 from rl_contracts.weights import WeightReceiver
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
-from rl_inference.server.loading import load_model
-from rl_inference.server.weights import ServedWeights
+from rl_inference.embedded_server.model.loading import load_model
+from rl_inference.embedded_server.weights import ServedWeights
 from rl_inference.testing import ServerProcess, reference_model
 
 IMPATIENT = """
 import sys
-from rl_inference.server import app, connections
+from rl_inference.embedded_server import app
+from rl_contracts.runtime import http_connections as connections
 app.BODY_SECONDS = app.UNREAD_SECONDS = connections.SILENT_SECONDS = 1.0
 event = app._event
 app._event = lambda value: event(value) + (b": " + b"x" * 2**23 + b"\\n\\n" if "much" in str(value) else b"")
-from rl_inference.server.__main__ import main
+from rl_inference.embedded_server.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 """A server of short deadlines. The stream of a request named `much` brings more than a connection holds."""
@@ -165,7 +166,7 @@ def test_stage_that_hangs_is_given_up_and_what_comes_late_changes_nothing(
         in_thread(lambda: weights.stage(meta))
         assert began.wait(60)
     monkeypatch.undo()
-    monkeypatch.setattr("rl_inference.server.weights.GIVEN_UP_SECONDS", 0.1)
+    monkeypatch.setattr("rl_inference.embedded_server.weights.GIVEN_UP_SECONDS", 0.1)
 
     found = weights.stage(meta, 60.0)
     go_on.set()

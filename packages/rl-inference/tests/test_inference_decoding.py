@@ -21,12 +21,12 @@ from rl_contracts.testing import put_weights
 from rl_contracts.testing.families import ORIGINAL_LENGTH, make_family
 from rl_contracts.testing.waiting import wait_until
 from rl_inference import EmbeddedEngineConfig
-from rl_inference.server.cache import SlotLayer
-from rl_inference.server.job import GenerationJob
-from rl_inference.server.loading import load_model
-from rl_inference.server.loop import DecodeLoop
-from rl_inference.server.slots import SlotTable
-from rl_inference.server.weights import ServedWeights
+from rl_inference.embedded_server.model.cache import SlotLayer
+from rl_inference.embedded_server.job import GenerationJob
+from rl_inference.embedded_server.model.loading import load_model
+from rl_inference.embedded_server.loop import DecodeLoop
+from rl_inference.embedded_server.slots import SlotTable
+from rl_inference.embedded_server.weights import ServedWeights
 from rl_inference.testing import reference_logprobs, reference_model, tiny_model
 
 WINDOW = 16
@@ -222,7 +222,7 @@ def test_load_a_window_that_is_not_honoured_is_refused_however_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_model(tmp_path / "model", "mistral", sliding_window=100_000)
-    monkeypatch.setattr("rl_inference.server.model.layer_window", lambda *_: None)
+    monkeypatch.setattr("rl_inference.embedded_server.model.slot_model.layer_window", lambda *_: None)
 
     with pytest.raises(ModelError, match="computes other numbers"):
         load_model(EmbeddedEngineConfig(), ServeSpec(str(path), device="cpu"))

@@ -10,7 +10,7 @@ import pytest
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
-from rl_inference.config import parse
+from rl_inference.backends.embedded.config import parse
 from rl_inference.testing import ServerProcess
 
 PROMPTS = [[5, 17, 40, 33], [9, 8, 7], [5, 17, 40, 33], [60, 61, 62, 63, 64, 65, 66]]

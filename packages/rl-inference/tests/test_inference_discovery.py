@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_contracts.clock import SystemClock
+from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.config import ClientConfig
-from rl_inference.discovery import Discovery
-from rl_inference.routing import Router
-from rl_inference.transport import Server, ServerLostError
+from rl_inference.client.discovery import Discovery
+from rl_inference.client.router import Router
+from rl_inference.client.transport import Server, ServerLostError
 
 NAMES = [f"rollout/{number}" for number in range(4)]
 ADDRESSES = [f"http://s{number}" for number in range(6)]

@@ -203,7 +203,7 @@ async def test_join_of_another_model_is_refused_and_the_next_update_goes_on_with
 
         await until(lambda: f"it serves the model {tmp_path / 'other'}" in caplog.text, 60)
         # as over a route that leaves nothing to read, where servers come in with the update
-        monkeypatch.setattr("rl_inference.updates.STORED_ROUTES", ())
+        monkeypatch.setattr("rl_inference.client.weight_update.STORED_ROUTES", ())
         await trainer.publish(engine)
 
         assert engine.servers == [first.address]

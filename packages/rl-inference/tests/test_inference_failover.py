@@ -22,7 +22,7 @@ from rl_contracts.errors import ConfigError, InferenceError, WeightUpdateError
 from rl_contracts.testing import put_weights
 from rl_contracts.testing.processes import free_port
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
-from rl_inference.config import parse
+from rl_inference.backends.embedded.config import parse
 from rl_inference.testing import ServerProcess, reference_logprobs, reference_model
 
 PROMPT = [5, 17, 40, 33, 21, 90]

@@ -20,8 +20,8 @@ from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_inference import EmbeddedEngine
-from rl_inference.files import TooManyFilesError
-from rl_inference.monitor import ServerMonitor
+from rl_inference.client.file_limit import TooManyFilesError
+from rl_inference.client.health import ServerMonitor
 from rl_inference.testing import ServerProcess
 
 REQUEST = ModelRequest([5, 6, 7], GenerationConfig(max_new_tokens=4, ignore_eos=True))
@@ -122,7 +122,7 @@ async def test_client_takes_all_the_files_that_it_may_have() -> None:
 
 @pytest.mark.nightly
 def test_server_takes_all_the_files_that_it_may_have(model_path: Path, tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "rl_inference.server")
+    command = (sys.executable, "-m", "rl_inference.embedded_server")
     limit = highest_file() + 200
     with soft_limit(limit), ServerProcess(model_path, tmp_path / "log", command=command) as server:
         line = next(

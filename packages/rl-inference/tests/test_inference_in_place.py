@@ -23,7 +23,7 @@ from rl_contracts.testing import put_weights
 from rl_contracts.testing.processes import free_port
 from rl_contracts.testing.waiting import until
 from rl_contracts.weights import write_committed
-from rl_contracts.weights.committed import RECORD
+from rl_contracts.weights.committed_record import RECORD
 from rl_inference import EmbeddedEngine
 
 PROMPT = [n * n % VOCAB for n in range(300)]
@@ -515,7 +515,7 @@ async def test_rejoin_record_that_cannot_be_read_for_a_moment_keeps_nobody_out(t
 async def test_commit_server_that_joins_while_all_are_held_is_held_too(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("rl_contracts.weights.committed", "rl_inference.updates"):
+    for module in ("rl_contracts.weights.committed_record", "rl_inference.client.weight_update"):
         monkeypatch.setattr(f"{module}.STORED_ROUTES", ())
     async with fleet(2, SummedEngine, rejoin_timeout=30) as (engine, servers):
         await engine.stage_weights(put(trainer.directory, 1)[0])

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_inference.server import kernel
-from rl_inference.server.attention import Scoring, TokenPass, causal
-from rl_inference.server.cache import KernelLayer, SlotLayer, TorchLayer
-from rl_inference.server.pages import PAGE, PageTable, PrefixIndex
+from rl_inference.embedded_server.model import attention_kernel
+from rl_inference.embedded_server.model.attention import Scoring, TokenPass, causal
+from rl_inference.embedded_server.model.cache import KernelLayer, SlotLayer, TorchLayer
+from rl_inference.embedded_server.model.pages import PAGE, PageTable, PrefixIndex
 
 
 def attend(
@@ -67,7 +67,7 @@ def test_exponentials_of_scores_far_apart_equal_softmax() -> None:
     scores = torch.tensor([0.0, -1e-6, -0.5, -3.25, -50.0, -86.9, -200.0, -1e30])
     weights, bits = scores.numpy().copy(), np.empty(len(scores), np.int32)
 
-    total = kernel._exponentials(weights, bits, len(scores), np.float32(0.0))
+    total = attention_kernel._exponentials(weights, bits, len(scores), np.float32(0.0))
 
     torch.testing.assert_close(torch.from_numpy(weights / total), torch.softmax(scores, 0), rtol=1e-6, atol=1e-30)
 
@@ -79,7 +79,7 @@ def test_attend_on_two_threads_equals_one() -> None:
     results = []
     for threads in (1, 2):
         out = np.empty_like(query)
-        kernel.attend(
+        attention_kernel.attend(
             threads,
             query,
             keys,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rl_contracts.testing.processes import free_port
-from rl_inference.protocols.embedded import generation_key
+from rl_inference.backends.embedded.protocol import generation_key
 from rl_inference.testing import ServerProcess
 
 KEY = "a key for tests"

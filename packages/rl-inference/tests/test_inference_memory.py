@@ -16,13 +16,13 @@ from rl_contracts.data import ModelRequest, ServeSpec
 from rl_contracts.errors import InferenceError, ModelError, WeightUpdateError
 from rl_contracts.testing import put_weights
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
-from rl_inference.server import pages
-from rl_inference.server.job import GenerationJob
-from rl_inference.server.loading import load_model
-from rl_inference.server.memory import group_bytes
-from rl_inference.server.pages import PAGE
-from rl_inference.server.slots import SlotTable
-from rl_inference.server.weights import ServedWeights
+from rl_inference.embedded_server.model import pages
+from rl_inference.embedded_server.job import GenerationJob
+from rl_inference.embedded_server.model.loading import load_model
+from rl_inference.embedded_server.model.memory import group_bytes
+from rl_inference.embedded_server.model.pages import PAGE
+from rl_inference.embedded_server.slots import SlotTable
+from rl_inference.embedded_server.weights import ServedWeights
 from rl_inference.testing import VOCAB_SIZE, ServerProcess, reference_logprobs, reference_model, tiny_model
 
 
@@ -173,7 +173,7 @@ def test_prefix_all_slots_used_the_least_recently_used_gives_way(model_path: Pat
 
 
 def test_waiting_answers_are_hashed_once(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_inference.server import slots
+    from rl_inference.embedded_server import slots
 
     table = load(model_path, slots=4)
     table._prefill_tokens = 16
@@ -290,7 +290,7 @@ async def test_server_serves_the_context_it_announces_to_more_than_fit_at_once(
 def test_load_servers_that_share_a_machine_promise_no_more_together_than_one_alone(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, weights_dir: str
 ) -> None:
-    monkeypatch.setattr("rl_inference.server.memory.free_bytes", lambda _: 8 * 2**20)
+    monkeypatch.setattr("rl_inference.embedded_server.model.memory.free_bytes", lambda _: 8 * 2**20)
 
     def promised(sharing: int) -> int:
         spec = ServeSpec(str(model_path), device="cpu", weights_dir=weights_dir)

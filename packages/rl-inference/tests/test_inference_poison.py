@@ -24,8 +24,8 @@ POISON = [77, 78, 77, 78, 79]
 """No answer of the tiny model has these in a row."""
 FAULT = """
 import os, signal, sys
-from rl_inference.server.__main__ import main
-from rl_inference.server.model import SlotModel
+from rl_inference.embedded_server.__main__ import main
+from rl_inference.embedded_server.model.slot_model import SlotModel
 run = SlotModel.run
 def fails(self, tokens, span):
     if str({poison})[1:-1] in str(tokens.tolist()):

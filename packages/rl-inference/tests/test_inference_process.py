@@ -16,17 +16,17 @@ from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec
 from rl_contracts.errors import ModelError
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
-from rl_inference.server.loading import load_model
+from rl_inference.embedded_server.model.loading import load_model
 from rl_inference.testing import ServerProcess, tiny_model
 
-COMMAND = (sys.executable, "-m", "rl_inference.server")
-MAIN = "import sys; from rl_inference.server.__main__ import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = (sys.executable, "-m", "rl_inference.embedded_server")
+MAIN = "import sys; from rl_inference.embedded_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
 LOADED = """
 import asyncio, gc, sys
-from rl_inference.config import parse
-from rl_inference.server.__main__ import _load
+from rl_inference.backends.embedded.config import parse
+from rl_inference.embedded_server.__main__ import _load
 
 async def main():
     await _load(parse(sys.argv[1:]), "a test", print)
@@ -141,8 +141,8 @@ async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
     model_path: Path, tmp_path: Path
 ) -> None:
     fault = (
-        "from rl_inference.server.slots import SlotTable\n"
-        "from rl_inference.server.model import SlotModel\n"
+        "from rl_inference.embedded_server.slots import SlotTable\n"
+        "from rl_inference.embedded_server.model.slot_model import SlotModel\n"
         "def broken(self, *_): raise ZeroDivisionError('planted')\n"
         "def step(self): SlotModel.run = broken; broken(self)\n"
         "SlotTable.step = step\n"
@@ -164,7 +164,7 @@ async def test_decode_thread_dies_answers_fail_and_process_ends_with_its_trace(
 @pytest.mark.nightly
 async def test_decode_thread_stuck_health_answers_503_and_the_client_moves_on(model_path: Path, tmp_path: Path) -> None:
     fault = (
-        "import time\nfrom rl_inference.server.slots import SlotTable\nSlotTable.step = lambda self: time.sleep(600)\n"
+        "import time\nfrom rl_inference.embedded_server.slots import SlotTable\nSlotTable.step = lambda self: time.sleep(600)\n"
     )
     command = (sys.executable, "-c", fault + MAIN)
     options = {"stuck_seconds": 1}

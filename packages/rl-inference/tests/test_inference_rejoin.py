@@ -296,7 +296,7 @@ async def test_monitor_dies_requests_fail_with_its_death(
 
     async with client(servers[:1]) as engine:
         await trainer.publish(engine)
-        monkeypatch.setattr("rl_inference.updates.WeightUpdates.rejoin", broken)
+        monkeypatch.setattr("rl_inference.client.weight_update.WeightUpdates.rejoin", broken)
         engine._router.evict(engine._router.servers[0], "was evicted by the test")
 
         with pytest.raises(InferenceError, match=r"nobody looks after the servers any more: .*ZeroDivisionError"):
@@ -329,7 +329,7 @@ async def test_stats_client_that_does_not_publish_evicts_who_lags_and_takes_it_b
 async def test_rejoin_route_that_leaves_nothing_to_read_takes_part_from_the_next_update_on(
     servers: list[ServerProcess], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("rl_contracts.weights.committed", "rl_inference.updates"):
+    for module in ("rl_contracts.weights.committed_record", "rl_inference.client.weight_update"):
         monkeypatch.setattr(f"{module}.STORED_ROUTES", ())
     trainer.record = False
     async with client(servers, update_timeout=2.0) as engine:

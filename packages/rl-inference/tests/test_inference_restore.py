@@ -12,7 +12,7 @@ from rl_contracts.data import WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.testing import put_weights
 from rl_contracts.weights import write_committed
-from rl_inference.server.weights import ServedWeights, restore
+from rl_inference.embedded_server.weights import ServedWeights, restore
 
 
 def made(value: float) -> torch.nn.Module:
@@ -105,7 +105,7 @@ def test_restore_never_catches_up_gives_up_at_the_deadline(tmp_path: Path, monke
         return stage(meta)
 
     monkeypatch.setattr(weights, "stage", overtaken)
-    monkeypatch.setattr("rl_inference.server.weights.OVERTAKEN_SECONDS", 0.2)
+    monkeypatch.setattr("rl_inference.embedded_server.weights.OVERTAKEN_SECONDS", 0.2)
 
     with pytest.raises(WeightUpdateError, match="differs"):
         restore(weights, str(tmp_path))

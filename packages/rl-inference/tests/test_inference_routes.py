@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_contracts.aio import LoopThread
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import MEETING_ROUTES, ModelRequest, ParamSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import ReceiversLostError, WeightUpdateError
@@ -412,7 +412,7 @@ def test_broadcast_over_nccl_server_on_the_next_gpu_holds_what_was_sent(
     new = [(name, tensor.to("cuda:0")) for name, tensor in parameters(new_model_path)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of the server: here CUDA has begun
     options = {"weights_dir": tmp_path / "weights", "slots": 8, "device": "cuda"}
-    command = (sys.executable, "-m", "rl_inference.server")
+    command = (sys.executable, "-m", "rl_inference.embedded_server")
     with ServerProcess(model_path, tmp_path / "server.log", options=options, command=command) as server:
         trainer = Trainer([server.address], "shm", str(tmp_path / "weights"))
         trainer.sender = open_sender("broadcast", f"tcp://127.0.0.1:0?timeout={DEADLINE}", device="cuda:0")

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from rl_contracts.clock import SystemClock
+from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.errors import InferenceError
-from rl_inference.routing import Router
-from rl_inference.transport import Server, ServerLostError
+from rl_inference.client.router import Router
+from rl_inference.client.transport import Server, ServerLostError
 
 
 class Clock(SystemClock):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_contracts.config import GenerationConfig
-from rl_inference.server.job import GenerationJob
-from rl_inference.server.sampling import SamplingBatch, uniforms
+from rl_inference.embedded_server.job import GenerationJob
+from rl_inference.embedded_server.sampling import SamplingBatch, uniforms
 
 CPU = torch.device("cpu")
 

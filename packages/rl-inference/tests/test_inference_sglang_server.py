@@ -19,7 +19,7 @@ import torch
 
 import rl_inference
 from rl_contracts.testing import put_weights
-from rl_inference.protocols.embedded import generation_key
+from rl_inference.backends.embedded.protocol import generation_key
 
 INSIDE = Path(rl_inference.__file__).parent / "inside"
 

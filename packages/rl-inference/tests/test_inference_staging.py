@@ -21,7 +21,7 @@ import rl_inference
 from rl_contracts.data import AdapterSpec, ParamSpec, ServeSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.testing import put_weights
 from rl_contracts.weights import adapters, checksum, open_sender, seated
-from rl_contracts.weights.layout import fill, offsets, views
+from rl_contracts.weights.flat_layout import fill, offsets, views
 from rl_contracts.weights.rendezvous import Address
 from rl_inference import SGLangEngine, SGLangEngineConfig, VLLMEngine, VLLMEngineConfig
 

@@ -17,10 +17,10 @@ import pytest
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import Node
 from rl_contracts.testing.waiting import wait_until
-from rl_launchers import agents as module
-from rl_launchers.agents import Agents
+from rl_launchers.cluster import node_agents as module
+from rl_launchers.cluster.node_agents import Agents
 from rl_launchers.testing import MachinesOfTests
-from rl_launchers.wire import Wire, called
+from rl_launchers.cluster.messages import Wire, called
 
 
 class Played(MachinesOfTests):
@@ -214,7 +214,7 @@ def test_secrets_of_a_launcher_that_was_killed_go_with_the_next(machines: Played
 
 @pytest.mark.parametrize("silent", ["launcher", "agent"])
 def test_peer_is_silent_in_the_middle_of_a_message_is_given_up(monkeypatch: pytest.MonkeyPatch, silent: str) -> None:
-    from rl_launchers import wire as wires
+    from rl_launchers.cluster import messages as wires
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours: list[Wire] = []

@@ -12,7 +12,7 @@ import pytest
 
 from rl_contracts.conformance.scheduler import listens, python, server
 from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
-from rl_contracts.names import FileNames
+from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, Resume, RunControl
@@ -45,8 +45,8 @@ while True:
 
 HANGS = """
 import os, pathlib, signal, sys
-from rl_contracts.names import FileNames
-from rl_launchers.pulse import beat
+from rl_contracts.runtime.name_service import FileNames
+from rl_launchers.supervise.heartbeat import beat
 beat(FileNames(sys.argv[1]), "actor-0", float(sys.argv[2]))
 if not pathlib.Path(sys.argv[3]).exists():
     pathlib.Path(sys.argv[3]).touch()

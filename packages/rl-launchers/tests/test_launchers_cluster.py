@@ -28,7 +28,7 @@ from rl_contracts.conformance.scheduler import (
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
-from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
+from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.testing import MachinesOfTests
 
 pytestmark = pytest.mark.slow
@@ -189,7 +189,7 @@ def test_launcher_is_killed_nothing_is_left(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from rl_contracts.conformance.scheduler import server
-from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
+from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.testing import MachinesOfTests
 scheduler = ClusterScheduler(Path({str(tmp_path)!r}) / "logs", ClusterSchedulerConfig(), MachinesOfTests())
 scheduler.create_workers(server(count=2, cpus=2))

@@ -13,18 +13,18 @@ import psutil
 import pytest
 
 from rl_contracts.conformance.scheduler import python, server
-from rl_contracts.names import FileNames
+from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec, Worker
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, RunControl
-from rl_launchers.control import read_json, silence
+from rl_launchers.supervise.control import read_json, silence
 
 BEAT = 0.1
 
 LAUNCHER = """
 import sys
 from pathlib import Path
-from rl_contracts.names import FileNames
+from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec
 from rl_launchers import Launcher, LocalScheduler, RunControl
 root = Path(sys.argv[1])
@@ -227,9 +227,9 @@ def test_disk_full_for_a_while_the_run_goes_on_and_says_so(
 
 PREPARES = """
 import sys, time
-from rl_contracts.names import FileNames
+from rl_contracts.runtime.name_service import FileNames
 from rl_launchers import RunControl
-from rl_launchers.interrupts import Interrupted
+from rl_launchers.supervise.interrupts import Interrupted
 try:
     with RunControl(FileNames(sys.argv[1] + "/names"), 0.1) as control:
         if sys.argv[2] != "preparing":

@@ -10,12 +10,12 @@ import pytest
 
 from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
 from rl_contracts.errors import LaunchError
-from rl_contracts.names import FileNames
+from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec, Worker
 from rl_contracts.testing.processes import free_port
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig, Resume, RunControl
-from rl_launchers.control import read_json
-from rl_launchers.elastic import Elastic
+from rl_launchers.supervise.control import read_json
+from rl_launchers.supervise.server_scaling import Elastic
 
 WAITS = """
 import pathlib, sys, time
@@ -207,7 +207,7 @@ def test_scale_number_outlives_a_restart_of_the_trainers(scheduler: LocalSchedul
 def test_scale_server_that_does_not_end_is_asked_again_and_the_run_goes_on(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_launchers.elastic.RETRY_SECONDS", 0.2)
+    monkeypatch.setattr("rl_launchers.supervise.server_scaling.RETRY_SECONDS", 0.2)
     refused, resize = list[int](), LocalScheduler.resize_workers
 
     def resize_workers(self: LocalScheduler, role: str, count: int, grace: float = 5.0) -> list[Worker]:

@@ -8,8 +8,8 @@ import pytest
 
 from rl_contracts.scheduler import JobSpec, Worker
 from rl_contracts.testing.waiting import wait_until
-from rl_launchers import health
-from rl_launchers.health import RestartConfig, ServerCare
+from rl_launchers.supervise import server_health
+from rl_launchers.supervise.server_health import RestartConfig, ServerCare
 
 
 @pytest.mark.nightly
@@ -17,7 +17,7 @@ from rl_launchers.health import RestartConfig, ServerCare
 def test_server_that_hangs_as_soon_as_it_is_back_is_started_anew_after_the_health_timeout(monkeypatch, was_back):
     """And one that never was has the time that its role gives it to start."""
     says, started = {"now": "it answered 503"}, []
-    monkeypatch.setattr(health, "probe", lambda *_: says["now"])
+    monkeypatch.setattr(server_health, "probe", lambda *_: says["now"])
     scheduler = SimpleNamespace(restart_worker=lambda worker, why: started.append(why))
     spec = JobSpec("rollout", ("serve",), ready_path="/health", ready_timeout=600.0)
     worker = Worker("rollout", 0, "here", 1, Path("r.log"), restarts=1)

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from rl_launchers.interrupts import Interrupts
+from rl_launchers.supervise.interrupts import Interrupts
 
 AT_EVERY_LINE = """
 import signal, sys
-from rl_launchers.interrupts import Interrupts
+from rl_launchers.supervise.interrupts import Interrupts
 for line in range(1, 80):
     with Interrupts(0) as interrupts:
         lines = 0
@@ -35,7 +35,7 @@ def test_signal_at_any_line_of_a_wait_is_heard_and_stops_nothing_forever():
 def test_further_signal_that_comes_twice_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, interrupts = [0.0], Interrupts(0)
     with monkeypatch.context() as patch:
-        patch.setattr("rl_launchers.interrupts.time.monotonic", lambda: clock[0])
+        patch.setattr("rl_launchers.supervise.interrupts.time.monotonic", lambda: clock[0])
         for clock[0] in (1.0, 1.2, 5.0, 5.2):  # as of a terminal and of a parent that hands it on
             interrupts._receive(signal.SIGINT, None)
 

@@ -13,7 +13,7 @@ import pytest
 
 from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
 from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
-from rl_contracts.names import MemoryNames
+from rl_contracts.runtime.name_service import MemoryNames
 from rl_contracts.scheduler import JobSpec, Resources, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig, RunControl
 
@@ -148,7 +148,7 @@ def test_run_server_killed_error_names_it_and_not_the_trainer_that_fails_after_i
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a busy machine may need them for the trainer's end
-    monkeypatch.setattr("rl_launchers.launcher.SETTLE_SECONDS", 3.0)
+    monkeypatch.setattr("rl_launchers.supervise.launcher.SETTLE_SECONDS", 3.0)
     killed: list[float] = []
 
     def kill_once(workers: list[Worker]) -> None:
@@ -236,7 +236,7 @@ def test_config_makes_the_scheduler_of_its_kind_with_its_own_settings(tmp_path: 
     with config.scheduler(tmp_path) as scheduler:  # type: ignore[attr-defined]
         (worker,) = scheduler.create_workers(JobSpec("role", python(SLEEP)))
     assert worker.host == "127.0.0.2"
-    assert LauncherConfig(kind="rl_launchers.local:LocalScheduler").options == LocalSchedulerConfig()
+    assert LauncherConfig(kind="rl_launchers.local.scheduler:LocalScheduler").options == LocalSchedulerConfig()
 
 
 def test_config_unknown_kind_error_lists_what_is_installed() -> None:

@@ -25,8 +25,9 @@ from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec
 from rl_contracts.testing.processes import free_port
 from rl_contracts.testing.waiting import wait_until
-from rl_launchers import LocalScheduler, LocalSchedulerConfig, process
-from rl_launchers.process import worker_environment
+from rl_launchers import LocalScheduler, LocalSchedulerConfig
+from rl_launchers.local import process
+from rl_launchers.local.process import worker_environment
 
 FAMILY = """
 import os, pathlib, subprocess, sys, time
@@ -141,7 +142,7 @@ def test_log_level_of_the_command_is_that_of_its_workers(
     scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RL_LOG_LEVEL", "DEBUG")
-    program = "from rl_contracts.logging import *; configure(role='actor'); get_logger('part').debug('a detail')"
+    program = "from rl_contracts.runtime.logging import *; configure(role='actor'); get_logger('part').debug('a detail')"
 
     scheduler.create_workers(JobSpec("actor", python(program)))
     (worker,) = wait_for_end(scheduler, "actor")
@@ -239,7 +240,7 @@ def test_create_workers_without_a_descriptor_for_its_port_raises(
     def none_left(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("rl_launchers.resources.socket.socket", none_left)
+    monkeypatch.setattr("rl_launchers.local.resources.socket.socket", none_left)
 
     with pytest.raises(LaunchError, match=r"role .rollout. cannot be started: .*Too many open files"):
         scheduler.create_workers(JobSpec("rollout", [sys.executable, "-c", "0"], port=40001))

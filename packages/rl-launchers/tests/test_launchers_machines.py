@@ -16,9 +16,9 @@ from rl_contracts.conformance.scheduler import SLEEP, listens, python, server
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import JobSpec, Node, Worker, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
-from rl_launchers.attempts import Resume
-from rl_launchers.cluster import ClusterScheduler, ClusterSchedulerConfig
-from rl_launchers.launcher import Launcher, LauncherConfig
+from rl_launchers.supervise.run_restarts import Resume
+from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
+from rl_launchers.supervise.launcher import Launcher, LauncherConfig
 from rl_launchers.testing import MachinesOfTests
 
 pytestmark = pytest.mark.slow
@@ -238,7 +238,7 @@ def test_machine_does_not_end_its_workers_agents_end_all_the_same(
     scheduler: ClusterScheduler, machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = scheduler.create_workers(JobSpec("role", python(SLEEP), count=2, cpus=2))
-    monkeypatch.setattr("rl_launchers.cluster.ORDER_SECONDS", 0.5)
+    monkeypatch.setattr("rl_launchers.cluster.scheduler.ORDER_SECONDS", 0.5)
     os.kill(machines.agents["node0"].pid, signal.SIGSTOP)
     with pytest.raises(LaunchError, match=r"node node0 did not end its workers within 0\.5 s"):
         scheduler.delete_workers(grace=0.0)

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_contracts.errors import ConfigError, LaunchError
-from rl_contracts.names import MemoryNames
+from rl_contracts.runtime.name_service import MemoryNames
 from rl_contracts.testing.waiting import wait_until
-from rl_launchers import report
-from rl_launchers.health import probe
-from rl_launchers.interrupts import TOGETHER, Hurried, Interrupted, Interrupts
-from rl_launchers.process import fill_in
-from rl_launchers.pulse import Pulses
-from rl_launchers.report import ERRORS_BEFORE, TAIL_BYTES, describe_exit, tail, telling, with_log
-from rl_launchers.resources import PortReservation
+from rl_launchers.supervise import exit_report
+from rl_launchers.supervise.server_health import probe
+from rl_launchers.supervise.interrupts import TOGETHER, Hurried, Interrupted, Interrupts
+from rl_launchers.local.process import fill_in
+from rl_launchers.supervise.heartbeat import Pulses
+from rl_launchers.supervise.exit_report import ERRORS_BEFORE, TAIL_BYTES, describe_exit, tail, telling, with_log
+from rl_launchers.local.resources import PortReservation
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_tail_of_a_missing_log_is_empty(tmp_path: Path) -> None:
 def test_with_log_on_a_full_disk_says_that_the_end_may_be_missing(
     free: int, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(exit_report.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     said = with_log("it ended", tmp_path / "log", "half a li")
     assert said.startswith("it ended\n")
     assert said.endswith("\n    half a li")

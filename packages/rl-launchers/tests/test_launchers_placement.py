@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_contracts.errors import LaunchError
 from rl_contracts.scheduler import JobSpec, Node
-from rl_launchers.placement import Ledger
+from rl_launchers.cluster.placement import Ledger
 
 
 def nodes(number: int, cores: int = 2, gpus: int = 0) -> list[Node]:

@@ -11,8 +11,8 @@ import pytest
 
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import Node
-from rl_launchers import ray as launchers_ray
-from rl_launchers.ray import Conversation, RayNodes, RaySchedulerConfig, agent_environment
+from rl_launchers.ray import scheduler as launchers_ray
+from rl_launchers.ray.scheduler import Conversation, RayNodes, RaySchedulerConfig, agent_environment
 
 
 def found(name: str, cores: int, gpus: int = 0, **more: float) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RayScheduler, RaySchedulerConfig
-from rl_launchers.cluster import ClusterScheduler
-from rl_launchers.ray import RayNodes, ask
+from rl_launchers.cluster.scheduler import ClusterScheduler
+from rl_launchers.ray.scheduler import RayNodes, ask
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)

@@ -125,7 +125,7 @@ def test_run_restarted_server_never_ready_ends_the_run_with_its_last_answer(sche
 def test_run_server_for_which_there_is_no_room_is_tried_again_while_others_go_on(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rl_launchers.health.RETRY_SECONDS", 0.3)
+    monkeypatch.setattr("rl_launchers.supervise.server_health.RETRY_SECONDS", 0.3)
     refused, restart = list[str](), LocalScheduler.restart_worker
 
     def restart_later(self: LocalScheduler, worker: Worker, note: str = "") -> Worker:

@@ -100,7 +100,7 @@ class Program:
 
     def left_behind(self) -> list[str]:
         """Command lines of its processes that still run, its keeper's included."""
-        marks = str(self.folder), f"rl_launchers.keeper {self.process.pid}"
+        marks = str(self.folder), f"rl_launchers.local.reaper {self.process.pid}"
         commands = []
         for process in psutil.process_iter():
             try:
@@ -252,6 +252,6 @@ def test_launcher_killed_while_workers_start_none_is_left(start: Callable[..., P
 def find_keeper(launcher: int) -> psutil.Process | None:
     for child in psutil.Process(launcher).children():
         with suppress(psutil.Error):  # a dead one that has not been replaced yet
-            if f"rl_launchers.keeper {launcher}" in " ".join(child.cmdline()):
+            if f"rl_launchers.local.reaper {launcher}" in " ".join(child.cmdline()):
                 return child
     return None

@@ -13,10 +13,11 @@ import pytest
 
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Node, Submission
-from rl_launchers import SlurmSchedulerConfig, slurm_job
-from rl_launchers import slurm_commands as commands
-from rl_launchers.placement import Ledger
-from rl_launchers.slurm import SlurmNodes
+from rl_launchers import SlurmSchedulerConfig
+from rl_launchers.slurm import batch_job
+from rl_launchers.slurm import commands
+from rl_launchers.cluster.placement import Ledger
+from rl_launchers.slurm.scheduler import SlurmNodes
 
 SINFO = """\
 cpu*|c1|64|(null)|idle|avx,big
@@ -213,7 +214,7 @@ def test_submit_run_key_goes_by_a_file_for_the_user_alone(outside, tmp_path, mon
     ended = "JobId=5 JobState=COMPLETED ExitCode=0:0"
     slurm = Recorded(sbatch="5;cluster\n", scontrol=ended)
 
-    assert slurm_job.submit(_submission(tmp_path), script, 0.2, slurm) == 0
+    assert batch_job.submit(_submission(tmp_path), script, 0.2, slurm) == 0
 
     key = tmp_path / "slurm" / "key"
     assert key.read_text() == "secret-of-the-run"
@@ -224,39 +225,39 @@ def test_submit_run_key_goes_by_a_file_for_the_user_alone(outside, tmp_path, mon
 
 def test_follow_controller_silent_for_a_while_is_waited_for(outside, tmp_path, capsys):
     answers = [commands.SlurmError(["scontrol"], "Unable to contact"), "JobId=5 JobState=FAILED ExitCode=3:0"]
-    assert slurm_job.follow(Recorded(scontrol=answers), "5", tmp_path, 0.2, 0) == 3
+    assert batch_job.follow(Recorded(scontrol=answers), "5", tmp_path, 0.2, 0) == 3
     assert "Unable to contact" in capsys.readouterr().out
 
 
 def test_follow_controller_silent_for_long_raises_and_says_that_the_job_may_go_on(outside, tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm_job, "CONTACT_SECONDS", 0.0)
+    monkeypatch.setattr(batch_job, "CONTACT_SECONDS", 0.0)
     silent = Recorded(scontrol=commands.SlurmError(["scontrol"], "Unable to contact"))
     with pytest.raises(LaunchError, match="Job 5 may go on"):
-        slurm_job.follow(silent, "5", tmp_path, 0.2, 0)
+        batch_job.follow(silent, "5", tmp_path, 0.2, 0)
 
 
 def test_follow_job_forgotten_says_what_it_left_or_that_nobody_knows(outside, tmp_path):
     gone = Recorded(scontrol=commands.SlurmError(["scontrol"], "Invalid job id specified"))
     with pytest.raises(LaunchError, match="forgotten job 5"):
-        slurm_job.follow(gone, "5", tmp_path, 0.2, 0)
+        batch_job.follow(gone, "5", tmp_path, 0.2, 0)
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "ended").write_text("4\n")
-    assert slurm_job.follow(gone, "5", tmp_path, 0.2, 0) == 4
+    assert batch_job.follow(gone, "5", tmp_path, 0.2, 0) == 4
 
 
 def test_attach_no_job_or_one_that_ended_is_none(outside, tmp_path):
     ended = Recorded(scontrol="JobId=5 JobState=COMPLETED ExitCode=0:0")
-    assert slurm_job.attach(tmp_path, 0.2, ended) is None
+    assert batch_job.attach(tmp_path, 0.2, ended) is None
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "job.json").write_text('{"job": "5"}')
-    assert slurm_job.attach(tmp_path, 0.2, ended) is None
+    assert batch_job.attach(tmp_path, 0.2, ended) is None
 
 
 @pytest.mark.parametrize(("said", "code"), [("5 4", 4), ("4", 4), ("6 2", 7)])
 def test_follow_exit_code_of_another_job_is_not_this_ones(outside, tmp_path, said, code):
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "ended").write_text(said + "\n")
-    assert slurm_job.follow(Recorded(scontrol="JobId=5 JobState=FAILED ExitCode=7:0"), "5", tmp_path, 0.2, 0) == code
+    assert batch_job.follow(Recorded(scontrol="JobId=5 JobState=FAILED ExitCode=7:0"), "5", tmp_path, 0.2, 0) == code
 
 
 def test_look_answer_without_a_state_is_an_error_that_is_waited_for():
@@ -281,7 +282,7 @@ def test_submit_two_commands_at_once_are_one_job(outside, tmp_path):
     began, second = threading.Event(), threading.Event()
     states = ["JobId=5 JobState=PENDING", "JobId=5 JobState=PENDING", "JobId=5 JobState=COMPLETED ExitCode=0:0"]
     slurm = Slow(sbatch="5\n", scontrol=states)
-    hand_in = functools.partial(slurm_job.submit, _submission(tmp_path), "#!/bin/sh\n", 0.2, slurm)
+    hand_in = functools.partial(batch_job.submit, _submission(tmp_path), "#!/bin/sh\n", 0.2, slurm)
     with ThreadPoolExecutor() as pool:
         first = pool.submit(hand_in)
         assert began.wait(10)
@@ -295,7 +296,7 @@ def test_submit_refused_leaves_no_key(outside, tmp_path, monkeypatch):
     monkeypatch.setenv(RUN_KEY_VARIABLE, "secret-of-the-run")
     refused = Recorded(sbatch=commands.SlurmError(["sbatch"], "invalid partition specified"))
     with pytest.raises(ConfigError, match="sbatch refused"):
-        slurm_job.submit(_submission(tmp_path), "", 0.2, refused)
+        batch_job.submit(_submission(tmp_path), "", 0.2, refused)
     assert not (tmp_path / "slurm" / "key").exists()
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.names import FileNames
+from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.scheduler import JobSpec, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl, SlurmScheduler, SlurmSchedulerConfig
-from rl_launchers.placement import Ledger
-from rl_launchers.pulse import Pulses
-from rl_launchers.slurm import SlurmNodes
-from rl_launchers.slurm_commands import Commands
-from rl_launchers.wire import called
+from rl_launchers.cluster.placement import Ledger
+from rl_launchers.supervise.heartbeat import Pulses
+from rl_launchers.slurm.scheduler import SlurmNodes
+from rl_launchers.slurm.commands import Commands
+from rl_launchers.cluster.messages import called
 
 SIZES, EACH = (64, 128, 256), 8
 PER_POLL, LARGEST_FILE = 2.0, 1_000_000
@@ -49,7 +49,7 @@ class Simulated(Commands):
 
     def start(self, command, env, log):
         self.started.append(command)
-        agent = SimulatedAgent(command[command.index("rl_launchers.agent") + 1 :])
+        agent = SimulatedAgent(command[command.index("rl_launchers.cluster.node_agent") + 1 :])
         agent.start()
         return agent
 

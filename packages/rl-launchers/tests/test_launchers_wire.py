@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import LaunchError
-from rl_launchers import wire
-from rl_launchers.wire import LARGEST, accepted, called
+from rl_launchers.cluster import messages
+from rl_launchers.cluster.messages import LARGEST, accepted, called
 
 SECRET = b"of this run"
 
@@ -59,7 +59,7 @@ class Launcher:
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(wire, "PATIENCE", 2)
+    monkeypatch.setattr(messages, "PATIENCE", 2)
     found = Launcher()
     yield found
     found.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_contracts.sandbox import Sandbox, SandboxLimits
+from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 from rl_rewards import gsm8k_reward_fn, math_reward_fn
 from rl_rewards.code import CodeReward
 

@@ -8,12 +8,12 @@ import torch
 
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.errors import EngineError
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.testing.batches import make_batch
-from rl_contracts.trajectory import pack, select
-from rl_trainers.functional.aggregation import denominator, token_weights
-from rl_trainers.functional.terms import PolicyTerms
-from rl_trainers.objective import make_policy_loss
+from rl_contracts.batch.trajectory import pack, select
+from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
+from rl_trainers.algorithms.functional.policy_terms import PolicyTerms
+from rl_trainers.algorithms.objective import make_policy_loss
 
 VERSION = 3
 

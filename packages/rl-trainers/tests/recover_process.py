@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contracts.data import SaveLoadMeta
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.batch.parallel import ParallelContext
 from rl_trainers import RecoverConfig, RecoverPoints
 
 FILES = 20

@@ -7,14 +7,14 @@ from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.engine import TokenOutputs
 from rl_contracts.errors import ConfigError, DataError, EngineError
-from rl_contracts.parallel import ParallelContext
-from rl_contracts.sharding import shard_batch
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
-from rl_contracts.trajectory import load_batch, save_batch, select
+from rl_contracts.batch.trajectory import load_batch, save_batch, select
 from rl_trainers import Critic, PolicyActor, replay_batch
-from rl_trainers.algorithm import (
+from rl_trainers.algorithms.config import (
     AdvantageConfig,
     AggregationConfig,
     AlgorithmConfig,
@@ -24,8 +24,8 @@ from rl_trainers.algorithm import (
     MaskConfig,
     RewardConfig,
 )
-from rl_trainers.books import COMPUTED, summarise
-from rl_trainers.functional.kl import k3
+from rl_trainers.run_log.run_log import COMPUTED, summarise
+from rl_trainers.algorithms.functional.kl import k3
 
 
 @pytest.fixture(scope="module")
@@ -282,10 +282,10 @@ def test_actor_loss_of_ones_own_reads_the_entropy(engine, monkeypatch):
         seen.append(terms.entropy)
         return -terms.ratio * terms.advantages, {}
 
-    monkeypatch.setattr("rl_trainers.functional.policy_losses.curious", curious, raising=False)
+    monkeypatch.setattr("rl_trainers.algorithms.functional.policy_losses.curious", curious, raising=False)
     batch = _batch()
     expected = engine.forward(batch, lambda outputs, _: outputs.entropy)
-    loss = LossConfig("rl_trainers.functional.policy_losses:curious")
+    loss = LossConfig("rl_trainers.algorithms.functional.policy_losses:curious")
     actor = PolicyActor(engine, AlgorithmConfig(loss=loss))
     actor.prepare(batch)
     seen.clear()

@@ -6,14 +6,14 @@ import torch
 from policy_toys import on_replicas
 
 from rl_contracts.errors import DataError
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.testing.batches import make_batch
-from rl_contracts.trajectory import Trajectory, select, stack
-from rl_trainers.algorithm import AdvantageConfig, AlgorithmConfig, KLConfig, RewardConfig
-from rl_trainers.books import summarise
-from rl_trainers.credit import assign_credit
-from rl_trainers.functional.aggregation import denominator, token_weights
-from rl_trainers.parts import SecondMomentMask
+from rl_contracts.batch.trajectory import Trajectory, select, stack
+from rl_trainers.algorithms.config import AdvantageConfig, AlgorithmConfig, KLConfig, RewardConfig
+from rl_trainers.run_log.run_log import summarise
+from rl_trainers.algorithms.credit import assign_credit
+from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
+from rl_trainers.algorithms.components import SecondMomentMask
 
 SETTINGS = {
     "group mean and std": {},

@@ -9,7 +9,7 @@ import pytest
 
 from rl_contracts.errors import ConfigError
 from rl_contracts.registry import available, load, load_part, load_parts
-from rl_trainers.algorithm import (
+from rl_trainers.algorithms.config import (
     AdvantageConfig,
     AggregationConfig,
     AlgorithmConfig,
@@ -19,7 +19,7 @@ from rl_trainers.algorithm import (
     MaskConfig,
     RewardConfig,
 )
-from rl_trainers.objective import make_policy_loss
+from rl_trainers.algorithms.objective import make_policy_loss
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_parts_several_and_none():
 
 
 def test_settings_alone_do_not_import_torch():
-    code = "import sys, rl_trainers.algorithm; sys.exit('torch' in sys.modules)"
+    code = "import sys, rl_trainers.algorithms.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from policy_toys import on_ranks
 
-from rl_contracts.aio import LoopThread
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, WeightReceipt
 from rl_contracts.errors import ConfigError, WeightUpdateError
@@ -16,7 +16,7 @@ from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum, open_weights
 from rl_trainers import PublishConfig, WeightPublisher
-from rl_trainers.canary import CanaryCheck, Right
+from rl_trainers.weight_sync.canary import CanaryCheck, Right
 
 
 @pytest.fixture(scope="module")

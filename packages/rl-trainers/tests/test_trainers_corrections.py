@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_contracts.testing.batches import make_batch
-from rl_contracts.trajectory import pack
-from rl_trainers.functional.correction import (
+from rl_contracts.batch.trajectory import pack
+from rl_trainers.algorithms.functional.correction import (
     LEVELS,
     OffPolicy,
     divergence_mask,
@@ -21,7 +21,7 @@ from rl_trainers.functional.correction import (
     truncated_weights,
     trust_region_tokens,
 )
-from rl_trainers.functional.kl import k3, kl_estimate, weighted_kl
+from rl_trainers.algorithms.functional.kl import k3, kl_estimate, weighted_kl
 
 
 def _tokens(ratios):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_contracts.data import WeightReceipt
-from rl_trainers.gap.diagnosis import Evidence, Receipts, diagnose
-from rl_trainers.gap.divergence import Gap, fresh_mask
+from rl_trainers.weight_sync.gap.diagnosis import Evidence, Receipts, diagnose
+from rl_trainers.weight_sync.gap.divergence import Gap, fresh_mask
 
 OFF = Gap(100, mean_abs=0.4, max_abs=2.5, bias=0.05, far=0.2, near_mean=0.3)
 SAME = Gap(100, mean_abs=1e-6, max_abs=1e-5)

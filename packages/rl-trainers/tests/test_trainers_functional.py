@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_trainers.credit import over_what
-from rl_trainers.functional.advantages import grouped, moments, normalised, whitened
-from rl_trainers.functional.aggregation import denominator, token_weights
+from rl_trainers.algorithms.credit import over_what
+from rl_trainers.algorithms.functional.advantages import grouped, moments, normalised, whitened
+from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
 
 OF_GROUPS = ({}, {"std": "none"}, {"std": "batch"}, {"std": "none", "leave_one_out": True})
 """GRPO, Dr. GRPO, LitePPO, RLOO."""

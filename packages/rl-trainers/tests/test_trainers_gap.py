@@ -11,20 +11,20 @@ import pytest
 import torch
 from policy_toys import on_ranks
 
-from rl_contracts.aio import LoopThread
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec, WeightReceipt
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.inference import Capabilities
-from rl_contracts.parallel import ParallelContext
-from rl_contracts.sharding import shard_batch
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine
 from rl_contracts.testing.batches import make_batch
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum
 from rl_trainers import GapConfig, GapGate, MemorySharing
-from rl_trainers.gap.gate import Alarm, _choose
-from rl_trainers.gap.lag import LIMIT
+from rl_trainers.weight_sync.gap.gate import Alarm, _choose
+from rl_trainers.weight_sync.gap.lag import LIMIT
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_contracts.testing.models import make_tiny_model
-from rl_trainers.gap.lag import LIMIT, LagTest, surprise
+from rl_trainers.weight_sync.gap.lag import LIMIT, LagTest, surprise
 
 
 def _rows(server, after, before):

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rl_contracts.figures import MEANINGS
-from rl_contracts.tracking import TrackedRun
-from rl_trainers.trackers import MlflowTracker
+from rl_contracts.runtime.metric_docs import MEANINGS
+from rl_contracts.tracker import TrackedRun
+from rl_trainers.run_log.trackers import MlflowTracker
 
 Metric = namedtuple("Metric", ["key", "value", "timestamp", "step"])
 

@@ -22,13 +22,14 @@ from recover_process import Counting
 from safetensors.torch import save_file
 
 from rl_contracts.errors import ConfigError, DataError, EngineError
-from rl_contracts.metrics import collect
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.runtime.metrics import collect
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.testing.processes import fork_script, run_ranks
-from rl_trainers import DataSource, RecoverConfig, RecoverPoints, background
-from rl_trainers.background import MANIFEST, MARK, NewDirectory, drain, in_background
-from rl_trainers.due import Due
-from rl_trainers.points import drop_lost_steps, last_point, points_of, resumed_step
+from rl_trainers import DataSource, RecoverConfig, RecoverPoints
+from rl_trainers.run_log import background_writes
+from rl_trainers.run_log.background_writes import MANIFEST, MARK, NewDirectory, drain, in_background
+from rl_trainers.run_log.schedule import Due
+from rl_trainers.recovery.lookup import drop_lost_steps, last_point, points_of, resumed_step
 
 SCRIPT = Path(__file__).with_name("recover_process.py")
 
@@ -423,7 +424,7 @@ class Watched(ParallelContext):
 
 
 def test_wait_for_a_slow_disk_meets_the_other_ranks_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(background, "MEETING", 0.05)
+    monkeypatch.setattr(background_writes, "MEETING", 0.05)
     engine, watched = Held(), Watched()
     engine.parallel = watched
     points = RecoverPoints(tmp_path, RecoverConfig(1, timeout=30.0), {"actor": engine}, {"part": engine})

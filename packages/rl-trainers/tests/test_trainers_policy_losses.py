@@ -8,10 +8,10 @@ from policy_toys import terms_of
 
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.batches import make_batch
-from rl_contracts.trajectory import pack
-from rl_trainers.functional.kl import kl_estimate
-from rl_trainers.functional.policy_losses import cispo_loss, clip_loss, importance_loss, reinforce_loss, sapo_loss
-from rl_trainers.functional.terms import PolicyTerms, policy_terms
+from rl_contracts.batch.trajectory import pack
+from rl_trainers.algorithms.functional.kl import kl_estimate
+from rl_trainers.algorithms.functional.policy_losses import cispo_loss, clip_loss, importance_loss, reinforce_loss, sapo_loss
+from rl_trainers.algorithms.functional.policy_terms import PolicyTerms, policy_terms
 
 
 def _single(loss, ratio, advantage, logprob=-1.0, **constants):

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from rl_contracts.aio import LoopThread
+from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import AdapterSpec, FinetuneSpec, ModelRequest, ParamSpec
 from rl_contracts.errors import ConfigError, StalledError, WeightUpdateError

@@ -16,14 +16,14 @@ import torch
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError, EngineError, InferenceError, StopRequestedError, WeightUpdateError
-from rl_contracts.parallel import ParallelContext
-from rl_contracts.rendering import ChatRenderer
-from rl_contracts.sharding import shard_batch
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.models import make_tiny_tokenizer
-from rl_contracts.training import step_gate
-from rl_contracts.training.step_gate import StepGate
-from rl_contracts.trajectory import load_batch, save_batch
+from rl_contracts.models import step_gate
+from rl_contracts.models.step_gate import StepGate
+from rl_contracts.batch.trajectory import load_batch, save_batch
 from rl_trainers import (
     Books,
     CheckpointConfig,
@@ -34,9 +34,9 @@ from rl_trainers import (
     RecoverPoints,
     train,
 )
-from rl_trainers.algorithm import AlgorithmConfig
-from rl_trainers.points import last_point
-from rl_trainers.supervised import shard_rows, supervised_rows
+from rl_trainers.algorithms.config import AlgorithmConfig
+from rl_trainers.recovery.lookup import last_point
+from rl_trainers.learners.supervised import shard_rows, supervised_rows
 
 STEPS = 6
 
@@ -493,7 +493,7 @@ def test_run_that_was_stopped_between_its_last_checkpoint_and_its_end_ends(
         raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr("rl_contracts.trace.Trace.save", killed)
+        patch.setattr("rl_trainers.run_log.trace.Trace.save", killed)
         with pytest.raises(KilledError):
             run("sft", model, batches, tmp_path, checkpoint=0)
     lines = (tmp_path / "metrics.jsonl").read_text()

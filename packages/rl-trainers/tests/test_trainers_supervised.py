@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from rl_contracts.errors import DataError
-from rl_contracts.rendering import ChatRenderer
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
-from rl_trainers.preference import preference_rows
-from rl_trainers.supervised import supervised_rows
+from rl_trainers.learners.preference import preference_rows
+from rl_trainers.learners.supervised import supervised_rows
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 

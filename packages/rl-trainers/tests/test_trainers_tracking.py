@@ -13,11 +13,11 @@ import pytest
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.waiting import wait_until
 from rl_trainers import TrackersConfig, Tracking
-from rl_trainers.tracking import load_trackers
+from rl_trainers.run_log.tracking import load_trackers
 
 SPY = '''
 import json, time
-from rl_contracts.tracking import Tracker
+from rl_contracts.tracker import Tracker
 
 
 class Spy(Tracker):

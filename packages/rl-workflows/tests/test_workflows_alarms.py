@@ -18,13 +18,13 @@ from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, InferenceError, RewardError, RLError, StalledError
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
-from rl_contracts.trajectory import from_response
+from rl_contracts.batch.trajectory import from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
-from rl_workflows.budget import FailureBudget
-from rl_workflows.episode import stage
-from rl_workflows.runtime import GC_THRESHOLDS
-from rl_workflows.watch import STACKS_SHOWN, within
+from rl_workflows.rollout.failure_budget import FailureBudget
+from rl_workflows.rollout.episode import stage
+from rl_workflows.rollout.runtime import GC_THRESHOLDS
+from rl_workflows.rollout.watchdog import STACKS_SHOWN, within
 
 
 class Scored(RolloutWorkflow):
@@ -291,8 +291,8 @@ def test_finished_groups_leave_nothing_to_the_garbage_collector():
 
 @pytest.mark.slow
 def test_tensors_that_training_leaves_in_reference_cycles_do_not_outlive_their_step(monkeypatch):
-    monkeypatch.setattr("rl_workflows.runtime.FULL_COLLECTION_EVERY", 4)
-    monkeypatch.setattr("rl_workflows.runtime.COLLECTION_FRACTION", 1e9)  # steps of a run are longer than these
+    monkeypatch.setattr("rl_workflows.rollout.runtime.FULL_COLLECTION_EVERY", 4)
+    monkeypatch.setattr("rl_workflows.rollout.runtime.COLLECTION_FRACTION", 1e9)  # steps of a run are longer than these
     thresholds, rollout = gc.get_threshold(), _rollout()
     gc.set_threshold(*GC_THRESHOLDS)
     try:
@@ -322,7 +322,7 @@ def test_collections_at_the_ends_of_steps_take_a_hundredth_of_the_time(monkeypat
         began.append(time.monotonic())
         time.sleep(0.01)
 
-    monkeypatch.setattr("rl_workflows.runtime.gc.collect", collect)
+    monkeypatch.setattr("rl_workflows.rollout.runtime.gc.collect", collect)
     try:
         for _ in range(20):
             rollout.next_batch()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_workflows.calculator import LARGEST, LONGEST, calculator
+from rl_workflows.agents.calculator import LARGEST, LONGEST, calculator
 
 
 @pytest.mark.parametrize(

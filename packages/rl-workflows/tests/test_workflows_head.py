@@ -11,13 +11,13 @@ import pytest
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import DataError, InferenceError, NoServersError, RewardError, RLError, StalledError
-from rl_contracts.metrics import record
-from rl_contracts.trajectory import Trajectory
+from rl_contracts.runtime.metrics import record
+from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.workflow import RolloutWorkflow
-from rl_workflows.batches import assemble, groups_to_state
-from rl_workflows.episode import EpisodeContext, current_episode
-from rl_workflows.groups import FinishedGroup, dynamic_sampling, own_copy, stamped
-from rl_workflows.staleness import Ticket
+from rl_workflows.rollout.batches import assemble, groups_to_state
+from rl_workflows.rollout.episode import EpisodeContext, current_episode
+from rl_workflows.rollout.groups import FinishedGroup, dynamic_sampling, own_copy, stamped
+from rl_workflows.rollout.staleness import Ticket
 
 
 async def _batch(head):

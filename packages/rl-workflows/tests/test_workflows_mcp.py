@@ -12,7 +12,7 @@ from rl_contracts.errors import ConfigError, TaskEnvironmentError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
 from rl_workflows import ToolWorkflow
-from rl_workflows.mcp import McpServer
+from rl_workflows.agents.mcp import McpServer
 
 SERVER = """
 import os, time

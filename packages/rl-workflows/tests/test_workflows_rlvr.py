@@ -4,18 +4,18 @@ import asyncio
 
 import pytest
 
-from rl_contracts.clock import SystemClock
+from rl_contracts.runtime.clock import SystemClock
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, RewardError
-from rl_contracts.metrics import collect, record
+from rl_contracts.runtime.metrics import collect, record
 from rl_contracts.reward import PartedReward
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
 from rl_contracts.testing.models import make_tiny_tokenizer
 from rl_workflows import RLVRWorkflow, Ticket
-from rl_workflows.episode import Episodes
-from rl_workflows.groups import run_group
+from rl_workflows.rollout.episode import Episodes
+from rl_workflows.rollout.groups import run_group
 
 ROW = {"messages": [{"role": "user", "content": "2 + 3?"}], "answer": "5", "prompt_id": 0}
 

@@ -12,9 +12,9 @@ import torch
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError, RLError, StalledError, StopRequestedError
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
-from rl_contracts.trajectory import from_response, validate
+from rl_contracts.batch.trajectory import from_response, validate
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import DistRollout, RolloutConfig
 
@@ -201,7 +201,7 @@ def test_state_of_thousands_of_groups_does_not_hold_up_the_loop(engine):
             return 4
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rl_contracts.trajectory.Trajectory.__len__", noted)
+            patch.setattr("rl_contracts.batch.trajectory.Trajectory.__len__", noted)
             _fill(rollout, 1)
             rollout.state_dict()
         assert set(threads) == {threading.current_thread().name}
@@ -402,7 +402,7 @@ def test_evaluate_episode_that_ignores_its_cancellation_does_not_hold_back_the_a
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0.05)
 
-    monkeypatch.setattr("rl_workflows.held_out.CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr("rl_workflows.rollout.evaluation.CLOSE_SECONDS", 0.3)
     rollout = DistRollout(engine, Deaf(), _rows(), batch_size=1, config=RolloutConfig(group_size=1, stall_timeout=0.5))
     try:
         with pytest.raises(StalledError):

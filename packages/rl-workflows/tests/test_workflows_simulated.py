@@ -19,12 +19,12 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
 from rl_contracts.errors import RLError
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, SimulatedClock
-from rl_contracts.trajectory import Trajectory, concatenate, from_response
+from rl_contracts.batch.trajectory import Trajectory, concatenate, from_response
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows import RolloutConfig, RolloutHead, StalenessManager
-from rl_workflows.batches import assemble, groups_from_state, groups_to_state
-from rl_workflows.dealing import deal
-from rl_workflows.groups import FinishedGroup
+from rl_workflows.rollout.batches import assemble, groups_from_state, groups_to_state
+from rl_workflows.rollout.resharding import deal
+from rl_workflows.rollout.groups import FinishedGroup
 
 LONGEST = 400.0
 """Simulated seconds of the slowest group; most take about one."""
@@ -488,7 +488,7 @@ def _without_what_was_not_told(states, head, heads):
     ],
 )
 def test_planted_fault_in_dealing_to_other_heads_is_noticed(fault, alarm, monkeypatch):
-    monkeypatch.setattr("rl_workflows.head.deal", fault)
+    monkeypatch.setattr("rl_workflows.rollout.scheduler.deal", fault)
     case = Case(batch=12, eta=2, heads=(1, 2, 3), slow_share=0.2, crash_share=0.1)
     with pytest.raises((AssertionError, RLError, KeyError), match=alarm):
         simulate(3, 1000, case)

@@ -1,4 +1,4 @@
-"""Admission: every promise of `rl_workflows.staleness`, under any order of events."""
+"""Admission: every promise of `rl_workflows.rollout.staleness`, under any order of events."""
 
 import heapq
 import random
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_contracts.errors import ConfigError, RLError
-from rl_workflows.config import RolloutConfig, groups_per_replica
-from rl_workflows.staleness import StalenessManager, Ticket
+from rl_workflows.rollout.config import RolloutConfig, groups_per_replica
+from rl_workflows.rollout.staleness import StalenessManager, Ticket
 
 
 @dataclass

@@ -5,17 +5,17 @@ import threading
 
 import pytest
 
-from rl_contracts import confine
+from rl_contracts.sandbox import confine
 from rl_contracts.config import GenerationConfig
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.errors import ConfigError, DataError, LaunchError
-from rl_contracts.metrics import collect
+from rl_contracts.runtime.metrics import collect
 from rl_contracts.reward import PartedReward
-from rl_contracts.sandbox import Sandbox, SandboxLimits
+from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import make_chat_tokenizer, written
-from rl_workflows.tools import FunctionTool, PythonTool
-from rl_workflows.turns import MultiTurnWorkflow, ToolWorkflow
+from rl_workflows.agents.tools import FunctionTool, PythonTool
+from rl_workflows.workflows.multi_turn import MultiTurnWorkflow, ToolWorkflow
 
 ROW = {"messages": [{"role": "user", "content": "what is 2 + 3?"}], "answer": "5", "prompt_id": 0}
 GENERATION = GenerationConfig(max_new_tokens=64, temperature=0.7)

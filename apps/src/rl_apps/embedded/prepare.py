@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rl_datasets.word_problems
-from rl_apps.embedded.lessons import LESSONS, words_of
+from rl_apps.embedded.curriculum import LESSONS, words_of
 from rl_apps.embedded.tokenizer import trained_tokenizer, word_problem_tokenizer
 from rl_apps.embedded.warmup import Progress, WarmUp, warm_up
 from rl_contracts.errors import ModelError
-from rl_contracts.file_modes import follow_umask
-from rl_contracts.logging import get_logger
+from rl_contracts.runtime.file_modes import follow_umask
+from rl_contracts.runtime.logging import get_logger
 from rl_datasets.word_problems import WordProblems
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class EmbeddedRecipe:
     levels: tuple[int, ...] = (2,)
     """Levels of the problems in its lessons."""
     lessons: str = "answers"
-    """What it is taught, one of `rl_apps.embedded.lessons.LESSONS`; its tokenizer has their words."""
+    """What it is taught, one of `rl_apps.embedded.curriculum.LESSONS`; its tokenizer has their words."""
     shape: ModelShape = ModelShape()
     """Sizes of the model."""
     warm_up: WarmUp | None = field(default_factory=WarmUp)

@@ -1,5 +1,5 @@
 """The supervised warm-up: a plain training loop on lessons, which teach some verbs and leave the others for the reward.
-What a lesson looks like is in `rl_apps.embedded.lessons`.
+What a lesson looks like is in `rl_apps.embedded.curriculum`.
 
 Every warm-up answer has the right form and the right arithmetic. Of the verbs on each side (adding, taking away) two
 are *taught*: their operation is always right. For each of the others the warm-up only has an opinion, drawn by the seed
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_apps.embedded.lessons import Lesson, MakeLesson
+from rl_apps.embedded.curriculum import Lesson, MakeLesson
 from rl_datasets.word_problems import ADDING, OPERATION_OF, TAKING, Problem
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def warm_up(
     The loss is the mean cross entropy over the answers' tokens, the end tokens among them.
 
     Args:
-        lesson: what a lesson is, see `rl_apps.embedded.lessons.LESSONS`.
+        lesson: what a lesson is, see `rl_apps.embedded.curriculum.LESSONS`.
     """
     import torch
     from torch.nn import functional as F

@@ -11,7 +11,7 @@ from typing import Any
 from rl_apps.plan.rates import Known, sampled
 from rl_apps.plan.simulation import Setup, simulate
 from rl_contracts.errors import DataError
-from rl_contracts.lines import json_lines
+from rl_contracts.runtime.json_lines import json_lines
 
 FIRST = 2
 """Steps at the start of a run that are not counted: servers and caches are cold."""

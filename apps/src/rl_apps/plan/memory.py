@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_apps.app import Run
-from rl_apps.checks import SERVED_BYTES
-from rl_apps.config import GRPOConfig
-from rl_apps.model import MADE, make_model
+from rl_apps.run.app import Run
+from rl_apps.preflight.checks import SERVED_BYTES
+from rl_apps.settings.config import GRPOConfig
+from rl_apps.settings.model import MADE, make_model
 from rl_contracts.errors import ModelError
-from rl_contracts.model_sizes import ModelSizes, sizes_of
+from rl_contracts.models.sizes import ModelSizes, sizes_of
 
 
 def read_sizes(run: Run[GRPOConfig], form: str, lessons: str) -> ModelSizes:

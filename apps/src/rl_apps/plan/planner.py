@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_apps.app import App, Run
-from rl_apps.config import GRPOConfig
-from rl_apps.layout import layout_of, run_directory
+from rl_apps.run.app import App, Run
+from rl_apps.settings.config import GRPOConfig
+from rl_apps.settings.device_layout import layout_of, run_directory
 from rl_apps.plan.calibration import measured_rates, measured_servers
 from rl_apps.plan.memory import read_sizes, served_bytes, server_memory, trainer_memory
 from rl_apps.plan.rates import (
@@ -28,8 +28,8 @@ from rl_apps.plan.simulation import Outcome, Setup, simulate
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError
-from rl_contracts.lines import to_json
-from rl_contracts.model_sizes import ModelSizes
+from rl_contracts.runtime.json_lines import to_json
+from rl_contracts.models.sizes import ModelSizes
 
 GIB = 2**30
 SIGMA = 0.6

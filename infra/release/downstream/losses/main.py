@@ -5,10 +5,10 @@ from importlib.util import find_spec
 
 import torch
 
-from rl_trainers.functional.advantages import grouped, normalised
-from rl_trainers.functional.aggregation import denominator, token_weights
-from rl_trainers.functional.policy_losses import clip_loss
-from rl_trainers.functional.terms import policy_terms
+from rl_trainers.algorithms.functional.advantages import grouped, normalised
+from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
+from rl_trainers.algorithms.functional.policy_losses import clip_loss
+from rl_trainers.algorithms.functional.policy_terms import policy_terms
 
 rewards, prompts = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 0, 0, 1, 1])
 groups = grouped(rewards, prompts)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rl_contracts.config import GenerationConfig
     from rl_contracts.errors import RLError
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.trajectory import Trajectory
+    from rl_contracts.batch.trajectory import Trajectory
 
 type RowsPer = Literal["branch", "call"]
 """What a row of a conversation is: a `branch`, from its first prompt to an answer that nothing follows, with each

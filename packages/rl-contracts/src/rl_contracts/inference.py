@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rl_contracts.config import ClientConfig, Settings, require
 from rl_contracts.data import ROUTES, ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
 from rl_contracts.errors import InferenceError
-from rl_contracts.model_directory import same_model
+from rl_contracts.models.directory import same_model
 from rl_contracts.scheduler import JobSpec
 
 type ServerSource = Callable[[], Mapping[str, str]]

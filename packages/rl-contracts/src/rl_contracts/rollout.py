@@ -12,8 +12,8 @@ from rl_contracts.errors import RLError
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from rl_contracts.metrics import Figures
-    from rl_contracts.trajectory import Trajectory
+    from rl_contracts.runtime.metrics import Figures
+    from rl_contracts.batch.trajectory import Trajectory
 
 
 class RolloutRuntime(ABC):
@@ -59,7 +59,7 @@ class RolloutRuntime(ABC):
         """Answer each row `n` times at the one version that is committed now, apart from all training counters
         (collective).
 
-        What workflow and reward record meanwhile goes to the caller's collector (`rl_contracts.metrics.collect`).
+        What workflow and reward record meanwhile goes to the caller's collector (`rl_contracts.runtime.metrics.collect`).
 
         Returns:
             on every rank, the trajectories of this rank's share of the rows, in order; each has a reward.

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from rl_contracts.config import Settings
 from rl_contracts.errors import LaunchError
-from rl_contracts.machine import url_of
+from rl_contracts.runtime.machine import url_of
 
 RUN_KEY_VARIABLE = "RL_RUN_KEY"
 """Environment variable that carries the key of a run's control endpoints to its processes."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.trajectory import Trajectory
+    from rl_contracts.batch.trajectory import Trajectory
 
 
 class RolloutWorkflow(ABC):

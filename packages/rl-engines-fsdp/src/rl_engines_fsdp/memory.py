@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rl_contracts.model_sizes import ModelSizes, layer_of
+from rl_contracts.models.sizes import ModelSizes, layer_of
 
 if TYPE_CHECKING:
     from rl_contracts.allocation import ParallelStrategy

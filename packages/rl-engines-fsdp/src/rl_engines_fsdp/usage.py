@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rl_contracts.training import usage
+from rl_contracts.models import usage
 from rl_engines_fsdp.model.packed import PackedModel
 
 
@@ -43,11 +43,11 @@ def matrix_parameters(model: PackedModel, frozen: bool = True) -> int | None:
 
 
 def step_flops(model: PackedModel, tokens: int, pairs: int) -> float | None:
-    """Useful floating-point operations of a training step; see `rl_contracts.training.usage.step_flops`.
+    """Useful floating-point operations of a training step; see `rl_contracts.models.usage.step_flops`.
 
     Args:
         tokens: over all ranks.
-        pairs: see `rl_contracts.training.usage.attended_pairs`, over all ranks.
+        pairs: see `rl_contracts.models.usage.attended_pairs`, over all ranks.
     """
     config = model.model.config.get_text_config()
     matrices, trained = matrix_parameters(model), matrix_parameters(model, frozen=False)

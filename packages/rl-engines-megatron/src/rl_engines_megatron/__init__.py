@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.lazy import on_demand
+from rl_contracts.runtime.lazy_imports import on_demand
 from rl_engines_megatron.config import MegatronEngineConfig
 
 if TYPE_CHECKING:
-    from rl_engines_megatron.conversion import from_megatron, to_megatron
+    from rl_engines_megatron.weights.conversion import from_megatron, to_megatron
     from rl_engines_megatron.engine import MegatronEngine
-    from rl_engines_megatron.model_config import gpt_model_kwargs, transformer_kwargs
+    from rl_engines_megatron.model.megatron_config import gpt_model_kwargs, transformer_kwargs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,9 +30,9 @@ __getattr__ = on_demand(
     __name__,
     {
         "MegatronEngine": "engine",
-        "from_megatron": "conversion",
-        "gpt_model_kwargs": "model_config",
-        "to_megatron": "conversion",
-        "transformer_kwargs": "model_config",
+        "from_megatron": "weights.conversion",
+        "gpt_model_kwargs": "model.megatron_config",
+        "to_megatron": "weights.conversion",
+        "transformer_kwargs": "model.megatron_config",
     },
 )

@@ -10,7 +10,7 @@ from rl_contracts.config import bounded, choice
 from rl_contracts.data import DTYPES, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError
-from rl_engines_megatron.mixture import check_experts
+from rl_engines_megatron.model.mixture import check_experts
 
 OPTIMIZERS = ("adamw", "sgd")
 """Names of optimizers that megatron-core has."""
@@ -83,6 +83,6 @@ class MegatronEngineConfig(TrainEngineConfig):
                 f"optimizer.name={spec.optimizer.name} does not go with {where}: the megatron engine has "
                 f"{' and '.join(OPTIMIZERS)}. Choose one of them, or the engine fsdp."
             )
-        from rl_engines_megatron.checks import check_model
+        from rl_engines_megatron.model.checks import check_model
 
         check_model(spec, strategy, self.interleaved, self.stage_layers)

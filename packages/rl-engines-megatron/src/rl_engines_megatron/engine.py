@@ -19,21 +19,21 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
 from rl_contracts.errors import ConfigError, EngineError, ModelError
-from rl_contracts.training import micro_batches
-from rl_contracts.training.hugging_face import read_config
-from rl_contracts.training.new_directory import new_directory
-from rl_contracts.training.process_group import join, pick_device, read_environment
-from rl_contracts.training.step_sums import AUXILIARY, StepSums
-from rl_contracts.training.usage import UsageMeter, attended_pairs
-from rl_contracts.trajectory import PackedBatch, lengths
+from rl_contracts.models import micro_batches
+from rl_contracts.models.config_files import read_config
+from rl_contracts.models.atomic_directory import new_directory
+from rl_contracts.models.process_group import join, pick_device, read_environment
+from rl_contracts.models.step_sums import AUXILIARY, StepSums
+from rl_contracts.models.usage import UsageMeter, attended_pairs
+from rl_contracts.batch.trajectory import PackedBatch, lengths
 from rl_engines_megatron.config import MegatronEngineConfig
 from rl_engines_megatron.cpu import without_cuda
-from rl_engines_megatron.leaving import Away
+from rl_engines_megatron.offload import Away
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from rl_engines_megatron.rows import Rows
+    from rl_engines_megatron.model.packed_sequences import Rows
 
 Said = Callable[[TokenOutputs, PackedBatch], Tensor]
 """Told of each micro-batch with tokens what the model says of it, on the ranks of the last stage; the loss of that."""
@@ -86,14 +86,14 @@ class MegatronEngine(TrainEngine):
         spec, config = self._spec, self.config
         with self.parallel.agreeing(f"reading {spec.model_path}"):  # one host may not have it
             self._hf_config = read_config(spec.model_path, spec.head)
-            from rl_engines_megatron.checks import cut
+            from rl_engines_megatron.model.checks import cut
 
             stages = (config.interleaved, config.stage_layers)
             partition = cut(self._hf_config, self.strategy, *stages, spec.head)
-        from rl_engines_megatron.building import build
-        from rl_engines_megatron.experts import Spread
+        from rl_engines_megatron.model.building import build
+        from rl_engines_megatron.model.experts import Spread
         from rl_engines_megatron.optimizer import Stepper, wrap
-        from rl_engines_megatron.ranks import make_groups
+        from rl_engines_megatron.process_groups import make_groups
 
         torch.manual_seed(spec.seed)
         timeout = config.timeout_seconds
@@ -112,7 +112,7 @@ class MegatronEngine(TrainEngine):
                 self._stepper = Stepper(self._chunks, spec.optimizer, dtype, distributed, offload)
 
     def _read(self, path: str, new_head: bool) -> None:
-        from rl_engines_megatron.weights import StoredWeights, load_weights
+        from rl_engines_megatron.weights.transfer import StoredWeights, load_weights
 
         with self.parallel.agreeing(f"loading {path}"):
             load_weights(self._parts, StoredWeights(path), new_head)
@@ -122,7 +122,7 @@ class MegatronEngine(TrainEngine):
         self._exit.close()
 
     def _free(self) -> None:
-        from rl_engines_megatron.building import release
+        from rl_engines_megatron.model.building import release
 
         release(self._parts)
         self._stepper, self._parts, self._chunks = None, [], []
@@ -202,7 +202,7 @@ class MegatronEngine(TrainEngine):
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from rl_engines_megatron.rows import make_rows, padded_lengths
+        from rl_engines_megatron.model.packed_sequences import make_rows, padded_lengths
 
         divisor = self.strategy.tensor if self.config.sequence_parallel else 1
         moved = [packed.to(self._device) for _, packed in micro_batches.packed(batch, bins)]
@@ -311,7 +311,7 @@ class MegatronEngine(TrainEngine):
     def param_specs(self) -> tuple[ParamSpec, ...]:
         """See `TrainEngine.param_specs`. Tensor rank 0 of each stage of the first replica yields its stage's, and each
         expert rank its experts."""
-        from rl_engines_megatron.weights import own_parameters
+        from rl_engines_megatron.weights.transfer import own_parameters
 
         dtype = self.config.serve_dtype or self._spec.dtype
         return tuple(
@@ -322,14 +322,14 @@ class MegatronEngine(TrainEngine):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.full_parameters`."""
-        from rl_engines_megatron.weights import full_parameters
+        from rl_engines_megatron.weights.transfer import full_parameters
 
         return full_parameters(self._parts)
 
     def save(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.save`. Of kind `state` each rank first copies its files to host memory."""
-        from rl_engines_megatron.export import save_hugging_face
-        from rl_engines_megatron.weights import full_parameters
+        from rl_engines_megatron.weights.export import save_hugging_face
+        from rl_engines_megatron.weights.transfer import full_parameters
 
         match meta.kind:
             case "hf":
@@ -348,8 +348,8 @@ class MegatronEngine(TrainEngine):
 
     def snapshot(self, meta: SaveLoadMeta) -> Snapshot | None:
         """See `TrainEngine.snapshot`. Each rank keeps what it writes in host memory until that is done."""
-        from rl_engines_megatron.export import copy_hugging_face
-        from rl_engines_megatron.weights import full_parameters
+        from rl_engines_megatron.weights.export import copy_hugging_face
+        from rl_engines_megatron.weights.transfer import full_parameters
 
         match meta.kind:
             case "hf":
@@ -362,14 +362,14 @@ class MegatronEngine(TrainEngine):
         return None
 
     def _copy_state(self, meta: SaveLoadMeta) -> Callable[[Path], list[Path]]:
-        from rl_engines_megatron.state import copy_state
+        from rl_engines_megatron.weights.checkpoint import copy_state
 
         with without_cuda(self._device):
             return copy_state(self._parts, self._stepper, self._counters(), meta.path, self.parallel)
 
     def load(self, meta: SaveLoadMeta) -> None:
         """See `TrainEngine.load`. Of kind `hf` only the weights are replaced."""
-        from rl_engines_megatron.state import load_state
+        from rl_engines_megatron.weights.checkpoint import load_state
 
         match meta.kind:
             case "hf":

@@ -14,7 +14,7 @@ from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
 from rl_contracts.config import OptimizerConfig
-from rl_engines_megatron.model import PackedGPT
+from rl_engines_megatron.model.gpt import PackedGPT
 
 
 def wrap(parts: list[PackedGPT], distributed: bool) -> list[Any]:

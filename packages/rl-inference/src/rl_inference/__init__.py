@@ -1,23 +1,23 @@
 """Inference servers and their clients.
 
-`EmbeddedEngine` speaks to servers started with `python -m rl_inference.server`; `EmbeddedEngine.server_spec` says how
+`EmbeddedEngine` speaks to servers started with `python -m rl_inference.embedded_server`; `EmbeddedEngine.server_spec` says how
 to start them. Another kind of server is a `ServerProtocol` and a subclass of `HttpEngine` with its settings."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.lazy import on_demand
+from rl_contracts.runtime.lazy_imports import on_demand
 
 if TYPE_CHECKING:
-    from rl_inference.config import EmbeddedEngineConfig
-    from rl_inference.embedded import EmbeddedEngine
-    from rl_inference.engine import HttpEngine
-    from rl_inference.protocols.base import ServerProtocol
-    from rl_inference.sglang import SGLangEngine
-    from rl_inference.sglang_config import SGLangEngineConfig
-    from rl_inference.vllm import VLLMEngine
-    from rl_inference.vllm_config import VLLMEngineConfig
+    from rl_inference.backends.embedded.config import EmbeddedEngineConfig
+    from rl_inference.backends.embedded.engine import EmbeddedEngine
+    from rl_inference.client.engine import HttpEngine
+    from rl_inference.client.protocol import ServerProtocol
+    from rl_inference.backends.sglang.engine import SGLangEngine
+    from rl_inference.backends.sglang.config import SGLangEngineConfig
+    from rl_inference.backends.vllm.engine import VLLMEngine
+    from rl_inference.backends.vllm.config import VLLMEngineConfig
 
 __all__ = [
     "EmbeddedEngine",
@@ -34,13 +34,13 @@ __all__ = [
 __getattr__ = on_demand(
     __name__,
     {
-        "EmbeddedEngine": "embedded",
-        "EmbeddedEngineConfig": "config",
-        "HttpEngine": "engine",
-        "SGLangEngine": "sglang",
-        "SGLangEngineConfig": "sglang_config",
-        "ServerProtocol": "protocols.base",
-        "VLLMEngine": "vllm",
-        "VLLMEngineConfig": "vllm_config",
+        "EmbeddedEngine": "backends.embedded.engine",
+        "EmbeddedEngineConfig": "backends.embedded.config",
+        "HttpEngine": "client.engine",
+        "SGLangEngine": "backends.sglang.engine",
+        "SGLangEngineConfig": "backends.sglang.config",
+        "ServerProtocol": "client.protocol",
+        "VLLMEngine": "backends.vllm.engine",
+        "VLLMEngineConfig": "backends.vllm.config",
     },
 )

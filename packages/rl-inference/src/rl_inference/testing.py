@@ -19,14 +19,14 @@ from typing import Any, Self
 from rl_contracts.errors import InferenceError
 from rl_contracts.scheduler import JobSpec
 from rl_contracts.testing.processes import fork, free_port, preload
-from rl_inference.config import to_arguments
+from rl_inference.backends.embedded.config import to_arguments
 
 VOCAB_SIZE = 160
 """Tokens of the tiny models."""
 END_ID = 2
 """Their end token."""
 
-preload("rl_inference.server.loop", "rl_inference.server.__main__", "transformers.models.qwen3.modeling_qwen3")
+preload("rl_inference.embedded_server.loop", "rl_inference.embedded_server.__main__", "transformers.models.qwen3.modeling_qwen3")
 
 
 def tiny_model(path: Path, family: str = "qwen3", seed: int = 0, **settings: Any) -> Path:
@@ -110,7 +110,7 @@ class ServerProcess:
     """One server, alive from `start` to `stop`; a context manager does both.
 
     It is forked off a process that has imported everything already, which saves the seconds that
-    `python -m rl_inference.server` spends on imports; otherwise it is the same. With `device=cuda`, which no fork can
+    `python -m rl_inference.embedded_server` spends on imports; otherwise it is the same. With `device=cuda`, which no fork can
     use, it is that program.
     """
 
@@ -122,7 +122,7 @@ class ServerProcess:
     port: int = 0
     """0: a free one."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of `python -m rl_inference.server`."""
+    """Further options of `python -m rl_inference.embedded_server`."""
     command: tuple[str, ...] | None = None
     """Start this program, with the server's options, instead of forking."""
     process: BaseProcess | subprocess.Popen[bytes] | None = None
@@ -146,7 +146,7 @@ class ServerProcess:
         arguments = to_arguments(options)
         environment = {"OMP_NUM_THREADS": "1", "RL_RUN_KEY": self.key}
         if self.options.get("device") == "cuda":
-            self.command = self.command or (sys.executable, "-m", "rl_inference.server")
+            self.command = self.command or (sys.executable, "-m", "rl_inference.embedded_server")
         if self.command is None:
             self.process = fork(_serve, (arguments,), self.log, environment)
         else:
@@ -262,6 +262,6 @@ class JobProcess(ServerProcess):
 
 def _serve(arguments: list[str]) -> None:
     """The forked process."""
-    from rl_inference.server.__main__ import main
+    from rl_inference.embedded_server.__main__ import main
 
     sys.exit(main(arguments))

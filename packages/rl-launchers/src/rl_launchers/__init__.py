@@ -7,31 +7,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.lazy import on_demand
+from rl_contracts.runtime.lazy_imports import on_demand
 
 if TYPE_CHECKING:
-    from rl_launchers.attempts import Resume
-    from rl_launchers.control import RunControl
-    from rl_launchers.interrupts import uv_parent
-    from rl_launchers.launcher import Launcher, LauncherConfig
-    from rl_launchers.local import LocalScheduler, LocalSchedulerConfig
-    from rl_launchers.ray import RayScheduler, RaySchedulerConfig
-    from rl_launchers.slurm import SlurmScheduler, SlurmSchedulerConfig
+    from rl_launchers.supervise.run_restarts import Resume
+    from rl_launchers.supervise.control import RunControl
+    from rl_launchers.supervise.interrupts import uv_parent
+    from rl_launchers.supervise.launcher import Launcher, LauncherConfig
+    from rl_launchers.local.scheduler import LocalScheduler, LocalSchedulerConfig
+    from rl_launchers.ray.scheduler import RayScheduler, RaySchedulerConfig
+    from rl_launchers.slurm.scheduler import SlurmScheduler, SlurmSchedulerConfig
 else:
     __getattr__ = on_demand(
         __name__,
         {
-            "Launcher": "launcher",
-            "LauncherConfig": "launcher",
-            "LocalScheduler": "local",
-            "LocalSchedulerConfig": "local",
-            "RayScheduler": "ray",
-            "RaySchedulerConfig": "ray",
-            "Resume": "attempts",
-            "RunControl": "control",
-            "SlurmScheduler": "slurm",
-            "SlurmSchedulerConfig": "slurm",
-            "uv_parent": "interrupts",
+            "Launcher": "supervise.launcher",
+            "LauncherConfig": "supervise.launcher",
+            "LocalScheduler": "local.scheduler",
+            "LocalSchedulerConfig": "local.scheduler",
+            "RayScheduler": "ray.scheduler",
+            "RaySchedulerConfig": "ray.scheduler",
+            "Resume": "supervise.run_restarts",
+            "RunControl": "supervise.control",
+            "SlurmScheduler": "slurm.scheduler",
+            "SlurmSchedulerConfig": "slurm.scheduler",
+            "uv_parent": "supervise.interrupts",
         },
     )
 

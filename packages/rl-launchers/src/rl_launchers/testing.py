@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from rl_contracts.scheduler import Node
-from rl_launchers.nodes import NodeProvider
-from rl_launchers.sessions import Session, stop_sessions
+from rl_launchers.cluster.nodes import NodeProvider
+from rl_launchers.local.sessions import Session, stop_sessions
 
 
 class MachinesOfTests(NodeProvider):

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from rl_contracts.errors import RewardError
-from rl_contracts.reasoning import split_reasoning
+from rl_contracts.chat.reasoning import split_reasoning
 from rl_rewards.extraction import find_answer
 from rl_rewards.numbers import parse_number
 

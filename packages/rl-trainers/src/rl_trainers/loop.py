@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from rl_contracts.errors import EngineError, RLError, StalledError, StopRequestedError
-from rl_contracts.logging import get_logger
-from rl_trainers.background import drain
+from rl_contracts.runtime.logging import get_logger
+from rl_trainers.run_log.background_writes import drain
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from rl_trainers.books import Books
-    from rl_trainers.gap.gate import GapGate
-    from rl_trainers.publish import WeightPublisher
-    from rl_trainers.recover import RecoverPoints
-    from rl_trainers.sharing import MemorySharing
+    from rl_trainers.run_log.run_log import Books
+    from rl_trainers.weight_sync.gap.gate import GapGate
+    from rl_trainers.weight_sync.publisher import WeightPublisher
+    from rl_trainers.recovery.checkpoints import RecoverPoints
+    from rl_trainers.weight_sync.memory_sharing import MemorySharing
 
 
 log = get_logger("trainers")
@@ -97,7 +97,7 @@ def _train(
     recover: RecoverPoints | None,
     sharing: MemorySharing | None,
 ) -> None:
-    from rl_contracts.training.step_gate import STEP
+    from rl_contracts.models.step_gate import STEP
 
     if recover is not None:
         recover.resume()

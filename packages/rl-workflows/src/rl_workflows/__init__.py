@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.lazy import on_demand
+from rl_contracts.runtime.lazy_imports import on_demand
 
 if TYPE_CHECKING:
-    from rl_workflows.agents import AgentEpisodes
-    from rl_workflows.commands import AgentCommand, AgentContainer
-    from rl_workflows.config import RolloutConfig
-    from rl_workflows.environments import EnvironmentWorkflow, TextGame
-    from rl_workflows.groups import dynamic_sampling
-    from rl_workflows.head import RolloutHead
-    from rl_workflows.rlvr import RLVRWorkflow
-    from rl_workflows.runtime import DistRollout, tune_garbage_collection
-    from rl_workflows.staleness import StalenessManager, Ticket
-    from rl_workflows.turns import MultiTurnWorkflow, ToolWorkflow
-    from rl_workflows.verifiers import VerifiersAgent
+    from rl_workflows.agents.agent import AgentEpisodes
+    from rl_workflows.agents.command import AgentCommand, AgentContainer
+    from rl_workflows.rollout.config import RolloutConfig
+    from rl_workflows.workflows.environments import EnvironmentWorkflow, TextGame
+    from rl_workflows.rollout.groups import dynamic_sampling
+    from rl_workflows.rollout.scheduler import RolloutHead
+    from rl_workflows.workflows.rlvr import RLVRWorkflow
+    from rl_workflows.rollout.runtime import DistRollout, tune_garbage_collection
+    from rl_workflows.rollout.staleness import StalenessManager, Ticket
+    from rl_workflows.workflows.multi_turn import MultiTurnWorkflow, ToolWorkflow
+    from rl_workflows.agents.verifiers import VerifiersAgent
 
 
 __all__ = [
@@ -42,21 +42,21 @@ __all__ = [
 __getattr__ = on_demand(
     __name__,
     {
-        "AgentCommand": "commands",
-        "AgentContainer": "commands",
-        "AgentEpisodes": "agents",
-        "DistRollout": "runtime",
-        "EnvironmentWorkflow": "environments",
-        "MultiTurnWorkflow": "turns",
-        "RLVRWorkflow": "rlvr",
-        "RolloutConfig": "config",
-        "RolloutHead": "head",
-        "StalenessManager": "staleness",
-        "TextGame": "environments",
-        "Ticket": "staleness",
-        "ToolWorkflow": "turns",
-        "VerifiersAgent": "verifiers",
-        "dynamic_sampling": "groups",
-        "tune_garbage_collection": "runtime",
+        "AgentCommand": "agents.command",
+        "AgentContainer": "agents.command",
+        "AgentEpisodes": "agents.agent",
+        "DistRollout": "rollout.runtime",
+        "EnvironmentWorkflow": "workflows.environments",
+        "MultiTurnWorkflow": "workflows.multi_turn",
+        "RLVRWorkflow": "workflows.rlvr",
+        "RolloutConfig": "rollout.config",
+        "RolloutHead": "rollout.scheduler",
+        "StalenessManager": "rollout.staleness",
+        "TextGame": "workflows.environments",
+        "Ticket": "rollout.staleness",
+        "ToolWorkflow": "workflows.multi_turn",
+        "VerifiersAgent": "agents.verifiers",
+        "dynamic_sampling": "rollout.groups",
+        "tune_garbage_collection": "rollout.runtime",
     },
 )

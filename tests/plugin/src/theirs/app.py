@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_apps import grpo
-from rl_apps.app import App, Run
-from rl_apps.config import GRPOConfig
+from rl_apps.programs import grpo
+from rl_apps.run.app import App, Run
+from rl_apps.settings.config import GRPOConfig
 from rl_contracts.config import require
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from rl_trainers.functional.terms import PolicyTerms
+    from rl_trainers.algorithms.functional.policy_terms import PolicyTerms
 
 
 def halved_loss(terms: PolicyTerms, *, factor: float = 0.5) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

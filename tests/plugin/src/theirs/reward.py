@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_contracts.errors import RewardError
-from rl_contracts.metrics import record
+from rl_contracts.runtime.metrics import record
 
 
 def vowels_reward_fn(

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
-from rl_contracts.metrics import record
-from rl_contracts.rendering import ChatRenderer
+from rl_contracts.runtime.metrics import record
+from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.workflow import RolloutWorkflow
 
 if TYPE_CHECKING:
     from rl_contracts.inference import InferenceEngine
-    from rl_contracts.trajectory import Trajectory
+    from rl_contracts.batch.trajectory import Trajectory
 
 
 class OneTry(RolloutWorkflow):
@@ -35,7 +35,7 @@ class OneTry(RolloutWorkflow):
         self._generation = replace(generation, stop_token_ids=list(self._renderer.stop_ids))
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory] | None:
-        from rl_contracts.trajectory import from_response
+        from rl_contracts.batch.trajectory import from_response
 
         ids = self._renderer.render(data["messages"])
         response = await engine.agenerate(ModelRequest(ids, self._generation))

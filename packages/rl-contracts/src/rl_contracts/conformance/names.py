@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rl_contracts.errors import ConfigError, StalledError
-from rl_contracts.names import NameService, NameTakenError, UnknownNameError
+from rl_contracts.runtime.name_service import NameService, NameTakenError, UnknownNameError
 
 
 class NameServiceConformance:

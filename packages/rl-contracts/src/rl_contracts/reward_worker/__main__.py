@@ -3,7 +3,7 @@
 The first frame names the function: `{"target": name or dotted path, "path": sys.path, "timeout": seconds}`; the reply
 is `{"ready": true}` or `{"refused": text}`. Each further frame is a call, `[prompt, completions, prompt_ids,
 completion_ids, data]`; its reply is `{"value": number}` or `{"error": text}`, with the `figures` that the function
-recorded, if it did. `rl_contracts.reward_worker.wire` has the format of frames. Output of the function and its logs
+recorded, if it did. `rl_contracts.reward_worker.messages` has the format of frames. Output of the function and its logs
 (from INFO on) go to stderr.
 """
 
@@ -25,11 +25,11 @@ from numbers import Real
 from typing import Any, BinaryIO
 
 from rl_contracts.errors import DataError, defined_at, raised_at
-from rl_contracts.figures import REWARDS, meaning
-from rl_contracts.metrics import Figure, Figures, collect
+from rl_contracts.runtime.metric_docs import REWARDS, meaning
+from rl_contracts.runtime.metrics import Figure, Figures, collect
 from rl_contracts.registry import load
 from rl_contracts.reward import PartedReward, is_valid_reward, parts_of, set_time_limit, takes_final_text
-from rl_contracts.reward_worker import wire
+from rl_contracts.reward_worker import messages
 
 _PR_SET_PDEATHSIG = 1
 _ERROR_LIMIT = 2000
@@ -45,7 +45,7 @@ def main() -> None:
     # a trainer that is asked to stop ends its step first, and needs the rewards; a handler goes with an exec, so that
     # programs which the function starts end as usual
     signal.signal(signal.SIGTERM, lambda *_: None)
-    calls = wire.calls(stream)
+    calls = messages.calls(stream)
     first = next(calls, None)
     if first is None:
         return
@@ -156,7 +156,7 @@ def _write(results: int, number: int, answer: dict[str, Any]) -> None:
     """Send a reply. A process that the function forked ends here instead: the call has one reply."""
     if os.getpid() != _PID:
         os._exit(1)
-    frame = memoryview(wire.numbered(number, wire.encode(answer)))
+    frame = memoryview(messages.numbered(number, messages.encode(answer)))
     while frame:
         frame = frame[os.write(results, frame) :]
 

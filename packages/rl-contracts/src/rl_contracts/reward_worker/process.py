@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl_contracts import reaper
+from rl_contracts.sandbox import reaper
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.reward_worker import wire
+from rl_contracts.reward_worker import messages
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 
 _CHUNK = 1 << 16
@@ -28,7 +28,7 @@ _END_TIMEOUT = 10.0
 class WorkerProcess:
     """A process with a directory for temporary files (`TMPDIR`), which is removed when the process ends.
 
-    On Linux a reaper (`rl_contracts.reaper`) starts it, and ends it with all processes below it. It does not get the
+    On Linux a reaper (`rl_contracts.sandbox.reaper`) starts it, and ends it with all processes below it. It does not get the
     run key.
 
     Args:
@@ -73,7 +73,7 @@ class WorkerProcess:
         self._events = select.poll()
         self._events.register(self._out, select.POLLIN)
         self._number = 0
-        self._setup = wire.encode({"target": target, "path": sys.path, "timeout": timeout})
+        self._setup = messages.encode({"target": target, "path": sys.path, "timeout": timeout})
 
     def lives(self) -> bool:
         """Whether it has not ended, and has written nothing since its last reply."""
@@ -147,8 +147,8 @@ class WorkerProcess:
         """
         deadline = time.monotonic() + timeout
         self._number += 1
-        unsent, received = self._write(memoryview(wire.numbered(self._number, frame))), bytearray()
-        while (reply := wire.reply(received, self._number)) is None:
+        unsent, received = self._write(memoryview(messages.numbered(self._number, frame))), bytearray()
+        while (reply := messages.reply(received, self._number)) is None:
             if unsent:
                 self._events.register(self._in, select.POLLOUT)
             ready = [descriptor for descriptor, _ in self._events.poll(1000 * max(0.0, deadline - time.monotonic()))]

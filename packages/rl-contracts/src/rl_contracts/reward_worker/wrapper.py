@@ -16,9 +16,9 @@ from typing import Any, Self
 
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, RewardError
-from rl_contracts.metrics import Figures, record, record_all
+from rl_contracts.runtime.metrics import Figures, record, record_all
 from rl_contracts.reward import PartedReward
-from rl_contracts.reward_worker import wire
+from rl_contracts.reward_worker import messages
 from rl_contracts.reward_worker.process import WorkerProcess
 
 _START_TIMEOUT = 120.0
@@ -72,7 +72,7 @@ class AsyncRewardWrapper:
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> float:
         """The reward of one sample; see `rl_contracts.reward.RewardFunction`. Figures that the function recorded (see
-        `rl_contracts.metrics.record`) are recorded here.
+        `rl_contracts.runtime.metrics.record`) are recorded here.
 
         Raises:
             RewardError: the function raised, was too slow, ended its process, or gave no finite number; or an entry of
@@ -131,12 +131,12 @@ class AsyncRewardWrapper:
     def _encode(self, prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, data: Any) -> bytes:
         call = (prompt, completions, _plain(prompt_ids), _plain(completion_ids), data)
         try:
-            return wire.encode(call)
+            return messages.encode(call)
         except (TypeError, ValueError, RecursionError):
             names = ("prompt", "completions", "prompt_ids", "completion_ids")
             for name, value in [*zip(names, call, strict=False), *data.items()]:
                 try:
-                    wire.encode(value)
+                    messages.encode(value)
                 except (TypeError, ValueError, RecursionError) as error:
                     raise RewardError(
                         f"reward {self.target!r}: {name!r} cannot be sent to the worker: expected a JSON value, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.lazy import on_demand
+from rl_contracts.runtime.lazy_imports import on_demand
 
 if TYPE_CHECKING:
     from rl_contracts.testing.batches import make_batch

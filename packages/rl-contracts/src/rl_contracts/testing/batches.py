@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.trajectory import Trajectory, stack
+from rl_contracts.batch.trajectory import Trajectory, stack
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -13,7 +13,7 @@ from rl_contracts.errors import ConfigError, StalledError
 
 
 class SimulatedClock:
-    """Implements `rl_contracts.clock.Clock` for one asyncio event loop.
+    """Implements `rl_contracts.runtime.clock.Clock` for one asyncio event loop.
 
     Whenever every task of the loop waits, time jumps to the earliest sleeper and wakes all who sleep until that
     moment, in the order in which they went to sleep. So a run of hours takes milliseconds and is the same every time.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.clock import Clock, SystemClock
+from rl_contracts.runtime.clock import Clock, SystemClock
 from rl_contracts.config import ClientConfig, require, require_choice
 from rl_contracts.data import (
     MEETING_ROUTES,

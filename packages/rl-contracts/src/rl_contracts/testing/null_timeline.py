@@ -10,7 +10,7 @@ from collections import deque
 from contextvars import Context
 from itertools import count
 
-from rl_contracts.clock import Clock
+from rl_contracts.runtime.clock import Clock
 
 _RESOLUTION = 1e-9
 """Seconds below which two moments are the same, against rounding."""

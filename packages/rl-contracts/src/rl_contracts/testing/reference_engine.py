@@ -24,13 +24,13 @@ from rl_contracts.engine import (
     TrainEngineConfig,
 )
 from rl_contracts.errors import EngineError, ModelError
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.batch.parallel import ParallelContext
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from rl_contracts.trajectory import PackedBatch
+    from rl_contracts.batch.trajectory import PackedBatch
 
 
 @dataclass
@@ -156,8 +156,8 @@ class ReferenceTrainEngine(TrainEngine):
         """Each unit of rows (a row by itself, unless the batch says otherwise), its outputs and its packed form."""
         import torch
 
-        from rl_contracts.training.step_gate import STEP
-        from rl_contracts.trajectory import lengths, pack, select, units
+        from rl_contracts.models.step_gate import STEP
+        from rl_contracts.batch.trajectory import lengths, pack, select, units
 
         tokens, limit = lengths(batch), self.spec.micro_batch.max_tokens
         together = units(batch)

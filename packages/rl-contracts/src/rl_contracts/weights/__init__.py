@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rl_contracts.lazy import on_demand
-from rl_contracts.weights.committed import CommittedWeights, read_committed, verify_receipt, write_committed
+from rl_contracts.runtime.lazy_imports import on_demand
+from rl_contracts.weights.committed_record import CommittedWeights, read_committed, verify_receipt, write_committed
 from rl_contracts.weights.rendezvous import seated
 
 if TYPE_CHECKING:

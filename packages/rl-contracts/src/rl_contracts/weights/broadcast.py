@@ -22,7 +22,7 @@ from torch import distributed
 from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.checksums import Summed, both, summed
-from rl_contracts.weights.layout import ALIGNMENT, checked, dtype_of, size_of
+from rl_contracts.weights.flat_layout import ALIGNMENT, checked, dtype_of, size_of
 from rl_contracts.weights.rendezvous import Address, Rendezvous, connect, delete, first_line, host, own_address
 
 PIECE = 8 * 2**20

@@ -68,7 +68,7 @@ def summed(tensor: torch.Tensor, offset_bytes: int = 0) -> Summed:
     words, first = _words(tensor.detach()), offset_bytes // 8
     if words.device.type != "cpu":
         return _device_sum(tensor.detach(), words, first)
-    from rl_contracts.weights import kernel
+    from rl_contracts.weights import checksum_kernel as kernel
 
     host, dtype = words.numpy(), str(tensor.dtype)
     return _in_shares(len(host), lambda start, stop: kernel.sum_words(host[start:stop], first + start, dtype))
@@ -88,7 +88,7 @@ def copy_summed(target: torch.Tensor, source: torch.Tensor) -> Summed:
         target: contiguous; written.
         source: of the same shape; any dtype, device and strides.
     """
-    from rl_contracts.weights import kernel
+    from rl_contracts.weights import checksum_kernel as kernel
 
     source = source.detach()
     plain = target.is_contiguous() and source.is_contiguous() and target.device == source.device == torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 
 from rl_contracts.data import ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
-from rl_contracts.weights.layout import fill, offsets, views
+from rl_contracts.weights.flat_layout import fill, offsets, views
 
 
 class IpcSender:

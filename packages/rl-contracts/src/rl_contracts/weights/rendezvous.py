@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from rl_contracts.aio import in_thread
+from rl_contracts.runtime.aio import in_thread
 from rl_contracts.data import WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 

@@ -23,8 +23,8 @@ import torch
 from rl_contracts.data import STORED_ROUTES, ParamSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import WeightUpdateError
 from rl_contracts.weights.checksums import checksum
-from rl_contracts.weights.committed import make_private
-from rl_contracts.weights.layout import checked, dtype_of, fill, offsets, size_of, views
+from rl_contracts.weights.committed_record import make_private
+from rl_contracts.weights.flat_layout import checked, dtype_of, fill, offsets, size_of, views
 
 FILE = "model.safetensors"
 """Name of the file of `disk`."""

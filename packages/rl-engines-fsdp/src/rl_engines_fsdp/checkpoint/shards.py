@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl_contracts.errors import ModelError
-from rl_contracts.parallel import ParallelContext
+from rl_contracts.batch.parallel import ParallelContext
 
 OWN = "random."
 """How names begin that each rank has for itself; of other whole tensors rank 0 writes its own."""

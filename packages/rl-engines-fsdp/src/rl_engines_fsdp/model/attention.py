@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from rl_contracts.attention_windows import layer_window
+from rl_contracts.models.attention_windows import layer_window
 from rl_contracts.errors import ModelError
 from rl_engines_fsdp.ranks.collectives import exchange
 

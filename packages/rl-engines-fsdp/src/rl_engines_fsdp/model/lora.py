@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl_contracts.errors import ConfigError
-from rl_contracts.logging import get_logger
+from rl_contracts.runtime.logging import get_logger
 from rl_contracts.weights import adapters
 from rl_engines_fsdp.config import LoRAConfig
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
-from rl_contracts.linear import speed_up
-from rl_contracts.parallel import ParallelContext
-from rl_contracts.token_logprobs import LOGITS_AT_ONCE
+from rl_contracts.models.cpu_matmul import speed_up
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.models.token_logprobs import LOGITS_AT_ONCE
 from rl_engines_fsdp.config import FSDPEngineConfig
 from rl_engines_fsdp.model import loading, lora
 from rl_engines_fsdp.model.checks import verify, verify_split

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
-from rl_contracts.training.logprobs import HeadOptions, LogitTransform, token_logprobs
+from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, token_logprobs
 from rl_engines_fsdp.model import lora
 from rl_engines_fsdp.model.attention import Segments, packed_rows
 from rl_engines_fsdp.model.balance import RouterBalance, wanted

@@ -1,0 +1,1 @@
+"""The `rl` command and the tools around runs."""

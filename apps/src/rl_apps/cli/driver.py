@@ -1,0 +1,445 @@
+"""Run a command: parse and check its settings, then print them or launch the run, and print its summary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+from rl_apps.settings import compose
+from rl_apps.run.app import App, Run
+from rl_apps.preflight.checks import are_near, check_run, choose_route, remarks
+from rl_apps.settings.command_line import leave_pipe, parse, replace_what_no_terminal_shows, say, setting
+from rl_apps.settings.config import GRPOConfig
+from rl_apps.settings.data import load_rows
+from rl_apps.run.directory import (
+    FINISHED,
+    JOB,
+    check_started_from,
+    claimed,
+    names_of,
+    past_of,
+    reached,
+    resumption,
+    step_seconds,
+    strangers,
+    write_config,
+)
+from rl_apps.settings.device_layout import Devices, devices_of, layout_of, run_directory
+from rl_apps.settings.model import find_models, make_model
+from rl_apps.run.components import attached, memory_of, server_jobs, weights_directory
+from rl_apps.preflight.trial_episode import check_golds, rehearse, rehearse_loss
+from rl_apps.run.resuming import named_point, step_of, take_over
+from rl_apps.preflight.servers import check_attached, check_program, command_of
+from rl_apps.run.chat_template import save_tokenizer
+from rl_contracts import registry
+from rl_contracts.config import require
+from rl_contracts.errors import (
+    ConfigError,
+    DataError,
+    LaunchError,
+    ModelError,
+    RLError,
+    ServerStartError,
+    WeightUpdateError,
+    raised_at,
+)
+from rl_contracts.runtime.json_lines import FOR_A_WHILE
+from rl_contracts.runtime.logging import Repeats
+from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Submission, Worker
+from rl_launchers import Launcher, Resume, RunControl, uv_parent
+from rl_launchers.supervise.interrupts import Interrupted
+from rl_launchers.supervise.exit_report import tail
+from rl_trainers.recovery.lookup import drop_lost_steps, resumed_step
+from rl_trainers.run_log.tracking import Tracking
+
+if TYPE_CHECKING:
+    from rl_monitor.progress import RunProgress
+
+SAY_EVERY = 5.0
+"""Seconds between two lines about what is waited for."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_WHEN_AND_WHERE = re.compile(r"(\([^)]*\) )?(([A-Z]+ )?[\d-]+ [\d:.]+ ([A-Z]+ )?\[\S+\] )?")
+"""At the beginning of a line in our logs, or in vLLM's."""
+
+
+def main(reference: str, argv: list[str] | None = None) -> int:
+    """Run an app.
+
+    Args:
+        reference: where it is: a name in the entry-point group `rl.apps`, or a dotted path `package.module:APP`.
+        argv: arguments; None: those of this process.
+
+    Returns:
+        the exit code: 0, 1 (the run failed), 2 (it could not be started), 130 or 143 (it was stopped).
+    """
+    replace_what_no_terminal_shows()
+    if logging.lastResort is not None:  # the warnings of this process
+        logging.lastResort.filters[:] = [Repeats()]
+    name, parent = reference, uv_parent()  # it may be gone before anything is launched
+    if "" not in sys.path:
+        sys.path.append("")  # a script's directory stands there; dotted paths may name files of the current one
+    try:
+        app: App = registry.load("rl.apps", reference)
+        expected = "an `rl_apps.run.app.App`, as docs/own-app.md makes one"
+        require(isinstance(app, App), f"app {reference}", expected, type(app).__name__)
+        name = app.name
+        return _main(reference, app, sys.argv[1:] if argv is None else argv, parent)
+    except RLError as error:
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | DataError | ModelError | ServerStartError) else 1
+    except BrokenPipeError:
+        return leave_pipe()
+    except KeyboardInterrupt:
+        print("Stopped.")
+        return 130
+    except Interrupted as stop:  # `rl stop`
+        print("Stopped before the run started.")
+        return 128 + stop.number
+    except Exception as error:  # a user's file or a full disk is to blame, and told; anything else goes on
+        full, place = isinstance(error, OSError) and error.errno in FOR_A_WHILE, raised_at(error)
+        if not (full or place):
+            raise
+        print(f"{name}: {type(error).__name__}: {error}{place}", file=sys.stderr)
+        return 1 if full else 2
+
+
+def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
+    line = parse(argv, app.name)
+    config = app.config(line.overrides, line.config)
+    if line.help is not None:
+        say(compose.render_help(f"{app.name}: {app.title}", config, line.help, app.refused))
+        return 0
+    if line.cfg:
+        say(compose.to_yaml(config).rstrip("\n"))
+        return 0
+    app.require_said(config)
+    layout = layout_of(config.allocation, app.servers)
+    started = replace(layout, rollout=None) if attached(config, layout) else layout
+    devices = devices_of(started, config.cluster, config.launcher, line.dry_run)
+    choose_route(config, layout, devices)
+    run = Run(config, layout, run_directory(config.run_dir, config.experiment, config.trial), devices.kind)
+    options = config.launcher.options
+    assert options is not None
+    if not line.dry_run and options.submits() and (code := options.attach(run.directory)) is not None:
+        return code
+    with ExitStack() as claim:
+        if not line.dry_run:
+            if devices.kind == "cuda":
+                config.cluster.require_there(config.launcher)
+            claim.enter_context(claimed(run.directory))
+        point = named_point(run)
+        past = past_of(run, step_of(point) if point else 0)
+        if past.finished:
+            print(f"{app.name}: this run is already finished. Files: {run.directory}")
+            return 0
+        config.model.directories = find_models(config.model_paths(), fetch=not line.dry_run)
+        if past.step:
+            check_started_from(run)
+        check_run(run)
+        if not line.dry_run:
+            begun = f"resuming after step {past.step} of {config.total_steps}" if past.step else "run directory"
+            taken, _ = reached(run.directory)
+            if past.step and taken > past.step:
+                begun += f", {point or 'the newest recovery checkpoint'}; steps up to {taken} run again"
+            changes = [*(f"  {change}" for change in past.changes), *strangers(run.directory)]
+            print(
+                devices.sentence,
+                f"{begun}: {run.directory}",
+                *changes,
+                "loading and checking the data",
+                sep="\n",
+                flush=True,
+            )
+        arithmetic = app.check(run)
+        job = submission(reference, run, devices, [word for word in argv if word != "--dry-run"])
+        options.check(job.roles)
+        check_program(run, (lambda _: None) if line.dry_run else partial(print, flush=True))
+        if line.dry_run:
+            arithmetic += remarks(run)
+            if Path(config.model.directory()).is_dir():
+                with TemporaryDirectory(prefix="rl-plan-") as scratch:
+                    arithmetic += _try_out(app, replace(run, directory=Path(scratch)), lambda _: None)
+            say(_plan(app, run, devices, arithmetic, job))
+            return 0
+        if options.submits():
+            names_of(run.directory).add(JOB, json.dumps(config.launcher.kind), replace=True)
+            claim.close()  # the job claims it
+            return options.submit(job)
+        return launch(reference, app, run, devices, parent, past.step)
+
+
+def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: int, step: int = 0) -> int:
+    """Prepare the model, start servers and trainers, show progress, and print the summary.
+
+    Args:
+        parent: result of `uv_parent` at the start of the command.
+        step: step to resume after.
+    """
+    from rl_monitor.progress import RunProgress
+    from rl_monitor.report.page import RunReport
+
+    config, run_dir = run.config, run.directory
+    steps = config.total_steps
+    if config.total_epochs:
+        steps = config.steps_with(len(load_rows(config.data, "train", app.form, config.seed)), app.form)
+    weights = _clear_weights(run)
+    metrics = run_dir / "metrics.jsonl"
+    with (
+        RunReport(run_dir, sys.argv) as report,
+        RunControl(names_of(run_dir)) as control,
+        RunProgress(metrics, steps, app.columns) as progress,
+    ):
+        make = partial(make_model, config.model, config.data, config.seed, app.form, app.lessons, say=progress.say)
+        config.model.directories[config.model.path] = str(make(warm_up=False))
+        if addresses := attached(config, run.layout):
+            progress.say(f"checking the servers at {', '.join(addresses)}")
+            check_attached(run, step)
+        for sentence in (*_try_out(app, run, progress.say), *remarks(run)):
+            progress.console.print(sentence, soft_wrap=True)
+        take_over(run)  # no check refuses the command any more
+        drop_lost_steps(run_dir, config.recover)
+        progress.rewind()
+        # half a minute, for which a mistake of the user's need not wait
+        config.model.directories[config.model.path] = str(make(warm_up=app.warm_up))
+        write_config(run)
+        report.begin()
+        key = os.environ.get(RUN_KEY_VARIABLE, "") if addresses else ""
+        scheduler = config.launcher.scheduler(run_dir / "logs")
+        scheduler.limit(config.cluster.nodes, config.cluster.cores, config.cluster.devices)  # as was planned
+        launcher = Launcher(scheduler, config.launcher, parent, key, control)
+        say = partial(progress.console.print, soft_wrap=True)
+        tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)
+        servers, waiting = server_jobs(run, devices), Waiting(progress, metrics)
+        progress.say("starting servers and trainers" if servers else "starting trainers")
+        try:
+            with tracking:
+                code = launcher.run(
+                    servers,
+                    lambda found: [trainer_job(reference, run, devices, addresses or [s.address for s in found])],
+                    on_tick=waiting.tick,
+                    together=True,
+                    resume=Resume(
+                        partial(reached, run_dir), partial(_again, run, waiting), partial(step_seconds, run_dir)
+                    ),
+                )
+        except RLError as error:
+            if not (run_dir / "config.yaml").exists():
+                raise LaunchError(
+                    f"{run_dir}: expected the directory of this run to stay, found it deleted during the run; "
+                    "nothing of it can be resumed. Start the command again."
+                ) from error
+            raise
+        finally:  # a trainer that was killed leaves its weights in memory
+            shutil.rmtree(weights, ignore_errors=True)
+    if code and not (run_dir / FINISHED).exists():
+        print(f"Stopped. {resumption(run_dir)} Files: {run_dir}")
+        return code
+    (run_dir / FINISHED).touch()
+    print("\n".join(app.closing(config, run_dir)))
+    return 0
+
+
+def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[str]) -> Submission:
+    """This command as a job: the same, in the same run directory, which may be named after the time of day."""
+    words = [word for word in argv if not word.startswith("run_dir=")]
+    command = (sys.executable, "-m", "rl_apps.cli.main", "run", reference, *words, setting("run_dir", str(run.directory)))
+    roles = (*server_jobs(run, devices), trainer_job(reference, run, devices, []))
+    launcher = run.config.launcher
+    return Submission(command, run.directory, roles, launcher.finish_seconds + launcher.grace_seconds)
+
+
+def _clear_weights(run: Run[Any]) -> Path:
+    """Take away the weights of a run that was killed, which the servers would take for this run's. Returns where they
+    lie.
+
+    Raises:
+        ConfigError: another user has made the directory.
+    """
+    from rl_contracts.weights.committed_record import make_private
+
+    weights = weights_directory(run.directory, run.config.publish.route if run.layout.rollout else "")
+    shutil.rmtree(weights, ignore_errors=True)
+    if memory_of(run):  # before another user makes it
+        try:
+            make_private(weights)
+        except WeightUpdateError as error:
+            raise ConfigError(str(error)) from error
+    return weights
+
+
+def _again(run: Run[Any], waiting: Waiting) -> int:
+    """Make a run whose trainers were lost ready to go on, and return the step after which it does.
+
+    Raises:
+        ConfigError: there is nothing to go on from, or servers that somebody else has started are ahead of it.
+    """
+    recover, step = run.config.recover, resumed_step(run.directory, run.config.recover)
+    if not (step or (recover.regular and recover.resume)):
+        raise ConfigError("no recovery checkpoint to resume from; recover.every_minutes=10 saves them")
+    if attached(run.config, run.layout):
+        check_attached(run, step)
+    drop_lost_steps(run.directory, recover)
+    _clear_weights(run)
+    (run.directory / FINISHED).unlink(missing_ok=True)
+    waiting.begin()
+    return step
+
+
+def _try_out(app: App, run: Run[Any], say: Callable[[str], None]) -> list[str]:
+    """Run workflow and reward on a row, and look at the lengths of all rows, with the tokenizer of the run's model.
+
+    Returns:
+        what to tell of the rows.
+
+    Raises:
+        ConfigError, DataError, ModelError: see `rehearse` and `App.measure`.
+    """
+    if run.config.model.chat_template:
+        save_tokenizer(run.config.model, run.tokenizer)
+    if run.layout.rollout is not None and run.config.rollout.rehearsal:
+        say("running a trial episode on one example")
+        rehearse(run, app.form)
+        if isinstance(run.config, GRPOConfig):
+            rehearse_loss(run.config.algorithm.loss)
+        say("scoring the gold answers")
+        golds = check_golds(run, app.form)
+    else:
+        golds = []
+    say("measuring sequence lengths")
+    return golds + app.measure(run)
+
+
+class Waiting:
+    """Says what a run waits for, until its first record is there.
+
+    Args:
+        progress: what shows it, and the records after it.
+        metrics: the file of the records.
+    """
+
+    def __init__(self, progress: RunProgress, metrics: Path) -> None:
+        self._progress, self._metrics = progress, metrics
+        self.begin()
+
+    def begin(self) -> None:
+        """The run starts, or starts again."""
+        self._progress.rewind()
+        self._before = _size(self._metrics)
+        self._begin, self._due, self._starting = time.monotonic(), 0.0, set[str]()
+        self._old: dict[Path, int] = {}  # bytes that a log had before
+
+    def tick(self, workers: Sequence[Worker]) -> None:
+        """Look at the run."""
+        self._progress.tick()
+        if _size(self._metrics) > self._before:
+            return
+        seconds, starting = time.monotonic() - self._begin, {w.name for w in workers if w.status == "starting"}
+        well = {w.name for w in workers if w.status == "running"}
+        ready, self._starting = self._starting & well, starting
+        news = [w.log for w in workers if _size(w.log) > self._old.setdefault(w.log, _size(w.log))]
+        if ready:
+            self._progress.say(f"{', '.join(sorted(ready))} ready after {seconds:.0f} s")
+        if seconds >= self._due + SAY_EVERY:
+            self._due = seconds
+            left = [w for w in workers if w.name in starting] or list(workers)
+            names = ", ".join(w.name for w in left[:4]) + (", ..." if len(left) > 4 else "")
+            what = f"for {names} to start" if starting else "for the first step"
+            logs = (w.log for w in left if w.log in news)
+            said = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_said(log))), "")
+            self._progress.say(f"{seconds:.0f} s, waiting {what} ({said or 'see logs/'})")
+
+
+def _last_said(log: Path) -> str:
+    """The end of a log in a few words, without the time and who says it."""
+    lines = _COLOUR.sub("", tail(log, 20)).splitlines()
+    said = (_WHEN_AND_WHERE.sub("", line, count=1) for line in reversed(lines))
+    return shorten(next(filter(str.strip, said), ""), 100)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequence[str]) -> JobSpec:
+    """The role of the trainer processes: `python -m rl_apps.run.worker`, which finds the app as the command did.
+
+    Args:
+        servers: addresses of the inference servers.
+    """
+    addresses, actor = ",".join(servers), run.layout.actor
+    near = are_near(attached(run.config, run.layout))  # else NCCL is to find its interface itself, unless it is told
+    env = {} if near else {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "")}
+    shared = run.layout.rollout if run.layout.shared and not attached(run.config, run.layout) else None
+    return JobSpec(
+        role=actor.name,
+        command=(sys.executable, "-m", "rl_apps.run.worker", reference, str(run.directory), run.device, addresses),
+        count=actor.world_size,
+        cpus=devices.cores_each,
+        gpus=int(run.device == "cuda"),
+        beside=shared.name if shared else "",
+        spmd=True,
+        env=env,
+        scratch=memory_of(run),
+    )
+
+
+def _plan(app: App, run: Run[Any], devices: Devices, arithmetic: list[str], job: Submission) -> str:
+    """Where, what and how much in six lines, then what the checks say, the settings, and the processes. It is YAML: all
+    but the settings are comments."""
+    assert run.config.launcher.options is not None
+    script = run.config.launcher.options.script(job)
+    parts = [
+        *(f"# {name}: {text}" for name, text in _in_six_lines(app, run, devices).items()),
+        "# A step",
+        *(f"#   {text}" for text in arithmetic),
+        compose.to_yaml(run.config).rstrip(),
+        f"# Processes ({devices.cores_each} core(s) each)",
+        *(f"#   {text}" for role in job.roles for text in _whereabouts(role, devices.places.get(role.role, ()))),
+        *(f"#   expected at {a}: {command_of(run, a, i)}" for i, a in enumerate(attached(run.config, run.layout))),
+        *(["# Batch script", *(f"#   {text}".rstrip() for text in script.splitlines())] if script else []),
+    ]
+    return "\n".join(parts)
+
+
+def _in_six_lines(app: App, run: Run[Any], devices: Devices) -> dict[str, str]:
+    """What one wants to know of a run first."""
+    config, data = run.config, run.config.data
+    rows = load_rows(data, "train", app.form, config.seed)
+    steps = config.steps_with(len(rows), app.form)
+    passes = steps * data.batch_size / len(rows)
+    ends = f" (total_epochs={config.total_epochs})" if steps < config.total_steps else ""
+    model = config.model.directory()
+    placed = "" if model == config.model.path else f" ({model})"
+    return {
+        "Devices": devices.sentence,
+        "Data": f"{len(rows)} rows of {' '.join(filter(None, (data.name, data.path)))}, {data.batch_size} a step",
+        "Steps": f"{steps}{ends}, {passes:.2g} passes over the data",
+        "Model": f"{config.model.path}{placed}, recipe {config.recipe or 'none'}",
+        "Allocation": f"{config.allocation}, started by {config.launcher.kind}",
+        "Files": str(run.directory),
+    }
+
+
+def _whereabouts(role: JobSpec, places: Sequence[str]) -> list[str]:
+    """What a role runs, and on which machines."""
+    on: dict[str, list[str]] = defaultdict(list)
+    for index, place in enumerate(places):
+        on[place].append(f"{role.role}-{index}")
+    each = f" with {role.gpus} GPU(s) each" if role.gpus else ""
+    short = {place: [names[0], "...", names[-1]] if len(names) > 4 else names for place, names in on.items()}
+    lines = [f"  {place}: {', '.join(names)}{each}" for place, names in short.items()]
+    return [f"{role.count} x {role.role}: {' '.join(role.command)}", *lines]

@@ -1,0 +1,328 @@
+"""`rl`: run an app, or inspect its runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rl_apps.settings.command_line import Parser, did_you_mean, leave_pipe, replace_what_no_terminal_shows
+from rl_apps.settings.config import GRPOConfig
+from rl_contracts import registry
+from rl_contracts.config import require
+from rl_contracts.errors import ConfigError, DataError, RLError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand. Returns its exit code."""
+    replace_what_no_terminal_shows()
+    try:
+        arguments = _parsed(sys.argv[1:] if argv is None else argv)
+        if arguments.command == "run":
+            from rl_apps.cli import driver
+
+            return driver.main(arguments.app, arguments.arguments)
+        own = {
+            "replay": _replay,
+            "figures": _figures,
+            "generate": _generate,
+            "doctor": _doctor,
+            "demo": _demo,
+            "plan": _plan,
+        }
+        code = own.get(arguments.command, _tool)(arguments)
+        sys.stdout.flush()
+        return code
+    except RLError as error:
+        print(f"rl: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `rl logs RUN | head`
+        return leave_pipe()
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    """A command line, of which the first word is a subcommand or an app.
+
+    Raises:
+        ConfigError: it is neither, or what follows is not what that takes.
+    """
+    apps = registry.available("rl.apps")
+    parser = Parser(
+        prog="rl",
+        usage="rl COMMAND ...",
+        description="Train language models with reinforcement learning, and inspect the runs.",
+        epilog=f"Training commands: {', '.join(sorted(apps))}. See `rl grpo --help` for the settings of one.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND", prog="rl")
+    run = commands.add_parser("run", add_help=False, help="run a training command, or your own app: package.module:APP")
+    run.add_argument("app", help="installed name, or package.module:APP")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="settings and flags of the app; see its --help")
+    replay = commands.add_parser("replay", help="replay a saved batch through the trainer, without servers")
+    replay.add_argument(
+        "run", type=Path, help="run directory (checkpoint.save_batches=true), or one file of its batches/"
+    )
+    replay.add_argument("--step", type=int, help="step of the batch (default: the last saved one)")
+    replay.add_argument("--model", help="initial weights (default: the run's initial model)")
+    replay.add_argument(
+        "--allocation", help="trainer ranks, for example fsdp:d2 (default: one rank of the run's engine)"
+    )
+    replay.add_argument("overrides", nargs="*", help="settings to change, for example actor.optimizer.lr=0")
+    _add_runs(commands)
+    _add_models(commands)
+    _add_checks(commands)
+    known = (*commands.choices, *apps)
+    if argv and argv[0] not in known and not argv[0].startswith("-"):
+        near = did_you_mean(argv[0], known)
+        raise ConfigError(f"{argv[0]}: there is no such command or app.{near} `rl --help` lists them.")
+    if argv and argv[0] in apps and argv[0] not in commands.choices:  # `rl grpo` is `rl run grpo`
+        argv = ["run", *argv]
+    arguments, odd = parser.parse_known_args(argv)
+    if odd:
+        commands.choices[arguments.command].error(f"unknown arguments: {' '.join(odd)}")
+    return arguments
+
+
+def _count(text: str) -> int:
+    """How many of something are to be shown."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def _add_runs(commands: Any) -> None:
+    """Add the subcommands for existing runs."""
+    status = commands.add_parser("status", help="show a run's state and where its processes run")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    logs = commands.add_parser("logs", help="print the logs of a run's processes")
+    stop = commands.add_parser(
+        "stop", help="stop a run after its current step, with a recovery checkpoint; a second call stops sooner"
+    )
+    stop.add_argument("--now", action="store_true", help="kill the processes at once")
+    scale = commands.add_parser("scale", help="change the number of inference servers during a run")
+    watch = commands.add_parser("watch", help="follow a run: its metrics, or its conversations turn by turn")
+    watch.add_argument("--conversations", action="store_true", help="follow prompts and completions")
+    watch.add_argument("--step", type=int, help="only this step (default: the newest step and later ones)")
+    watch.add_argument("--evaluation", action="store_true", help="conversations of evaluations")
+    watch.add_argument("--prompt", type=int, help="only conversations of this example of the data")
+    watch.add_argument("-n", "--number", type=_count, help="conversations per step (default 2)")
+    show = commands.add_parser("show", help="print completions of a step with prompts, rewards and advantages")
+    show.add_argument("--step", type=int, help="step (default: the newest)")
+    show.add_argument("--worst", action="store_true", help="lowest rewards first")
+    show.add_argument("--evaluation", action="store_true", help="completions of an evaluation")
+    show.add_argument("-n", "--number", type=_count, default=4, help="number of completions (default %(default)s)")
+    plot = commands.add_parser("plot", help="plot metrics of runs in the terminal or to a file")
+    plot.add_argument("--figure", action="append", default=[], help="metric in metrics.jsonl; may be repeated")
+    plot.add_argument("-o", "--output", type=Path, help="PNG, SVG or PDF file (needs rl-apps[plot])")
+    report = commands.add_parser("report", help="write report.html; with several runs, compare them")
+    report.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="default: report.html in the run directory, or ./comparison.html for several runs",
+    )
+    for tool in (plot, report):
+        tool.add_argument("run", type=Path, nargs="+", help="run directories")
+    for tool in (status, logs, stop, scale, watch, show):
+        tool.add_argument("run", type=Path, help="run directory, on any machine that can read it")
+    logs.add_argument("worker", nargs="?", default="", help="role, or <role>-<index> (default: all)")
+    logs.add_argument("-f", "--follow", action="store_true", help="follow until the run ends")
+    logs.add_argument(
+        "-n", "--lines", type=_count, default=30, help="lines from the end of each log (default %(default)s)"
+    )
+    scale.add_argument("target", metavar="ROLE=COUNT", help="for example rollout=4")
+    for tool, seconds in ((stop, 120.0), (scale, 600.0)):
+        text = "seconds to wait for the outcome (default %(default)g)"
+        tool.add_argument("--timeout", type=float, default=seconds, help=text)
+
+
+def _add_checks(commands: Any) -> None:
+    """Add the subcommands that check or estimate."""
+    looks = commands.add_parser("doctor", help="check that this machine (and a command's settings) can run")
+    looks.add_argument("app", nargs="?", default="", help="also run one small step of this command")
+    looks.add_argument("settings", nargs=argparse.REMAINDER, help="settings of the command, key=value")
+    looks.add_argument("--directory", type=Path, default=Path("runs"), help="directory for runs (default %(default)s)")
+    planned = commands.add_parser("plan", help="estimate memory and throughput on a cluster, and find the best split")
+    planned.add_argument("app", help="command that uses servers, such as gsm8k-grpo")
+    planned.add_argument(
+        "settings", nargs="*", help="settings of the command, key=value; also cluster.nodes and cluster.devices"
+    )
+    planned.add_argument("--gpu", default="", help="GPU model, such as H100; its data sheet fills in unmeasured rates")
+    planned.add_argument(
+        "--memory", type=float, default=0.0, metavar="GIB", help="memory of a device (default: from its data sheet)"
+    )
+    planned.add_argument("--rates", type=Path, metavar="FILE", help="YAML file of measured rates")
+    planned.add_argument("--run", type=Path, help="run directory with measured rates; its settings are the defaults")
+    planned.add_argument("--no-splits", action="store_true", help="plan only the given allocation")
+    planned.add_argument("--json", action="store_true", help="print one JSON object")
+    shown = commands.add_parser("demo", help="inject a fault into a short run and show how it is detected")
+    shown.add_argument("fault", nargs="?", default="", help="default: list the faults")
+
+
+def _add_models(commands: Any) -> None:
+    """Add the subcommands for metrics and models."""
+    figures = commands.add_parser("figures", help="explain the metrics in metrics.jsonl")
+    figures.add_argument("name", nargs="?", default="", help="metric, or a prefix (default: all)")
+    figures.add_argument("--markdown", action="store_true", help="print Markdown, as in docs/figures.md")
+    generate = commands.add_parser("generate", help="chat with a trained model")
+    generate.add_argument("model", type=Path, help="run directory (its last checkpoint) or model directory")
+    generate.add_argument("--prompt", help="a single prompt (default: a conversation, one line per turn)")
+    generate.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy (default 1)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling mass (default 1)")
+    generate.add_argument(
+        "--max-new-tokens", type=int, default=256, help="maximum tokens per completion (default %(default)s)"
+    )
+    generate.add_argument("--seed", type=int, help="random seed")
+    generate.add_argument("--system", default="", help="system message")
+    generate.add_argument("--device", default="", choices=("cpu", "cuda"), help="default: cuda if available")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from rl_apps.cli.doctor import doctor
+
+    return doctor(arguments.app, arguments.settings, arguments.directory)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rl_apps.plan import planner
+
+    memory, splits = arguments.memory * 2**30, not arguments.no_splits
+    found = planner.plan(
+        arguments.app, arguments.settings, arguments.gpu, memory, arguments.rates, arguments.run, splits
+    )
+    print(planner.line(found) if arguments.json else planner.page(found))
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from rl_apps.cli.demo import DEMOS, demo
+
+    if arguments.fault:
+        return demo(arguments.fault)
+    print(*(f"{name:<18} {shown.what}" for name, shown in DEMOS.items()), sep="\n")
+    return 0
+
+
+def _tool(arguments: argparse.Namespace) -> int:
+    """What works on the directory of a run."""
+    if arguments.command in ("show", "plot", "report"):
+        return _show(arguments)
+    from rl_apps.cli import run_tools
+
+    run = arguments.run.resolve()
+    if arguments.command == "status":
+        return run_tools.status(run, arguments.json)
+    if arguments.command == "logs":
+        return run_tools.logs(run, arguments.worker, arguments.lines, arguments.follow)
+    if arguments.command == "stop":
+        return run_tools.stop(run, arguments.now, arguments.timeout)
+    if arguments.command == "watch":
+        from rl_monitor.watch import watch, watch_steps
+
+        chosen = (arguments.step, arguments.prompt, arguments.number)
+        if not (arguments.conversations or arguments.evaluation or any(choice is not None for choice in chosen)):
+            return watch_steps(run)
+        number = 2 if arguments.number is None else arguments.number
+        return watch(run, arguments.step, arguments.evaluation, arguments.prompt, number)
+    role, _, count = arguments.target.partition("=")
+    require(role != "" and count.isdecimal(), "rl scale", "ROLE=COUNT, for example rollout=4", arguments.target)
+    return run_tools.scale(run, role, count, arguments.timeout)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """What is for people to look at."""
+    from rl_monitor import show as showing
+
+    if arguments.command == "show":
+        run = arguments.run.resolve()
+        return showing.show(run, arguments.step, arguments.evaluation, arguments.worst, arguments.number)
+    runs = list(dict.fromkeys(run.resolve() for run in arguments.run))
+    if arguments.command == "plot":
+        return showing.plot(runs, arguments.figure, arguments.output)
+    return showing.report(runs, arguments.output)
+
+
+def _figures(arguments: argparse.Namespace) -> int:
+    from rl_monitor import metrics_command as figures
+
+    print(figures.page() if arguments.markdown else figures.table(arguments.name), end="")
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from rl_apps.cli import generate
+    from rl_contracts.config import GenerationConfig
+
+    generation = GenerationConfig(
+        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p
+    )
+    directory = generate.model_of(arguments.model)
+    talk = generate.Talk(directory, generation, arguments.system, arguments.device, arguments.seed)
+    return generate.chat(talk, arguments.prompt)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from rl_apps.run.app import Run
+    from rl_apps.preflight.checks import check_algorithm, check_run
+    from rl_apps.settings.compose import compose, to_yaml
+    from rl_apps.cli.driver import trainer_job
+    from rl_apps.settings.device_layout import devices_of, layout_of
+    from rl_apps.settings.model import find_models
+    from rl_launchers import Launcher
+
+    batch = find_batch(arguments.run, arguments.step)
+    file = batch.parent.parent / "config.yaml"
+    allocation = arguments.allocation
+    if allocation is None:
+        allocation = f"{layout_of(compose(GRPOConfig, [file]).allocation, 'optional').actor.backend}:d1"
+    config = compose(GRPOConfig, [file], [f"allocation={allocation}", *arguments.overrides])
+    if arguments.model:
+        config.ref.path = config.ref.path or config.model.path  # the reference stays what it was in the run
+        config.model.path = arguments.model
+    layout = layout_of(config.allocation, "refused")
+    devices = devices_of(layout, config.cluster, config.launcher)
+    with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
+        config.model.directories |= find_models(config.model_paths())
+        run = Run(config, layout, Path(scratch), devices.kind)
+        check_run(run)
+        check_algorithm(run)
+        print(devices.sentence, file=sys.stderr)
+        (run.directory / "config.yaml").write_text(to_yaml(config))
+        (run.directory / batch.name).symlink_to(batch)
+        launcher = Launcher(config.launcher.scheduler(run.directory / "logs"), config.launcher)
+        code = launcher.run([], lambda _: [trainer_job("rl_apps.programs.replay:APP", run, devices, [])])
+        if code == 0:
+            print(json.dumps(json.loads((run.directory / "result.json").read_text()), indent=2))
+    return code
+
+
+def find_batch(run: Path, step: int | None) -> Path:
+    """The file of a saved batch.
+
+    Raises:
+        DataError: the run saved none, or not that step's.
+        ConfigError: a step was given with a file.
+    """
+    if run.is_file():
+        if step is not None:
+            raise ConfigError("--step goes with a run directory, not with a batch file.")
+        if run.suffix != ".safetensors":
+            raise DataError(f"{run}: expected a run directory, or a file of its batches/ (step_<n>-....safetensors).")
+        return run.resolve()
+    named = ((re.match(r"step_(\d+)-", path.name), path) for path in (run / "batches").glob("step_*.safetensors"))
+    found = {int(match[1]): path for match, path in named if match}
+    if not found:
+        raise DataError(f"{run}: no saved batches. Run with checkpoint.save_batches=true to keep them.")
+    chosen = max(found) if step is None else step
+    if chosen not in found:
+        raise DataError(f"{run}: no batch of step {chosen}; saved are {sorted(found)}.")
+    return found[chosen].resolve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What cannot work, found before any process starts."""

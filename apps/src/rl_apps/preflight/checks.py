@@ -1,0 +1,275 @@
+"""What cannot work, found before any process starts. What one config can see by itself, it refuses itself."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl_apps.run.app import Run
+from rl_apps.settings.config import GRPOConfig, RunConfig, ServedConfig
+from rl_apps.settings.data import load_rows
+from rl_apps.settings.device_layout import Devices, Layout
+from rl_apps.run.sequence_lengths import longest_row
+from rl_apps.settings.model import as_planned, check_architecture, check_generates
+from rl_apps.run.components import attached, memory_of, serve_spec
+from rl_apps.run.chat_template import check_chat_template
+from rl_contracts import registry
+from rl_contracts.config import require
+from rl_contracts.errors import ConfigError
+from rl_contracts.models.directory import context_length, parameters_in
+from rl_contracts.workflow import AgentWorkflow, Environment, RolloutWorkflow
+from rl_trainers.run_log.tracking import load_trackers
+
+MIB = 2**20
+LOOPBACKS = ("127.0.0.1", "::1", "localhost")
+LARGEST_SHARE = 0.7
+"""Of a GPU's memory that servers may have where a trainer uses the same."""
+SERVED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a parameter, by the dtype in which it is served."""
+FILES_BESIDE_REQUESTS = 200
+"""What a trainer process has open besides: modules, logs, shared memory, the other ranks."""
+
+
+def check_run(run: Run[Any]) -> None:
+    """Refuse what the train engine, the servers or the trackers cannot do.
+
+    Raises:
+        ConfigError: names the settings.
+    """
+    load_trackers(run.config.trackers)
+    engine = run.config.actor.engine
+    with as_planned(run.config.model, run.config.data) as directory:
+        spec = replace(run.config.finetune_spec(), model_path=directory, device=run.device)
+        engine.check(run.layout.actor.strategy, spec)
+    if run.layout.rollout is not None:
+        servers, addresses = run.layout.rollout.strategy.data, attached(run.config, run.layout)
+        require(
+            len(addresses) in (0, servers),
+            "rollout.server.addresses",
+            f"{servers}, as many as the d of {run.layout.rollout} (or none, and they are started)",
+            list(addresses),
+        )
+        require(
+            not (addresses and run.config.rollout.port),
+            "rollout.port with rollout.server.addresses",
+            "0, since the servers run already",
+            run.config.rollout.port,
+        )
+        run.config.rollout.server.check(serve_spec(run))
+    for path, directory in run.config.model.directories.items():
+        check_architecture(path, directory)
+        if run.layout.rollout is not None and path == run.config.model.path:
+            check_generates(path, directory)
+
+
+def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
+    """Settle `publish.route=auto`: `shm` where the servers are on the machine of the trainers; else `disk` for an only
+    server that is started here, which could not come back over `broadcast`; else that.
+
+    Raises:
+        ConfigError: a route that says so needs one machine, and the servers are elsewhere.
+    """
+    if layout.rollout is None or not isinstance(config, ServedConfig):
+        return
+    if addresses := attached(config, layout):
+        near = are_near(addresses)
+        where = ", ".join(addresses)
+    else:
+        near = devices.together(layout.rollout.name, layout.actor.name)
+        where = ", ".join(f"{role} on {', '.join(sorted({*nodes}))}" for role, nodes in devices.places.items())
+    if config.publish.route == "auto":
+        alone = layout.rollout.strategy.data == 1 and not addresses and not config.publish.host
+        config.publish.route = "shm" if near else "disk" if alone else "broadcast"
+    expected = f"broadcast, disk or auto where servers and trainers are on several machines ({where})"
+    require(near or config.publish.route not in ("shm", "ipc"), "publish.route", expected, config.publish.route)
+
+
+def are_near(addresses: Sequence[str]) -> bool:
+    """Whether all of these servers are on this machine, for nobody else."""
+    return all((urlsplit(address).hostname or "") in LOOPBACKS for address in addresses)
+
+
+def remarks(run: Run[Any]) -> list[str]:
+    """What works and will probably disappoint, in sentences.
+
+    Raises:
+        ConfigError: see `longest_row`; the canary does not fit; or this machine has too few files for the answers.
+    """
+    config, found = run.config, []
+    if isinstance(config, GRPOConfig):
+        found += _too_few_files(config, run.layout.actor.strategy.data)
+    if run.layout.rollout is not None:
+        _check_canary(run)
+        _check_shared_memory(run)
+    limit = longest_row(config.data, config.model.directory())
+    generations = {"evaluation": config.evaluation.generation} if run.layout.rollout and config.evaluation.rows else {}
+    if isinstance(config, GRPOConfig):
+        generations["rollout"] = config.rollout.generation
+    for name, generation in generations.items():
+        if generation.max_new_tokens >= limit:
+            found.append(
+                f"warning: {name}.generation.max_new_tokens={generation.max_new_tokens} leaves no room for a "
+                f"prompt: both together have at most {limit} tokens (data.max_length, or the model's context)"
+            )
+    return found
+
+
+def _check_canary(run: Run[Any]) -> None:
+    """Refuse a canary for which the servers' context or the trainer's micro-batches have no room."""
+    from rl_trainers.weight_sync.canary import TOKENS
+
+    publish, server, tokens = run.config.publish, run.config.rollout.server, run.config.actor.micro_batch.max_tokens
+    if publish.canary == "always":
+        context = getattr(server, "context_length", 0) or context_length(run.config.model.directory()) or tokens
+        limits = {"the servers' context": context, "actor.micro_batch.max_tokens": tokens}
+        name, room = min(limits.items(), key=lambda limit: limit[1])
+        fits = f"at most {room - TOKENS}, since {TOKENS} more must fit into {name}={room}"
+        require(publish.canary_tokens <= room - TOKENS, "publish.canary_tokens", fits, publish.canary_tokens)
+
+
+def _check_shared_memory(run: Run[Any]) -> None:
+    """Refuse `publish.route=shm` where /dev/shm of this machine has no room for two versions of the weights."""
+    config = run.config
+    adapters = getattr(getattr(config.actor.engine, "lora", None), "rank", 0) and config.publish.adapter != "never"
+    if not memory_of(run) or config.launcher.kind != "local" or adapters:
+        return
+    remedies = "give a container more (docker run --shm-size=8g), or set publish.route=disk or broadcast"
+    require(os.access("/dev/shm", os.W_OK), "publish.route=shm", f"to write to /dev/shm; {remedies}", "read-only")
+    dtype = getattr(config.actor.engine, "serve_dtype", "") or config.actor.dtype
+    needed = 2 * parameters_in(config.model.directory()) * SERVED_BYTES[dtype]
+    free = shutil.disk_usage("/dev/shm").free
+    expected = f"{needed / MIB:.1f} MiB free in /dev/shm for two versions of the weights; {remedies}"
+    require(free >= needed, "publish.route=shm", expected, f"{free / MIB:.1f} MiB")
+
+
+def _too_few_files(config: GRPOConfig, replicas: int) -> list[str]:
+    """A warning, where a trainer may not have a file open for each request that it makes at once.
+
+    Raises:
+        ConfigError: so it is on this machine, where the trainers will run.
+    """
+    rollout = config.rollout
+    groups = (rollout.max_staleness + 1) * config.data.batch_size
+    groups = min(groups, rollout.max_concurrent or groups)
+    beside = rollout.eval_concurrent + FILES_BESIDE_REQUESTS
+    needed, allowed = groups * rollout.group_size // replicas + beside, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if allowed == resource.RLIM_INFINITY or needed <= allowed:
+        return []
+    shortage = (
+        f"a trainer sends up to {needed - beside} concurrent requests and needs about {needed} open files; the limit "
+        f"is {allowed} (`ulimit -Hn`)"
+    )
+    at_most = (allowed - beside) // rollout.group_size * replicas
+    lower = f"set rollout.max_concurrent={at_most}" if at_most > 0 else "lower rollout.group_size"
+    if config.launcher.kind == "local":
+        raise ConfigError(f"rollout.max_concurrent: {shortage}. Raise the limit, or {lower}.")
+    return [f"warning: {shortage}; raise the limit on the nodes, or {lower}"]
+
+
+def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:
+    """The arithmetic of a step, in one sentence.
+
+    Raises:
+        ConfigError: the prompts do not divide over the replicas, or the rows over the minibatches.
+    """
+    rows = prompts * group_size
+    if prompts % replicas:
+        raise ConfigError(
+            f"data.batch_size={prompts} does not divide over {replicas} data-parallel replicas "
+            f"({prompts} / {replicas} = {prompts / replicas:g}); use {_near(prompts, replicas)}."
+        )
+    if rows % minibatches:
+        raise ConfigError(
+            f"data.batch_size={prompts} x rollout.group_size={group_size} = {rows} rows do not divide into "
+            f"actor.minibatches={minibatches} ({rows / minibatches:g} each); use a number that divides {rows}."
+        )
+    return (
+        f"{prompts} prompts x {group_size} answers = {rows} rows a step, {minibatches} minibatch(es) of "
+        f"{rows // minibatches}, {prompts // replicas} prompts a step from each of {replicas} replica(s)"
+    )
+
+
+def _near(prompts: int, replicas: int) -> str:
+    below = prompts // replicas * replicas
+    return f"{below} or {below + replicas}" if below else str(replicas)
+
+
+def check_rollout(run: Run[Any]) -> None:
+    """Refuse workflows and rewards that are not installed, and a route of weights that this allocation cannot have.
+
+    Raises:
+        ConfigError: names the settings.
+    """
+    check_chat_template(run)
+    settings, layout = run.config.rollout, run.layout
+    workflow, reward = registry.load("rl.workflows", settings.workflow), registry.load("rl.rewards", settings.reward)
+    kinds = (RolloutWorkflow, AgentWorkflow, Environment)
+    fits = issubclass(workflow, kinds) if isinstance(workflow, type) else callable(workflow)
+    named = ", ".join(kind.__name__ for kind in kinds)
+    require(fits, "rollout.workflow", f"a class derived from one of {named} (rl_contracts.workflow)", settings.workflow)
+    require(callable(reward), "rollout.reward", f"a function, not a {type(reward).__name__}", settings.reward)
+    together = layout.shared and run.device == "cuda"
+    require(
+        run.config.publish.route != "ipc" or (together and layout.actor.world_size == 1),
+        f"publish.route with allocation={run.config.allocation}",
+        "shm on one host, or broadcast: ipc is for a trainer and a server on one GPU (such as `vllm:d1|fsdp:d1`)",
+        run.config.publish.route,
+    )
+    share = getattr(settings.server, "memory_share", 0.0)
+    expected = f"at most {LARGEST_SHARE:g}, so that the trainer has room on the same GPU"
+    require(not together or share <= LARGEST_SHARE, "rollout.server.memory_share", expected, share)
+
+
+def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
+    """Refuse parts that are not installed or cannot be composed; what else is loaded, in words.
+
+    Raises:
+        ConfigError: a part of the algorithm, its constants, or what the engine of another model cannot do.
+    """
+    from rl_trainers.algorithms.objective import make_policy_loss
+
+    config, lines = run.config, []
+    make_policy_loss(config.algorithm, config.actor.minibatches)
+    registry.load_part(config.algorithm.advantage)
+    for needed, name, model, spec in (
+        (config.algorithm.needs_reference, "reference policy", config.ref, config.reference_spec()),
+        (config.algorithm.needs_critic, "critic", config.critic, config.critic_spec()),
+    ):
+        if needed:
+            model.engine.check(run.layout.actor.strategy, replace(spec, device=run.device))
+            lines.append(f"a {name} beside the policy, from {spec.model_path}")
+    return lines
+
+
+def check_rows(run: Run[Any], form: str) -> list[str]:
+    """The checks of commands that learn from the rows of a data set: one optimizer step per batch, no servers needed.
+
+    Args:
+        form: what a row is to be, see `load_rows`.
+
+    Returns:
+        the arithmetic of the run, for the one who started it.
+
+    Raises:
+        ConfigError: a setting asks for what these commands do not do, or the batch does not divide.
+        DataError: data cannot be used.
+    """
+    config = run.config
+    require(
+        config.actor.minibatches == 1,
+        "actor.minibatches",
+        "1: a batch of rows is one optimizer step here; set data.batch_size to the size of a step",
+        config.actor.minibatches,
+    )
+    check_chat_template(run)
+    rows = load_rows(config.data, "train", form, config.seed)
+    if config.evaluation.rows:
+        load_rows(config.data, "test", form, config.seed)
+    check_batch(config.data.batch_size, 1, 1, run.layout.actor.strategy.data)
+    what = "pairs" if form == "pairs" else "rows"
+    return [f"{config.data.batch_size} of {len(rows)} {what} a step, {config.total_steps} steps"]

@@ -1,0 +1,31 @@
+"""`multi-turn-math`: an answer, feedback, a better answer. `math-agent`: an agent with a calculator learns to use it.
+
+Both are `gsm8k-grpo` with another workflow, and an embedded model that knows turns and tool calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from rl_apps.run import summary
+from rl_apps.programs import gsm8k_grpo
+from rl_apps.settings.compose import CONF
+
+MULTI_TURN_MATH = replace(
+    gsm8k_grpo.APP,
+    name="multi-turn-math",
+    title="multi-turn reinforcement learning: a solution, feedback, a second attempt",
+    defaults=CONF / "multi_turn_math.yaml",
+    lessons="turns",
+    closing=partial(summary.after_grpo, command="multi-turn-math"),
+)
+
+MATH_AGENT = replace(
+    gsm8k_grpo.APP,
+    name="math-agent",
+    title="reinforcement learning of an agent with a calculator tool",
+    defaults=CONF / "math_agent.yaml",
+    lessons="tools",
+    closing=partial(summary.after_grpo, command="--extra agents math-agent"),
+)

@@ -1,0 +1,18 @@
+"""`gsm8k-grpo`: `rl grpo` of word problems with verifiable answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rl_apps.run import summary
+from rl_apps.programs import grpo
+from rl_apps.settings.compose import CONF
+
+APP = replace(
+    grpo.APP,
+    name="gsm8k-grpo",
+    title="train a model on math word problems with asynchronous GRPO",
+    defaults=CONF / "gsm8k_grpo.yaml",
+    required={},
+    closing=summary.after_grpo,
+)

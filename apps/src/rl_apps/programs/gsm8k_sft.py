@@ -1,0 +1,18 @@
+"""`gsm8k-sft`: `rl sft` of worked answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rl_apps.run import summary
+from rl_apps.programs import sft
+from rl_apps.settings.compose import CONF
+
+APP = replace(
+    sft.APP,
+    name="gsm8k-sft",
+    title="supervised fine-tuning on worked solutions",
+    defaults=CONF / "gsm8k_sft.yaml",
+    required={},
+    closing=summary.after_sft,
+)

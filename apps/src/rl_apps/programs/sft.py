@@ -1,0 +1,103 @@
+"""`rl sft`: supervised learning from conversations. `gsm8k-sft` is a preset of it, a file in `conf/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import rl_trainers
+from rl_apps.run import summary
+from rl_apps.run.app import App, Run
+from rl_apps.preflight.checks import check_rows
+from rl_apps.settings.compose import CONF
+from rl_apps.settings.config import SFTConfig
+from rl_apps.run.sequence_lengths import measure_rows
+from rl_apps.run.components import Parts
+from rl_monitor.progress import SFT_COLUMNS
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rl_apps.settings.data import Rows
+    from rl_trainers.run_log.evaluation import Evaluation
+
+
+def check(run: Run[SFTConfig]) -> list[str]:
+    """Everything of this command that can be known before a process starts."""
+    return check_rows(run, "sft")
+
+
+def train(run: Run[SFTConfig]) -> None:
+    """The work of one trainer process: from the data set's conversations to the updated weights."""
+    from rl_trainers.learners.supervised import shard_rows, supervised_rows
+
+    with Parts(run) as parts:
+        rows = parts.rows("train", "sft")
+        engine, renderer = parts.engine(), parts.renderer()
+
+        def batch_of(rows: list[dict[str, Any]]) -> TensorDict:
+            cuts = run.config.data.overlong == "truncate"
+            return shard_rows(supervised_rows(rows, renderer, parts.max_length, cuts), engine.parallel)
+
+        evaluations: list[Evaluation] = []
+        publisher = gap = None
+        if run.servers:
+            client = parts.client(engine)
+            rollout = parts.runtime(client, parts.workflow(parts.reward()), engine)
+            publisher, gap = parts.publisher(engine, client), parts.gate(engine, client)
+            evaluations.append(parts.answer_evaluation(engine, rollout))
+        learner = rl_trainers.LossLearner(engine)
+        learn_rows(parts, rows, "sft", learner, batch_of, evaluations, publisher=publisher, gap=gap)
+
+
+def learn_rows(
+    parts: Parts,
+    rows: Rows,
+    form: str,
+    learner: rl_trainers.LossLearner,
+    batch_of: Callable[[list[dict[str, Any]]], TensorDict],
+    evaluations: Sequence[Evaluation] = (),
+    **served: Any,
+) -> None:
+    """The steps, from the rows of a data set to the updated weights, with the loss on held-out rows.
+
+    Args:
+        rows: of the training data.
+        form: of the rows, see `load_rows`.
+        batch_of: this rank's share of rows, as a batch.
+        evaluations: further ones.
+        served: publisher and gate, see `rl_trainers.train`.
+    """
+    from rl_datasets import BatchLoader
+
+    config, engine = parts.config, learner.engine
+    batches = BatchLoader(rows, config.data.batch_size, seed=config.seed, epochs=config.total_epochs or None)
+    source = rl_trainers.DataSource(batches, batch_of)
+    held_out = parts.rows("test", form, config.evaluation.rows)
+    losses = [rl_trainers.LossEvaluation(learner, batch_of(list(held_out)), len(held_out))] if held_out else []
+    epochs = partial(getattr, batches, "epoch")
+    books = parts.books(engine, [*losses, *evaluations], renamed={"loss": "loss/train"}, epochs=epochs)
+    recover = parts.recover({"actor": engine}, {"source": source, "books": books}, epochs)
+    rl_trainers.train(source, learner, books, config.total_steps, recover=recover, **served)
+
+
+APP = App(
+    name="rl sft",
+    title="supervised fine-tuning on conversations",
+    schema=SFTConfig,
+    train=train,
+    check=check,
+    measure=partial(measure_rows, form="sft"),
+    defaults=CONF / "sft.yaml",
+    required={
+        "model.path": "a Hugging Face directory or hub id",
+        "data.path": "a directory, file or hub id; data.name and data.columns say how it is read",
+    },
+    refused=("actor.minibatches",),
+    servers="optional",
+    form="sft",
+    warm_up=False,
+    columns=SFT_COLUMNS,
+    closing=partial(summary.after_sft, command="rl grpo rollout.reward=REWARD"),
+)

@@ -1,0 +1,1 @@
+"""A run: app, trainer process, components, directory, summary."""

@@ -1,0 +1,96 @@
+"""The chat template of a run's model: its own, one in a file, or a plain one for base models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rl_apps.run.app import Run
+from rl_apps.settings.compose import CONF
+from rl_apps.settings.model import ModelConfig
+from rl_contracts.config import require
+from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.chat.rendering import adds_bos
+
+PLAIN = "plain"
+"""Stands for our template: `User: ...` and `Assistant: ...`, each answer closed by the end-of-text token, after the
+beginning-of-text token if the tokenizer adds one to a text."""
+
+
+def check_chat_template(run: Run[Any]) -> None:
+    """Refuse a model without a chat template, where none is given.
+
+    Raises:
+        ConfigError: says how to give one.
+    """
+    model, directory = run.config.model, Path(run.config.model.directory())
+    if model.chat_template or not directory.is_dir():
+        _given(model)
+        return
+    settings = directory / "tokenizer_config.json"
+    own = settings.exists() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    require(
+        own or any([*directory.glob("chat_template*"), *directory.glob("additional_chat_templates")]),
+        f"model.path={model.path}",
+        "a tokenizer with a chat template, which base models lack; give model.chat_template=FILE.jinja, or "
+        f"model.chat_template={PLAIN} (User: ... Assistant: ...)",
+        sorted(entry.name for entry in directory.glob("*token*")),
+    )
+
+
+def read_tokenizer(directory: str | Path) -> Any:
+    """The Hugging Face tokenizer in a directory.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # whatever its files make of the library that reads them: told in one sentence
+        raise ModelError(
+            f"the tokenizer in {directory} (tokenizer.json, tokenizer_config.json) cannot be read: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}. Copy or download it again."
+        ) from error
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The Hugging Face tokenizer of a model, with the template that is given.
+
+    Raises:
+        ModelError: it cannot be read.
+        ConfigError: the template cannot.
+    """
+    tokenizer = read_tokenizer(model.directory())
+    if model.chat_template:
+        bos = "{{- bos_token -}}" if model.chat_template == PLAIN and adds_bos(tokenizer) else ""
+        tokenizer.chat_template = bos + _given(model)
+    return tokenizer
+
+
+def save_tokenizer(model: ModelConfig, directory: str | Path) -> None:
+    """Save a model's tokenizer with the template that is given, and the end tokens of its `generation_config.json`.
+
+    Raises:
+        ModelError, ConfigError: see `load_tokenizer`.
+    """
+    load_tokenizer(model).save_pretrained(directory)
+    generation = Path(model.directory()) / "generation_config.json"
+    if generation.is_file():
+        shutil.copy2(generation, directory)
+
+
+def _given(model: ModelConfig) -> str:
+    """The template that a config gives."""
+    plain = model.chat_template in ("", PLAIN)
+    file = CONF / "plain.jinja" if plain else Path(model.chat_template).expanduser()
+    require(file.is_file(), "model.chat_template", f"{PLAIN}, or a file with a Jinja template", str(file))
+    try:
+        return file.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise ConfigError(
+            f"model.chat_template={file}: expected text in UTF-8, found {error}. Save it as that."
+        ) from error

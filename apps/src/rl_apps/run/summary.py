@@ -1,0 +1,164 @@
+"""The final summary of a run: metrics before and after, its files, and a next command."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rl_apps.settings.command_line import setting
+from rl_apps.settings.config import GRPOConfig, RunConfig
+from rl_apps.settings.data import GENERATED, held_out_rows, load_rows
+from rl_apps.settings.model import EMBEDDED
+from rl_contracts.runtime.json_lines import json_lines
+from rl_trainers.run_log.background_writes import steps_in
+
+REPORT = "report.html"
+"""Page of a run; see `rl_monitor.report`."""
+
+REPOSITORY = Path(__file__).parents[3]
+"""Root of the repository, if this file is in one."""
+FIGURES = {
+    "loss/train": "Training loss",
+    "loss/eval": "Held-out loss",
+    "eval/accuracy": "Held-out accuracy",
+    "eval/reward": "Held-out reward",
+}
+"""Metrics of the summary: name in metrics.jsonl, and label."""
+
+
+def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -> list[str]:
+    """Return the summary: accuracy before and after (by verb for generated problems), files and a next command."""
+    records = read_metrics(run_dir)
+    lines = ["", f"GRPO finished {_last(records, 'step'):.0f} steps (weights version {_last(records, 'version'):.0f})."]
+    name = answers_name(records)
+    measured = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    if len(measured) >= 2:
+        lines.append(
+            f"{FIGURES[name]} (greedy{_evaluated(run_dir, measured[-1][0])}): "
+            f"{measured[0][1]:.3f} -> {measured[-1][1]:.3f}"
+        )
+        if config.data.name == GENERATED and name == "eval/accuracy":
+            lines += by_verb(config, run_dir, measured[0][0], measured[-1][0])
+    rewards = [r["reward/mean"] for r in records if r.get("reward/mean") is not None]
+    if rewards and not any(rewards):
+        lines.append(
+            "No completion had a reward, so the model learned nothing. Start from a model that is sometimes right "
+            "(train it with gsm8k-sft or rl sft), or allow longer completions (rollout.generation.max_new_tokens)."
+        )
+    stale = [r["staleness/max"] for r in records if r.get("staleness/max") is not None]
+    if stale:
+        lines.append(f"Maximum staleness: {max(stale):.0f} version(s).")
+    if left := sum(r.get("groups/left_over") or 0 for r in records):
+        lines.append(f"{left:.0f} prompts were not used, because one data-parallel rank had exhausted its data.")
+    return [
+        *lines,
+        *files(run_dir),
+        f"Try next: {_called(command)} --config {shlex.quote(f'{run_dir}/config.yaml')} "
+        f"{_setting('run_dir', f'{run_dir}-on-policy')} rollout.max_staleness=0",
+    ]
+
+
+def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> list[str]:
+    """Return the summary of an SFT run, and a command that continues with GRPO."""
+    path = Path(config.data.path).expanduser()
+    settings = {"data.name": config.data.name}
+    if config.data.path:
+        settings["data.path"] = str(path.resolve()) if path.exists() else config.data.path  # otherwise a hub id
+    settings |= {f"data.columns.{ours}": theirs for ours, theirs in config.data.columns.items()}
+    settings["model.path"] = str(last_checkpoint(run_dir))
+    if config.recipe == EMBEDDED:
+        settings["recipe"] = EMBEDDED
+    said = " ".join(_setting(name, value) for name, value in settings.items())
+    return [*after_any(config, run_dir), f"Try next: {_called(command)} {said}"]
+
+
+def after_any(config: RunConfig, run_dir: Path) -> list[str]:
+    """Return losses and accuracy before and after, and the files."""
+    records, lines = read_metrics(run_dir), [""]
+    for name in ("loss/train", "loss/eval", answers_name(records)):
+        values = [r[name] for r in records if r.get(name) is not None]
+        if len(values) >= 2:
+            change = f" ({values[-1] / values[0] - 1:+.0%})" if name.startswith("loss/") else ""
+            lines.append(f"{FIGURES[name]}: {values[0]:.4f} -> {values[-1]:.4f}{change}")
+    return [*lines, *files(run_dir)]
+
+
+def answers_name(records: list[dict[str, Any]]) -> str:
+    """Return the metric of held-out completions: `eval/accuracy`, or `eval/reward` if rewards are not all 0 or 1."""
+    graded = any(r.get("eval/reward") is not None and r.get("eval/accuracy") is None for r in records)
+    return "eval/reward" if graded else "eval/accuracy"
+
+
+def files(run_dir: Path) -> list[str]:
+    """Return the lines that name the files of a run."""
+    checkpoint = last_checkpoint(run_dir)
+    return [
+        "",
+        f"Run directory: {run_dir} (metrics.jsonl, checkpoints/, logs/, config.yaml)",
+        *([f"Report: {report}"] if (report := run_dir / REPORT).exists() else []),
+        f"Model: {checkpoint}" if checkpoint else "Model: no checkpoint was written",
+    ]
+
+
+def _evaluated(run_dir: Path, step: int) -> str:
+    """Return the number of evaluated problems as text, or "" if their completions were not stored."""
+    files = (run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")
+    rows = {answer["prompt_id"] for path in files for answer in json_lines(path)}
+    return f", {len(rows)} problems" if rows else ""
+
+
+def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[str]:
+    """Return the held-out accuracy before and after, by verb."""
+    from rl_apps.embedded.warmup import TAUGHT_VERBS
+
+    rows = held_out_rows(load_rows(config.data, "test", "rl", config.seed), config.evaluation.rows)
+    before, after = (accuracy_by("verbs", rows, run_dir, step) for step in (first, last))
+    lines = ["Accuracy by verb:"]
+    for kind, chosen in (
+        ("taught in the warm-up", TAUGHT_VERBS),
+        ("learned from the reward", set(before) - TAUGHT_VERBS),
+    ):
+        parts = [f"{verb} {before[verb]:.2f} -> {after[verb]:.2f}" for verb in sorted(chosen & set(before))]
+        lines += [f"  {kind}: " + ", ".join(parts)] if parts else []
+    return lines
+
+
+def accuracy_by(key: str, rows: list[dict[str, Any]], run_dir: Path, step: int) -> dict[str, float]:
+    """Return the accuracy of the evaluated examples by each tag in their list `key`."""
+    right: dict[str, list[float]] = defaultdict(list)
+    of_prompt = {row["prompt_id"]: row for row in rows}
+    for path in sorted((run_dir / "rollouts").glob(f"eval_step_{step}-*.jsonl")):
+        for answer in json_lines(path):
+            for tag in of_prompt[answer["prompt_id"]][key]:
+                right[tag].append(float(answer["reward"] >= 1))
+    return {tag: sum(values) / len(values) for tag, values in right.items()}
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return all metrics records of a run."""
+    return list(json_lines(run_dir / "metrics.jsonl"))
+
+
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """Return the newest checkpoint, or None."""
+    directory = run_dir / "checkpoints"
+    steps = steps_in(directory)
+    return directory / f"step_{steps[-1]}" if steps else None
+
+
+def _called(command: str) -> str:
+    """Return a command as the user types it: with uv in the repository, otherwise its path."""
+    if Path.cwd().is_relative_to(REPOSITORY):
+        return f"uv run --package rl-apps {command}"
+    return shlex.quote(str(Path(sys.executable).parent / command.removeprefix("--extra agents ")))
+
+
+def _setting(name: str, value: str) -> str:
+    return shlex.quote(setting(name, value))
+
+
+def _last(records: list[dict[str, Any]], name: str) -> float:
+    return next((r[name] for r in reversed(records) if r.get(name) is not None), 0)

@@ -1,0 +1,51 @@
+"""A trainer process: `python -m rl_apps.run.worker <app> <run directory> <device> <server addresses, comma-separated>`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from rl_apps.run.app import App, Run
+from rl_apps.settings.compose import compose
+from rl_apps.run.directory import FINISHED, held_by_trainer, names_of
+from rl_apps.settings.device_layout import layout_of
+from rl_apps.run.components import Ending
+from rl_contracts import registry
+from rl_contracts.errors import users_fault
+from rl_contracts.runtime.logging import configure, get_logger
+from rl_launchers.supervise.launcher import USERS_FAULT
+from rl_launchers.supervise.heartbeat import beat
+
+log = get_logger("apps.worker")
+
+
+def main(argv: list[str]) -> int:
+    """Read the run's config and train; the exit code is 1 if the run failed, 2 (`USERS_FAULT`) where the user's code or
+    settings are to blame."""
+    reference, directory, device, addresses = argv
+    rank = os.environ.get("RANK", "0")
+    configure(rank=int(rank), role="trainer")
+    signal.signal(signal.SIGTERM, Ending())
+    try:
+        app: App = registry.load("rl.apps", reference)
+        config = compose(app.schema, [Path(directory) / "config.yaml"])
+        layout = layout_of(config.allocation, app.servers)
+        run = Run(config, layout, Path(directory), device, tuple(a for a in addresses.split(",") if a))
+        beat(names_of(run.directory), f"{layout.actor.name}-{rank}", config.launcher.health_timeout)
+        with held_by_trainer(run.directory):
+            app.train(run)
+            if rank == "0":  # also where the command was asked to stop meanwhile
+                (run.directory / FINISHED).touch()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the log and the exit code say it
+        traceback.print_exception(error)
+        # once more in a line and last, where whoever reads the end of the log, as the command shows it, finds it
+        log.error("%s: %s", type(error).__name__, str(error).partition("\n")[0])
+        return USERS_FAULT if users_fault(error) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Settings: what they are, and how a command line becomes a checked config."""

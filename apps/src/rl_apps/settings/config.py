@@ -1,0 +1,367 @@
+"""The settings of the commands: each component's own config, put together under the names of the book."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from rl_apps.settings.data import DataConfig
+from rl_apps.settings.device_layout import ClusterConfig
+from rl_apps.settings.model import ModelConfig
+from rl_contracts.config import (
+    ClientConfig,
+    GenerationConfig,
+    MicroBatchConfig,
+    OptimizerConfig,
+    Settings,
+    bounded,
+    choice,
+    require,
+)
+from rl_contracts.data import DTYPES, FinetuneSpec
+from rl_contracts.engine import TrainEngineConfig
+from rl_contracts.inference import ServerConfig
+from rl_workflows.agents.endpoint.config import EndpointConfig
+from rl_launchers import LauncherConfig
+from rl_trainers.algorithms.config import AlgorithmConfig, RewardConfig
+from rl_trainers.run_log.checkpoints import CheckpointConfig
+from rl_trainers.run_log.evaluation import EvaluationConfig, HeldOutConfig
+from rl_trainers.weight_sync.gap.gate import GapConfig
+from rl_trainers.recovery.lookup import RecoverConfig
+from rl_trainers.weight_sync.publisher import PublishConfig
+from rl_trainers.run_log.rollouts import KeptConfig, RolloutsConfig
+from rl_trainers.run_log.tracking import TrackersConfig
+from rl_workflows.rollout.config import RolloutConfig, RuntimeConfig
+
+
+@dataclass
+class ActorConfig(Settings):
+    """The model that learns: its optimizer, and how a batch is cut."""
+
+    setting: ClassVar[str] = "actor"
+    minibatches: int = bounded(1, "at least 1", lambda number: number >= 1)
+    """Optimizer steps per training batch."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
+    micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
+    """How much is run at once; never changes the gradient."""
+    dtype: str = choice("float32", DTYPES)
+    """`float32`, or `bfloat16` with float32 master weights and reductions."""
+    engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """The train engine's own settings, of the type that the engine brings which `allocation` names."""
+
+
+@dataclass
+class ServingSettings(RuntimeConfig):
+    """The servers, and what one episode is."""
+
+    workflow: str = "rlvr"
+    """Installed workflow, agent (`AgentWorkflow`) or environment (`Environment`), or a dotted path
+    `package.module:Class`."""
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    """What agents talk to, where the workflow is one."""
+    reward: str = "gsm8k"
+    """Installed reward function, or a dotted path."""
+    reward_workers: int = bounded(1, "at least 1", lambda number: number >= 1)
+    """Processes per data-parallel head that compute rewards."""
+    reward_timeout: float = bounded(30.0, "more than 0 seconds", lambda seconds: seconds > 0)
+    """Seconds for one reward; then its process is killed and the episode is recorded as a reward error."""
+    invalid_text: str = choice("reject", ("reject", "replace"))
+    """Handling of text of tools, environments and agents that is not UTF-8, such as half an emoji: `reject` fails the
+    episode (an agent's call: status 400), `replace` puts U+FFFD there."""
+    rehearsal: bool = True
+    """Run workflow and reward once on a data row, with a made-up answer, before anything starts; false for a workflow
+    that only works with a real server."""
+    interrupt: str = choice("keep", ("keep", "recompute", "wait"))
+    """What happens to unfinished answers at an update of the weights: `keep` (go on with their KV cache), `recompute`
+    (go on, KV cache rebuilt) or `wait` (finish first)."""
+    port: int = bounded(0, "0 (any free one) to 65535", lambda port: 0 <= port <= 65535)
+    """Port of the first server, the others follow; 0: any free one."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """The servers' own settings, of the type that the engine brings which `allocation` names."""
+    client: ClientConfig = field(default_factory=lambda: ClientConfig(rejoin_timeout=180.0))
+    """The client of the servers. `rejoin_timeout` counts only where the launcher restarts servers."""
+
+
+@dataclass
+class RolloutSettings(ServingSettings, RolloutConfig):
+    """The rollout runtime, and what one episode is."""
+
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    """How answers are sampled."""
+    allow_biased_sampling: bool = False
+    """Train on answers that were sampled with top-p, top-k, min-p or penalties. Their log-probs are those of the full
+    distribution, so importance weights are biased."""
+
+
+@dataclass
+class RunConfig(Settings):
+    """Settings of every command."""
+
+    experiment: str = "rl"
+    """Name of the experiment, and of the directory of its runs."""
+    trial: str = ""
+    """Name of this run (default: a timestamp)."""
+    run_dir: str = ""
+    """Directory of the run's files (default: `runs/<experiment>/<trial>`)."""
+    resume_from: str = ""
+    """Recovery checkpoint to start from: a step of this run, another run's directory (its newest one), or
+    `RUN/recover/step_N`. Once started, the same command continues after this run's newest one. Default: the newest of
+    this run, if any."""
+    seed: int = 1
+    """Seed for data generation, model initialization, shuffling and sampling."""
+    deterministic: bool = False
+    """Bitwise reproducible metrics for the same seed and settings, with equal log-probs on servers and trainer (see
+    docs/numerics.md). Slow: runs every sequence separately, on one thread. Needs `rollout.max_staleness=0`, because
+    asynchronous batches depend on timing."""
+    total_steps: int = bounded(100, "at least 1", lambda steps: steps >= 1)
+    """Training steps."""
+    total_epochs: int = bounded(0, "0 (no limit) or more", lambda epochs: epochs >= 0)
+    """Epochs after which the run also ends; 0: only `total_steps` counts."""
+    recipe: str = ""
+    """Defaults for learning rate, warm-up, lengths and temperature: `embedded` (for the tiny built-in model) or
+    `pretrained` (published settings: verl's GSM8K examples for `gsm8k-grpo` and `gsm8k-sft`, TRL's for `hh-rlhf-dpo`
+    and `hh-rlhf-rm`; `conf/` names the files). Default: chosen by `model.path`. Other settings override it."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The initial policy."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The training data."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """The trained model: engine, optimizer, micro-batches."""
+    allocation: str = ""
+    """Inference server and trainer, with the number of devices of each, for example `embedded:d1+fsdp:d2`."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """The available machines and devices."""
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    """Starting and supervising processes; `launcher=NAME` is short for `launcher.kind=NAME`."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Which model checkpoints to keep."""
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """Recovery checkpoints. A stopped run resumes from the newest one: same command, same `run_dir`."""
+    evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
+    """Evaluation on held-out examples."""
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    """Trackers that receive the metrics besides `metrics.jsonl`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.launcher.options is not None
+        self.launcher.options.use_nodes(self.cluster.nodes)
+
+    def model_paths(self) -> dict[str, str]:
+        """The models that the run loads: setting, and what it says."""
+        return {"model.path": self.model.path}
+
+    def steps_with(self, examples: int, form: str) -> int:
+        """Steps of the run: `total_steps`, or fewer where `total_epochs` of so many examples end it first.
+
+        Args:
+            examples: of the training data.
+            form: of the data, see `load_rows`; `rl` continues over the end of an epoch, others drop a last short batch.
+        """
+        size, epochs = self.data.batch_size, self.total_epochs
+        of_data = -(-examples * epochs // size) if form == "rl" else examples // size * epochs
+        return min(self.total_steps, of_data) if epochs else self.total_steps
+
+    def finetune_spec(self) -> FinetuneSpec:
+        """What the engine of the model that learns is given of the run."""
+        return FinetuneSpec(
+            self.model.directory(),
+            self.total_steps * self.actor.minibatches,
+            self.seed,
+            self.actor.optimizer,
+            self.actor.micro_batch,
+            self.actor.dtype,
+            deterministic=self.deterministic,
+        )
+
+
+def require_plain_sampling(rollout: RolloutSettings) -> None:
+    """Refuse to train on answers that were drawn from another distribution than that of their log-probs.
+
+    Raises:
+        ConfigError: names what reshapes the distribution, unless `allow_biased_sampling` is set.
+    """
+    generation = rollout.generation
+    plain = GenerationConfig()
+    names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    require(
+        rollout.allow_biased_sampling or not (generation.truncates or generation.penalizes),
+        "rollout.generation",
+        "top_p=1, top_k=0, min_p=0 and no penalties (the behaviour log-probs are those of the full distribution, so "
+        "training on samples of another one would be biased without notice; rollout.allow_biased_sampling=true allows "
+        "it)",
+        {n: getattr(generation, n) for n in names if getattr(generation, n) != getattr(plain, n)},
+    )
+
+
+@dataclass
+class RefConfig:
+    """The frozen policy that a KL penalty keeps the learning one near; loaded where `algorithm.kl` asks for it."""
+
+    path: str = ""
+    """Its Hugging Face directory or hub id; empty: `model.path`, the policy before the first step."""
+    engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """Its train engine's own settings; what is not set is as in `actor.engine`."""
+
+
+@dataclass
+class CriticConfig(Settings):
+    """The model of values; loaded where `algorithm.advantage.kind=gae` asks for it."""
+
+    setting: ClassVar[str] = "critic"
+    path: str = ""
+    """What its body starts from (Hugging Face directory or hub id); empty: `model.path`. Its value head starts at 0."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """AdamW and its schedule."""
+    engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
+    """Its train engine's own settings; what is not set is as in `actor.engine`."""
+    clip: float = bounded(0.2, "0 (off) or more", lambda distance: distance >= 0)
+    """The value loss is clipped at this distance from the value before the update; 0: not at all."""
+
+
+@dataclass
+class ServedConfig(RunConfig):
+    """A run that has inference servers, or may have some."""
+
+    rollout: ServingSettings = field(default_factory=ServingSettings)
+    """Inference servers, workflow and reward."""
+    rollouts: KeptConfig = field(default_factory=KeptConfig)
+    """Which completions to store."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation on held-out examples."""
+    publish: PublishConfig = field(default_factory=PublishConfig)
+    """Sending new weights to the servers."""
+    gap: GapConfig = field(default_factory=GapConfig)
+    """Limits of the log-prob gap between servers and trainer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.launcher.max_restarts == 0 or self.publish.timeout > self.rollout.client.rejoin_timeout,
+            "publish.timeout",
+            "more than rollout.client.rejoin_timeout, since a publication may wait for a server to come back "
+            f"({self.rollout.client.rejoin_timeout:g} s)",
+            self.publish.timeout,
+        )
+        require(
+            self.launcher.max_restarts == 0 or self.rollout.client.progress_timeout > self.launcher.health_timeout,
+            "rollout.client.progress_timeout",
+            "more than launcher.health_timeout, since the answers of an only server that hangs wait for its restart "
+            f"({self.launcher.health_timeout:g} s)",
+            self.rollout.client.progress_timeout,
+        )
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """How answers are sampled where nothing else is said."""
+        return self.evaluation.generation
+
+
+@dataclass
+class GRPOConfig(ServedConfig):
+    """Reinforcement learning from verifiable rewards."""
+
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    """Generation of groups of completions: servers, workflow, reward, staleness."""
+    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
+    """Which completions to store."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Advantages and loss; `algorithm=PRESET` selects a preset."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The reference policy, for KL penalties."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model, for PPO."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.algorithm.resolve_proximal(self.actor.minibatches)
+        self._check_algorithm()
+        require(
+            not self.deterministic or self.rollout.max_staleness == 0,
+            "deterministic=true with rollout.max_staleness",
+            "0 (with answers in flight while the trainer learns, the order in which processes run decides what is "
+            "learned from); set rollout.max_staleness=0 or deterministic=false",
+            self.rollout.max_staleness,
+        )
+        require_plain_sampling(self.rollout)
+        require(
+            self.rollout.generation.temperature > 0,
+            "rollout.generation.temperature",
+            "more than 0: greedy answers of one prompt are all the same, and have no advantage",
+            self.rollout.generation.temperature,
+        )
+
+    def _check_algorithm(self) -> None:
+        """Refuse what the algorithm and the rest of the run cannot do together."""
+        algorithm, generation = self.algorithm, self.rollout.generation
+        require(
+            self.rollout.group_size > 1 or not algorithm.advantage.compares_groups,
+            "rollout.group_size with algorithm.advantage.kind=outcome and its mean or std over the group",
+            "at least 2: an answer alone is its own baseline and has no advantage (or set algorithm.advantage.kind="
+            "return or gae)",
+            self.rollout.group_size,
+        )
+        require(
+            algorithm.reward.overlong_max <= generation.max_new_tokens,
+            "algorithm.reward.overlong_max",
+            f"at most rollout.generation.max_new_tokens ({generation.max_new_tokens}), which no answer exceeds",
+            algorithm.reward.overlong_max,
+        )
+        self._check_credit()
+        require(
+            algorithm.reward.scale != 0 or bool(self.ref.path),
+            "ref.path with algorithm.reward.scale=0",
+            "a teacher: without the reward only the KL to the reference is left, and that is the policy itself",
+            self.ref.path,
+        )
+
+    def _check_credit(self) -> None:
+        """Refuse rewards of turns that nothing is learned from, or that would be discounted twice."""
+        credit, discount = self.rollout.endpoint.credit, self.rollout.endpoint.discount
+        advantage, shaping = self.algorithm.advantage, self.algorithm.reward
+        require(
+            credit == "episode" or advantage.reads_tokens,
+            f"rollout.endpoint.credit with algorithm.advantage.kind={advantage.kind}",
+            "`episode`: that estimator has one number per episode (or take algorithm.advantage.kind=return or gae)",
+            credit,
+        )
+        whole = advantage.kind != "gae" and advantage.gamma == 1 and shaping == RewardConfig()
+        require(
+            credit == "episode" or discount == 1 or whole,
+            "rollout.endpoint.discount with rollout.endpoint.credit=turn",
+            "1, unless algorithm.advantage.gamma is 1, algorithm.reward leaves rewards as they are, and "
+            "algorithm.advantage.kind is not gae, whose values know no discount but gamma (with unit=turn: per turn)",
+            discount,
+        )
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """Those that are trained on."""
+        return self.rollout.generation
+
+    def finetune_spec(self) -> FinetuneSpec:
+        """See `RunConfig.finetune_spec`; an entropy bonus gives the entropy a gradient."""
+        return replace(super().finetune_spec(), entropy_grad=bool(self.algorithm.entropy_coef))
+
+    def model_paths(self) -> dict[str, str]:
+        """See `RunConfig.model_paths`; reference and critic where the algorithm has them."""
+        others = {
+            "ref.path": self.algorithm.needs_reference and self.ref.path,
+            "critic.path": self.algorithm.needs_critic and self.critic.path,
+        }
+        return super().model_paths() | {setting: path for setting, path in others.items() if path}
+
+    def reference_spec(self) -> FinetuneSpec:
+        """What the engine of the reference policy is told: it is the policy before the first step, and stays it."""
+        return replace(super().finetune_spec(), model_path=self.model.directory(self.ref.path), optimizer=None)
+
+    def critic_spec(self) -> FinetuneSpec:
+        """What the engine of the critic is told: it has a value head, and an optimizer of its own."""
+        path = self.model.directory(self.critic.path)
+        return replace(super().finetune_spec(), model_path=path, optimizer=self.critic.optimizer, head="value")
+
+
+@dataclass
+class SFTConfig(ServedConfig):
+    """Supervised learning from conversations; servers, where they are allocated, answer held-out questions."""

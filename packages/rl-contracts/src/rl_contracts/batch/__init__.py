@@ -1,0 +1,1 @@
+"""Trajectory batches: build, pack, cut into minibatches, exchange between ranks."""

@@ -1,0 +1,1 @@
+"""Chat messages to token ids, and back to turns."""

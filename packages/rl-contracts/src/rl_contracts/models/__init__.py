@@ -1,0 +1,1 @@
+"""What train engines and inference servers must compute in the same way."""

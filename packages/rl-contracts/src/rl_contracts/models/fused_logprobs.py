@@ -1,0 +1,230 @@
+"""Log-probs and entropies of given tokens straight from hidden states, without a full [tokens, vocabulary] tensor.
+
+The vocabulary projection runs in tiles of tokens and vocabulary, and again in backward. A tile is as wide as the
+vocabulary where it then still holds enough tokens: cut along tokens alone, a large vocabulary would be read anew for a
+handful of tokens each time. Normalisers of tiles are combined as in a softmax over blocks (Milakov and Gimelshein 2018,
+arXiv:1805.02867). Where all probabilities together are small, as with the vocabularies of toy models, they are kept and
+the projection runs once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_contracts.models.cpu_matmul import linear, prefers_onednn
+from rl_contracts.models.token_logprobs import float32_logits, log_normalizer
+
+TOKENS = 512
+"""Tokens of a tile that is narrower than the vocabulary, where there are as many."""
+FEWEST = 128
+"""Tokens of which the whole vocabulary's logits must fit, or it is cut too."""
+KEEP_AT_MOST = 1 << 22
+"""Probabilities that are kept for backward instead of being computed again, at most (16 MiB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a model does to its raw logits: `cap * tanh(scale * raw / cap)`."""
+
+    scale: float = 1.0
+    """Constant factor."""
+    cap: float | None = None
+    """Soft cap; None: none."""
+
+    def apply(self, raw: Tensor) -> Tensor:
+        """Logits from raw ones; changes `raw` in place."""
+        if self.scale != 1.0:
+            raw *= self.scale
+        return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
+
+    def cap_slope(self, logits: Tensor) -> Tensor | None:
+        """Derivative of the soft cap, a new tensor; None without one."""
+        return None if self.cap is None else (logits / self.cap).square_().neg_().add_(1)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """Which rows of the vocabulary projection a rank holds, where ranks hold consecutive parts of it.
+
+    All ranks are given the same hidden states, and each gets its part of their gradient: the sum is left to the caller.
+    """
+
+    first: int
+    """The vocabulary's number of the rank's first row."""
+    group: dist.ProcessGroup
+    """The ranks that hold it together."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """How the vocabulary projection is run."""
+
+    transform: LogitTransform
+    """What the model does to its logits."""
+    max_logits: int
+    """Entries of a [tokens, vocabulary] block that exist at once."""
+    entropy_grad: bool
+    """Whether the entropy carries gradient."""
+    part: VocabularyPart | None = None
+    """None: this rank holds the whole vocabulary."""
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target under softmax(logits / temperature), and that distribution's entropy in nats.
+
+    Args:
+        hidden: [M, H].
+        weight: [V, H] of the vocabulary projection, in the type of `hidden`; with `options.part` this rank's rows.
+        bias: [V] or None.
+        targets: int64 [M].
+        temperature: float32 [M].
+
+    Returns:
+        two float32 [M]. Gradients reach `hidden`, `weight` and `bias`.
+    """
+    sharpness = temperature.reciprocal()
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, sharpness, options)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        sharpness: Tensor,
+        options: HeadOptions,
+    ) -> tuple[Tensor, Tensor]:
+        tokens, vocabulary, part = len(hidden), len(weight), options.part
+        rows, columns = tiles(tokens, vocabulary, options.max_logits)
+        found = hidden.new_empty(3, tokens, dtype=torch.float32)
+        simple = options.transform.cap is None and not options.entropy_grad and len(columns) == 1 and part is None
+        if part is not None:
+            targets = targets - part.first
+        kept = found.new_empty(tokens, vocabulary) if simple and tokens * vocabulary <= KEEP_AT_MOST else None
+        for row in rows:
+            parts = []
+            for column in columns:
+                scaled = _logits(hidden[row], weight, bias, column, options).mul_(sharpness[row, None])
+                place, inside = _places(targets[row], column, None if part else vocabulary)
+                chosen = scaled.gather(1, place)[:, 0]
+                log_total, total, weights = log_normalizer(scaled)
+                if kept is not None:
+                    torch.div(weights, total, out=kept[row])
+                mean = weights.mul_(scaled).sum(-1).div_(total[:, 0])
+                parts.append((chosen if inside is None else chosen.where(inside, 0.0), log_total, mean))
+            found[:, row] = _merged(parts)
+        if part is not None:
+            everyone = [torch.empty_like(found) for _ in range(dist.get_world_size(part.group))]
+            dist.all_gather(everyone, found, group=part.group)
+            found = _merged([tuple(each) for each in everyone])
+        chosen, norm, mean = found
+        logprobs, entropy = chosen - norm, norm - mean
+        ctx.options = options
+        ctx.save_for_backward(hidden, weight, bias, targets, sharpness, norm, entropy, kept)
+        if not options.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, sharpness, norm, entropy, kept = ctx.saved_tensors
+        options: HeadOptions = ctx.options
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight, grad_bias = (
+            torch.zeros_like(tensor, dtype=torch.float32) if wanted else None
+            for tensor, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
+        vocabulary = len(weight)
+        rows, columns = tiles(len(hidden), vocabulary, options.max_logits)
+        # z = sharpness * logits, and logits = scale * raw, or a soft cap of that: the factors of a token come first
+        factor = sharpness * options.transform.scale
+        of_logprobs, of_entropy, mean = grad_logprobs * factor, grad_entropy * factor, norm - entropy
+        for row in rows:
+            summed = grad_hidden[row].float()  # itself, where it is float32
+            for column in columns:
+                place, inside = _places(targets[row], column, None if options.part else vocabulary)
+                if kept is not None:
+                    grad, slope = kept[row] * -of_logprobs[row, None], None
+                else:
+                    logits = _logits(hidden[row], weight, bias, column, options)
+                    slope = options.transform.cap_slope(logits)
+                    scaled = logits.mul_(sharpness[row, None])
+                    if options.entropy_grad:
+                        # dH/dz_j = -p_j (z_j - logsumexp(z) + H)
+                        away = (scaled - mean[row, None]).mul_(of_entropy[row, None]).add_(of_logprobs[row, None])
+                        grad = scaled.sub_(norm[row, None]).exp_().mul_(away).neg_()
+                    else:
+                        grad = scaled.sub_(norm[row, None]).exp_().mul_(-of_logprobs[row, None])
+                at_target = of_logprobs[row] if inside is None else of_logprobs[row].where(inside, 0.0)
+                grad.scatter_add_(1, place, at_target[:, None])
+                if slope is not None:
+                    grad *= slope
+                grad = grad.to(hidden.dtype)
+                _add_product(summed, grad, weight[column].T)
+                if grad_weight is not None:
+                    _add_product(grad_weight[column], grad.T, hidden[row].T)
+                if grad_bias is not None:
+                    grad_bias[column] += grad.sum(0)
+            grad_hidden[row] = summed
+        found = (grad_hidden, grad_weight, grad_bias)
+        return *(None if g is None else g.to(hidden.dtype) for g in found), None, None, None
+
+
+def tiles(tokens: int, vocabulary: int, max_logits: int) -> tuple[list[slice], list[slice]]:
+    """Spans of tokens and of the vocabulary whose blocks have at most `max_logits` entries (one at least); of the whole
+    vocabulary where that is not wasteful."""
+    fit = max_logits // vocabulary
+    if fit >= min(tokens, FEWEST):
+        return _spans(tokens, max(fit, 1)), [slice(0, vocabulary)]
+    height = max(1, min(tokens, TOKENS, max_logits))
+    return _spans(tokens, height), _spans(vocabulary, max(1, max_logits // height))
+
+
+def _spans(total: int, size: int) -> list[slice]:
+    """0..total in pieces of `size`, the last one shorter."""
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, column: slice, options: HeadOptions) -> Tensor:
+    """Transformed logits of a tile, float32; a new tensor."""
+    return options.transform.apply(float32_logits(hidden, weight[column], None if bias is None else bias[column]))
+
+
+def _places(targets: Tensor, column: slice, vocabulary: int | None) -> tuple[Tensor, Tensor | None]:
+    """Where each target lies within a tile, [n, 1] (some place, where it does not), and whether it does, [n]; None: all
+    do, as in a tile that is as wide as the vocabulary."""
+    if column.stop - column.start == vocabulary:
+        return targets[:, None], None
+    place = targets - column.start
+    inside = (place >= 0) & (targets < column.stop)
+    return place.clamp_(0, column.stop - column.start - 1)[:, None], inside
+
+
+def _merged(parts: list[Any]) -> Tensor:
+    """[3, n] of some tokens from those of each part of the vocabulary: the target's logit (0 where it is in another),
+    the logsumexp, and the mean logit."""
+    if len(parts) == 1:
+        return torch.stack(parts[0])
+    chosen, norms, means = (torch.stack(values) for values in zip(*parts, strict=True))
+    norm = norms.logsumexp(0)
+    return torch.stack([chosen.sum(0), norm, (norms - norm).exp_().mul_(means).sum(0)])
+
+
+def _add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Add `x @ weight.T` to a float32 tensor in place, where that is possible without another of its size."""
+    if x.dtype == torch.float32 and not (x.device.type == "cpu" and prefers_onednn()):
+        total.addmm_(x, weight.T)
+    else:
+        total += linear(x, weight)

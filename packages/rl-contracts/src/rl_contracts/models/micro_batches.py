@@ -1,0 +1,81 @@
+"""Cutting a minibatch into packed micro-batches, equally many on every rank."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_contracts.data import FinetuneSpec
+from rl_contracts.errors import DataError, EngineError
+from rl_contracts.batch.packing import expand, pack_first_fit
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.models.step_gate import STEP
+from rl_contracts.batch.trajectory import PackedBatch, lengths, pack, select, units
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multiple: int = 1) -> list[list[int]]:
+    """Row indices of each micro-batch (collective); those of a rank with fewer rows may be empty. Units stay whole.
+
+    Args:
+        multiple: there are a multiple of this many.
+
+    Raises:
+        EngineError: a row is longer than a micro-batch, on any rank, or the ranks of a replica have different rows.
+    """
+    check_same_rows(batch, parallel)
+    tokens, max_tokens, together = lengths(batch).tolist(), spec.micro_batch.max_tokens, units(batch)
+    sizes = [sum(tokens[row] for row in unit) for unit in together]
+    with parallel.agreeing("cutting a batch into micro-batches"):
+        try:
+            bins = pack_first_fit(sizes, max_tokens)
+        except DataError as error:
+            raise EngineError(str(error)) from error
+    if spec.deterministic:
+        # a row's numbers must not depend on its neighbours, and kernels round differently for other shapes
+        bins = [[unit] for unit in range(len(sizes))] or [[]]
+    count = int(parallel.max_over_replicas(torch.tensor([len(bins)]))[0])
+    count = -(-count // multiple) * multiple
+    if spec.deterministic:
+        bins = bins + [[] for _ in range(count - len(bins))]
+    elif count != len(bins):
+        bins = pack_first_fit(sizes, max_tokens, at_least=count)
+    return expand(bins, together)
+
+
+def packed(batch: TensorDict, bins: list[list[int]]) -> Iterator[tuple[list[int], PackedBatch]]:
+    """Each micro-batch's rows and their packed form, on the CPU.
+
+    Raises:
+        StopRequestedError: the step was abandoned before one of them, see `StepGate`.
+    """
+    whole = list(range(batch.batch_size[0]))
+    for rows in bins:
+        STEP.begin_micro_batch()
+        yield rows, pack(batch if rows == whole else select(batch, rows))
+
+
+def check_same_rows(batch: TensorDict, parallel: ParallelContext) -> None:
+    """See that all ranks of a replica were given the same rows (collective).
+
+    Raises:
+        EngineError: they were not, on every rank.
+    """
+    if parallel.dp_size == parallel.world_size:
+        return
+    tokens = batch["input_ids"][batch["attention_mask"]]
+    everyone = parallel.gather_json([len(batch), zlib.crc32(tokens.numpy().tobytes())])
+    size = parallel.world_size // parallel.dp_size
+    for first in range(0, parallel.world_size, size):
+        other = next((r for r in range(first, first + size) if everyone[r] != everyone[first]), None)
+        if other is not None:
+            raise EngineError(
+                f"batch: ranks {first} to {first + size - 1} hold one replica and need the same rows, but rank {first} "
+                f"has {everyone[first][0]} rows and rank {other} has {everyone[other][0]}, or others. Choose rows by "
+                "parallel.dp_rank, not by rank."
+            )

@@ -1,0 +1,203 @@
+"""Joining the process group: torchrun's environment variables, or one process alone."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_contracts.errors import ConfigError, EngineError
+from rl_contracts.batch.parallel import ParallelContext
+
+_users = 0
+"""Engines of this process that share the default process group."""
+_ours = False
+"""Whether this module made the default process group, and so ends it."""
+_store: Any = None
+"""Where the ranks meet; kept while the process lives, so that a group can be made anew after another was destroyed."""
+_generation = 0
+"""Default groups made so far; gives each its own names in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Which process this is."""
+
+    rank: int = 0
+    """Global rank."""
+    world_size: int = 1
+    """Processes in all."""
+    local_rank: int = 0
+    """Rank on this host."""
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> RankInfo:
+    """This process's place from torchrun's variables; without WORLD_SIZE there is one process.
+
+    Raises:
+        ConfigError: a variable is missing or not a number.
+    """
+    env = os.environ if environment is None else environment
+    if "WORLD_SIZE" not in env:
+        return RankInfo()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    needed = names if env["WORLD_SIZE"] == "1" else (*names, "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in env]
+    if missing:
+        raise ConfigError(
+            f"environment: WORLD_SIZE is {env['WORLD_SIZE']}, but {', '.join(missing)} is missing. "
+            "Start the trainers with torchrun or a launcher, or unset WORLD_SIZE to run one process."
+        )
+    try:
+        return RankInfo(*(int(env[name]) for name in names))
+    except ValueError as error:
+        raise ConfigError(f"environment: RANK, WORLD_SIZE and LOCAL_RANK must be integers: {error}.") from error
+
+
+def pick_device(setting: str, local_rank: int) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ConfigError: CUDA is asked for and not there, or has fewer devices than ranks on this host.
+    """
+    available = torch.cuda.is_available()
+    if setting == "cpu" or (setting == "auto" and not available):
+        return torch.device("cpu")
+    found = torch.cuda.device_count() if available else 0
+    if local_rank >= found:
+        raise ConfigError(
+            f"device: local rank {local_rank} needs a CUDA device of its own, found {found}. "
+            "Set device=cpu, or start fewer ranks on this host."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def join(
+    info: RankInfo, device: torch.device, timeout_seconds: float, need_group: bool, replica_size: int, undo: ExitStack
+) -> ParallelContext:
+    """Join the default process group, or make it, and gloo groups for the host's collectives.
+
+    Args:
+        need_group: make a group of one even where a single process could do without.
+        replica_size: ranks that hold one replica together, side by side; divides the world size.
+        undo: leaves them when it is closed.
+
+    Raises:
+        EngineError: the other ranks were not met in time, or a group of another size exists already.
+    """
+    global _users, _ours
+    context = ParallelContext(
+        rank=info.rank,
+        world_size=info.world_size,
+        dp_rank=info.rank // replica_size,
+        dp_size=info.world_size // replica_size,
+        is_dp_head=info.rank % replica_size == 0,
+        device=str(device),
+    )
+    if info.world_size == 1 and not need_group:
+        return context
+    timeout = timedelta(seconds=timeout_seconds)
+    if not dist.is_initialized():
+        _make_default_group(info, device, timeout)
+        _ours = True
+    elif dist.get_world_size() != info.world_size:
+        raise EngineError(
+            f"process group: expected {info.world_size} ranks, found a group of {dist.get_world_size()} in this "
+            "process. Destroy it first, or give the engine the same number of ranks."
+        )
+    _users += 1
+    undo.callback(_leave)
+    if info.world_size > 1:
+        undo.callback(context.leave)
+        everyone: Any = dist.new_group(backend="gloo", timeout=timeout)
+        undo.callback(dist.destroy_process_group, everyone)
+        context.host_group, context.store = everyone, _store
+        context.dp_host_group = everyone if replica_size == 1 else _over_replicas(context, replica_size, timeout, undo)
+    return context
+
+
+def _leave() -> None:
+    """The last engine of the process ends the default group."""
+    global _users, _ours
+    _users -= 1
+    if _users == 0 and _ours:
+        dist.destroy_process_group()
+        _ours = False
+
+
+def _over_replicas(context: ParallelContext, replica_size: int, timeout: timedelta, undo: ExitStack) -> Any:
+    """The ranks that have this rank's place in each replica; None with one replica (collective)."""
+    if context.dp_size == 1:
+        return None
+    places = [list(range(place, context.world_size, replica_size)) for place in range(replica_size)]
+    mine, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout, backend="gloo")
+    undo.callback(dist.destroy_process_group, mine)
+    return mine
+
+
+def _make_default_group(info: RankInfo, device: torch.device, timeout: timedelta) -> None:
+    global _generation
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        store = dist.PrefixStore(f"rl_contracts.training/{_generation}", _meeting_place(info, timeout))
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise EngineError(
+            f"rank {info.rank} of {info.world_size} could not join the process group at {address} within "
+            f"{timeout.total_seconds():.0f} s: {error}"
+        ) from error
+    _generation += 1
+
+
+def _meeting_place(info: RankInfo, timeout: timedelta) -> Any:
+    global _store
+    if _store is None and info.world_size == 1:
+        _store = dist.HashStore()
+    elif _store is None:
+        _keep_to_loopback(os.environ["MASTER_ADDR"])
+        _store = _hosted(info, timeout) or _visited(info, timeout)
+    return _store
+
+
+def _hosted(info: RankInfo, timeout: timedelta) -> Any:
+    """Rank 0's store, which listens at MASTER_ADDR alone; torch's own would at every address of the machine. None
+    on other ranks, and where somebody else hosts it: torchrun, or an address that is not this machine's."""
+    if info.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise RuntimeError(f"cannot listen there: {error}") from error
+    return dist.TCPStore(
+        host, port, info.world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _visited(info: RankInfo, timeout: timedelta) -> Any:
+    """The store as torch finds it by the environment."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", info.rank, info.world_size, timeout=timeout)))
+    return store
+
+
+def _keep_to_loopback(host: str) -> None:
+    """Have gloo listen on loopback where the ranks meet there; it takes the address of the machine's name otherwise."""
+    with suppress(OSError, IndexError):
+        if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
+            loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])

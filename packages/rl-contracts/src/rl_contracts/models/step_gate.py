@@ -1,0 +1,111 @@
+"""Abandoning a running step between two micro-batches, at the same one on every rank."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_contracts.errors import EngineError, StalledError, StopRequestedError
+
+if TYPE_CHECKING:
+    from rl_contracts.batch.parallel import ParallelContext
+
+LOOK_EVERY = 0.05
+"""Seconds between two looks for the numbers of other ranks."""
+
+
+class StepGate:
+    """Gate that the training thread passes before each micro-batch of a step.
+
+    A rank that left a step alone would keep the others waiting in their next collective. Every rank begins the same
+    micro-batches in the same order, so a count says where it is. To abandon a step, a thread of each rank closes its
+    gate and tells the others the count; the ranks that are behind catch up with the largest one, and there all leave.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open, self._running = True, False
+        self._begun, self._last = 0, math.inf
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step that can be abandoned. Where it is, torch's random states are put back to those of its beginning.
+
+        Raises:
+            StopRequestedError: it was abandoned; on every rank.
+        """
+        cuda = torch.cuda.is_initialized()
+        random = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+        self._running = True
+        try:
+            yield
+        except StopRequestedError:
+            torch.set_rng_state(random[0])
+            if random[1] is not None:
+                torch.cuda.set_rng_state(random[1])
+            raise
+        finally:
+            self._running = False
+
+    def begin_micro_batch(self) -> None:
+        """Pass the gate; a step alone counts.
+
+        Raises:
+            StopRequestedError: the step is abandoned here.
+        """
+        if not self._running:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._open)
+            if self._begun >= self._last:
+                raise StopRequestedError("the running step was abandoned between two micro-batches")
+            self._begun += 1
+
+    def abandon(self, largest: Callable[[int], int]) -> None:
+        """Abandon the running step, or the next one; not called by the training thread.
+
+        Args:
+            largest: returns the largest of all ranks' numbers, given this one's; see `largest_of_ranks`. Where it
+                raises, the step continues.
+        """
+        with self._changed:
+            self._open, begun = False, self._begun
+        last = math.inf
+        try:
+            last = largest(begun)
+        finally:
+            with self._changed:
+                self._open, self._last = True, last
+                self._changed.notify_all()
+
+
+STEP = StepGate()
+"""Gate of this process, since it is the process that is asked to stop. `micro_batches.packed` passes it."""
+
+
+def largest_of_ranks(number: int, parallel: ParallelContext, seconds: float) -> int:
+    """Return the largest of all ranks' numbers. No collective: a thread may ask while its rank waits in one. Once for
+    a process.
+
+    Raises:
+        StalledError: some rank gave none in `seconds`.
+        EngineError: the ranks have no common store.
+    """
+    if parallel.world_size == 1:
+        return number
+    if parallel.store is None:
+        raise EngineError("the ranks have no common store, because another program made their process group.")
+    deadline = time.monotonic() + seconds
+    keys = [f"step_gate/{rank}" for rank in range(parallel.world_size)]
+    parallel.store.set(keys[parallel.rank], str(number))
+    while not parallel.store.check(keys):
+        if time.monotonic() > deadline:
+            raise StalledError(f"not every rank said within {seconds:g} s which micro-batch it has begun.")
+        time.sleep(LOOK_EVERY)
+    return max(int(parallel.store.get(key)) for key in keys)

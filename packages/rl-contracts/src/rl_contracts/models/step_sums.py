@@ -1,0 +1,78 @@
+"""Sums of a step over micro-batches and ranks, with one wait for the device."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from rl_contracts.engine import Stats
+from rl_contracts.errors import EngineError
+from rl_contracts.batch.parallel import ParallelContext
+
+MAXIMUM = "/max"
+"""Suffix of statistics that are combined by maximum."""
+AUXILIARY = "loss/aux"
+"""The auxiliary loss of the routers of a mixture of experts, the mean over tokens without its factor; not in `loss`."""
+RESERVED = ("loss", AUXILIARY, "grad_norm", "lr", "applied", "tokens")
+"""Results that the engine itself gives."""
+
+
+class StepSums:
+    """Accumulates on the device; `reduce` brings everything to the host at once.
+
+    Args:
+        counts: whether this rank speaks for its replica: what `add` is given is the same on all ranks of a replica, and
+            counted once. What `put` is given is counted on every rank.
+    """
+
+    def __init__(self, counts: bool = True) -> None:
+        self._values: dict[str, Tensor] = {}
+        self._counts = counts
+
+    def add(self, loss_sum: Tensor, stats: Stats) -> None:
+        """Count one micro-batch.
+
+        Raises:
+            EngineError: a statistic has the name of one of the engine's own results.
+        """
+        if not self._counts:
+            return
+        self.put("loss", loss_sum)
+        for name, (total, denominator) in stats.items():
+            if name in RESERVED:
+                raise EngineError(f"statistic {name!r}: the engine gives a result of that name; rename it.")
+            if name.endswith(MAXIMUM):
+                value = total.detach()
+                self._values[name] = torch.maximum(self._values[name], value) if name in self._values else value
+            else:
+                self.put(f"sum:{name}", total)
+                self.put(f"den:{name}", denominator)
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Add a scalar that is summed over micro-batches and ranks, to be found under its own name."""
+        value = value.detach()
+        self._values[name] = self._values[name] + value if name in self._values else value
+
+    def reduce(self, parallel: ParallelContext) -> dict[str, float]:
+        """Totals over micro-batches and ranks (collective): statistics divided, NaN where the denominator is 0."""
+        parts = parallel.gather_json(self._on_host())
+        totals: dict[str, float] = {}
+        for name in dict.fromkeys(chain(*parts)):  # names may differ: a rank without rows never called the loss
+            found = [part[name] for part in parts if name in part]
+            totals[name] = max(found) if name.endswith(MAXIMUM) else sum(found)
+        result = {name: value for name, value in totals.items() if not name.startswith(("sum:", "den:"))}
+        for name in (name.removeprefix("sum:") for name in totals if name.startswith("sum:")):
+            denominator = totals[f"den:{name}"]
+            result[name] = totals[f"sum:{name}"] / denominator if denominator else math.nan
+        return result
+
+    def _on_host(self) -> dict[str, float]:
+        """All values, with one wait for each device; a loss may count in host memory what it knows without looking."""
+        found: dict[str, float] = {}
+        for device in {value.device for value in self._values.values()}:
+            here = {name: value.to(torch.float64) for name, value in self._values.items() if value.device == device}
+            found |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
+        return {name: found[name] for name in self._values}

@@ -1,0 +1,1 @@
+"""Event loops, clocks, files, logs and metrics that every package uses."""

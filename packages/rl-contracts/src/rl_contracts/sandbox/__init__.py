@@ -1,0 +1,1 @@
+"""Run untrusted Python code in a confined process."""

@@ -1,2 +1,0 @@
-"""What train engines have in common: joining ranks, micro-batches, sums and usage of a step, log-probs of a
-vocabulary."""

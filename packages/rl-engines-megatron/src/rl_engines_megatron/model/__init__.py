@@ -1,0 +1,1 @@
+"""The model: from a Hugging Face config to this rank's parts."""

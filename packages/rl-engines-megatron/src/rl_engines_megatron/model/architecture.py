@@ -1,0 +1,208 @@
+"""What a Hugging Face config says of a decoder, read once and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from rl_contracts.models.attention_windows import KINDS
+from rl_contracts.errors import ModelError
+from rl_engines_megatron.model.families import Family, family_of
+from rl_engines_megatron.model.mixture import Mixture
+
+ROPE_TYPES = ("default", "linear", "llama3")
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of Llama 3's rotary scaling that megatron-core has built in; only the factor can be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Sizes and switches of one decoder. Linear layers have no bias but, where its family has it, q, k and v."""
+
+    model_type: str
+    """The family's name."""
+    family: Family
+    """What sets it apart."""
+    layers: int
+    """Decoder layers."""
+    hidden: int
+    """Width of the residual stream."""
+    intermediate: int
+    """Width of the gated MLP, of the gate and of the up projection each; not that of experts."""
+    heads: int
+    """Query heads."""
+    groups: int
+    """Key-value heads; `heads / groups` query heads share one (megatron-core: query groups)."""
+    head_dim: int
+    """Width of one head; `heads * head_dim` may differ from `hidden`."""
+    vocab: int
+    """Rows of the embedding, before any padding."""
+    tied: bool
+    """Whether the output layer is the embedding."""
+    norm_eps: float
+    """Epsilon of every RMSNorm."""
+    max_positions: int
+    """Longest sequence in tokens."""
+    attention_dropout: float
+    """Dropout probability of the attention weights."""
+    rope: Mapping[str, Any]
+    """`rope_parameters` as transformers standardises them, `rope_type` and `rope_theta` among them."""
+    window_rope: Mapping[str, Any] | None
+    """Those of layers with a window, where they have their own."""
+    windows: tuple[int | None, ...]
+    """Of each layer, how many tokens one sees, itself included; None: all before it."""
+    score_scale: float | None
+    """Factor on attention's scores; None: `head_dim ** -0.5`."""
+    score_cap: float | None
+    """Soft cap of attention's scores."""
+    logit_cap: float | None
+    """Soft cap of the logits."""
+    mixture: Mixture | None
+    """Of the layers that have experts in place of an MLP; None of a dense model."""
+
+    @classmethod
+    def from_hugging_face(cls, config: Any) -> Architecture:
+        """Read a transformers config (any object with its attributes will do).
+
+        Raises:
+            ModelError: another family, a missing attribute, or a variant of a family that would be computed
+                differently.
+        """
+        model_type = _read(config, "model_type")
+        family = family_of(model_type)
+        _refuse_variants(config, family)
+        heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+        groups = _size(config, "num_key_value_heads", default=heads)
+        if heads % groups:
+            raise ModelError(f"megatron: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}.")
+        if getattr(config, "head_dim", None) is None and hidden % heads:
+            raise ModelError(f"megatron: head_dim is not set and {heads} heads do not divide hidden_size {hidden}.")
+        layers, scalar = _size(config, "num_hidden_layers"), getattr(config, "query_pre_attn_scalar", None)
+        rope, window_rope = _ropes(config)
+        return cls(
+            model_type=model_type,
+            family=family,
+            layers=layers,
+            hidden=hidden,
+            intermediate=_size(config, "intermediate_size"),
+            heads=heads,
+            groups=groups,
+            head_dim=_size(config, "head_dim", default=hidden // heads),
+            vocab=_size(config, "vocab_size"),
+            tied=bool(_read(config, "tie_word_embeddings")),
+            norm_eps=float(_read(config, "rms_norm_eps")),
+            max_positions=_size(config, "max_position_embeddings"),
+            attention_dropout=float(getattr(config, "attention_dropout", None) or 0.0),
+            rope=rope,
+            window_rope=window_rope,
+            windows=_windows(config, family, layers),
+            score_scale=scalar and scalar**-0.5,
+            score_cap=getattr(config, "attn_logit_softcapping", None) if family.capped_scores else None,
+            logit_cap=getattr(config, "final_logit_softcapping", None),
+            mixture=Mixture.from_hugging_face(config),
+        )
+
+    def matrix_parameters(self, head: str) -> int:
+        """Those by which each token is multiplied: all matrices, the embedding where it is the output layer too, and of
+        experts as many as a token is sent to.
+
+        Args:
+            head: `lm`, or that of a scalar.
+        """
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.groups)
+        dense, sparse = self.layers, 0
+        if self.mixture is not None:
+            dense -= len(self.mixture.layers)
+            sparse = len(self.mixture.layers) * (self.mixture.experts + 3 * self.mixture.chosen * self.mixture.width)
+        layers = self.layers * attention + self.hidden * (3 * dense * self.intermediate + sparse)
+        return layers + self.hidden * (self.vocab if head == "lm" else 1)
+
+    def step_flops(self, head: str, tokens: int, pairs: int) -> float:
+        """Useful floating-point operations of a training step; see `rl_contracts.models.usage.step_flops`."""
+        from rl_contracts.models.usage import step_flops
+
+        matrices = self.matrix_parameters(head)
+        return step_flops(matrices, matrices, self.heads * self.head_dim, tokens, pairs)
+
+
+def _read(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name)
+    except AttributeError as error:
+        raise ModelError(
+            f"megatron: the config ({type(config).__name__}) has no {name}; pass a transformers config."
+        ) from error
+
+
+def _size(config: Any, name: str, default: int | None = None) -> int:
+    value = _read(config, name) if default is None else getattr(config, name, None)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"megatron: {name}: expected a whole number of at least 1, found {value!r}.")
+    return value
+
+
+def _refuse_variants(config: Any, family: Family) -> None:
+    """Raise for settings of a supported family that would give other numbers than transformers."""
+    for name in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
+        # Qwen2's bias of q, k and v is part of its family; these would put one on the output projections too
+        if getattr(config, name, False):
+            raise ModelError(f"megatron: {name}=True is not supported; use a model without it or another engine.")
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            "megatron: quantization_config (fp8 and others) is not supported; use weights of 16 or 32 bits."
+        )
+    name = "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
+    activation = _read(config, name)
+    if activation != family.activation:
+        raise ModelError(f"megatron: {name}: expected {family.activation!r}, found {activation!r}.")
+
+
+def _windows(config: Any, family: Family, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer."""
+    window = getattr(config, "sliding_window", None)
+    if family.one_window:
+        return (window,) * layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    if len(kinds) != layers or set(kinds) - KINDS or ("sliding_attention" in kinds and window is None):
+        raise ModelError(
+            f"megatron: layer_types: expected full_attention or, with a sliding_window, sliding_attention for each of "
+            f"{layers} layers, found {', '.join(sorted(set(kinds)))} for {len(kinds)} and sliding_window={window}."
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _ropes(config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Rotary embeddings of layers that see everything, and of those with a window where these have their own."""
+    rope = _read(config, "rope_parameters")
+    if isinstance(rope, Mapping) and rope.keys() == KINDS:
+        return _rope(rope["full_attention"]), _rope(rope["sliding_attention"])
+    return _rope(rope), None
+
+
+def _rope(rope: Any) -> Mapping[str, Any]:
+    if not isinstance(rope, Mapping) or "rope_theta" not in rope:
+        raise ModelError(
+            f"megatron: rope_parameters: expected a mapping with rope_theta, found {rope!r}; "
+            "load the config with transformers 5, which fills it in."
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(
+            f"megatron: partial_rotary_factor: expected 1, found {rope['partial_rotary_factor']!r}; "
+            "rotary embeddings of a part of each head are not supported."
+        )
+    kind, found = rope.get("rope_type", "default"), {name: rope.get(name) for name in LLAMA3_ROPE}
+    if kind not in ROPE_TYPES:
+        raise ModelError(f"megatron: rope_type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
+    if kind == "llama3" and found != LLAMA3_ROPE:
+        raise ModelError(
+            f"megatron: llama3 rotary scaling: megatron-core has {LLAMA3_ROPE} built in, found {found}; "
+            "use a model with these, or another engine."
+        )
+    if kind != "default" and not isinstance(rope.get("factor"), int | float):
+        raise ModelError(
+            f"megatron: rope_parameters of type {kind!r}: expected a factor, found {rope.get('factor')!r}."
+        )
+    return MappingProxyType({"rope_type": "default", **rope})

@@ -1,0 +1,148 @@
+"""One rank's part of a language model, critic or reward model, made of megatron-core's GPT model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, VocabularyPart, token_logprobs
+from rl_engines_megatron.model.experts import Routing
+from rl_engines_megatron.model.layers import block_spec
+from rl_engines_megatron.model.megatron_config import rope_kwargs
+from rl_engines_megatron.model.partition import Partition
+from rl_engines_megatron.model.packed_sequences import Rows
+
+
+class PackedGPT(GPTModel):
+    """Consecutive layers of a decoder over packed rows; the last ones with a head.
+
+    Args:
+        config: of megatron-core.
+        partition: how the model is cut.
+        stage: which of its stages this is.
+        options: how the vocabulary projection is run.
+        kwargs: further arguments of `GPTModel`.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, partition: Partition, stage: int, options: HeadOptions, **kwargs: Any
+    ) -> None:
+        architecture = partition.architecture
+        spec = block_spec(config, architecture, partition.stage_layers(stage))
+        super().__init__(config, spec, **kwargs)
+        self.partition, self.stage = partition, stage
+        self.head, self.options, self.vocabulary = partition.head, options, architecture.vocab
+        mixture = architecture.mixture
+        self.routing = None if mixture is None else Routing(self, mixture, architecture.layers)
+        if self.post_process and self.head != "lm":
+            del self.output_layer
+            self.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=torch.float32)
+        if self.pre_process and architecture.family.scaled_embeddings:
+            scale = float(torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype))  # rounded, as they are
+            self.embedding.register_forward_hook(lambda _, __, found: found * scale)
+        if architecture.window_rope is not None:
+            ropes = (architecture.rope, architecture.window_rope)
+            self.rotary_pos_emb = RotaryEmbeddings(_rotary(config, rope_kwargs(rope)) for rope in ropes)
+
+    def run(self, rows: Rows, model: nn.Module) -> Any:
+        """What this part makes of a micro-batch: states for the next stage, or what `said` makes of the last ones.
+
+        Args:
+            model: this part as it is called, with what wraps it.
+        """
+        if self.routing is not None:
+            self.routing.begin(rows)
+        return model(
+            input_ids=rows.ids[None],
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=rows.segments,
+            output_processor=partial(self._say, rows) if self.post_process else None,
+        )
+
+    def _postprocess(self, hidden_states: Tensor, output_processor: Any = None, **_: Any) -> Any:
+        """Without megatron-core's own head, loss and logits."""
+        return hidden_states if output_processor is None else output_processor(hidden_states[:, 0])
+
+    def _say(self, rows: Rows, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Of the last states, [n] of this context rank's tokens: log-probs of the next tokens and entropies, or
+        values."""
+        parallel = self.config.sequence_parallel
+        if self.head == "lm":
+            if parallel:
+                hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+            else:
+                hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+            tied = self.share_embeddings_and_output_weights
+            weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+            first = 0 if self.options.part is None else self.options.part.first
+            weight = weight[: self.vocabulary - first]  # without the rows that fill it up
+            return token_logprobs(hidden, weight, None, rows.targets, rows.temperature, self.options)
+        if parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return (hidden.float() @ self.score.weight.float()[0],)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As megatron-core's; that of language models wants an output layer, which those with a scalar head lack."""
+        above: Any = super() if self.head == "lm" else super(LanguageModule, self)
+        return above.sharded_state_dict(*args, **kwargs)
+
+
+class RotaryEmbeddings(nn.ModuleList):
+    """Several rotary embeddings, side by side."""
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        """Positions that a micro-batch needs."""
+        one: Any = self[0]
+        return int(one.get_rotary_seq_len(*args))
+
+    def forward(self, length: int, **kwargs: Any) -> Tensor:
+        """[length, 1, 1, several * D]."""
+        return torch.cat([each(length, **kwargs) for each in self], -1)
+
+
+def _rotary(config: TransformerConfig, rope: dict[str, Any]) -> RotaryEmbedding:
+    return RotaryEmbedding(config.kv_channels, use_cpu_initialization=config.use_cpu_initialization, **rope)
+
+
+def make_model(
+    config: TransformerConfig, partition: Partition, interleaved: int, max_logits: int, entropy_grad: bool, gpt: Any
+) -> list[PackedGPT]:
+    """The parts of the model that this rank holds, `interleaved` many, on megatron-core's device.
+
+    Args:
+        max_logits: entries of a [tokens, vocabulary] block that exist at once.
+        entropy_grad: whether the entropy carries gradient.
+        gpt: arguments of `GPTModel` that follow from the family.
+    """
+    ranks, rank = partition.tp_size, parallel_state.get_tensor_model_parallel_rank()
+    part = None
+    if ranks > 1:
+        group = parallel_state.get_tensor_model_parallel_group()
+        part = VocabularyPart(rank * partition.padded_vocab // ranks, group)
+    options = HeadOptions(LogitTransform(cap=partition.architecture.logit_cap), max_logits, entropy_grad, part)
+    parts = []
+    for index in range(interleaved):
+        stage = index * parallel_state.get_pipeline_model_parallel_world_size()
+        stage += parallel_state.get_pipeline_model_parallel_rank()
+        parts.append(
+            PackedGPT(
+                config,
+                partition,
+                stage,
+                options,
+                pre_process=partition.is_first(stage),
+                post_process=partition.is_last(stage),
+                vp_stage=index if interleaved > 1 else None,
+                **gpt,
+            )
+        )
+    return parts

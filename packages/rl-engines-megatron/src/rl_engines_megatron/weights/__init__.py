@@ -1,0 +1,1 @@
+"""Weights between Hugging Face names and megatron-core's layout."""

@@ -1,0 +1,1 @@
+"""Kinds of servers: settings, protocol and engine of each."""

@@ -1,0 +1,1 @@
+"""The embedded server as its client sees it."""

@@ -1,0 +1,86 @@
+"""The embedded server's own: SGLang's `/generate`, and staged weights."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any, ClassVar
+
+from rl_contracts.config import GenerationConfig
+from rl_contracts.inference import Capabilities
+from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_object, event, ignored
+from rl_inference.backends.control_protocol import ControlPaths, ControlProtocol
+
+
+def generation_key(key: str) -> str:
+    """The key to hand to agents and others who may generate, score and look, but not control a server; it follows from
+    the run key, and that not from it."""
+    return hmac.new(key.encode(), b"generation", "sha256").hexdigest()
+
+
+class EmbeddedProtocol(ControlProtocol):
+    """The embedded server: everything that the contract asks for."""
+
+    capabilities = Capabilities(scores_before=True, lora=True, sleeps=True)
+    paths: ClassVar[ControlPaths] = ControlPaths(
+        health="/health",
+        stats="/stats",
+        model="/model_info",
+        pause="/pause_generation",
+        resume="/continue_generation",
+        stage="/stage_weights",
+        commit="/commit_weights",
+        receipt="/weight_receipt",
+    )
+
+    def generate(
+        self,
+        rid: str,
+        input_ids: list[int],
+        generation: GenerationConfig,
+        seed: int | None,
+        resumed: int,
+        schema: dict[str, Any] | None = None,
+    ) -> Call[GenerationChunk | None]:
+        body = {
+            "rid": rid,
+            "input_ids": input_ids,
+            "sampling_params": vars(generation) | ({} if seed is None else {"sampling_seed": seed}),
+            "return_logprob": True,
+            "stream": True,
+            "resumed_tokens": resumed,
+        }
+        return Call("/generate", _chunk, body)
+
+    def score(self, input_ids: list[int], temperature: float, before: bool = False) -> Exchange[list[float]]:
+        body = {"input_ids": input_ids, "temperature": temperature, "before": before}
+        return (yield Call("/score", _logprobs, body))
+
+    def sleep(self) -> Exchange[float]:
+        return (yield Call("/sleep", _freed_bytes, {}))
+
+    def wake(self) -> Exchange[None]:
+        yield Call("/wake", ignored, {})
+
+
+def _freed_bytes(body: bytes) -> float:
+    return float(as_object(body)["freed_bytes"])
+
+
+def _logprobs(body: bytes) -> list[float]:
+    return [float(p) for p in as_object(body)["logprobs"]]
+
+
+def _chunk(line: bytes) -> GenerationChunk | None:
+    value = event(line)
+    if value is None:
+        return None
+    if "error" in value:
+        return GenerationChunk(error=str(value["error"]["message"]))
+    meta: dict[str, Any] = value["meta_info"]
+    reason = meta["finish_reason"]
+    versions = [span["version"] for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    ids = value["output_ids"]
+    if not len(ids) == len(logprobs) == len(versions):
+        raise ValueError(f"{len(ids)} tokens, {len(logprobs)} log-probs and {len(versions)} versions")
+    return GenerationChunk(ids, logprobs, versions, None if reason is None else str(reason["type"]))

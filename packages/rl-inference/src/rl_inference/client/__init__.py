@@ -1,0 +1,1 @@
+"""One client for every kind of server: routing, requests, health, weight updates."""

@@ -1,0 +1,171 @@
+"""`python -m rl_inference.embedded_server --model DIR --port N`: load a model and serve it until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import ipaddress
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from rl_contracts.config import require
+from rl_contracts.errors import RLError
+from rl_contracts.runtime.logging import configure, get_logger
+from rl_contracts.models.directory import check_model_directory
+from rl_contracts.scheduler import RUN_KEY_VARIABLE
+from rl_inference.backends.embedded.config import ServerOptions, parse
+from rl_inference.client.file_limit import raise_file_limit
+from rl_inference.embedded_server.app import ServerApp
+from rl_contracts.runtime.http_connections import Connections
+
+if TYPE_CHECKING:
+    from rl_inference.embedded_server.loop import DecodeLoop
+
+logger = get_logger("inference.server")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the server; returns the exit code."""
+    configure(role="server")
+    key = os.environ.get(RUN_KEY_VARIABLE, "")
+    try:
+        options = parse(arguments)
+        require(
+            bool(key) or _is_loopback(options.host),
+            "server.host",
+            f"this machine's own address (127.0.0.1), or a key in {RUN_KEY_VARIABLE} that others must know",
+            options.host,
+        )
+    except RLError as error:
+        logger.error("%s", error)
+        return 2
+    raise_file_limit()
+    # The HTTP thread must not hold up the decode thread, which asks for the interpreter a thousand times per
+    # pass.
+    sys.setswitchinterval(0.0005)
+    # oneDNN keeps a primitive for every size of a product, torch its description (0.25 MiB each, 1024 unless told
+    # otherwise), and passes have all sizes
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(serve(options, key))
+    if threading.active_count() > 1:  # what still waits for a silent trainer must not hold up the end
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+async def serve(options: ServerOptions, key: str) -> int:
+    """Listen, load the model, serve until a signal, `/shutdown` or a death of the decode thread.
+
+    Returns:
+        the exit code.
+    """
+    events = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = events.create_future()
+
+    def end(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        events.add_signal_handler(signum, end, 0)
+    http = ServerApp(options, key, lambda: end(0))
+    connections = Connections(http.app)
+    web_runner = connections.runner
+    await web_runner.setup()
+    watch = asyncio.create_task(connections.watch(), name="connections")
+    loop: DecodeLoop | None = None
+    try:
+        try:
+            await web.TCPSite(web_runner, options.host, options.port).start()
+        except OSError as error:
+            logger.error("%s", _bind_error(options, error))
+            return 1
+        address = "{}:{}".format(*web_runner.addresses[0][:2])
+        loading = _load(options, options.name or address, lambda _: events.call_soon_threadsafe(end, 1))
+        watched: set[asyncio.Future[Any]] = {loading, ended}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            loop = loading.result()
+            loop.start()
+            http.serve(loop)
+            logger.info("ready: http://%s serves %s on %s", address, options.spec.model_path, loop.model.device)
+        return await ended
+    except RLError as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return 1
+    finally:
+        watch.cancel()
+        if loop is not None:
+            await asyncio.to_thread(loop.stop)
+        await web_runner.cleanup()
+
+
+def _load(
+    options: ServerOptions, holder: str, on_crash: Callable[[BaseException], object]
+) -> asyncio.Future[DecodeLoop]:
+    """Load in a daemon thread, so that a signal need not wait for it. It also imports torch and transformers:
+    the port is bound, and /health answers, seconds before they are there."""
+    config, spec = options.config, options.spec
+    events = asyncio.get_running_loop()
+    result: asyncio.Future[DecodeLoop] = events.create_future()
+
+    def work() -> None:
+        try:
+            check_model_directory(str(Path(spec.model_path).absolute()))
+            import torch
+
+            from rl_inference.embedded_server.model.loading import load_model
+            from rl_inference.embedded_server.loop import DecodeLoop
+            from rl_inference.embedded_server.weights import ServedWeights, restore
+
+            if spec.cpus:
+                torch.set_num_threads(spec.cpus)
+            model = load_model(config, spec, options.sharing)
+            weights = ServedWeights(model.model, spec.weights_dir, holder, spec.version, spec.model_path)
+            restore(weights, spec.weights_dir)
+            loop = DecodeLoop(model, weights, config.slots, config.prefill_tokens, on_crash, spec.deterministic)
+        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+            events.call_soon_threadsafe(result.set_exception, error)
+        else:
+            _spare_collector()
+            events.call_soon_threadsafe(result.set_result, loop)
+
+    threading.Thread(target=work, name="load", daemon=True).start()
+    return result
+
+
+def _spare_collector() -> None:
+    """Leave what exists now out of every later garbage collection. Imports and model are a million objects: a full
+    collection over them stops all answers for a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _bind_error(options: ServerOptions, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {options.port} of {options.host} is in use; stop what listens there or give another --port."
+    return f"cannot listen on {options.host}:{options.port}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

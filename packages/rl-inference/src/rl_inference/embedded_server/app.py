@@ -1,0 +1,398 @@
+"""The HTTP side: SGLang's `/generate` and its neighbours, as far as this server has them."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Struct
+
+from rl_contracts.runtime.aio import in_thread
+from rl_contracts.data import WeightReceipt
+from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.runtime.logging import get_logger
+from rl_inference.backends.embedded.config import ServerOptions
+from rl_inference.backends.embedded.protocol import EmbeddedProtocol, generation_key
+from rl_inference.embedded_server.job import GenerationJob
+from rl_inference.embedded_server.requests import (
+    Abort,
+    Commit,
+    Generate,
+    Nothing,
+    Pause,
+    Score,
+    Stage,
+    check_ids,
+    check_temperature,
+    decode,
+    expect,
+    is_batch,
+    to_jobs,
+)
+from rl_inference.embedded_server.scoring import ScoreJob
+
+if TYPE_CHECKING:
+    from rl_inference.embedded_server.loop import DecodeLoop
+
+logger = get_logger("inference.server")
+
+PROGRESS_SECONDS = 0.5
+"""Longest silence of a stream while the decode thread is alive."""
+DRAIN_ANSWER_SECONDS = 0.5
+"""After which `/pause_generation` with `wait` answers that it is not there yet; the client asks again."""
+BODY_SECONDS = 30.0
+"""Within which a request's body must have come."""
+UNREAD_SECONDS = 30.0
+"""Within which a client must read what a stream brings."""
+WHOLE_PROMPTS = 8
+"""Prompts of the whole context that a body may hold."""
+AGENT_ROUTES = ("/model_info", "/stats", "/generate", "/score")
+"""What the key of generation opens; all others control the server."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ServerApp:
+    """The routes and what they share.
+
+    Args:
+        options: settings of the process.
+        key: what `Authorization: Bearer` must carry, or for `AGENT_ROUTES` the key that follows from it
+            (`generation_key`); empty: nothing is asked for.
+        shut_down: called by `/shutdown`.
+    """
+
+    def __init__(self, options: ServerOptions, key: str, shut_down: Callable[[], None]) -> None:
+        self.config, self._spec = options.config, options.spec
+        self._keys = [key.encode(), generation_key(key).encode()] if key else []
+        self._shut_down = shut_down
+        self._loop: DecodeLoop | None = None
+        self._most = self.config.slots + self.config.max_waiting
+        self._jobs = self._scores = 0
+        self._staging = asyncio.Lock()
+        self._beat = (-1, 0.0)
+        self._lease: asyncio.TimerHandle | None = None
+        self.instance = secrets.token_hex(8)
+        self.app = web.Application(middlewares=[self._guard])
+        self.app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.get("/model_info", self.model_info),
+                web.get("/stats", self.stats),
+                web.get("/weight_receipt", self.weight_receipt),
+                web.post("/generate", self.generate),
+                web.post("/abort_request", self.abort_request),
+                web.post("/score", self.score),
+                web.post("/stage_weights", self.stage_weights),
+                web.post("/pause_generation", self.pause_generation),
+                web.post("/commit_weights", self.commit_weights),
+                web.post("/continue_generation", self.continue_generation),
+                web.post("/sleep", self.sleep),
+                web.post("/wake", self.wake),
+                web.post("/shutdown", self.shutdown),
+            ]
+        )
+        self.app.on_response_prepare.append(self._sign)
+
+    async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
+        response.headers[EmbeddedProtocol.life_header] = self.instance
+
+    def serve(self, loop: DecodeLoop) -> None:
+        """Begin to answer: the model is there."""
+        self._loop = loop
+
+    @property
+    def loop(self) -> DecodeLoop:
+        """The decode thread.
+
+        Raises:
+            HTTPServiceUnavailable: the model is still being loaded.
+        """
+        if self._loop is None:
+            raise web.HTTPServiceUnavailable(text="the model is being loaded", headers={"Retry-After": "1"})
+        return self._loop
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the key and the kind of the body, and turn errors into JSON with one sentence."""
+        try:
+            self._check_key(request)
+            if request.method == "POST" and request.content_type != "application/json":
+                raise web.HTTPUnsupportedMediaType(text="expected a body with Content-Type: application/json.")
+            return await handler(request)
+        except WeightUpdateError as error:
+            return _error(409, str(error))
+        except InferenceError as error:
+            return _error(400, str(error))
+        except web.HTTPException as error:
+            return _error(error.status, error.text or error.reason, dict(error.headers))
+        except ConnectionError:  # the client went away
+            raise
+        except Exception as error:  # the boundary to HTTP: recorded, and told in one sentence
+            logger.exception("%s %s", request.method, request.path)
+            return _error(500, f"{type(error).__name__}: {error}")
+
+    def _check_key(self, request: web.Request) -> None:
+        if not self._keys or request.path == "/health":
+            return
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        control, agent = (hmac.compare_digest(given, b"Bearer " + key) for key in self._keys)
+        if not (control or agent):
+            raise web.HTTPUnauthorized(text="the request carries no valid key (Authorization: Bearer).")
+        if agent and request.path not in AGENT_ROUTES:
+            raise web.HTTPForbidden(text=f"the key of generation opens {', '.join(AGENT_ROUTES)}, and nothing else.")
+
+    async def _read[T: Struct](self, request: web.Request, kind: type[T]) -> T:
+        """The body as its schema has it.
+
+        Raises:
+            InferenceError: it is wrong.
+            HTTPException: it is too large, compressed, or has not come in time.
+        """
+        if "Content-Encoding" in request.headers:
+            raise web.HTTPUnsupportedMediaType(text="expected a body without Content-Encoding.")
+        limit, body = self._limit(kind), bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for data in request.content.iter_any():
+                    body += data
+                    if len(body) > limit:
+                        raise web.HTTPRequestEntityTooLarge(
+                            limit, len(body), text=f"expected a body of at most {limit} bytes."
+                        )
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(text=f"expected the whole body within {BODY_SECONDS:g} s.") from None
+        except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
+            raise InferenceError(f"the body cannot be read: {error}.") from error
+        return decode(bytes(body), kind)
+
+    def _limit(self, kind: type[Struct]) -> int:
+        """Bytes of a body: what prompts of the whole context take, or a version's list of parameters."""
+        if self.config.max_request_bytes:
+            return self.config.max_request_bytes
+        model = self.loop.model
+        if kind is Stage:
+            return 2**20 + 2**10 * len(self.loop.weights.places)
+        return 2**16 + WHOLE_PROMPTS * model.context_length * (len(str(model.vocab_size)) + 2)
+
+    async def health(self, _: web.Request) -> web.Response:
+        """200 once requests can be served, and as long as the decode thread turns."""
+        now = time.monotonic()
+        if self.loop.beat != self._beat[0]:
+            self._beat = (self.loop.beat, now)
+        still = now - self._beat[1]
+        if still > self.config.stuck_seconds:
+            return _error(503, f"the decode thread has not moved for {still:.0f} s.")
+        return web.json_response(
+            {"status": "ready", "version": self.loop.weights.version, "open": self._jobs + self._scores}
+        )
+
+    async def model_info(self, _: web.Request) -> web.Response:
+        """What is served."""
+        model = self.loop.model
+        return web.json_response(
+            {
+                "name": self.loop.weights.holder,
+                "instance": self.instance,
+                "model_path": self._spec.model_path,
+                "weights_dir": self._spec.weights_dir,
+                "weight_version": self.loop.weights.version,
+                "context_length": model.context_length,
+                "vocab_size": model.vocab_size,
+                "slots": self.config.slots,
+                "dtype": self.config.dtype,
+                "device": str(model.device),
+                "end_token_ids": sorted(model.end_ids),
+                "has_tokenizer": model.tokenizer is not None,
+            }
+        )
+
+    async def stats(self, _: web.Request) -> web.Response:
+        """Counters of the decode thread."""
+        return web.json_response(self.loop.stats())
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Generate one answer, or one per prompt of a batch."""
+        asked = await self._read(request, Generate)
+        jobs = to_jobs(asked, self.loop.model, self._most)
+        if refused := self._full(self._jobs + len(jobs)):
+            return refused
+        logprobs = asked.return_logprob
+        for job in jobs if not asked.stream else ():
+            self.loop.submit(job)
+        done = asyncio.gather(*(asyncio.wrap_future(job.ended) for job in jobs))
+        self._jobs += len(jobs)
+        try:
+            if asked.stream:
+                return await self._stream(request, jobs[0], done, logprobs)
+            await asyncio.wait({done})
+        finally:
+            self._jobs -= len(jobs)
+            if not done.done():  # the client went away
+                self.loop.abort(lambda job: job in jobs, "the client closed the connection")
+        failed = next((job.finish_reason for job in jobs if job.finish_reason["type"] == "error"), None)  # type: ignore[index]
+        if failed:
+            return _error(500, failed["message"])
+        answers = [self._answer(job, 0, logprobs) for job in jobs]
+        return web.json_response(answers if is_batch(asked) or len(jobs) > 1 else answers[0])
+
+    async def _stream(
+        self, request: web.Request, job: GenerationJob, done: asyncio.Future[Any], logprobs: bool
+    ) -> web.StreamResponse:
+        """Server-sent events with what is new, at least every `PROGRESS_SECONDS` as long as the decode thread
+        lives."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        await response.prepare(request)
+        self.loop.submit(job)
+        sent, beat = 0, -1
+        while not done.done():
+            await asyncio.wait({done}, timeout=PROGRESS_SECONDS)
+            if done.done() or self.loop.beat == beat:
+                continue  # a stuck decode thread must look stuck
+            beat = self.loop.beat
+            part = self._answer(job, sent, logprobs)
+            if part["meta_info"]["finish_reason"] is None:
+                sent += len(part["output_ids"])
+                await _write(request, response, _event(part))
+        assert job.finish_reason is not None
+        if job.finish_reason["type"] == "error":
+            end = _event({"error": {"message": job.finish_reason["message"]}})
+        else:
+            end = _event(self._answer(job, sent, logprobs)) + _event("[DONE]")
+        await _write(request, response, end)
+        await response.write_eof()
+        return response
+
+    def _answer(self, job: GenerationJob, start: int, logprobs: bool) -> dict[str, Any]:
+        return job.told(start, self.loop.model.tokenizer, self.loop.weights.version, logprobs)
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        """End a request or a batch (`rid`), or all (`abort_all`); they answer with the tokens they have."""
+        asked = await self._read(request, Abort)
+        expect(asked.abort_all or asked.rid is not None, "rid", "a string, or `abort_all: true`", None)
+        count = self.loop.abort(lambda job: asked.abort_all or asked.rid in (job.rid, job.batch), "aborted by request")
+        return web.json_response({"aborted": await asyncio.wrap_future(count)})
+
+    async def score(self, request: web.Request) -> web.Response:
+        """Log-probs of given tokens at the served weights, or (`before`) at those served before the last commit."""
+        asked = await self._read(request, Score)
+        job = ScoreJob(check_ids(asked.input_ids, self.loop.model), check_temperature(asked.temperature), asked.before)
+        if refused := self._full(self._scores + 1):
+            return refused
+        self._scores += 1
+        try:
+            async with self._staging if job.before else nullcontext():  # staging writes over the weights before
+                self.loop.submit_score(job)
+                logprobs, version = await asyncio.wrap_future(job.done)
+        finally:
+            self._scores -= 1
+        if not all(map(isfinite, logprobs)):
+            return _error(500, f"version {version} of the weights computes numbers that are not finite.")
+        return web.json_response({"logprobs": logprobs, "weight_version": version})
+
+    def _full(self, requests: int) -> web.Response | None:
+        """The refusal, if so many requests of a kind are more than may wait."""
+        if requests <= self._most:
+            return None
+        return _error(503, f"{requests - 1} requests of this kind are waiting already.", {"Retry-After": "1"})
+
+    async def stage_weights(self, request: web.Request) -> web.Response:
+        """Load a version beside the served one; answers with its receipt."""
+        asked = await self._read(request, Stage)
+        meta = asked.update()
+        async with self._staging:
+            receipt = await asyncio.wrap_future(in_thread(lambda: self.loop.weights.stage(meta, asked.timeout)))
+        return _receipt(receipt)
+
+    async def weight_receipt(self, _: web.Request) -> web.Response:
+        """The receipt of the served weights, from the live tensors."""
+        return _receipt(await asyncio.wrap_future(self.loop.run(self.loop.weights.receipt)))
+
+    async def pause_generation(self, request: web.Request) -> web.Response:
+        """Stop between two passes, until `/continue_generation` or the end of the lease. With `wait`, running answers
+        are finished first; answers `paused: false` while that lasts."""
+        asked = await self._read(request, Pause)
+        self._end_lease()
+        self._lease = asyncio.get_running_loop().call_later(asked.lease, self._lease_over, asked.lease)
+        future = asyncio.wrap_future(self.loop.pause(wait=asked.mode == "wait"))
+        done, _ = await asyncio.wait({future}, timeout=DRAIN_ANSWER_SECONDS)
+        if done:
+            future.result()
+        return web.json_response({**self.loop.stats(), "paused": bool(done)})
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+
+    def _lease_over(self, seconds: float) -> None:
+        logger.warning("who paused has not been heard of for %g s: generation goes on", seconds)
+        self.loop.resume()
+
+    async def commit_weights(self, request: web.Request) -> web.Response:
+        """Serve the staged version from the next pass on."""
+        asked = await self._read(request, Commit)
+        async with self._staging:
+            await asyncio.wrap_future(self.loop.commit(asked.version, recompute=asked.mode == "recompute"))
+        return web.json_response({"version": asked.version})
+
+    async def continue_generation(self, request: web.Request) -> web.Response:
+        """Undo a pause."""
+        await self._read(request, Nothing)
+        self._end_lease()
+        return web.json_response({"paused_seconds": await asyncio.wrap_future(self.loop.resume())})
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        """Give the cache's memory back, of a paused server, until `/wake` or the end of the pause."""
+        await self._read(request, Nothing)
+        return web.json_response({"freed_bytes": await asyncio.wrap_future(self.loop.sleep())})
+
+    async def wake(self, request: web.Request) -> web.Response:
+        """Undo a sleep; the server is still paused."""
+        await self._read(request, Nothing)
+        await asyncio.wrap_future(self.loop.wake())
+        return web.json_response(self.loop.stats())
+
+    async def shutdown(self, _: web.Request) -> web.Response:
+        """End the process; unfinished answers return what they have."""
+        asyncio.get_running_loop().call_later(0.05, self._shut_down)
+        return web.json_response({"status": "stopping"})
+
+
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Send a part of a stream, to a client that reads.
+
+    Raises:
+        ConnectionResetError: it does not.
+    """
+    try:
+        async with asyncio.timeout(UNREAD_SECONDS):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client has read nothing for {UNREAD_SECONDS:g} s") from None
+
+
+def _event(value: Any) -> bytes:
+    """A server-sent event; strings go as they are."""
+    return b"data: " + (value.encode() if isinstance(value, str) else json.dumps(value).encode()) + b"\n\n"
+
+
+def _receipt(receipt: WeightReceipt) -> web.Response:
+    # as text: checksums have 64 bits, more than a JSON number safely carries
+    checksums = {name: str(value) for name, value in receipt.checksums.items()}
+    return web.json_response({"holder": receipt.holder, "version": receipt.version, "checksums": checksums})
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    kept = {name: value for name, value in (headers or {}).items() if name == "Retry-After"}
+    return web.json_response({"error": {"message": message}}, status=status, headers=kept)

@@ -1,0 +1,1 @@
+"""The model of the embedded server: attention, KV cache, pages, memory."""

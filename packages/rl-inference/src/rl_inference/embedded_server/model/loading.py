@@ -1,0 +1,234 @@
+"""From a model directory to a model that can be served, or to the reason why it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from rl_contracts.models.attention_windows import other_layers, short_windows
+from rl_contracts.data import ServeSpec
+from rl_contracts.errors import ModelError
+from rl_contracts.models.cpu_matmul import speed_up
+from rl_contracts.runtime.logging import get_logger
+from rl_inference.backends.embedded.config import EmbeddedEngineConfig
+from rl_inference.embedded_server.model.attention import Segment, TokenPass
+from rl_inference.embedded_server.model.cache import KernelLayer, TorchLayer
+from rl_inference.embedded_server.model.memory import fit_cache
+from rl_inference.embedded_server.model.slot_model import IMPLEMENTATION, SlotModel, uncompiled
+
+logger = get_logger("inference.server.loading")
+
+_DEFAULT_CONTEXT = 32768
+_PARTS = (7, 5, 1, 1, 3)
+"""Tokens of each pass over the slots: the start of a prompt, a further part of it, single tokens."""
+_SHORT = 8
+"""Window that models have while they are tried: fewer than the tokens."""
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.2}
+"""Mean absolute difference of the log-probs that rounding may make, relative to their range where that is below one
+nat; what is wrong differs by whole nats in some."""
+
+
+def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) -> SlotModel:
+    """Load a Hugging Face directory; `sharing` as `fit_cache` has it.
+
+    Raises:
+        ModelError: no weights, weights that do not fit the config, or an architecture that cannot be served.
+    """
+    path = Path(spec.model_path)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    device = spec.device if spec.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
+        _check_class(hf_config)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=hf_config,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=IMPLEMENTATION,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        model, info = loaded
+        model.to(device)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        if IMPLEMENTATION in error.args:  # a table of attentions that ours is not in
+            raise ModelError(_no_attention(str(hf_config.model_type))) from error
+        raise ModelError(f"{path}: the model cannot be loaded on {device} in {config.dtype}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{path}: the weights lack {len(missing)} parameters of {type(model).__name__}, the first "
+            f"{missing[:3]}. Save the model with `save_pretrained` (full weights, not an adapter)."
+        )
+    _check_architecture(path, model)
+    longest = _positions(path, hf_config.get_text_config(), config.context_length)
+    model.eval().requires_grad_(False)
+    if not spec.deterministic:  # a trainer that makes the same bits multiplies with torch's choice
+        speed_up(model)
+    if config.compile:
+        compile_pass(model)
+    tokenizer = _load_tokenizer(path)
+    context = config.context_length or longest
+    layer = KernelLayer if device == "cpu" and model.dtype == torch.float32 else TorchLayer
+    result = SlotModel(model, tokenizer, config.slots, context, _end_ids(model, tokenizer), layer)
+    check_numbers(result)
+    result.warm_up()
+    fit_cache(result, config.cache_gib, config.context_length, staged=bool(spec.weights_dir), sharing=sharing)
+    return result
+
+
+def _positions(path: Path, config: Any, wanted: int) -> int:
+    """How long a sequence may be.
+
+    transformers gives all of a row other rotary frequencies (longrope) once it is longer than the original length. A
+    server cannot: what it answered before would be what no forward of the whole row gives.
+
+    Raises:
+        ModelError: `wanted` is longer.
+    """
+    longest: int = getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
+    usable = min([longest, *(kind["original_max_position_embeddings"] for kind in kinds)])
+    why = "" if usable == longest else f" before its rotary embeddings (longrope) change, out of {longest}"
+    if wanted > usable:
+        raise ModelError(f"context_length {wanted}: {path} has {usable} positions{why}; lower it.")
+    if why and not wanted:
+        logger.warning("%s: sequences are at most %d tokens long, its positions%s", path, usable, why)
+    return usable
+
+
+def _check_class(config: Any) -> None:
+    """See that models of this configuration ask for their attention by its name, before one is made."""
+    kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if kind is not None and not kind._can_set_attn_implementation():
+        raise ModelError(_no_attention(kind.__name__))
+
+
+def _no_attention(name: str) -> str:
+    return (
+        f"{name} does not let its attention be replaced, so the embedded server cannot serve it. Use another "
+        "engine for this model."
+    )
+
+
+def _check_architecture(path: Path, model: Any) -> None:
+    name = type(model).__name__
+    other = other_layers(model.config)
+    if other:
+        raise ModelError(
+            f"{path}: {name} has layers of type {other}; the embedded server knows full and sliding "
+            "attention. Use another engine for this model."
+        )
+    if model.get_output_embeddings() is None:
+        raise ModelError(f"{path}: {name} has no projection onto a vocabulary. Use another engine for this model.")
+
+
+def _load_tokenizer(path: Path) -> Any | None:
+    """The directory's tokenizer; None where it has none (then there is no text, and no stop strings)."""
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        logger.warning("%s has no tokenizer: answers carry no text, and stop strings are refused", path)
+        return None
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _end_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
+    found: set[int] = set()
+    generation = getattr(model, "generation_config", None)
+    for value in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
+        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return frozenset(int(token) for token in found)
+
+
+def compile_pass(model: Any) -> None:
+    """Compile the layers of a transformers model in place; its first passes do the work.
+
+    Raises:
+        ModelError: there is no C++ compiler, on a CPU.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        if model.device.type == "cpu":
+            get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ModelError(
+            "compile=true: torch finds no C++ compiler, which it needs on a CPU. Install g++ (or name one in CXX), or "
+            "set compile=false."
+        ) from error
+    model.base_model.compile(dynamic=True)
+
+
+@torch.inference_mode()
+def check_numbers(model: SlotModel) -> None:
+    """Compare log-probs of a sequence that was read in parts into a slot with the model's own attention.
+
+    Raises:
+        ModelError: they differ, or the model cannot be run over slots at all.
+    """
+    count = min(sum(_PARTS), model.context_length)
+    ids = (torch.arange(count, device=model.device) * 7919 + 3) % model.vocab_size
+    name = type(model.model).__name__
+    with short_windows(model.model, _SHORT) as windowed:
+        if windowed:
+            with uncompiled():
+                _compare(model, name, ids)
+    _compare(model, name, ids)
+    if not all(layer.used for layer in model.cache.layers):
+        raise ModelError(_no_attention(name))
+
+
+def _compare(model: SlotModel, name: str, ids: torch.Tensor) -> None:
+    try:
+        found = _over_slots(model, ids)
+        expected = _by_itself(model, ids)
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"{name} cannot be run over the slots of the embedded server ({type(error).__name__}: {error}). Use "
+            "another engine for this model."
+        ) from error
+    allowed = _TOLERANCES[model.model.dtype] * min(1.0, (expected.max() - expected.min()).item())
+    difference = (found - expected).abs().mean().item()
+    if not difference <= allowed:
+        raise ModelError(
+            f"{name} computes other numbers over the slots of the embedded server than by itself: log-probs differ by "
+            f"{difference:.2g} on average, at most {allowed:.2g} is rounding. Use another engine for this model."
+        )
+
+
+def _over_slots(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probs [tokens, vocab], read in parts into slot 0."""
+    parts, start = [], 0
+    for count in _PARTS:
+        count = min(count, len(ids) - start)
+        if not count:
+            break
+        places = torch.arange(start, start + count, device=ids.device)
+        one = count == 1
+        span = TokenPass(
+            slots=torch.zeros_like(places),
+            positions=places,
+            longest=start + count,
+            singles=1 if one else 0,
+            segments=() if one else (Segment(0, start, 0, count),),
+        )
+        parts.append(model.run(ids[start : start + count], span))
+        start += count
+    return torch.log_softmax(torch.cat(parts).float(), -1)
+
+
+def _by_itself(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probs [tokens, vocab] with the model's own attention and no cache."""
+    model.model.set_attn_implementation("eager")
+    try:
+        with uncompiled():
+            logits = model.model(input_ids=ids[None], use_cache=False).logits[0]
+    finally:
+        model.model.set_attn_implementation(IMPLEMENTATION)
+    return torch.log_softmax(logits.float(), -1)

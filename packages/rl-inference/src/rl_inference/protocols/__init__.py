@@ -1,1 +1,0 @@
-"""What is said to each kind of server."""

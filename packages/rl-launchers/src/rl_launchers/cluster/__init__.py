@@ -1,0 +1,1 @@
+"""Workers on several machines, through an agent on each."""

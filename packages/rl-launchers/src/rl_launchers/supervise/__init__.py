@@ -1,0 +1,1 @@
+"""Supervise a run: start, watch, restart, scale, stop."""

@@ -1,0 +1,214 @@
+"""Progress of a run: a live view in a terminal (`rl_monitor.live`), otherwise a line per step."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_apps.settings.command_line import leave_pipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rl_monitor.live import Screen
+
+GRPO_COLUMNS: dict[str, tuple[str, str]] = {
+    "reward": ("reward/mean", ".3f"),
+    "accuracy": ("eval/accuracy", ".3f"),
+    "held-out reward": ("eval/reward", ".3f"),
+    "length": ("length/mean", ".1f"),
+    "stale": ("staleness/mean", ".2f"),
+    "gap": ("gap/mean_abs", ".1e"),
+    "gen tok/s": ("throughput/generated_tokens_per_s", ".0f"),
+    "train tok/s": ("throughput/trained_tokens_per_s", ".0f"),
+}
+"""Columns of a step's line: label to (metric, format)."""
+
+SFT_COLUMNS: dict[str, tuple[str, str]] = {
+    "loss": ("loss/train", ".4f"),
+    "eval loss": ("loss/eval", ".4f"),
+    "accuracy": ("eval/accuracy", ".3f"),
+    "held-out reward": ("eval/reward", ".3f"),
+    "grad norm": ("grad_norm", ".2f"),
+    "lr": ("lr", ".1e"),
+    "tok/s": ("throughput/trained_tokens_per_s", ".0f"),
+}
+
+PREFERENCE_COLUMNS: dict[str, tuple[str, str]] = {
+    "loss": ("loss/train", ".4f"),
+    "accuracy": ("pair/accuracy", ".3f"),
+    "margin": ("pair/margin", ".3f"),
+    "eval loss": ("loss/eval", ".4f"),
+    "eval accuracy": ("eval/accuracy", ".3f"),
+    "grad norm": ("grad_norm", ".2f"),
+    "tok/s": ("throughput/trained_tokens_per_s", ".0f"),
+}
+
+STAGES = ("rollout_wait", "train", "publish", "gap")
+
+CUT_OFF = 0.2
+"""Fraction of truncated completions from which a step gives a warning."""
+
+
+FIGURES: dict[str, tuple[str, str]] = {
+    "reward": ("reward/mean", ".3f"),
+    "accuracy": ("eval/accuracy", ".3f"),
+    "held-out reward": ("eval/reward", ".3f"),
+    "loss": ("loss/train", ".4f"),
+    "eval loss": ("loss/eval", ".4f"),
+    "pair accuracy": ("pair/accuracy", ".3f"),
+    "margin": ("pair/margin", ".3f"),
+    "length": ("length/mean", ".1f"),
+    "truncated": ("truncated/fraction", ".1%"),
+    "stale": ("staleness/mean", ".2f"),
+    "gap": ("gap/mean_abs", ".1e"),
+    "entropy": ("entropy/mean", ".3f"),
+    "grad norm": ("grad_norm", ".2f"),
+    "lr": ("lr", ".1e"),
+    "gen tok/s": ("throughput/generated_tokens_per_s", ".0f"),
+    "train tok/s": ("throughput/trained_tokens_per_s", ".0f"),
+}
+"""Metrics of the live view, in the form of `GRPO_COLUMNS`; those that a run does not record are left out."""
+
+
+class RunProgress:
+    """Follow a run's metrics file: with a live view in a terminal (`rl_monitor.live`), otherwise with a line per step.
+    Call `tick` often; use as a context manager.
+
+    Args:
+        metrics: the run's `metrics.jsonl`.
+        total_steps: steps of the run.
+        columns: metrics of a step's line; the view shows `FIGURES` too.
+        console: output.
+        from_the_start: whether to print the steps that the file already holds.
+    """
+
+    def __init__(
+        self,
+        metrics: Path,
+        total_steps: int,
+        columns: dict[str, tuple[str, str]],
+        console: Console | None = None,
+        from_the_start: bool = False,
+    ) -> None:
+        from rich.console import Console
+
+        self.console = console or Console(highlight=False)
+        self.console.on_broken_pipe = leave_pipe  # type: ignore[assignment, method-assign]  # the run continues without output
+        self.columns, self.total_steps = columns, total_steps
+        self._metrics = metrics
+        self._warned: Counter[str] = Counter()
+        self._said = ""
+        self._screen: Screen | None = None
+        if self.console.is_terminal and not self.console.is_dumb_terminal and self.console.file.isatty():
+            from rl_monitor.live import RunView, Screen
+
+            known = {name for name, _ in columns.values()}
+            figures = columns | {label: what for label, what in FIGURES.items() if what[0] not in known}
+            self._screen = Screen(RunView(str(metrics.parent), total_steps, figures), metrics.parent, self.console)
+        self.rewind()  # to the bytes of it that were shown, or that were there before
+        if from_the_start:
+            self._read = 0
+
+    def __enter__(self) -> RunProgress:
+        if self._screen:
+            self._screen.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.tick()
+        finally:
+            if self._screen:
+                self._screen.__exit__()
+
+    def say(self, stage: str) -> None:
+        """Show the current stage."""
+        if self._screen:
+            self._screen.view.stage = stage
+        elif stage != self._said:
+            self.console.print(stage, soft_wrap=True, markup=False)
+        self._said = stage
+
+    def rewind(self) -> None:
+        """Start over: records were removed from the file and will be written again."""
+        self._read = self._metrics.stat().st_size if self._metrics.exists() else 0
+        if self._screen:  # which shows the course of all steps
+            self._read = 0
+            self._screen.view.records.clear()
+            self._warned.clear()
+
+    def tick(self) -> None:
+        """Show the records appended since the last call."""
+        if not self._metrics.exists():
+            return
+        if self._metrics.stat().st_size < self._read:
+            self.rewind()
+        with self._metrics.open("rb") as file:
+            file.seek(self._read)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._read += len(whole + end)
+        for record in map(json.loads, whole.splitlines()):
+            if self._screen:
+                self._screen.view.add(record)
+                self._screen.view.stage = "training"
+            else:
+                self.console.print(step_line(record, self.columns, self.total_steps), soft_wrap=True)
+            for kind, warning in warnings_of(record).items():
+                self._warn(kind, warning, record["step"])
+        if self._screen:
+            self._screen.look()
+
+    def _warn(self, kind: str, warning: str, step: int) -> None:
+        """Show a warning: the newest of its kind in the view; as a line the first, second, fourth, ... time."""
+        self._warned[kind] += 1
+        times = self._warned[kind]
+        before = f" (also in {times - 1} earlier step{'s' * (times > 2)})" if times > 1 else ""
+        if self._screen:
+            self._screen.view.warn(kind, f"step {step}: {warning}{before}")
+        elif times & (times - 1) == 0:
+            self.console.print(f"warning: {warning}{before}", soft_wrap=True)
+
+
+def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total_steps: int) -> str:
+    """Format a record as one line, without the columns that have no value."""
+    parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
+    for label, (name, form) in columns.items():
+        told = name == "eval/reward" and record.get("eval/accuracy") is not None
+        if record.get(name) is not None and not told:
+            parts.append(f"{label} {record[name]:{form}}")
+    seconds = record.get("time/step")
+    if seconds:
+        taken = {s.removeprefix("rollout_"): record[f"time/{s}"] for s in STAGES if f"time/{s}" in record}
+        fractions = [f"{stage} {took / seconds:.0%}" for stage, took in taken.items()]
+        parts.append(f"{seconds:.2f} s ({', '.join(fractions)})")
+    if record.get("applied", 1) < 1:
+        why = "loss or gradients not finite" if "grad_norm" in record else "no gradient"
+        parts.append(f"NOT APPLIED: {1 - record['applied']:.0%} ({why})")
+    return "  ".join(parts)
+
+
+def warnings_of(record: dict[str, Any]) -> dict[str, str]:
+    """Return the warnings of a step, by kind."""
+    found = {}
+    cut, failed = record.get("truncated/fraction") or 0, record.get("groups/failed") or 0
+    equal, alone = record.get("groups/zero_variance") or 0, record.get("groups/singleton") or 0
+    if cut >= CUT_OFF:
+        found["cut"] = (
+            f"{cut:.0%} of the completions were truncated; raise rollout.generation.max_new_tokens, data.max_length or "
+            "the context length of the servers"
+        )
+    if equal and equal + alone >= record["groups/trained"]:
+        found["equal"] = (
+            f"every group had identical rewards ({equal:.0f} groups), so this step had no gradient; see "
+            "rollout.dynamic_sampling"
+        )
+    if record.get("grad_norm") == 0 and "equal" not in found:
+        found["gradient"] = "the gradient is exactly 0: check that a custom loss is not detached"
+    if failed:
+        found["failed"] = f"{failed:.0f} group(s) failed and were replaced; see the trainers' logs"
+    if record.get("applied", 1) < 1:
+        found["skipped"] = "optimizer steps were skipped, so their batches were not learned"
+    return found

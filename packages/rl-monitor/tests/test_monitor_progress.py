@@ -1,0 +1,132 @@
+"""What a run says of a step on the console."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rl_apps.cli.driver import Waiting
+from rl_monitor.progress import GRPO_COLUMNS, RunProgress, step_line, warnings_of
+from rl_contracts.scheduler import Worker, WorkerStatus
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"applied": 0.0, "grad_norm": None}, "NOT APPLIED: 100% (loss or gradients not finite)"),
+        ({"applied": 0.75, "grad_norm": 1.0}, "NOT APPLIED: 25% (loss or gradients not finite)"),
+        ({"applied": 0.0, "minibatches/empty": 1.0}, "NOT APPLIED: 100% (no gradient)"),
+    ],
+)
+def test_step_line_says_that_a_step_was_not_applied(record, expected):
+    assert step_line({"step": 3} | record, GRPO_COLUMNS, 90).endswith(expected)
+
+
+def test_step_line_of_an_applied_step_says_nothing_of_it():
+    assert "APPLIED" not in step_line({"step": 3, "reward/mean": 0.5, "applied": 1.0}, GRPO_COLUMNS, 90)
+
+
+def test_progress_of_a_run_that_goes_on_shows_its_new_steps_alone(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1}\n')
+    console = Console(record=True, width=80)
+    with RunProgress(metrics, 2, {}, console), metrics.open("a") as file:
+        file.write('{"step": 2}\n')
+
+    assert console.export_text().splitlines() == ["step 2/2"]
+
+
+def test_step_line_reward_is_told_where_it_is_no_accuracy():
+    line = step_line({"step": 3, "eval/reward": 12.5}, GRPO_COLUMNS, 90)
+    assert "held-out reward 12.500" in line
+    assert "accuracy" not in line
+    both = step_line({"step": 3, "eval/reward": 0.5, "eval/accuracy": 0.5}, GRPO_COLUMNS, 90)
+    assert "accuracy 0.500" in both
+    assert "reward" not in both
+
+
+@pytest.mark.parametrize(
+    ("record", "warning"),
+    [
+        ({"truncated/fraction": 0.42}, "42% of the completions were truncated"),
+        (
+            {"groups/zero_variance": 7, "groups/singleton": 1, "groups/trained": 8},
+            "every group had identical rewards (7 groups)",
+        ),
+        ({"groups/failed": 2}, "2 group(s) failed"),
+        ({"applied": 0.5}, "optimizer steps were skipped"),
+        ({"grad_norm": 0.0}, "the gradient is exactly 0"),
+        (
+            {"grad_norm": 0.0, "groups/zero_variance": 8, "groups/trained": 8},
+            "every group had identical rewards (8 groups)",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_step_is_a_warning(record, warning):
+    (found,) = warnings_of(record).values()
+    assert found.startswith(warning)
+
+
+def test_healthy_step_has_no_warning():
+    healthy = {"truncated/fraction": 0.1, "groups/zero_variance": 7, "groups/trained": 8, "groups/failed": 0}
+    assert warnings_of(healthy | {"applied": 1.0}) == {}
+
+
+def test_warning_that_goes_on_is_repeated_ever_more_rarely(tmp_path):
+    metrics, shown = tmp_path / "metrics.jsonl", io.StringIO()
+    progress = RunProgress(metrics, 9, GRPO_COLUMNS, Console(file=shown))
+    metrics.write_text("".join(json.dumps({"step": step, "groups/failed": 1}) + "\n" for step in range(9)))
+
+    progress.tick()
+
+    warnings = [line for line in shown.getvalue().splitlines() if line.startswith("warning: 1 group(s) failed")]
+    assert [line.partition("(also in ")[2][:1] for line in warnings] == ["", "1", "3", "7"]
+
+
+def test_waiting_says_what_a_run_waits_for_until_its_first_record(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_apps.cli.driver.SAY_EVERY", 0.0)
+    metrics, console = tmp_path / "metrics.jsonl", Console(record=True, width=200)
+    log = tmp_path / "r.log"
+    workers = [Worker("rollout", 0, "here", 1, log), Worker("actor", 0, "here", None, Path("a.log"))]
+    workers[1].status = WorkerStatus.RUNNING
+    log.write_text("2026-11-26 20:00:00.000 INFO [server/0] rl.inference: the life before\n")
+
+    with RunProgress(metrics, 9, {}, console) as progress:
+        waiting = Waiting(progress, metrics)
+        waiting.tick(workers)
+        log.write_text(
+            "2026-11-26 21:16:48.105 INFO [server/0] rl.inference: before\n"
+            "\x1b[36m(EngineCore pid=7)\x1b[0;0m INFO 11-26 21:16:49 [core.py:114] init of [red] engine\n\n"
+        )
+        waiting.tick(workers)
+        log.write_text("Loading:  0%\rLoading: 50%\n2026-11-26 21:16:48.105 INFO [server/0] rl.inference: to serve\n")
+        waiting.tick(workers)
+        log.unlink()
+        workers[0].status = WorkerStatus.RUNNING
+        waiting.tick(workers)
+        metrics.write_text('{"step": 1}\n')
+        waiting.tick(workers)
+
+    assert re.sub(r"\b\d+ s\b", "0 s", console.export_text()).splitlines() == [
+        "0 s, waiting for rollout-0 to start (see logs/)",
+        "0 s, waiting for rollout-0 to start (logs/r.log: init of [red] engine)",
+        "0 s, waiting for rollout-0 to start (logs/r.log: rl.inference: to serve)",
+        "rollout-0 ready after 0 s",
+        "0 s, waiting for the first step (see logs/)",
+        "step 1/9",
+    ]
+
+
+def test_server_that_ends_before_it_is_ready_is_not_called_ready(tmp_path):
+    console = Console(record=True, width=200)
+    worker = Worker("rollout", 0, "here", 1, tmp_path / "r.log")
+    with RunProgress(tmp_path / "metrics.jsonl", 9, {}, console) as progress:
+        waiting = Waiting(progress, tmp_path / "metrics.jsonl")
+        waiting.tick([worker])
+        worker.status = WorkerStatus.FAILED
+        waiting.tick([worker])
+
+    assert "ready" not in console.export_text()

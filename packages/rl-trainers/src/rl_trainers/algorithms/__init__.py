@@ -1,0 +1,1 @@
+"""Algorithms: settings, credit assignment, losses."""

@@ -1,0 +1,199 @@
+"""From rewards to one advantage per trained token: over the whole batch, so that no split of it matters.
+
+Ranks exchange small numbers per row (ids, rewards, lengths), so a group may lie on several of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_contracts.errors import DataError
+from rl_contracts.registry import load_part
+from rl_contracts.batch.trajectory import PART_PREFIX
+from rl_trainers.learners.critic import RETURNS_KEY, VALUES_KEY
+from rl_trainers.algorithms.functional.advantages import EPS, Groups, gae, grouped, moments, normalised, whitened
+from rl_trainers.algorithms.functional.kl import kl_estimate
+from rl_trainers.algorithms.functional.reward_shaping import overlong_penalty, shaped, terminal_rewards, to_trained_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tensordict import TensorDict
+
+    from rl_contracts.batch.parallel import ParallelContext
+    from rl_trainers.algorithms.config import AlgorithmConfig, RewardConfig
+
+    Advantages = tuple[torch.Tensor, torch.Tensor | None]
+    """Of each token, [B, T]; and returns [B, T], a critic's targets, of estimators that read values."""
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What an advantage estimator is given: the episodes of the batch over all replicas, in an order that every replica
+    computes alike, and this replica's rows."""
+
+    rewards: torch.Tensor
+    """float32 [E], shaped; an episode of several rows has it once."""
+    groups: torch.Tensor
+    """int64 [E] ids."""
+    lengths: torch.Tensor
+    """int64 [E] sampled tokens over all of its rows, each counted once."""
+    penalties: torch.Tensor
+    """float32 [E] KL penalty over all of its trained tokens, at most 0 in the mean."""
+    of_row: torch.Tensor
+    """int64 [B] episode of each of this replica's rows."""
+    token_rewards: torch.Tensor
+    """float32 [B, T]: the shaped reward of a row on its last trained token, the workflow's `token_rewards` on the last
+    trained token before them, and the KL penalty where it arises. Each row of an episode has the whole reward."""
+    parts: dict[str, torch.Tensor]
+    """float32 [E] each: the parts of rewards as the reward function gave them, not shaped; none of plain numbers."""
+    batch: TensorDict
+    """This replica's rows; with `values`, where there is a critic."""
+
+    def spread(self, advantages: torch.Tensor) -> torch.Tensor:
+        """An advantage per episode, [E], on each of its trained tokens, [B, T]."""
+        return torch.where(self.batch["loss_mask"], advantages[self.of_row][:, None], 0.0)
+
+
+def outcome(outcomes: Outcomes, *, mean: str, std: str, leave_one_out: bool) -> Advantages:
+    """`normalised` rewards of episodes, with their KL penalty if there is one, on each of their tokens; rewards per
+    turn are not read. With `std="mean"` they are divided by the mean of their group, (r - mean) / (mean + 1e-6), and 0
+    where that is not positive: MaxRL (arXiv 2602.02710), for rewards of at least 0."""
+    rewards = outcomes.rewards + outcomes.penalties
+    over = over_what(rewards, outcomes.groups)
+    advantages = normalised(rewards, over[mean], over.get(std), leave_one_out)
+    if std == "mean":
+        groups = grouped(rewards, outcomes.groups)
+        by = groups.mean[groups.index]
+        advantages = torch.where(by > 0, advantages / (by + EPS), 0.0)
+    return outcomes.spread(advantages), None
+
+
+def decoupled(outcomes: Outcomes, *, weights: Mapping[str, float] | None = None) -> Advantages:
+    """GDPO (arXiv 2601.05242, section 3): each part of the reward is normalized in its group, and the weighted sum of
+    them over the batch, so that what is equal in one part does not hide what differs in another.
+
+    Args:
+        outcomes: with `parts`.
+        weights: of parts; 1 where a part has none.
+
+    Raises:
+        DataError: the rewards have no parts, or a weight is of none of them.
+    """
+    weights = weights or {}
+    if len(outcomes.rewards) and not (outcomes.parts and weights.keys() <= outcomes.parts.keys()):
+        raise DataError(
+            f"algorithm.advantage.kind=gdpo: expected rewards with the parts {sorted(weights) or 'that are compared'}, "
+            f"found {sorted(outcomes.parts) or 'none'}; return `rl_contracts.reward.PartedReward` from the reward."
+        )
+    total = torch.zeros_like(outcomes.rewards)
+    for name, rewards in outcomes.parts.items():
+        groups = grouped(rewards, outcomes.groups)
+        total += weights.get(name, 1.0) * normalised(rewards, groups, groups)
+    batch = grouped(total)
+    return outcomes.spread(normalised(total, batch, batch)), None
+
+
+def discounted_return(outcomes: Outcomes, *, gamma: float) -> Advantages:
+    """The discounted sum of a token's own reward and those that follow it (Williams 1992)."""
+    rewards = outcomes.token_rewards
+    return gae(rewards, torch.zeros_like(rewards), outcomes.batch["loss_mask"], gamma, 1.0)[0], None
+
+
+def generalized(outcomes: Outcomes, *, gamma: float, lam: float, unit: str) -> Advantages:
+    """`gae` with the critic's values, of rewards per token."""
+    batch = outcomes.batch
+    return gae(outcomes.token_rewards, batch[VALUES_KEY], batch["loss_mask"], gamma, lam, unit)
+
+
+def over_what(values: torch.Tensor, group_ids: torch.Tensor) -> dict[str, Groups | None]:
+    """Statistics of what a mean or std is taken over, by its name."""
+    return {"none": None, "group": grouped(values, group_ids), "batch": grouped(values)}
+
+
+def assign_credit(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> dict[str, float | None]:
+    """Shape the rewards of a batch, and add `advantages` and, where there is a critic, `returns`, [B, T] each, 0 where
+    not trained (collective).
+
+    Returns:
+        `groups/trained`, `groups/singleton` (those of one episode) and `groups/zero_variance` (of several with equal
+        rewards), counted over all replicas; `reward/shaped` and `length/mean` (sampled tokens), means over episodes.
+
+    Raises:
+        DataError: there are rewards of single turns, which the estimator would pass over.
+    """
+    if "token_rewards" in batch and not config.advantage.reads_tokens:  # on all ranks or on none
+        raise DataError(
+            f"the batch has rewards of single turns (`token_rewards`), and algorithm.advantage.kind="
+            f"{config.advantage.kind} has one number per episode; expected `return` or `gae`, or rows without them."
+        )
+    learn, outcomes = batch["loss_mask"], gather_outcomes(batch, config, parallel)
+    advantages, returns = load_part(config.advantage)(outcomes)
+    if config.advantage.whiten:
+        advantages = whitened(advantages, learn, parallel.sum_over_replicas(moments(advantages, learn)))
+    batch["advantages"] = advantages
+    if returns is not None:
+        batch[RETURNS_KEY] = returns
+    groups, rewards = grouped(outcomes.rewards, outcomes.groups), outcomes.rewards
+    alone = groups.size == 1
+    return {
+        "groups/trained": float(len(alone)),
+        "groups/singleton": float(alone.sum()),
+        "groups/zero_variance": float((groups.flat & ~alone).sum()),
+        "reward/shaped": float(rewards.double().mean()) if len(rewards) else None,
+        "length/mean": float(outcomes.lengths.double().mean()) if len(rewards) else None,
+    }
+
+
+def gather_outcomes(batch: TensorDict, config: AlgorithmConfig, parallel: ParallelContext) -> Outcomes:
+    """What the estimator is given (collective)."""
+    learn, penalty = batch["loss_mask"], _kl_penalty(batch, config)
+    parts_of_rewards = sorted(str(name) for name in batch.keys() if str(name).startswith(PART_PREFIX))  # noqa: SIM118
+    mine = {name: batch[name] for name in ("group_ids", "episode_ids", "rewards", *parts_of_rewards)}
+    generated = batch["versions"] >= 0
+    own = generated & (learn | ~learn.any(-1, keepdim=True))  # masked rows train nothing
+    mine |= {"lengths": generated.sum(-1), "own_lengths": own.sum(-1), "penalties": penalty.sum(-1)}
+    parts = parallel.gather_tensors(mine)
+    whole = {name: torch.cat([part[name] for part in parts]) for name in mine}
+    ids = torch.stack([whole["group_ids"], whole["episode_ids"]], 1)
+    key, of_row = torch.unique(ids, dim=0, return_inverse=True)
+    first = torch.full((len(key),), len(of_row)).scatter_reduce(0, of_row, torch.arange(len(of_row)), "amin")
+
+    def added(name: str) -> torch.Tensor:
+        return whole[name].new_zeros(len(key)).index_add(0, of_row, whole[name])
+
+    begin = sum(len(part["rewards"]) for part in parts[: parallel.dp_rank])
+    own = of_row[begin : begin + batch.batch_size[0]]
+    several = torch.bincount(of_row) > 1  # what their rows share is trained in one of them
+    groups, lengths = key[:, 0], torch.where(several, added("own_lengths"), added("lengths"))
+    rewards = shape_rewards(whole["rewards"][first], lengths, groups, config.reward)
+    per_token = terminal_rewards(rewards[own], learn) + penalty
+    if "token_rewards" in batch:
+        per_token = per_token + to_trained_tokens(batch["token_rewards"], learn)
+    split = {name.removeprefix(PART_PREFIX): whole[name][first] for name in parts_of_rewards}
+    return Outcomes(rewards, groups, lengths, added("penalties"), own, per_token, split, batch)
+
+
+def shape_rewards(
+    rewards: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor, config: RewardConfig
+) -> torch.Tensor:
+    """Overlong penalty, scale, bias, clip and normalisation, in this order; float32 [E]."""
+    if config.overlong_max:
+        # DAPO's own setting: 4096 of 20480 tokens
+        cache = config.overlong_cache or max(config.overlong_max // 5, 1)
+        rewards = rewards + config.overlong_weight * overlong_penalty(lengths, config.overlong_max, cache)
+    rewards = shaped(rewards, config.scale, config.bias, config.clip)
+    over = over_what(rewards, groups)[config.normalise]
+    return normalised(rewards, over, over)
+
+
+def _kl_penalty(batch: TensorDict, config: AlgorithmConfig) -> torch.Tensor:
+    """-beta k(log pi_beh - log pi_ref) of each trained token, float32 [B, T]."""
+    learn = batch["loss_mask"]
+    if config.kl.place != "reward":
+        return torch.zeros(learn.shape)
+    behaviour, reference = (torch.where(learn, batch[name], 0.0) for name in ("logprobs", "ref_logprobs"))
+    return -config.kl.coef * kl_estimate(behaviour, reference, config.kl.estimator)

@@ -1,0 +1,149 @@
+"""Losses that are no policy gradient: cross entropy, preference pairs, values."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rl_contracts.engine import Stats, TokenOutputs
+from rl_contracts.batch.trajectory import PackedBatch
+from rl_trainers.algorithms.functional.advantages import moments
+
+
+def cross_entropy_loss(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
+    """Sum over trained tokens of -log pi(token), for token-weighted cross entropy: the engine divides by their number.
+
+    Statistics: `logprob/mean` of a trained token.
+    """
+    mask = packed["loss_mask"]
+    logprobs = torch.where(mask, outputs.logprobs, 0.0)
+    return -logprobs.sum(), {"logprob/mean": (logprobs.detach().sum(), mask.sum().float())}
+
+
+def margins(values: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
+    """Chosen minus rejected in each pair. The two rows of a pair share a unit; the preferred one has the positive
+    reward.
+
+    Args:
+        values: [S] of each row.
+        packed: with `unit_ids` and `rewards`, whose sign says which row is preferred.
+
+    Returns:
+        [pairs].
+    """
+    return packed.unit_sums(torch.where(packed["rewards"] > 0, values, -values))
+
+
+def bradley_terry_loss(scores: torch.Tensor, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
+    """Sum over pairs of -log sigmoid(s_chosen - s_rejected), of a reward model (arXiv 2203.02155, eq. 1).
+
+    Args:
+        scores: [S] of each row; carries gradient.
+
+    Returns:
+        the sum, to be divided by the number of pairs, and `pair/accuracy` (ties count half), `pair/margin`,
+        `score/mean`.
+    """
+    margin = margins(scores, packed)
+    stats = _statistics(margin) | {"score/mean": (scores.detach().sum(), _count(scores))}
+    return -F.logsigmoid(margin).sum(), stats
+
+
+def dpo_loss(
+    log_ratios: torch.Tensor, packed: PackedBatch, beta: float, label_smoothing: float = 0.0
+) -> tuple[torch.Tensor, Stats]:
+    """Direct preference optimization (Rafailov et al., arXiv 2305.18290, eq. 7).
+
+    The sum over pairs of -log sigmoid(beta h), where h is the chosen row's log pi / pi_ref minus the rejected one's,
+    each summed over the row's trained tokens.
+
+    With label smoothing e (conservative DPO, Mitchell 2023): -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h).
+
+    Args:
+        log_ratios: [S], log pi - log pi_ref of each row; carries gradient.
+        beta: strength of the pull to the reference, more than 0.
+        label_smoothing: e, the fraction of pairs that are labelled the wrong way round, in [0, 0.5).
+
+    Returns:
+        the sum, to be divided by the number of pairs, and `pair/accuracy`, `pair/margin` (of the implied rewards beta
+        log pi / pi_ref), `reward/chosen`, `reward/rejected`.
+    """
+    implied = beta * margins(log_ratios, packed)
+    loss = -(1 - label_smoothing) * F.logsigmoid(implied).sum() - label_smoothing * F.logsigmoid(-implied).sum()
+    return loss, _statistics(implied) | _implied_rewards(log_ratios, packed, beta)
+
+
+def ipo_loss(log_ratios: torch.Tensor, packed: PackedBatch, beta: float) -> tuple[torch.Tensor, Stats]:
+    """Identity preference optimization (Azar et al., arXiv 2310.12036, eq. 17).
+
+    The sum over pairs of (h - 1 / (2 beta))^2, with h as in `dpo_loss`. The paper's experiments divide each row's
+    log-ratio by its tokens, as TRL documents.
+
+    Args:
+        log_ratios: [S], log pi - log pi_ref of each row, summed or averaged over its tokens; carries gradient.
+        beta: tau of the paper, more than 0.
+
+    Returns:
+        as `dpo_loss`.
+    """
+    margin = margins(log_ratios, packed)
+    loss = (margin - 1 / (2 * beta)).square().sum()
+    return loss, _statistics(beta * margin) | _implied_rewards(log_ratios, packed, beta)
+
+
+def _statistics(margin: torch.Tensor) -> Stats:
+    margin = margin.detach()
+    right = (margin > 0).float() + 0.5 * (margin == 0).float()
+    return {"pair/accuracy": (right.sum(), _count(margin)), "pair/margin": (margin.sum(), _count(margin))}
+
+
+def _implied_rewards(log_ratios: torch.Tensor, packed: PackedBatch, beta: float) -> Stats:
+    rewards, preferred = beta * log_ratios.detach(), packed["rewards"] > 0
+    return {
+        f"reward/{name}": (torch.where(rows, rewards, 0.0).sum(), rows.sum().float())
+        for name, rows in (("chosen", preferred), ("rejected", ~preferred))
+    }
+
+
+def _count(values: torch.Tensor) -> torch.Tensor:
+    return values.new_full((), float(len(values)))
+
+
+def clipped_value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half the squared error, of the value or of the value clipped to old +- clip, whichever is larger (PPO's
+    implementation; Huang et al., "The 37 implementation details of PPO", detail 9).
+
+    Args:
+        values: [N] of the critic that learns; carries gradient.
+        old_values: [N] at the start of the update.
+        returns: [N] targets.
+        clip: 0 for none.
+
+    Returns:
+        losses [N], and whether the clipped one was larger, bool [N].
+    """
+    plain = (values - returns).square()
+    if not clip:
+        return plain / 2, torch.zeros_like(plain, dtype=torch.bool)
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = (near - returns).square()
+    return torch.maximum(plain, clipped) / 2, (clipped > plain).detach()
+
+
+def explained_variance(sums: torch.Tensor) -> float | None:
+    """1 - Var(returns - values) / Var(returns), from `variance_sums`; None where the returns do not vary."""
+    count, error, squared_error, _, target, squared_target = sums.tolist()
+    if not count:
+        return None
+    variance = squared_target / count - (target / count) ** 2
+    if not variance > 1e-12:
+        return None
+    return 1 - (squared_error / count - (error / count) ** 2) / variance
+
+
+def variance_sums(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """What `explained_variance` needs, to be added over replicas: `moments` of returns - values and of returns, over
+    masked tokens; float64 [6]."""
+    return torch.cat([moments(returns - values, mask), moments(returns, mask)])

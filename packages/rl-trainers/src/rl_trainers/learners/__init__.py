@@ -1,0 +1,1 @@
+"""What learns from a batch: policy actor, critic, supervised and preference learners."""

@@ -1,0 +1,163 @@
+"""The policy that learns: from a batch of answers to one new version of the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_contracts.engine import TrainEngine
+from rl_contracts.errors import ConfigError, DataError, StopRequestedError
+from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.batch.trajectory import load_batch, validate
+from rl_trainers.algorithms.config import AlgorithmConfig
+from rl_trainers.algorithms.credit import assign_credit
+from rl_trainers.learners.critic import VALUES_KEY, Critic
+from rl_trainers.algorithms.functional.aggregation import denominator, token_weights
+from rl_trainers.algorithms.objective import effective_fraction, make_policy_loss
+from rl_trainers.learners.optimizer_steps import take_steps
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+GROUP_TOKENS_KEY = "group_tokens"
+"""float32 [B]: trained tokens of a row's group in the whole batch, where the aggregation is `prompt_mean`."""
+
+
+class PolicyActor:
+    """Computes advantages and proximal log-probs once per batch, then takes `minibatches` optimizer steps.
+
+    Every rank makes the same calls; a rank's batch is its share of the rows, with the entry `minibatch`.
+
+    Args:
+        engine: holds the policy.
+        algorithm: advantages, loss, aggregation and correction.
+        minibatches: optimizer steps per training batch.
+        reference: holds the frozen reference policy, where `algorithm.kl` asks for one.
+        critic: estimates values, where `algorithm.advantage.kind` is `gae`; learns with the policy.
+
+    Raises:
+        ConfigError: the algorithm needs a reference or critic that is not given, or a part of it is not installed.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        algorithm: AlgorithmConfig,
+        minibatches: int = 1,
+        reference: TrainEngine | None = None,
+        critic: Critic | None = None,
+    ) -> None:
+        if algorithm.needs_reference and reference is None:
+            raise ConfigError(
+                f"algorithm.kl.place={algorithm.kl.place} needs a reference policy, but there is no `ref`; give one, "
+                "or set algorithm.kl.place=none and algorithm.kl.coef=0."
+            )
+        if algorithm.needs_critic and critic is None:
+            raise ConfigError(
+                "algorithm.advantage.kind=gae needs values, but there is no `critic`; give one, or take an estimator "
+                "without (outcome, return)."
+            )
+        self.loss = make_policy_loss(algorithm, minibatches)
+        self.engine, self.algorithm, self.minibatches = engine, algorithm, minibatches
+        self.reference, self.critic = reference, critic if algorithm.needs_critic else None
+
+    @property
+    def version(self) -> int:
+        """Training batches applied."""
+        return self.engine.version
+
+    def prepare(self, batch: TensorDict) -> dict[str, float | None]:
+        """Add `advantages`, `loss_weights` and, where they are needed, `ref_logprobs`, `values`, `returns`, and what
+        the proximal policy and the masks need, [B, T] each (collective).
+
+        Returns:
+            `groups/trained`, `groups/singleton` and `groups/zero_variance`, counted over all ranks; `reward/shaped`
+            (mean over episodes);
+            with a critic, `critic/explained_variance`.
+
+        Raises:
+            DataError: the batch is not valid, or holds a trained token from a version later than the current one.
+        """
+        validate(batch)
+        if bool((batch["versions"] > self.version)[batch["loss_mask"]].any()):
+            raise DataError(
+                f"batch holds tokens of versions later than {self.version}, the trainer's; were servers rolled back?"
+            )
+        if self.algorithm.mask.truncated:
+            batch["loss_mask"] = batch["loss_mask"] & ~batch["truncated"][:, None]
+        if self.algorithm.needs_reference:
+            assert self.reference is not None
+            batch["ref_logprobs"] = self.reference.forward(batch, lambda outputs, _: outputs.logprobs)
+        if self.critic is not None:
+            batch[VALUES_KEY] = self.critic.values(batch)
+        figures = assign_credit(batch, self.algorithm, self.engine.parallel)
+        if self.critic is not None:
+            figures["critic/explained_variance"] = self.critic.explained_variance(batch)
+        batch["loss_weights"] = self._weights(batch)
+        self.loss.proximal.prepare(batch, self.engine)
+        for mask in self.loss.masks:
+            if hasattr(mask, "prepare"):
+                mask.prepare(batch, self.engine.parallel)
+        return figures
+
+    def update(self, batch: TensorDict) -> dict[str, float | None]:
+        """Learn from a prepared batch; the version advances by one unless every minibatch was skipped (collective).
+
+        Returns:
+            the engine's statistics over the minibatches (see `take_steps`), and the critic's, under `critic/`.
+        """
+        figures = take_steps(self.engine, batch, self.loss, self._denominator, self.minibatches)
+        effective_fraction(figures)
+        if self.critic is None:
+            return figures
+        try:
+            return figures | self.critic.update(batch)
+        except StopRequestedError as stop:
+            stop.untouched = False  # the policy has learned
+            raise
+
+    def _denominator(self, minibatch: TensorDict) -> torch.Tensor:
+        kind, replicas = self.algorithm.aggregation.kind, self.engine.parallel.dp_size
+        return denominator(minibatch["loss_mask"], kind, minibatch.get(GROUP_TOKENS_KEY), replicas)
+
+    def _group_tokens(self, batch: TensorDict) -> torch.Tensor:
+        """Trained tokens of each row's group over all replicas, float32 [B] (collective)."""
+        mine = {"group_ids": batch["group_ids"], "tokens": batch["loss_mask"].sum(-1).float()}
+        parts = self.engine.parallel.gather_tensors(mine)
+        names, index = torch.unique(torch.cat([part["group_ids"] for part in parts]), return_inverse=True)
+        tokens = torch.zeros(len(names)).index_add(0, index, torch.cat([part["tokens"] for part in parts]))
+        return tokens[torch.searchsorted(names, batch["group_ids"])]
+
+    def _weights(self, batch: TensorDict) -> torch.Tensor:
+        """Weight of each token's loss, by aggregation and staleness, float32 [B, T]."""
+        learn, aggregation = batch["loss_mask"], self.algorithm.aggregation
+        if aggregation.kind == "prompt_mean":
+            batch[GROUP_TOKENS_KEY] = self._group_tokens(batch)
+        weights = token_weights(learn, aggregation.kind, aggregation.constant_length, batch.get(GROUP_TOKENS_KEY))
+        if self.algorithm.staleness_coef:
+            age = (self.version - batch["versions"]).float()
+            weights = weights * torch.where(learn, torch.exp(-self.algorithm.staleness_coef * age), 0.0)
+        return weights
+
+
+def replay_batch(actor: PolicyActor, path: str | Path, version: int | None = None) -> dict[str, float | None]:
+    """One training step on a saved batch, without servers (collective): the first tool for every question about
+    numbers.
+
+    Args:
+        actor: holds the weights to start from.
+        path: a file that `Books` saved (`batches/step_<n>-version_<v>.safetensors`).
+        version: the trainer's version at that step; None: the latest version of a token in the batch.
+
+    Returns:
+        statistics of `prepare` and `update`, the same on every rank and for every number of ranks.
+
+    Raises:
+        DataError: the file is not a saved batch.
+    """
+    batch = load_batch(path)
+    actor.engine.version = int(batch["versions"].max()) if version is None else version
+    mine = shard_batch(batch, actor.engine.parallel, actor.minibatches)
+    return actor.prepare(mine) | actor.update(mine)

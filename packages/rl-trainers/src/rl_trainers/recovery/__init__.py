@@ -1,0 +1,1 @@
+"""Recovery checkpoints: write, find, restore."""

@@ -1,0 +1,235 @@
+"""Trackers of a run: one thread of the command for each, which reads `metrics.jsonl` and logs its records.
+
+The file is the queue: training writes it in any case and never waits for a tracker. `trackers/<name>.json` in the run
+directory keeps the tracker's id of the run and the last record that was sent, as a step and a count within that step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+from rl_contracts.config import PartConfig, bounded
+from rl_contracts.registry import load_parts
+from rl_contracts.tracker import TrackedRun, Tracker
+
+POLL_SECONDS = 0.5
+"""Seconds between two reads of the file."""
+LABELS = ("step", "timestamp", "evaluation")
+"""Entries of a record that are no metrics."""
+
+Position = tuple[int, int]
+"""A record of `metrics.jsonl`: its step, and its number among the records of that step, from 1."""
+START: Position = (-1, 0)
+"""Before the first record."""
+
+
+@dataclass
+class TrackersConfig(PartConfig):
+    """Where the figures of the run are shown besides its own directory."""
+
+    setting: ClassVar[str] = "trackers"
+    group: ClassVar[str] = "rl.trackers"
+    kind: str = "none"
+    """`tensorboard`, `wandb`, `trackio`, `mlflow`, `swanlab`, anybody's as a dotted path, several joined by `+`, or
+    `none`. `trackers=NAME` and `trackers=[NAME,NAME]` are short for it."""
+    project: str = ""
+    """What the run belongs to there; empty: `experiment`."""
+    name: str = ""
+    """Its name there; empty: that of its directory."""
+    close_seconds: float = bounded(30.0, "0 or more", lambda seconds: seconds >= 0)
+    """Seconds that the command waits for trackers at the end of a run; records that they have not sent by then are sent
+    by the next command of the run."""
+
+
+def load_trackers(config: TrackersConfig) -> list[Tracker]:
+    """The trackers of a config, none of them open.
+
+    Raises:
+        ConfigError: one is unknown or its library is missing, or an option is none of theirs.
+    """
+    trackers: list[Tracker] = load_parts(config)
+    for tracker in trackers:
+        tracker.check()
+    return trackers
+
+
+class Tracking:
+    """The trackers of one command, as a context manager: they start with it, and send the remaining records at its end.
+
+    Args:
+        config: which trackers.
+        run_dir: directory of the run, whose `metrics.jsonl` they read.
+        project: project of the run, unless `config` has one.
+        settings: settings of the run, sent to each tracker.
+        say: called with a warning, in the tracker's thread, when a tracker fails.
+    """
+
+    def __init__(
+        self, config: TrackersConfig, run_dir: Path, project: str, settings: dict[str, Any], say: Callable[[str], None]
+    ) -> None:
+        self._config, self._run_dir, self._settings, self._say = config, run_dir, settings, say
+        self._project = config.project or project
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Tracking:
+        metrics = self._run_dir / "metrics.jsonl"
+        earlier = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        kinds = self._config.kind.split("+") if self._config.kind != "none" else ()
+        for kind, tracker in zip(kinds, load_parts(self._config), strict=True):
+            name = re.sub(r"\W+", "-", kind)
+            run = TrackedRun(
+                self._config.name or self._run_dir.name, self._project, self._directory(name), self._settings
+            )
+            thread = threading.Thread(target=self._follow, args=(tracker, run, earlier), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        deadline = time.monotonic() + self._config.close_seconds
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0))
+            if thread.is_alive():
+                self._say(
+                    f"warning: tracker {thread.name} has not sent all records within trackers.close_seconds="
+                    f"{self._config.close_seconds:g} s after the run; {self._remedy()}"
+                )
+
+    def _directory(self, name: str) -> Path:
+        return self._run_dir / "trackers" / name
+
+    def _follow(self, tracker: Tracker, run: TrackedRun, earlier: int) -> None:
+        try:
+            run.directory.mkdir(parents=True, exist_ok=True)
+            follower = _Follower(tracker, run, self._run_dir / "metrics.jsonl", self._over, earlier)
+            while not follower.session():
+                pass
+        except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises, the run continues
+            name = threading.current_thread().name
+            cause = f"{type(error).__name__}: {error}"
+            self._say(f"warning: tracker {name} failed; the run continues without it: {cause}; {self._remedy()}")
+
+    def _remedy(self) -> str:
+        return f"the next command of the run sends the rest of {self._run_dir / 'metrics.jsonl'}"
+
+
+class _Follower:
+    """Sends the records of a file to a tracker.
+
+    Args:
+        tracker: not open.
+        run: passed to the tracker, with its id and last step.
+        metrics: file of the records.
+        over: set when no more records will be written.
+        earlier: number of records that the file had when the command began.
+    """
+
+    def __init__(self, tracker: Tracker, run: TrackedRun, metrics: Path, over: threading.Event, earlier: int) -> None:
+        self._tracker, self._run, self._metrics, self._over = tracker, run, metrics, over
+        self._earlier: int | None = earlier
+        self._state = run.directory.with_name(f"{run.directory.name}.json")
+
+    def session(self) -> bool:
+        """Send records until the run is over, or until restarted trainers replace the file, without the lost steps.
+
+        Returns:
+            whether the run is over.
+        """
+        run_id, sent = self._read()
+        file = _GrowingFile(self._metrics)
+        records = list(numbered(file.records()))
+        kept = records[: self._earlier]  # the trainers of this command may have written more already
+        self._earlier = None
+        last = kept[-1][0] if kept else START
+        if self._tracker.rewinds:
+            sent = min(sent, last)
+        run_id = self._tracker.open(replace(self._run, id=run_id, step=last[0]))
+        self._write(run_id, sent)
+        over = replaced = False
+        while True:
+            for position, record in records:
+                last = position
+                if position > sent:
+                    self._tracker.log(metrics_of(record), position[0], record.get("timestamp", time.time()))
+                    sent = position
+                    self._write(run_id, sent)
+            if over or replaced:
+                break
+            over = self._over.wait(POLL_SECONDS)
+            replaced = file.replaced()
+            records = list(numbered(file.records(), last))
+        self._tracker.close()
+        return over and not replaced
+
+    def _read(self) -> tuple[str, Position]:
+        if not self._state.exists():
+            return "", START
+        state = json.loads(self._state.read_text())
+        return state["id"], (state["step"], state["lines"])
+
+    def _write(self, run_id: str, sent: Position) -> None:
+        scratch = self._state.with_suffix(".partial")
+        scratch.write_text(json.dumps({"id": run_id, "step": sent[0], "lines": sent[1]}))
+        os.replace(scratch, self._state)
+
+
+class _GrowingFile:
+    """Reads a file of JSON lines while it grows.
+
+    Args:
+        path: need not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of whole lines that were not read yet; lines that are not JSON are skipped."""
+        if self._file is None and self._path.exists():
+            self._file = self._path.open("rb")
+        while self._file is not None:
+            start = self._file.tell()
+            line = self._file.readline()
+            if not line.endswith(b"\n"):
+                self._file.seek(start)
+                return
+            with suppress(ValueError):
+                yield json.loads(line)
+
+    def replaced(self) -> bool:
+        """Whether another file has the path now."""
+        if self._file is None:
+            return False
+        there = self._path.stat().st_ino if self._path.exists() else None
+        return there != os.fstat(self._file.fileno()).st_ino
+
+
+def numbered(records: Iterable[dict[str, Any]], after: Position = START) -> Iterator[tuple[Position, dict[str, Any]]]:
+    """Yield records with their positions.
+
+    Args:
+        records: in the order of the file.
+        after: position of the record before them.
+    """
+    step, count = after
+    for record in records:
+        count = count + 1 if record["step"] == step else 1
+        step = record["step"]
+        yield (step, count), record
+
+
+def metrics_of(record: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a record that could be measured."""
+    return {name: float(value) for name, value in record.items() if name not in LABELS and value is not None}

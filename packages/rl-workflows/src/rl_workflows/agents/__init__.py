@@ -1,0 +1,1 @@
+"""Agents that speak a chat API, their tools and conversations."""

@@ -1,0 +1,94 @@
+"""Episodes of agents: programs that speak the OpenAI or Anthropic API."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.errors import AgentError
+from rl_contracts.runtime.metrics import record
+from rl_contracts.workflow import AgentWorkflow, RolloutWorkflow
+from rl_workflows.rollout.episode import answered, stage
+
+if TYPE_CHECKING:
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.endpoint import Reported, RolloutEndpoint, RowsPer
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.batch.trajectory import Trajectory
+
+
+class AgentEpisodes(RolloutWorkflow):
+    """Runs an agent against an endpoint, and learns from what it sampled there.
+
+    Args:
+        agent: one for all episodes.
+        endpoint: where its calls go.
+        generation: how its answers are sampled.
+        max_length: tokens of a prompt and its answer at most; None: the server decides.
+        per: what a row is.
+        deadline: seconds for an episode.
+        http_client: what agents get as `http_client`.
+    """
+
+    def __init__(
+        self,
+        agent: AgentWorkflow,
+        endpoint: RolloutEndpoint,
+        generation: GenerationConfig,
+        max_length: int | None = None,
+        per: RowsPer = "branch",
+        deadline: float = 1800.0,
+        http_client: Any = None,
+    ) -> None:
+        self._agent, self._endpoint, self._http_client = agent, endpoint, http_client
+        self.generation, self.max_length = generation, max_length
+        self._per, self._deadline = per, deadline
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One run of the agent; never rejects."""
+        session = await self._endpoint.open(engine, self.generation, self.max_length)
+        try:
+            with stage("agent"):
+                found = await self._run(data, session.base_url, session.api_key)
+        except AgentError:
+            if session.failure is not None:  # which the agent saw as status 500
+                raise session.failure from None
+            raise
+        finally:
+            await session.close()
+        rows = session.trajectories(self._reward(found, session.reported), self._per)
+        if not rows:
+            raise AgentError(f"{self._name} ended without an answer to learn from: none, or all kept to a format.")
+        record("agent/rows", len(rows))
+        return rows
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self._agent).__name__}.run"
+
+    async def _run(self, data: dict[str, Any], base_url: str, api_key: str) -> Any:
+        work = partial(self._agent.run, data, base_url=base_url, api_key=api_key, http_client=self._http_client)
+        return await answered(work, self._name, self._deadline, AgentError)
+
+    def _reward(self, found: Any, reported: Reported) -> float:
+        """The reward of what an agent returned, or reported while it ran; other figures are recorded."""
+        figures = dict(found) if isinstance(found, dict) else {} if found is None else {"reward": found}
+        outcomes = [value for value in (figures.pop("reward", None), reported.reward) if value is not None]
+        for name, value in [*figures.items(), *(("reward", outcome) for outcome in outcomes)]:
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise AgentError(f"{self._name} returned {name}={value!r}; expected a finite number.")
+        if len(outcomes) > 1:
+            raise AgentError(
+                f"{self._name} returned the reward {outcomes[0]} and reported {outcomes[1]}; expected one of the two."
+            )
+        if not outcomes and reported.turns is None:
+            raise AgentError(
+                f"{self._name} returned the figures {sorted(figures)}, and reported no reward; expected `reward` among "
+                "them, or one at /v1/rewards."
+            )
+        for name, value in {**reported.figures, **figures}.items():
+            record(f"agent/{name}", value)
+        if reported.turns is not None:
+            record("agent/turn_rewards", reported.turns)
+        return float(outcomes[0]) if outcomes else 0.0

@@ -1,0 +1,143 @@
+"""Anthropic's messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from secrets import token_hex
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from rl_workflows.agents.conversation import Prompt
+from rl_workflows.agents.endpoint import request_parsing
+from rl_workflows.agents.endpoint.session import Answer, Call, CallError
+
+
+class Messages(request_parsing.Asked):
+    """`POST /v1/messages`, and `/v1/messages/count_tokens`."""
+
+    messages: list[request_parsing.Names] = msgspec.field(default_factory=list)
+    max_tokens: request_parsing.Count | None = None
+    system: str | list[request_parsing.Names] | None = None
+    tools: list[request_parsing.Names] | None = None
+    tool_choice: request_parsing.Names | None = None
+    stop_sequences: request_parsing.Stops | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    thinking: request_parsing.Names | None = None
+    cache_control: request_parsing.Names | None = None
+
+    def call(self) -> Call:
+        request_parsing.refuse(not self.messages, "messages", "expected at least one.")
+        once = (self.tool_choice or {}).get("disable_parallel_tool_use") is True
+        request_parsing.refuse(once, "tool_choice.disable_parallel_tool_use", "a model cannot be kept from them here.")
+        request_parsing.refuse(self.messages[-1].get("role") != "user", "messages", "expected the last to be the user's.")
+        messages = [made for i, message in enumerate(self.messages) for made in _messages(message, f"messages[{i}]")]
+        tools = [_tool(tool) for tool in self.tools or ()]
+        return Call(
+            messages=messages,
+            system=request_parsing.text_of(self.system, "system"),
+            tools=request_parsing.choose(tools, self.tool_choice) or None,
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences or (),
+        )
+
+    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> request_parsing.Names:
+        answer = answers[0]
+        content: list[request_parsing.Names] = []
+        if reasoning := answer.message.get("reasoning_content"):
+            content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+        if answer.message["content"] or not answer.calls:
+            content.append({"type": "text", "text": answer.message["content"]})
+        for call in answer.calls:
+            function = call["function"]
+            content.append(
+                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
+            )
+        ended = "stop_sequence" if answer.stop else "max_tokens" if answer.cut else "end_turn"
+        before, after = request_parsing.usage(prompt, answers)
+        return {
+            "id": f"msg_{token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": "tool_use" if answer.calls else ended,
+            "stop_sequence": answer.stop,
+            "usage": {"input_tokens": before, "output_tokens": after},
+        }
+
+    def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
+        usage = reply["usage"]
+        empty = {
+            **reply,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**usage, "output_tokens": 0},
+        }
+        events: list[request_parsing.Names] = [{"type": "message_start", "message": empty}]
+        for index, block in enumerate(reply["content"]):
+            kind = block["type"]
+            found: dict[str, tuple[request_parsing.Names, str, str, Any]] = {
+                "text": ({"text": ""}, "text_delta", "text", block.get("text")),
+                "thinking": ({"thinking": ""}, "thinking_delta", "thinking", block.get("thinking")),
+                "tool_use": ({"input": {}}, "input_json_delta", "partial_json", request_parsing.written(block.get("input") or {})),
+            }
+            begun, name, delta, text = found[kind]
+            events.append({"type": "content_block_start", "index": index, "content_block": {**block, **begun}})
+            for piece in request_parsing.pieces(text):
+                events.append({"type": "content_block_delta", "index": index, "delta": {"type": name, delta: piece}})
+            events.append({"type": "content_block_stop", "index": index})
+        end = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
+        events += [{"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}]
+        return [(event["type"], event) for event in events]
+
+
+def _tool(tool: request_parsing.Names) -> request_parsing.Names:
+    if tool.get("type", "custom") != "custom":
+        raise CallError(f"tools: expected tools of the agent's own, found one of type {tool.get('type')!r}.")
+    return request_parsing.function(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+
+
+def _messages(message: request_parsing.Names, where: str) -> list[request_parsing.Names]:
+    """One message as chat templates know them; results of tools are messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    request_parsing.refuse(role not in ("user", "assistant"), where, f"expected a role of user or assistant, found {role!r:.80}.")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else request_parsing.objects(content, where)
+    made: list[request_parsing.Names] = []
+    texts: list[request_parsing.Names] = []
+    calls, reasoning = [], ""
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(block)
+        elif kind == "thinking" and role == "assistant":
+            reasoning += request_parsing.text_of(block.get("thinking"), where)
+        elif kind == "tool_use" and role == "assistant":
+            calls.append((block.get("id", ""), block.get("name", ""), block.get("input")))
+        elif kind == "tool_result" and role == "user":
+            found = block.get("content")
+            said = found if found is None or isinstance(found, str) else request_parsing.text_of(found, where)
+            made.append(
+                {"role": "tool", "tool_call_id": request_parsing.told(block.get("tool_use_id"), where), "content": said or ""}
+            )
+        else:
+            raise CallError(
+                f"{where}: found a block of type {kind!r:.80}, which the {role}'s messages do not have here."
+            )
+    text = request_parsing.text_of(texts, where)
+    if role == "assistant":
+        return [request_parsing.assistant(text, reasoning, calls, where)]
+    if text or not made:
+        made.append({"role": "user", "content": text})
+    return made
+
+
+def error(status: int, message: str) -> str:
+    """An error in Anthropic's form."""
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+    kinds |= {413: "request_too_large", 429: "rate_limit_error"}
+    kind = kinds.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return json.dumps({"type": "error", "error": {"type": kind, "message": message}})

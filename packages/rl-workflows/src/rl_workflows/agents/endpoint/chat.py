@@ -1,0 +1,204 @@
+"""OpenAI's chat completions and completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from secrets import token_hex
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from rl_workflows.agents.conversation import Prompt
+from rl_workflows.agents.endpoint import request_parsing
+from rl_workflows.agents.endpoint.session import Answer, Call, CallError
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+class _OpenAI(request_parsing.Asked):
+    """What both have."""
+
+    n: request_parsing.Many | None = None
+    stop: request_parsing.Stop | request_parsing.Stops | None = None
+    max_tokens: request_parsing.Count | None = None
+    seed: int | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stream_options: request_parsing.StreamOptions | None = None
+
+    def check_stream(self) -> None:
+        """Raises: CallError: options of a stream, and none is asked for."""
+        request_parsing.refuse(self.stream_options and not self.stream, "stream_options", "expected them with stream=true alone.")
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def _reply(
+        self, kind: str, prefix: str, prompt: Prompt, answers: Sequence[Answer], choices: list[Any]
+    ) -> request_parsing.Names:
+        before, after = request_parsing.usage(prompt, answers)
+        return {
+            "id": f"{prefix}-{token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": choices,
+            "usage": {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after},
+        }
+
+    def _chunks(self, reply: request_parsing.Names, kind: str, parts: list[request_parsing.Names]) -> list[tuple[str, Any]]:
+        """The reply in parts of its choices."""
+        base = {name: reply[name] for name in ("id", "created", "model")} | {"object": kind}
+        told = self.stream_options is not None and self.stream_options.include_usage
+        events: list[tuple[str, Any]] = [
+            ("", {**base, "choices": [part], **({"usage": None} if told else {})}) for part in parts
+        ]
+        if told:
+            events.append(("", {**base, "choices": [], "usage": reply["usage"]}))
+        return [*events, ("", "[DONE]")]
+
+
+class ChatCompletion(_OpenAI):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[request_parsing.Names] = msgspec.field(default_factory=list)
+    tools: list[request_parsing.Names] | None = None
+    tool_choice: str | request_parsing.Names | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: request_parsing.Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: request_parsing.Names | None = None
+    store: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    def call(self) -> Call:
+        self.check_stream()
+        request_parsing.refuse(not self.messages, "messages", "expected at least one.")
+        request_parsing.refuse(self.parallel_tool_calls is False, "parallel_tool_calls", "a model cannot be kept from them here.")
+        request_parsing.refuse(self.top_logprobs, "top_logprobs", "those of sampled tokens alone are known; expected 0.")
+        form = self.response_format or {"type": "text"}
+        if form.get("type") == "json_schema":
+            form = {"type": "json_schema", **request_parsing.objects([form.get("json_schema")], "response_format.json_schema")[0]}
+        tools = [_tool(tool) for tool in self.tools or ()]
+        return Call(
+            messages=[_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
+            tools=request_parsing.choose(tools, self.tool_choice) or None,
+            n=self.n or 1,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            stop=self.stops,
+            schema=request_parsing.schema(form, "response_format"),
+        )
+
+    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> request_parsing.Names:
+        choices = []
+        for index, answer in enumerate(answers):
+            message = {
+                "role": "assistant",
+                "content": answer.message["content"] or (None if answer.calls else ""),
+                "refusal": None,
+            }
+            if reasoning := answer.message.get("reasoning_content"):
+                message["reasoning_content"] = reasoning
+            if answer.calls:
+                message["tool_calls"] = [
+                    {**call, "function": {**call["function"], "arguments": request_parsing.written(call["function"]["arguments"])}}
+                    for call in answer.calls
+                ]
+            finish = "tool_calls" if answer.calls else "length" if answer.cut else "stop"
+            logprobs = {"content": request_parsing.logprobs(answer, tokenizer), "refusal": None} if self.logprobs else None
+            choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
+        return self._reply("chat.completion", "chatcmpl", prompt, answers, choices)
+
+    def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
+        parts = []
+        for choice in reply["choices"]:
+            message = choice["message"]
+            deltas: list[request_parsing.Names] = [{"role": "assistant", "content": ""}]
+            for name in ("reasoning_content", "content"):
+                deltas += [{name: piece} for piece in request_parsing.pieces(message.get(name) or "")]
+            for index, call in enumerate(message.get("tool_calls") or ()):
+                function = call["function"]
+                deltas.append({"tool_calls": [{**call, "index": index, "function": {**function, "arguments": ""}}]})
+                for piece in request_parsing.pieces(function["arguments"]):
+                    deltas.append({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+            made = [
+                {"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+            ]
+            made[0]["logprobs"] = choice["logprobs"]
+            parts += [*made, {**made[0], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}]
+        return self._chunks(reply, "chat.completion.chunk", parts)
+
+
+class Completion(_OpenAI):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[Any] = ""
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: Literal[False] | None = None
+
+    def call(self) -> Call:
+        self.check_stream()
+        prompt = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        good = isinstance(prompt, str) or all(type(token) is int and 0 <= token < 2**31 for token in prompt)
+        request_parsing.refuse(not good or not prompt, "prompt", "expected one text or one list of token ids, not empty.")
+        request_parsing.refuse((self.logprobs or 0) > 1, "logprobs", "those of sampled tokens alone are known; expected 0 or 1.")
+        return Call(completion=prompt, n=self.n or 1, max_tokens=self.max_tokens, stop=self.stops)
+
+    def answered(self, prompt: Prompt, answers: Sequence[Answer], tokenizer: Any) -> request_parsing.Names:
+        choices = []
+        for index, answer in enumerate(answers):
+            told: request_parsing.Names | None = None
+            if self.logprobs is not None:
+                entries = request_parsing.logprobs(answer, tokenizer)
+                told = {
+                    "tokens": [entry["token"] for entry in entries],
+                    "token_logprobs": [entry["logprob"] for entry in entries],
+                    "top_logprobs": None,
+                    "text_offset": None,
+                }
+            finish = "length" if answer.cut else "stop"
+            text = answer.message["content"]
+            choices.append({"index": index, "text": text, "logprobs": told, "finish_reason": finish})
+        return self._reply("text_completion", "cmpl", prompt, answers, choices)
+
+    def events(self, reply: request_parsing.Names) -> list[tuple[str, Any]]:
+        parts = []
+        for choice in reply["choices"]:
+            made = [{**choice, "text": piece, "finish_reason": None} for piece in request_parsing.pieces(choice["text"]) or [""]]
+            parts += [
+                *({**part, "logprobs": None} for part in made[:-1]),
+                {**made[-1], "finish_reason": choice["finish_reason"]},
+            ]
+        return self._chunks(reply, "text_completion", parts)
+
+
+def _tool(tool: request_parsing.Names) -> request_parsing.Names:
+    given = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(given, dict):
+        raise CallError(f"tools: expected functions, found one of type {tool.get('type')!r}.")
+    return request_parsing.function(given.get("name"), given.get("description"), given.get("parameters"))
+
+
+def _message(message: request_parsing.Names, where: str) -> request_parsing.Names:
+    role, text = message.get("role"), request_parsing.text_of(message.get("content"), where)
+    if role in ("system", "developer", "user"):
+        return {"role": "user" if role == "user" else "system", "content": text}
+    if role == "tool":
+        return {"role": "tool", "tool_call_id": request_parsing.told(message.get("tool_call_id"), where), "content": text}
+    request_parsing.refuse(role != "assistant", where, f"expected a role of system, user, assistant or tool, found {role!r:.80}.")
+    given = request_parsing.objects(message.get("tool_calls") or [], where)
+    functions = request_parsing.objects([call.get("function") for call in given], where)
+    calls = [
+        (call.get("id", ""), f.get("name", ""), f.get("arguments")) for call, f in zip(given, functions, strict=True)
+    ]
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return request_parsing.assistant(text, request_parsing.text_of(reasoning, where), calls, where)

@@ -1,0 +1,351 @@
+"""The HTTP server of a run's endpoint: sessions by their keys, requests within bounds, errors in one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from rl_contracts.runtime.aio import LoopThread
+from rl_workflows.agents.message_parsing import AnswerReader
+from rl_contracts.config import GenerationConfig
+from rl_contracts.endpoint import RolloutEndpoint
+from rl_contracts.errors import AgentError, ConfigError, InferenceError, RLError
+from rl_contracts.inference import InferenceEngine
+from rl_contracts.runtime.logging import get_logger
+from rl_contracts.runtime.machine import bypass_proxies, reachable_host, url_of
+from rl_contracts.chat.rendering import ChatRenderer, replace_invalid_text
+from rl_workflows.agents.endpoint.anthropic import Messages
+from rl_workflows.agents.endpoint.anthropic import error as anthropic_error
+from rl_workflows.agents.endpoint.chat import ChatCompletion, Completion
+from rl_workflows.agents.endpoint.config import EndpointConfig
+from rl_workflows.agents.endpoint.responses import Responses
+from rl_workflows.agents.endpoint.session import CallError, Model, Prepared, Session
+from rl_workflows.agents.endpoint.request_parsing import Asked, Rewards
+from rl_contracts.runtime.http_connections import Connections
+from rl_inference.embedded_server.requests import decode
+
+logger = get_logger("inference.endpoint")
+
+BODY_SECONDS = 30.0
+"""Within which a request's body must have come."""
+QUIET_SECONDS = 5.0
+"""After which a stream whose answer is not there yet shows that it lives."""
+MAX_FIGURES = 64
+"""Names of an episode."""
+PREPARING_THREADS = 2
+"""Threads that render and tokenize prompts. A session uses one at most, so that it cannot delay the others."""
+ROUTES: dict[str, type[Asked]] = {
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/completions": Completion,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
+    "/v1/v1/messages": Messages,
+}
+"""Anthropic's clients add `/v1` to the base URL that OpenAI's clients take as it is."""
+COUNTS = ("/v1/messages/count_tokens", "/v1/v1/messages/count_tokens")
+"""Where prompts are measured."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpRolloutEndpoint(RolloutEndpoint):
+    """Serves from a thread of its own, from its making to `destroy`.
+
+    Args:
+        tokenizer: of the model, with a chat template.
+        config: see there.
+        template_options: further variables of the chat template.
+        invalid_text: handling of requests whose text is not UTF-8: `reject` or `replace` it.
+
+    Raises:
+        ConfigError: the address cannot be listened on; or the tokenizer has no template, or none for `tool_calls`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: EndpointConfig | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        invalid_text: str = "reject",
+    ) -> None:
+        self.config, self._invalid_text = config or EndpointConfig(), invalid_text
+        renderer = ChatRenderer(tokenizer, template_options)
+        reader = AnswerReader(tokenizer, self.config.tool_calls, renderer.stop_ids)
+        self._model = Model(tokenizer, renderer, reader, self.config)
+        self._sessions: dict[str, tuple[Session, asyncio.TimerHandle]] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._destroyed = False
+        app = web.Application(middlewares=[self._guard], client_max_size=self.config.max_body_bytes)
+        app.add_routes([web.post(path, self._call) for path in ROUTES])
+        app.add_routes([web.post(path, self._count) for path in COUNTS])
+        app.add_routes([web.post("/v1/rewards", self._reward)])
+        app.add_routes([web.get("/v1/models", self._models), web.get("/health", self._health)])
+        self._connections = Connections(app)
+        self._preparing = ThreadPoolExecutor(PREPARING_THREADS, "rollout-endpoint-prompts")
+        self._thread = LoopThread("rollout-endpoint")
+        try:
+            self.url = self._thread.run(self._start())
+        except OSError as error:
+            self._thread.close()
+            address = f"{self.config.host}:{self.config.port}"
+            raise ConfigError(
+                f"rollout.endpoint.host, rollout.endpoint.port: cannot listen on {address}: {error.strerror or error}. "
+                "Take another port, or 0 for any that is free."
+            ) from error
+
+    async def _start(self) -> str:
+        runner = self._connections.runner
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.config.host, self.config.port).start()
+        except OSError:
+            await runner.cleanup()
+            raise
+        self._watch = asyncio.create_task(self._connections.watch())
+        url = self.config.url.rstrip("/") or url_of(reachable_host(self.config.host), runner.addresses[0][1])
+        os.environ |= bypass_proxies(os.environ, urlsplit(url).hostname or "")  # for clients of agents in this process
+        return url
+
+    async def open(
+        self, engine: InferenceEngine, generation: GenerationConfig, max_length: int | None = None
+    ) -> Session:
+        loop = asyncio.get_running_loop()
+        return await asyncio.wrap_future(self._thread.submit(self._open(engine, generation, max_length, loop)))
+
+    async def _open(
+        self,
+        engine: InferenceEngine,
+        generation: GenerationConfig,
+        max_length: int | None,
+        loop: asyncio.AbstractEventLoop,
+    ) -> Session:
+        config = self.config
+        if len(self._sessions) >= config.max_sessions:
+            raise AgentError(f"there are {config.max_sessions} open sessions, as many as endpoint.max_sessions allows.")
+        key = f"rl-{secrets.token_urlsafe(24)}"
+        session = Session(self._model, engine, generation, max_length, loop, self.url, key, self._close)
+        timer = asyncio.get_running_loop().call_later(config.session_seconds, self._expire, session)
+        self._sessions[key] = session, timer
+        return session
+
+    def _expire(self, session: Session) -> None:
+        logger.warning("a session was closed after endpoint.session_seconds (%g)", self.config.session_seconds)
+        session.expired = True
+        self._end(session)
+
+    def _end(self, session: Session) -> None:
+        _, timer = self._sessions.pop(session.key, (None, None))
+        if timer is not None:
+            timer.cancel()
+        session.end()
+
+    async def _close(self, session: Session) -> None:
+        async def end() -> None:
+            self._end(session)
+
+        if not self._destroyed:
+            await asyncio.wrap_future(self._thread.submit(end()))
+
+    async def destroy(self) -> None:
+        if self._destroyed:
+            return
+        self._destroyed = True
+        await asyncio.wrap_future(self._thread.submit(self._stop()))
+        await asyncio.to_thread(self._thread.close)
+
+    async def _stop(self) -> None:
+        for session, _ in list(self._sessions.values()):
+            self._end(session)
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._connections.runner.cleanup()
+        await asyncio.to_thread(self._preparing.shutdown, cancel_futures=True)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turn errors into JSON with one sentence, as the API of the route has them."""
+        code = None
+        try:
+            return await handler(request)
+        except CallError as error:
+            status, text, code = error.status, str(error), error.code
+        except RLError as error:  # of the engine, which has tried enough
+            status, text = 500, str(error)
+        except web.HTTPException as error:
+            status, text = error.status, f"{request.method} {request.path}: {error.text or error.reason}"
+        except ConnectionError:  # the agent went away
+            raise
+        except Exception as error:  # the boundary to HTTP: recorded, and told in one sentence
+            logger.exception("%s %s", request.method, request.path)
+            status, text = 500, f"{type(error).__name__}: {error}"
+        return _refusal(request, status, text, code)
+
+    def _session(self, request: web.Request) -> Session:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        key = request.headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
+        if not key:
+            raise CallError(
+                "expected the key of a session (Authorization: Bearer, or x-api-key).", 401, "invalid_api_key"
+            )
+        if key not in self._sessions:
+            raise CallError("no open session has this key.", 401, "invalid_api_key")
+        return self._sessions[key][0]
+
+    async def _read[T: msgspec.Struct](self, request: web.Request, kind: type[T]) -> T:
+        if "Content-Encoding" in request.headers:
+            raise CallError("expected a body without Content-Encoding.", 415)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await request.read()
+        except TimeoutError:
+            raise CallError(f"expected the whole body within {BODY_SECONDS:g} s.", 408) from None
+        except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
+            raise CallError(f"the body cannot be read: {error}.") from error
+        try:
+            return decode(body if self._invalid_text == "reject" else _with_valid_text(body), kind)
+        except InferenceError as error:
+            raise CallError(str(error)) from error
+
+    async def _call(self, request: web.Request) -> web.StreamResponse:
+        """A call of any of the APIs."""
+        session = self._session(request)
+        with _counted(session):
+            asked = await self._read(request, ROUTES[request.path])
+            task = asyncio.ensure_future(self._reply(session, asked))
+            try:
+                if asked.stream:
+                    return await self._stream(request, asked, task)
+                return web.json_response(await task)
+            finally:
+                task.cancel()
+
+    async def _prepare(self, session: Session, asked: Asked) -> Prepared:
+        """Render and tokenize a call's prompt in a thread, so that other sessions' calls are not held up."""
+        loop = asyncio.get_running_loop()
+        await session.preparing.acquire()
+        job = self._preparing.submit(lambda: session.prepare(asked.call()))
+        # the thread is in use until the job is done, even if the agent disconnects
+        job.add_done_callback(lambda _: loop.call_soon_threadsafe(session.preparing.release))
+        return await asyncio.wrap_future(job)
+
+    async def _reply(self, session: Session, asked: Asked) -> dict[str, Any]:
+        prepared = await self._prepare(session, asked)
+        answers = await session.answer(prepared)
+        reply = asked.answered(prepared.prompt, answers, self._model.tokenizer)
+        session.answered(reply["id"], prepared.call, answers)
+        return reply
+
+    async def _stream(
+        self, request: web.Request, asked: Asked, task: asyncio.Task[dict[str, Any]]
+    ) -> web.StreamResponse:
+        """The answer as server-sent events, once it is whole; what fails before the first of them has a status."""
+        await asyncio.wait({task}, timeout=QUIET_SECONDS)
+        if task.done():
+            task.result()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        await response.prepare(request)
+        while not task.done():
+            await response.write(b": the answer is not there yet\n\n")
+            await asyncio.wait({task}, timeout=QUIET_SECONDS)
+        try:
+            reply = await task
+        except RLError as error:
+            status = error.status if isinstance(error, CallError) else 500
+            await response.write(f"event: error\ndata: {_error(request, status, str(error))}\n\n".encode())
+            return response
+        events = asked.events(reply)
+        await response.write("".join(map(_event, events)).encode())
+        await response.write_eof()
+        return response
+
+    async def _count(self, request: web.Request) -> web.Response:
+        """Tokens of a prompt."""
+        session = self._session(request)
+        prepared = await self._prepare(session, await self._read(request, Messages))
+        return web.json_response({"input_tokens": len(prepared.prompt.ids)})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        """What an agent says of an answer, or of its episode."""
+        session = self._session(request)
+        said = await self._read(request, Rewards)
+        if session.closed:  # while its body came
+            raise CallError("the session was closed before its reward was there.", 401, "invalid_api_key")
+        if said.reward is None and not said.figures:
+            raise CallError("expected a `reward`, or `figures`.")
+        figures = session.figures | said.figures
+        if len(figures) > MAX_FIGURES:
+            raise CallError(
+                f"figures: expected at most {MAX_FIGURES} names of an episode, and these make {len(figures)}."
+            )
+        if said.call_id is None:
+            session.outcome = session.outcome if said.reward is None else said.reward
+        elif said.reward is not None:
+            session.earn(said.call_id, said.index, said.reward)
+        session.figures = figures
+        return web.json_response({"object": "reward", "call_id": said.call_id, "reward": said.reward})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rl"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ready", "sessions": len(self._sessions)})
+
+
+@contextmanager
+def _counted(session: Session) -> Iterator[None]:
+    """Count a call as running, and as refused where it is; it is admitted before its body takes memory."""
+    session.calling += 1
+    try:
+        session.admit()
+        yield
+    except CallError:
+        session.refused += 1
+        raise
+    finally:
+        session.calling -= 1
+
+
+def _with_valid_text(body: bytes) -> bytes:
+    """A JSON body with U+FFFD in place of text that is not UTF-8; one that is not JSON is returned as it is."""
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.dumps(replace_invalid_text(json.loads(body.decode(errors="replace")))).encode()
+    return body
+
+
+def _event(event: tuple[str, Any]) -> str:
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data)
+    return f"{f'event: {name}{chr(10)}' if name else ''}data: {text}\n\n"
+
+
+def _error(request: web.Request, status: int, text: str, code: str | None = None) -> str:
+    if request.path.startswith(("/v1/messages", "/v1/v1/")):
+        return anthropic_error(status, text)
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+    kind = "server_error" if status >= 500 else kind
+    return json.dumps({"error": {"message": text, "type": kind, "param": None, "code": code}})
+
+
+def _refusal(request: web.Request, status: int, text: str, code: str | None) -> web.Response:
+    # the clients try again by themselves, and nothing here would be another the second time
+    headers = {"x-should-retry": "false"}
+    return web.Response(
+        status=status, text=_error(request, status, text, code), content_type="application/json", headers=headers
+    )

@@ -1,0 +1,140 @@
+"""From the tokens of an answer to the message that an agent is given: its text, its reasoning and its tool calls.
+
+Each model family writes tool calls in its own format. `transformers` reads them if the tokenizer has a
+`response_template`; otherwise a reader of `rl_workflows.agents.tool_calls` does, chosen by the call that the chat template
+renders. Whatever is not well-formed stays in the text, so that the agent sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+from rl_contracts.config import require_choice
+from rl_contracts.errors import ConfigError
+from rl_contracts.chat.reasoning import MARKS, split_reasoning
+from rl_contracts.chat.rendering import answer_text
+from rl_workflows.agents.tool_calls import FORMATS, Call, as_call, format_of
+
+CALL_ID_LENGTH = 9
+"""Letters and digits; templates of Mistral refuse other ids."""
+
+
+class AnswerReader:
+    """Reads the answers of one model.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        form: a key of `rl_workflows.agents.tool_calls.FORMATS`; `auto`: the format that the chat template renders.
+        stop_ids: tokens that end an answer and are not part of its text.
+
+    Raises:
+        ConfigError: an unknown form, or `transformers` for a tokenizer without `response_template`.
+    """
+
+    def __init__(self, tokenizer: Any, form: str = "auto", stop_ids: Sequence[int] = ()) -> None:
+        require_choice("endpoint.tool_calls", form, ("auto", *FORMATS))
+        self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        described = bool(getattr(tokenizer, "response_template", None))
+        self._thinks = any(end in template for _, end in MARKS)
+        if form == "auto":
+            form = "transformers" if described else format_of(tokenizer, lambda text: self._split(text, "")[1])
+        if form == "transformers" and not described:
+            raise ConfigError(
+                "endpoint.tool_calls=transformers: the tokenizer has no `response_template`; "
+                f"choose one of {', '.join(name for name in FORMATS if name != form)}."
+            )
+        self.form = form
+        """Format of tool calls."""
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether tool calls can be read at all."""
+        return self.form != "none"
+
+    def text(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
+        """Text of an answer without the token that ended it, and without what follows from the first stop string on."""
+        text, ended = answer_text(self._tokenizer, ids, self._stop_ids), len(ids) > 0 and ids[-1] in self._stop_ids
+        ends = [] if ended else [at for end in stop if (at := text.find(end)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def final_text(self, ids: Sequence[int], opening: str) -> str:
+        """Text of an answer after its reasoning, without special tokens; empty where the reasoning does not end.
+
+        Args:
+            ids: the answer.
+            opening: text of the prompt since the assistant's turn was opened.
+        """
+        text = answer_text(self._tokenizer, ids, self._stop_ids)
+        reasoning = described = ""
+        if getattr(self._tokenizer, "response_template", None):
+            reasoning, described, _ = self._described(text, opening, None)
+        final = described if reasoning else split_reasoning(text, opening)[1]
+        return self._special_tokens.sub("", final)
+
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        names = {*self._tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+
+    def message(
+        self, prompt_ids: Sequence[int], opening: str, ids: Sequence[int], tools: Any = None, stop: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """The assistant message of an answer.
+
+        Args:
+            prompt_ids: what was answered; ids of tool calls follow from it and the answer.
+            opening: text of the prompt since the assistant's turn was opened; some templates begin to reason there.
+            ids: the answer.
+            tools: what the model may call, as in the request; without any, no text counts as a call.
+            stop: strings that ended the answer.
+        """
+        text = self.text(ids, stop)
+        if self.form == "transformers":
+            found = self._described(text, opening, tools)
+        else:
+            found = self._read(text, opening, tools)
+        reasoning, content, calls = found
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            digest = blake2b(json.dumps([list(prompt_ids), list(ids)]).encode(), digest_size=8)
+            message["tool_calls"] = [
+                {
+                    "id": blake2b(b"%d" % index, key=digest.digest()).hexdigest()[:CALL_ID_LENGTH],
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for index, (name, arguments) in enumerate(calls)
+            ]
+        return message
+
+    def _read(self, text: str, opening: str, tools: Any) -> tuple[str, str, list[Call]]:
+        reasoning, text = self._split(text, opening)
+        read = FORMATS[self.form]
+        if read is None or not tools:
+            return reasoning, text, []
+        content, calls = read(text, list(tools))
+        return reasoning, content.strip() if calls else text, calls
+
+    def _split(self, text: str, opening: str) -> tuple[str, str]:
+        return split_reasoning(text, opening) if self._thinks else ("", text)
+
+    def _described(self, text: str, opening: str, tools: Any) -> tuple[str, str, list[Call]]:
+        try:
+            found = self._tokenizer.parse_response(text, prefix=opening, tools=list(tools) if tools else None)
+        except ValueError:
+            return "", text, []
+        entries = found.get("tool_calls") or []
+        calls = [call for call in (as_call(entry.get("function", entry)) for entry in entries) if call]
+        if len(calls) < len(entries) or (entries and not tools):
+            return "", text, []
+        reasoning = found.get("reasoning_content") or found.get("thinking") or found.get("reasoning") or ""
+        return reasoning, found.get("content") or "", calls

@@ -1,0 +1,297 @@
+"""Tool-call formats of model families: their readers, and which of them a chat template renders.
+
+A reader takes the text of a completion after its reasoning, and the tools of the request. It returns the text without
+the calls, and the calls. A call that is not well-formed stays in the text, so that the agent sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from rl_contracts.errors import DataError
+from rl_contracts.chat.rendering import ChatRenderer
+
+Call = tuple[str, dict[str, Any]]
+"""Name and arguments of a tool."""
+Tools = Sequence[Any]
+"""JSON schemas of the tools that the model may call."""
+
+_BETWEEN = "; \t\r\n"
+"""Characters between calls."""
+
+
+def _hermes(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and Qwen 3."""
+    return _enclosed(text, lambda body: _only(_objects(body)))
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?", re.DOTALL)
+
+
+def _qwen3_coder(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`, with line breaks between:
+    Qwen3-Coder, Qwen 3.5 and later, Nemotron 3."""
+
+    def read(body: str) -> list[Call]:
+        function = _FUNCTION.fullmatch(body)
+        if function is None:
+            return []
+        name, written = function.groups()
+        return _with_arguments(name, written.split("</parameter>"), _PARAMETER, tools)
+
+    return _enclosed(text, read)
+
+
+_GLM_NAME = re.compile(r"\s*([\w.:/-]+)\s*")
+_GLM_ARGUMENT = re.compile(r"\s*<arg_key>([^<\n]+)</arg_key>\s*<arg_value>(.*)", re.DOTALL)
+
+
+def _glm45(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>`, with line breaks between: GLM
+    4.5 and later."""
+
+    def read(body: str) -> list[Call]:
+        head, mark, written = body.partition("<arg_key>")
+        name = _GLM_NAME.fullmatch(head)
+        return _with_arguments(name[1], (mark + written).split("</arg_value>"), _GLM_ARGUMENT, tools) if name else []
+
+    return _enclosed(text, read)
+
+
+def _mistral(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or per call `[TOOL_CALLS]NAME[ARGS]{...}`, with
+    `[CALL_ID]ID` after the name in some releases: Mistral."""
+    content, *written = text.split("[TOOL_CALLS]")
+    calls: list[Call] = []
+    for part in written:
+        name, args, body = part.partition("[ARGS]")
+        name = name.partition("[CALL_ID]")[0].strip()
+        found = [{"name": name, "arguments": _json(body)}] if args else _json(part)
+        read = [call for call in map(as_call, found) if call] if isinstance(found, list) else []
+        if not read or len(read) < len(found):
+            return text, []
+        calls += read
+    return content, calls
+
+
+def _llama3(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """`{"name": ..., "parameters": {...}}`, alone, as a list or with semicolons between, and of known tools also beside
+    text: Llama 3.1 to 3.3."""
+    written = text.strip().removeprefix("<|python_tag|>")
+    listed = _json(written)
+    if alone := _only(iter(listed) if isinstance(listed, list) else _objects(written)):
+        return "", alone
+    rest, calls, done, start = "", list[Call](), 0, text.find("{")
+    while start >= 0:
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            start = text.find("{", max(error.pos, start + 1))
+            continue
+        except (ValueError, RecursionError):  # too many digits, or too deep
+            break
+        call = as_call(value)
+        if call and any(_function(tool).get("name") == call[0] for tool in tools):
+            calls.append(call)
+            rest += text[done:start].lstrip(_BETWEEN).removesuffix("<|python_tag|>")
+            done = end
+        start = text.find("{", end)
+    return rest + (text[done:].lstrip(_BETWEEN) if calls else text), calls
+
+
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+_MESSAGE_END = re.compile(r"(?:<\|call\|>|<\|end\|>)\s*$")
+
+
+def _gpt_oss(text: str, tools: Tools) -> tuple[str, list[Call]]:
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, or with the recipient before
+    the channel: gpt-oss (harmony)."""
+    rest, calls = "", list[Call]()
+    for message in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)", text):
+        header, _, body = message.partition("<|message|>")
+        recipient = _RECIPIENT.search(header)
+        call = recipient and as_call({"name": recipient[1], "arguments": _json(_MESSAGE_END.sub("", body))})
+        calls += [call] if call else []
+        rest += "" if call else message
+    return rest, calls
+
+
+FORMATS: dict[str, Callable[[str, Tools], tuple[str, list[Call]]] | None] = {
+    "hermes": _hermes,
+    "qwen3_coder": _qwen3_coder,
+    "glm45": _glm45,
+    "mistral": _mistral,
+    "llama3": _llama3,
+    "gpt_oss": _gpt_oss,
+    "transformers": None,
+    "none": None,
+}
+"""Readers by the name of their format. `transformers`: the tokenizer's `response_template` describes the completion.
+`none`: the model calls no tools."""
+
+_QUESTION: Mapping[str, Any] = {"role": "user", "content": "sample-question"}
+_ANSWER: Mapping[str, Any] = {"role": "assistant", "content": "sample-answer"}
+_PROBE: Call = ("probe", {"probe-key": "probe-value"})
+_CALLING: Mapping[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "probe0123", "type": "function", "function": {"name": _PROBE[0], "arguments": _PROBE[1]}},
+    ],
+}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _PROBE[0],
+        "description": "A sample tool.",
+        "parameters": {"type": "object", "properties": {"probe-key": {"type": "string", "description": "A value."}}},
+    },
+}
+_END = re.compile(r"<\|\w+\|>\s*$")
+"""End of a turn with a call, where a template ends it with another token than an answer."""
+
+
+def format_of(tokenizer: Any, split: Callable[[str], str]) -> str:
+    """Format in which a chat template renders a tool call: the one whose reader reads the rendered call, and no text.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, with or without a chat template.
+        split: removes the reasoning from the text of a completion.
+
+    Returns:
+        a key of `FORMATS`; `none` where no reader reads the call.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return "none"
+    renderer = ChatRenderer(tokenizer)
+    try:
+        answered, called = (renderer.text([_QUESTION, turn], [_TOOL], False) for turn in (_ANSWER, _CALLING))
+    except DataError:
+        return "none"
+    # An answer shows where the assistant's turn begins and how it ends.
+    answered, called = (text.rpartition(_QUESTION["content"])[2] for text in (answered, called))
+    closing = answered.rpartition(_ANSWER["content"])[2]
+    start = next((at for at, pair in enumerate(zip(answered, called, strict=False)) if len(set(pair)) > 1), 0)
+    text = split(_END.sub("", called[start:].removesuffix(closing)))
+    for name, read in FORMATS.items():
+        content, calls = read(text, [_TOOL]) if read else (text, [])
+        if calls == [_PROBE] and not content.strip():
+            return name
+    return "none"
+
+
+def _enclosed(text: str, read: Callable[[str], list[Call]]) -> tuple[str, list[Call]]:
+    """Text without the calls between `<tool_call>` and `</tool_call>`, and the calls that `read` finds there."""
+    calls: list[Call] = []
+    rest = ""
+    while True:
+        before, opened, after = text.partition("<tool_call>")
+        body, closed, following = after.partition("</tool_call>")
+        rest += before
+        if not (opened and closed):
+            return rest + opened + body, calls
+        found = read(body)
+        calls += found
+        rest += "" if found else opened + body + closed
+        text = following
+
+
+def _with_arguments(name: str, written: Sequence[str], pattern: re.Pattern[str], tools: Tools) -> list[Call]:
+    """The call whose arguments are `written`, each followed by its closing mark; no call if one is malformed."""
+    *arguments, rest = written
+    found = [match for argument in arguments if (match := pattern.fullmatch(argument))]
+    if rest.strip() or len(found) < len(arguments):
+        return []
+    schemas = _parameters(name, tools)
+    return [(name, {match[1]: _typed(match[2], schemas.get(match[1])) for match in found})]
+
+
+def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
+    """JSON schemas of a tool's parameters, by their names; none for a tool that is unknown or a function."""
+    for tool in tools:
+        function = _function(tool)
+        if function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties")
+            return properties if isinstance(properties, Mapping) else {}
+    return {}
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return function if isinstance(function, Mapping) else {}
+
+
+_TYPES: Mapping[type, set[str]] = {
+    dict: {"object"},
+    list: {"array"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    type(None): {"null"},
+}
+_TYPE_KEYS = ("type", "anyOf", "oneOf")
+_PYTHON = {"True": True, "False": False, "None": None}
+"""Values that some templates render as Python does."""
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Value of an argument that is written without its type: text where the schema has strings and not the type of the
+    JSON value, or where the text is no JSON; otherwise the JSON value."""
+    value = _PYTHON[text] if text in _PYTHON else _json(text)
+    if value is None and text not in ("null", "None"):
+        return text
+    allowed = _allowed(schema)
+    return text if "string" in allowed and not allowed & _TYPES.get(type(value), set()) else value
+
+
+def _allowed(schema: Any) -> set[str]:
+    """Types that a JSON schema allows, also by its values; empty if it names none."""
+    if not isinstance(schema, Mapping):
+        return set()
+    values = [*(schema.get("enum") or []), *([schema["const"]] if "const" in schema else [])]
+    types, *choices = (given if isinstance(given := schema.get(key), list) else [given] for key in _TYPE_KEYS)
+    named = {name for name in types if isinstance(name, str)} | {"string" for value in values if isinstance(value, str)}
+    return named.union(*map(_allowed, chain(*choices)), *(_TYPES.get(type(value), set()) for value in values))
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def as_call(found: Any) -> Call | None:
+    """Name and arguments of a JSON value that is a call; None if it is none."""
+    if not isinstance(found, dict):
+        return None
+    name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    return (name, arguments) if isinstance(name, str) and name and isinstance(arguments, dict) else None
+
+
+def _objects(text: str) -> Iterator[Any]:
+    """JSON values that a text consists of, with blanks or semicolons between; None where the text is no JSON."""
+    decoder = json.JSONDecoder()
+    text = text.strip()
+    while text:
+        try:
+            value, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError):
+            yield None
+            return
+        yield value
+        text = text[end:].lstrip(_BETWEEN)
+
+
+def _only(found: Iterator[Any]) -> list[Call]:
+    """The calls, if every value is one."""
+    values = list(found)
+    calls = [call for call in map(as_call, values) if call]
+    return calls if len(calls) == len(values) else []

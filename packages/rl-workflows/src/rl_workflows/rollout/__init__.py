@@ -1,0 +1,1 @@
+"""The asynchronous rollout runtime: admission, groups, staleness, batches."""

@@ -1,0 +1,133 @@
+"""What accepted groups become: one batch of tensors, or what a recover point keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import batched
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.errors import DataError, InferenceError
+from rl_workflows.rollout.groups import FinishedGroup
+from rl_workflows.rollout.staleness import Ticket
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from rl_contracts.batch.trajectory import Trajectory
+
+TOKEN_ARRAYS = {
+    "input_ids": "int64",
+    "loss_mask": "bool",
+    "logprobs": "float32",
+    "versions": "int32",
+    "token_rewards": "float32",
+}
+"""Per-token arrays of a trajectory and their dtypes; rewards only where a workflow gives them."""
+
+ROW_VALUES = {
+    "reward": float,
+    "reward_parts": dict,
+    "temperature": float,
+    "truncated": bool,
+    "prompt_id": int,
+    "group_id": int,
+    "episode_id": int,
+    "info": dict,
+}
+"""JSON values of a trajectory and their types: a workflow may have given numpy's."""
+
+
+def assemble(groups: Sequence[FinishedGroup], version: int) -> TensorDict:
+    """One batch of all trajectories of the groups, [rows, T].
+
+    Args:
+        groups: accepted groups; none gives a batch of no rows.
+        version: version of the trainer.
+
+    Raises:
+        InferenceError: a token carries a version that was replaced before its group was admitted, or one that the
+            trainer has not reached: a server does not serve what was committed, or stamps it wrongly.
+    """
+    import torch
+
+    from rl_contracts.batch.trajectory import stack
+
+    batch = stack([answer for group in groups for answer in group.trajectories])
+    starts = torch.tensor([group.ticket.start for group in groups], dtype=torch.int32)
+    starts = starts.repeat_interleave(torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64))
+    versions = batch["versions"]
+    stamped = versions >= 0
+    wrong = (stamped & ((versions < starts[:, None]) | (versions > version))).any(-1) if len(starts) else starts.bool()
+    if wrong.any():
+        row = int(wrong.nonzero()[0, 0])
+        found = versions[row][stamped[row]]
+        raise InferenceError(
+            f"group {int(batch['group_ids'][row])}: admitted at version {int(starts[row])}, trained on at {version}, "
+            f"but its tokens carry versions {int(found.min())} to {int(found.max())}. A server does not serve the "
+            "version that was committed, or stamps the wrong one."
+        )
+    return batch
+
+
+def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
+    """Groups as `{"groups": JSON, "tensors": {name: 1-D tensor}}`; rows lie end to end in the tensors.
+
+    Raises:
+        DataError: a row holds images or processor outputs, which cannot be saved.
+    """
+    trajectories = [answer for group in groups for answer in group.trajectories]
+    if any(row.multi_modal is not None for row in trajectories):
+        raise DataError("state_dict: rows with multi_modal entries cannot be saved; expected token rows only.")
+    return {
+        "groups": [
+            {
+                "ticket": list(group.ticket),
+                "prompt": group.prompt,
+                "trajectories": [_row_values(row) for row in group.trajectories],
+            }
+            for group in groups
+        ],
+        "tensors": {name: _joined(trajectories, name, dtype) for name, dtype in TOKEN_ARRAYS.items()},
+    }
+
+
+def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
+    """Inverse of `groups_to_state`."""
+    left = {name: tensor.numpy() for name, tensor in state["tensors"].items()}
+
+    def take(name: str, length: int) -> Any:
+        taken, left[name] = left[name][:length], left[name][length:]
+        return taken
+
+    return [
+        FinishedGroup(
+            Ticket(*map(int, entry["ticket"])),
+            entry["prompt"],
+            [_trajectory(values, take) for values in entry["trajectories"]],
+        )
+        for entry in state["groups"]
+    ]
+
+
+def _joined(rows: Sequence[Trajectory], name: str, dtype: str) -> Tensor:
+    import numpy as np
+    import torch
+
+    arrays = [array for array in (getattr(row, name) for row in rows) if array is not None]
+    # the empty array in front gives no rows a dtype; between two parts the loop may have Python's lock
+    parts = (np.concatenate(some).astype(dtype, copy=False) for some in batched([np.empty(0, dtype), *arrays], 1000))
+    return torch.cat([torch.from_numpy(part) for part in parts])
+
+
+def _row_values(row: Trajectory) -> dict[str, Any]:
+    values = {name: kind(getattr(row, name)) for name, kind in ROW_VALUES.items()}
+    return {**values, "length": len(row), "has_token_rewards": row.token_rewards is not None}
+
+
+def _trajectory(values: dict[str, Any], take: Any) -> Trajectory:
+    from rl_contracts.batch.trajectory import Trajectory
+
+    given = [name for name in TOKEN_ARRAYS if name != "token_rewards" or values["has_token_rewards"]]
+    arrays = {name: take(name, int(values["length"])) for name in given}
+    return Trajectory(**arrays, **{name: values[name] for name in ROW_VALUES})

@@ -1,0 +1,250 @@
+"""One episode: what its code may know of it, and its own handle on the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rl_contracts.data import ModelRequest, ModelResponse
+from rl_contracts.errors import DataError, InferenceError, RLError
+from rl_contracts.inference import Capabilities, InferenceEngine
+
+if TYPE_CHECKING:
+    from rl_contracts.runtime.clock import Clock
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.workflow import RolloutWorkflow
+
+WORKFLOW = "workflow"
+"""Stage of an episode while it is in nothing that has a name of its own."""
+
+
+@dataclass(eq=False, slots=True)
+class Episodes:
+    """What all episodes of one purpose (training, or one evaluation) have in common, and which of them run."""
+
+    workflow: RolloutWorkflow
+    """What happens in an episode."""
+    engine: InferenceEngine
+    """What they generate with."""
+    clock: Clock
+    """All time."""
+    seed: int
+    """Of the run."""
+    label: str = "train"
+    """First part of the request ids; tells training from evaluation."""
+    generation: GenerationConfig | None = None
+    """Sampling that replaces the workflow's own, for evaluation. What ends an answer is kept: the workflow's stop ids
+    and strings are added."""
+    running: dict[EpisodeContext, asyncio.Task[None]] = field(default_factory=dict)
+    """Those that run, the oldest first, and their tasks."""
+    last_moved: float = field(init=False)
+    """Clock seconds of the last answer, end of a group, or other sign of life."""
+    tokens: int = 0
+    """Tokens generated since the counter was last read."""
+
+    def __post_init__(self) -> None:
+        self.touch()
+
+    def touch(self) -> None:
+        """Something moved."""
+        self.last_moved = self.clock.now()
+
+
+class EpisodeContext:
+    """One episode that runs."""
+
+    __slots__ = ("cache", "clock", "epoch", "group_id", "prompt_id", "sample", "since", "stage")
+
+    def __init__(
+        self, prompt_id: int, group_id: int, sample: int, epoch: int, cache: dict[str, Any], clock: Clock
+    ) -> None:
+        self.prompt_id = prompt_id
+        """Data row that is answered."""
+        self.group_id = group_id
+        """Admission of the prompt."""
+        self.sample = sample
+        """Which of the group's episodes this is."""
+        self.epoch = epoch
+        """Pass over the data."""
+        self.cache = cache
+        """Shared by the group: what depends on the prompt alone is computed once."""
+        self.clock = clock
+        """The runtime's clock."""
+        self.stage = WORKFLOW
+        """What it is doing; the watch names it when nothing moves."""
+        self.since = clock.now()
+        """Since when, in seconds of the clock."""
+
+    def enter(self, stage: str) -> None:
+        """Say what the episode does from now on."""
+        self.stage, self.since = stage, self.clock.now()
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt_id} (group {self.group_id}, sample {self.sample})"
+
+
+_current: ContextVar[EpisodeContext | None] = ContextVar("rl_episode", default=None)
+
+
+def current_episode() -> EpisodeContext | None:
+    """The episode in which this code runs; None outside of the runtime, for example in a test of a workflow."""
+    return _current.get()
+
+
+def set_current_episode(context: EpisodeContext) -> None:
+    """Bind the running task to an episode."""
+    _current.set(context)
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Name what an episode does inside the block, for example `reward`."""
+    context = _current.get()
+    if context is None:
+        yield
+        return
+    before = context.stage
+    context.enter(name)
+    try:
+        yield
+    finally:
+        context.enter(before)
+
+
+def group_cache() -> dict[str, Any]:
+    """A dictionary that all episodes of the group share; a new one outside of the runtime."""
+    context = _current.get()
+    return {} if context is None else context.cache
+
+
+def sampling_seed(seed: int, prompt_id: int, epoch: int, sample: int, call: int = 0) -> int:
+    """Seed of one generation, 0 to 2**63 - 1: a stable hash of what is asked, never of when.
+
+    Args:
+        seed: of the run.
+        prompt_id: the data row.
+        epoch: pass over the data.
+        sample: which of the group's episodes.
+        call: which of the episode's generations.
+    """
+    digest = hashlib.blake2b(b"%d/%d/%d/%d/%d" % (seed, prompt_id, epoch, sample, call), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class EpisodeEngine(InferenceEngine):
+    """An episode's own handle: its requests get the episode's seeds, ids and group. It cannot control servers."""
+
+    __slots__ = ("_calls", "_context", "_episodes")
+
+    def __init__(self, episodes: Episodes, context: EpisodeContext) -> None:
+        self._episodes, self._context = episodes, context
+        self._calls = 0
+
+    @property
+    def version(self) -> int:
+        return self._episodes.engine.version
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._episodes.engine.capabilities
+
+    @property
+    def served_dtype(self) -> str:
+        return self._episodes.engine.served_dtype
+
+    @property
+    def servers(self) -> list[str]:
+        return self._episodes.engine.servers
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """As the engine's, with the episode's seed, request id and group where the request has none."""
+        episodes, context, call = self._episodes, self._context, self._calls
+        self._calls += 1
+        seed = request.seed
+        if seed is None:
+            seed = sampling_seed(episodes.seed, context.prompt_id, context.epoch, context.sample, call)
+        group = f"{episodes.label}-{context.group_id}"
+        request = ModelRequest(  # `replace` takes twice the time, once per answer
+            input_ids=request.input_ids,
+            generation=self._bounded(self._sampling(request.generation), len(request.input_ids)),
+            request_id=request.request_id or f"{group}-{context.sample}-{call}",
+            seed=seed,
+            group=request.group or group,
+        )
+        before = context.stage
+        context.enter("generation")
+        try:
+            response = await episodes.engine.agenerate(request)
+        finally:
+            context.enter(before)
+        episodes.tokens += len(response.output_ids)
+        episodes.last_moved = context.since
+        return response
+
+    def _sampling(self, own: GenerationConfig) -> GenerationConfig:
+        given = self._episodes.generation
+        if given is None:
+            return own
+        return replace(
+            given,
+            stop=list(dict.fromkeys([*given.stop, *own.stop])),
+            stop_token_ids=list(dict.fromkeys([*given.stop_token_ids, *own.stop_token_ids])),
+        )
+
+    def _bounded(self, generation: GenerationConfig, prompt: int) -> GenerationConfig:
+        longest = self._episodes.workflow.max_length
+        if longest is None or prompt + generation.max_new_tokens <= longest:
+            return generation
+        room = longest - prompt
+        if room < 1:
+            raise DataError(
+                f"the prompt has {prompt} tokens, but a row may have {longest} with its answer (data.max_length, or "
+                "the model's context). Raise that, or leave such rows out (data.overlong=drop)."
+            )
+        return replace(generation, max_new_tokens=room, min_new_tokens=min(generation.min_new_tokens, room))
+
+    async def score(self, input_ids: list[int], temperature: float = 1.0, server: str | None = None) -> list[float]:
+        return await self._episodes.engine.score(input_ids, temperature, server)
+
+    async def stats(self) -> dict[str, float]:
+        return await self._episodes.engine.stats()
+
+    def _refuse(self, *given: Any, **named: Any) -> NoReturn:
+        raise InferenceError(
+            "an episode's handle only generates and scores; servers are controlled by the training loop."
+        )
+
+    server_spec = initialize = follow = catch_up = stage_weights = commit_weights = _refuse
+    pause = resume = sleep = wake = destroy = _refuse
+
+
+async def answered[T](work: Callable[[], Awaitable[T]], name: str, seconds: float, boundary: type[RLError]) -> T:
+    """What code of the user's gives.
+
+    Args:
+        work: calls it.
+        name: of the code, for people.
+        seconds: that it may take.
+        boundary: error that stands for all others that it raises, and for its being late.
+
+    Raises:
+        RLError: its own are let through, all others become `boundary`: also `sys.exit()`, and a cancellation that is
+            none of the caller's.
+    """
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            return await work()
+    except RLError:
+        raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        if deadline.expired():
+            raise boundary(f"{name} did not end within {seconds:g} s.") from error
+        raise boundary(f"{name} raised {type(error).__name__}: {error}") from error

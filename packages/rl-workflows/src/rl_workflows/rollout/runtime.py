@@ -1,0 +1,333 @@
+"""The rollout runtime as a training loop sees it: blocking calls, collective over all ranks.
+
+Each data-parallel head runs a `RolloutHead` on an event loop of its own; the other ranks only take part in the
+exchange. Ranks meet at short intervals while they wait, so that one head's failure ends the wait of all within a
+second.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.runtime.aio import LoopThread
+from rl_contracts.runtime.clock import Clock, SystemClock
+from rl_contracts.config import require
+from rl_contracts.errors import ConfigError, DataError, StopRequestedError
+from rl_contracts.runtime.metrics import Figures, record_all
+from rl_contracts.batch.packing import cut
+from rl_contracts.batch.parallel import ParallelContext
+from rl_contracts.rollout import RolloutRuntime
+from rl_workflows.rollout.config import RolloutConfig, groups_per_replica
+from rl_workflows.rollout.resharding import states_of_heads
+from rl_workflows.rollout.groups import FinishedGroup, ShouldAccept, dynamic_sampling
+from rl_workflows.rollout.scheduler import OnAnswers, RolloutHead
+from rl_workflows.rollout.staleness import StalenessManager
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.errors import StalledError
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.workflow import RolloutWorkflow
+
+POLL_SECONDS = 0.5
+"""How often ranks meet while they wait."""
+
+CALL_SECONDS = 60.0
+"""Time that a call that waits for no episode may take."""
+
+GC_THRESHOLDS = (1_000_000, 20, 50)
+"""Of `gc.set_threshold`. A young collection is due when a million more objects were made than freed, about 50,000
+episodes. Finished episodes that are replaced by new ones add few: in a steady run of 100,000 outstanding ones there was
+one collection per 120,000 episodes."""
+
+
+COLLECTION_FRACTION = 0.01
+"""Of the time, at most, that is spent on freeing at the ends of steps what they left in reference cycles: a tensor in
+one is a small object, whose memory the thresholds do not see."""
+FULL_COLLECTION_EVERY = 50
+"""Collections. What outlived the end of its step is found by a full one, every so many."""
+
+
+class DistRollout(RolloutRuntime):
+    """Asynchronous rollouts under the admission rule of `rl_workflows.rollout.staleness`.
+
+    Args:
+        engine: client of the inference servers; used on data-parallel heads only.
+        workflow: what happens in an episode.
+        prompts: this head's data rows: dicts with an integer `prompt_id` and, where the data is passed more than once,
+            an `epoch`. Finite or endless; see `rl_workflows.rollout.prompt_source` for what resuming asks of it.
+        batch_size: groups per step over all heads.
+        config: settings.
+        parallel: this rank among the trainer's.
+        minibatches: optimizer steps per batch; the batch's entry `minibatch` says which row belongs to which.
+        should_accept: filter of complete groups, besides `config.dynamic_sampling`.
+        on_answers: told of this head's answers, for example to write them to disk; see `rl_workflows.rollout.scheduler.OnAnswers`.
+        clock: all time; the real one unless a simulated one is given.
+        loop: the thread in which the engine's coroutines run, where others use the engine too. None: one of its own;
+            `destroy` then closes the engine as well.
+        version: version that the servers hold at the start.
+        on_stuck_trainer: told, on the loop, when the trainer has been elsewhere for `config.trainer_timeout`: its own
+            thread cannot be given an error before it comes back, so this should end the process. In any case the next
+            call raises the error, if there is one.
+        stop: whether this process was asked to stop; asked while `next_batch` waits. None: it never is.
+
+    Raises:
+        ConfigError: the batch, or `max_concurrent`, does not divide over the heads.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        workflow: RolloutWorkflow,
+        prompts: Iterable[dict[str, Any]],
+        *,
+        batch_size: int,
+        config: RolloutConfig | None = None,
+        parallel: ParallelContext | None = None,
+        minibatches: int = 1,
+        should_accept: ShouldAccept | None = None,
+        on_answers: OnAnswers | None = None,
+        clock: Clock | None = None,
+        loop: LoopThread | None = None,
+        version: int = 0,
+        on_stuck_trainer: Callable[[StalledError], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
+        self._stop = stop
+        self.config = config or RolloutConfig()
+        self.parallel = parallel or ParallelContext()
+        rows = batch_size * self.config.needed
+        require(1 <= minibatches <= rows, "actor.minibatches", f"1 to {rows}, the rows of a batch", minibatches)
+        self.batch_size, self.minibatches = batch_size, minibatches
+        replicas = self.parallel.dp_size
+        concurrent = self.config.max_concurrent
+        manager = StalenessManager(
+            groups_per_replica(batch_size, replicas, "data.batch_size"),
+            self.config.max_staleness,
+            None if concurrent is None else groups_per_replica(concurrent, replicas, "rollout.max_concurrent"),
+            version=version,
+            first_id=self.parallel.dp_rank,
+            id_stride=replicas,
+        )
+        self._owns_loop = loop is None
+        self.loop = loop or LoopThread(f"rollout-{self.parallel.rank}")
+        self.head = RolloutHead(
+            engine,
+            workflow,
+            prompts,
+            manager,
+            self.config,
+            clock or SystemClock(),
+            _all_of(should_accept, dynamic_sampling if self.config.dynamic_sampling else None),
+            on_answers,
+            on_stuck_trainer,
+        )
+        self._wait_seconds = 0.0
+        self._collections = 0
+        self._collect_from = 0.0
+        self._destroyed = False
+
+    def next_batch(self) -> TensorDict:
+        from rl_contracts.batch.redistribution import redistribute
+        from rl_workflows.rollout.batches import assemble
+
+        with self.head.watch.visit():
+            begin = self.head.clock.now()
+            total = self._wait_for_all()
+            self._wait_seconds += self.head.clock.now() - begin
+            if not total:
+                raise StopIteration
+            with self.parallel.agreeing("assembling the batch"):
+                groups = self._call(self.head.take()) if self.parallel.is_dp_head else []
+                batch = assemble(groups, self.head.manager.version)
+                if self.parallel.world_size > 1 and "multi_modal" in batch:
+                    raise DataError(
+                        "rows with multi_modal entries cannot be exchanged between ranks; use one trainer process."
+                    )
+                if total < self.batch_size and self.parallel.is_dp_head:
+                    self._call(self.head.end())
+            # only the last batch of a finite data set is smaller
+            minibatches = self.minibatches if total == self.batch_size else min(self.minibatches, total)
+            return redistribute(batch, self.parallel, minibatches)
+
+    def return_batch(self) -> None:
+        if self.parallel.is_dp_head:
+            self._call(self.head.return_batch())
+
+    def end_step(self, version: int) -> None:
+        self._free_cycles()
+        if self.parallel.is_dp_head:
+            self._call(self.head.end_step(version))
+
+    def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
+        from rl_workflows.rollout.evaluation import answer_held_out
+
+        part = cut(len(data), self.parallel.dp_size)[self.parallel.dp_rank]
+        groups: list[FinishedGroup] = []
+        with self.parallel.agreeing("evaluating"):
+            if self.parallel.is_dp_head:
+                episodes = replace(self.head.episodes, label="eval", generation=generation, running={}, tokens=0)
+                version, rows = self.head.manager.version, data[part.start : part.stop]
+                groups = self._wait(answer_held_out(episodes, rows, part.start, n, version, self.config))
+        for group in groups:
+            record_all(group.figures)
+        return [trajectory for group in groups for trajectory in group.trajectories]
+
+    def pause(self) -> None:
+        self._call(self.head.set_paused(True))
+
+    def resume(self) -> None:
+        self._call(self.head.set_paused(False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state; see the contract. Call it between `end_step` and `next_batch`.
+
+        Raises:
+            RLError: a batch is being trained on.
+        """
+        from rl_workflows.rollout.batches import groups_to_state
+
+        state: dict[str, Any] = {"layout": self._layout}
+        if self.parallel.is_dp_head:
+            state |= self._call(self.head.state_dict())
+            state |= groups_to_state(state["groups"])
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the state of the same rank.
+
+        Raises:
+            ConfigError: the saved run had another number of heads, or this is another head's state.
+        """
+        if state["layout"] != self._layout:
+            raise ConfigError(
+                f"rollout state: expected one of {self._layout}, found {state['layout']}; with another number of "
+                "trainer replicas, give the states of all ranks to load_states."
+            )
+        if self.parallel.is_dp_head:
+            self._call(self.head.load_state_dict(_with_groups(state)))
+
+    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue from the states of all ranks of a run, in order of rank, whatever their number and layout were. No
+        prompt is lost or repeated, however far the former heads were apart.
+
+        Raises:
+            ConfigError: there is not one state of each head; or their number was another, and the data cannot be
+                divided anew.
+        """
+        own = states[self.parallel.rank] if self.parallel.rank < len(states) else {"layout": None}
+        if own["layout"] == self._layout and ("manager" in own or not self.parallel.is_dp_head):
+            self.load_state_dict(own)
+        elif self.parallel.is_dp_head:
+            saved = [_with_groups(state) for state in states_of_heads(states)]
+            self._call(self.head.load_states(saved, self.parallel.dp_rank, self.parallel.dp_size))
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        return {"heads": self.parallel.dp_size, "head": self.parallel.dp_rank}
+
+    def stats(self) -> Figures:
+        """This head's counters since the last call: `groups/accepted`, `groups/rejected` (and per reason),
+        `groups/failed` (and per boundary), `groups/left_over` (prompts that are not trained on, because the data of
+        some head were over; 0 but with the last batch), `episodes/failed/<boundary>`, `groups/outstanding` (now),
+        `groups/staleness_mean` and `groups/staleness_max` (versions from a group's start to its batch),
+        `groups/wait_seconds`, `tokens/generated`; of all answers in finished groups, trained on or not,
+        `finished/reward_mean`, `finished/length_mean` and `finished/truncated_fraction`; what episodes recorded;
+        and, from the first head, the servers' own as `server/<name>`.
+        """
+        if not self.parallel.is_dp_head:
+            return Figures()
+        figures = self._call(self.head.stats(of_servers=self.parallel.dp_rank == 0))
+        figures.add("groups/wait_seconds", self._wait_seconds, kind="sum")
+        self._wait_seconds = 0.0
+        return figures
+
+    def endings(self) -> list[dict[str, Any]]:
+        return self._call(self.head.take_endings()) if self.parallel.is_dp_head else []
+
+    def destroy(self) -> None:
+        if self._destroyed:
+            return
+        self._destroyed = True
+        if self.parallel.is_dp_head:
+            self.loop.run(self.head.close(), CALL_SECONDS)
+        if self._owns_loop:
+            if self.parallel.is_dp_head:
+                self.loop.run(self.head.engine.destroy(), CALL_SECONDS)
+            self.loop.close()
+
+    def _wait_for_all(self) -> int:
+        """Wait until every head can fill its share; the groups of all of them together."""
+        poll = None if self.parallel.world_size == 1 and self._stop is None else POLL_SECONDS
+        begun = False
+        while True:
+            groups: int | None = 0
+            with self.parallel.agreeing("collecting rollouts"):
+                if self.parallel.is_dp_head:
+                    if not begun:
+                        self._call(self.head.begin_wait())
+                        begun = True
+                    groups = self._wait(self.head.fill(poll))
+            asked = self._stop is not None and self._stop()
+            everywhere, stops = zip(*self.parallel.gather_json([groups, asked]), strict=True)
+            if any(stops):
+                raise StopRequestedError("the run was asked to stop while it waited for a batch")
+            if None not in everywhere:
+                return int(sum(everywhere))
+
+    def _free_cycles(self) -> None:
+        began = time.monotonic()
+        if began < self._collect_from:
+            return
+        self._collections += 1
+        gc.collect(1 if self._collections % FULL_COLLECTION_EVERY else 2)
+        ended = time.monotonic()
+        self._collect_from = ended + (ended - began) / COLLECTION_FRACTION
+
+    def _call[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._wait(coroutine, CALL_SECONDS)
+
+    def _wait[T](self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run something on the loop. What waits for episodes is ended by the watch there; here only the loop is
+        watched."""
+        with self.head.watch.visit():
+            return self.loop.run(coroutine, timeout, blocked=self.config.stall_timeout)
+
+
+def _with_groups(state: dict[str, Any]) -> dict[str, Any]:
+    """A head's state, with the groups that `groups_to_state` took apart."""
+    from rl_workflows.rollout.batches import groups_from_state
+
+    return state | {"groups": groups_from_state(state)}
+
+
+def _all_of(*filters: ShouldAccept | None) -> ShouldAccept | None:
+    active = [f for f in filters if f is not None]
+    if not active:
+        return None
+    return lambda trajectories: all(accepts(trajectories) for accepts in active)
+
+
+def tune_garbage_collection() -> None:
+    """Keep Python's cycle collector from walking over all outstanding episodes again and again.
+
+    An outstanding episode is about twenty tracked objects (coroutines, a task, requests), which survive the young
+    collections and are then visited by each full one. With 100,000 of them and Python's own thresholds, that nearly
+    doubles the processor time of an episode; a young collection per 100,000 new objects still takes a quarter of it.
+    The runtime makes no cycles (a test sees to it), so reference counts free all that it uses; what workflows and
+    libraries leave in cycles is still found, only later. What exists at the call, mostly modules, is never looked at
+    again.
+
+    This is a setting of the whole process. So its owner calls this, once, after its imports and before the first
+    episode; the runtime itself does not.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)

@@ -1,0 +1,412 @@
+"""The asynchronous side of one data-parallel head. Everything here runs on one event loop and never blocks it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.errors import NoServersError, RLError, StalledError, boundary_of, causes
+from rl_contracts.runtime.logging import get_logger
+from rl_contracts.runtime.metrics import Figures
+from rl_workflows.rollout.failure_budget import FailureBudget
+from rl_workflows.rollout.resharding import deal
+from rl_workflows.rollout.episode import Episodes
+from rl_workflows.rollout.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
+from rl_workflows.rollout.prompt_source import PromptSource, Row
+from rl_workflows.rollout.staleness import StalenessManager, Ticket
+from rl_workflows.rollout.watchdog import Watch, figures_of_servers
+
+if TYPE_CHECKING:
+    from rl_contracts.runtime.clock import Clock
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.workflow import RolloutWorkflow
+    from rl_workflows.rollout.config import RolloutConfig
+
+log = get_logger("workflows")
+
+ADMISSIONS_PER_TURN = 64
+"""Groups that start in one turn of the loop, so that answers are taken in between."""
+
+DESCRIBED_TOGETHER = 1024
+"""Answers of finished groups whose figures are computed at once: for a group alone numpy's calls take longer than all
+else that ends it."""
+
+
+OnAnswers = Callable[[int, Sequence["Trajectory"], str | None], None]
+"""`(step, trajectories, why they are not trained on)`. Of the batch that leaves for a step the reason is None; of a
+group that is rejected or fails, the step is that of the next batch. Called on the event loop, so it must be quick."""
+
+
+class RolloutHead:
+    """Admits prompts, runs their groups, keeps the accepted ones and hands out batches.
+
+    Args:
+        engine: what episodes generate with.
+        workflow: what happens in an episode.
+        prompts: data rows, finite or endless.
+        manager: admission.
+        config: settings of the runtime.
+        clock: all time.
+        should_accept: filter of complete groups.
+        on_answers: told of each batch, and of groups that are not trained on; see `OnAnswers`.
+        on_stuck_trainer: told, beside whoever waits next, when the trainer does not come back.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        workflow: RolloutWorkflow,
+        prompts: Iterable[Row],
+        manager: StalenessManager,
+        config: RolloutConfig,
+        clock: Clock,
+        should_accept: ShouldAccept | None = None,
+        on_answers: OnAnswers | None = None,
+        on_stuck_trainer: Callable[[StalledError], None] | None = None,
+    ) -> None:
+        self.engine, self.manager, self.clock, self.config = engine, manager, clock, config
+        self.source = PromptSource(prompts)
+        self.episodes = Episodes(workflow, engine, clock, config.seed)
+        self.budget = FailureBudget(config)
+        self.watch = Watch(
+            self.episodes,
+            manager.describe,
+            self.fail,
+            config.stall_timeout,
+            config.trainer_timeout,
+            self._trainer_is_stuck,
+        )
+        self.running: dict[int, tuple[Row, asyncio.Task[FinishedGroup]]] = {}
+        self.accepted: dict[int, FinishedGroup] = {}
+        self.endings: list[dict[str, Any]] = []
+        """What became of prompts, as far as nobody was told; see `RolloutRuntime.endings`."""
+        self._finished: list[Trajectory] = []
+        self._taken: list[FinishedGroup] = []
+        self._ids: deque[int] = deque()
+        """Ids of the groups that a stopped run had in flight, which are admitted again first."""
+        self.figures = Figures()
+        for ending in ("accepted", "rejected", "failed", "left_over"):
+            self._count(ending, 0)
+        self._count_ages([])
+        self._should_accept, self._on_answers, self._on_stuck_trainer = should_accept, on_answers, on_stuck_trainer
+        self._started = self._paused = self._pump_is_due = False
+        self._error: RLError | None = None
+        self._changed = asyncio.Event()
+        self._asking: asyncio.Task[dict[str, float]] | None = None
+        self._last_servers: dict[str, float] = {}
+        self._context = copy_context()  # one for all callbacks
+
+    def fail(self, error: BaseException) -> None:
+        """Something in the background died: whoever waits, now or later, gets the error."""
+        if self._error is None and isinstance(error, RLError):
+            self._error = error
+        elif self._error is None:
+            self._error = RLError(f"the rollout runtime failed: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
+        self._changed.set()
+
+    async def begin_wait(self) -> None:
+        """Somebody waits for a batch from now on: prompts are admitted, and nothing moving counts as a stall."""
+        self.watch.begin_wait()
+        if not self._started:
+            self._started = True
+            self._pump()
+
+    async def fill(self, timeout: float | None = None) -> int | None:
+        """Wait until a batch may leave.
+
+        Args:
+            timeout: seconds to wait at most, of real time.
+
+        Returns:
+            the groups that it would have, 0 at the end of the data; None if the time passed first.
+
+        Raises:
+            RLError: something in the background failed, with its cause; or nothing moved for too long.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while self._error is None and not self.manager.ready(self.source.exhausted):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        if self._error is not None:
+            raise self._error
+        self.watch.end_wait()
+        return min(self.manager.accepted, self.manager.batch_size)
+
+    async def take(self) -> list[FinishedGroup]:
+        """The groups of the batch that `fill` found ready, oldest first."""
+        tickets = self.manager.take_batch(self.source.exhausted)
+        self._count_ages([self.manager.version - ticket.start for ticket in tickets])
+        groups = self._taken = [self.accepted.pop(ticket.group_id) for ticket in tickets]
+        self.endings += [_ending(group.prompt, group.ticket.group_id, "trained") for group in groups]
+        self._report(self.manager.steps, [answer for group in groups for answer in group.trajectories])
+        return groups
+
+    async def return_batch(self) -> None:
+        """Undo `take`, except where its batch was the last one, after `end`.
+
+        Raises:
+            RLError: no batch was taken, or it was the last.
+        """
+        groups, self._taken = self._taken, []
+        self.manager.return_batch([group.ticket for group in groups])
+        self.accepted |= {group.ticket.group_id: group for group in groups}
+        self.endings = [
+            ending
+            for ending in self.endings
+            if not (ending["ending"] == "trained" and ending["group_id"] in self.accepted)
+        ]
+
+    async def end_step(self, version: int) -> None:
+        """Free the places of the batch and admit more."""
+        self._taken = []
+        self.manager.end_step(version)
+        self._pump()
+
+    async def end(self) -> None:
+        """The batch that was taken is the last: the data of a head are over. What is left is counted and dropped."""
+        held = {group_id: group.prompt for group_id, group in self.accepted.items()}
+        held |= {group_id: prompt for group_id, (prompt, _) in self.running.items()}
+        left: list[tuple[Row, int | None]] = [(prompt, group_id) for group_id, prompt in held.items()]
+        left += [(prompt, None) for prompt in self.source.drop_rest()]
+        self._count("left_over", len(left))
+        if left:
+            log.warning(
+                "the data of a head are over, so the run ends: %d prompts of this head are left over", len(left)
+            )
+        self.endings += [
+            _ending(prompt, group_id, "left_over", "the data of a head were over") for prompt, group_id in left
+        ]
+        for _, task in self.running.values():
+            task.remove_done_callback(self._group_ended)
+            task.cancel()
+        for group in self.accepted.values():
+            self._report(self.manager.steps, group.trajectories, "left over")
+        self.manager.drop_rest()
+        self._taken = []  # without the rest, the batch cannot be returned
+        self.running.clear()
+        self.accepted.clear()
+
+    async def take_endings(self) -> list[dict[str, Any]]:
+        """What became of prompts since the last call."""
+        endings, self.endings = self.endings, []
+        return endings
+
+    async def set_paused(self, paused: bool) -> None:
+        """Stop or go on admitting."""
+        self._paused = paused
+        self._pump()
+
+    async def stats(self, of_servers: bool = True) -> Figures:
+        """Counters since the last call, what episodes recorded, and the servers' own.
+
+        A busy server takes its time to answer, and a training loop asks at every step. So only the first call waits for
+        the servers; each further one gives what they said to the call before, and asks them again meanwhile.
+        """
+        self._describe()
+        self.figures.add("groups/outstanding", self.manager.outstanding, kind="sum")
+        self.figures.add("tokens/generated", self.episodes.tokens, kind="sum")
+        self.episodes.tokens = 0
+        figures = self.figures.take()
+        if of_servers and (self._asking is None or self._asking.done()):
+            before, self._asking = self._asking, asyncio.create_task(figures_of_servers(self.episodes))
+            self._last_servers = await (before or self._asking)
+        for name, value in self._last_servers.items():
+            figures.add(f"server/{name}", value)
+        return figures
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Admission, prompts in flight, the position in the data, and the accepted groups, which change no more:
+        tensors are made of them elsewhere, so that this loop is not held up."""
+        manager = self.manager.state_dict()
+        return {
+            "manager": manager,
+            "source": self.source.state_dict(),
+            "budget": self.budget.state_dict(),
+            "in_flight": [prompt for prompt, _ in self.running.values()],
+            "in_flight_ids": [*self.running],
+            "groups": [self.accepted[group_id] for _, group_id in manager["accepted"]],
+            "endings": list(self.endings),
+        }
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`, before `begin_wait`.
+
+        Raises:
+            RLError: prompts were admitted already.
+        """
+        again = self._load(state)
+        self.source.load_state_dict(state["source"])
+        self.source.requeue_first(again)
+
+    async def load_states(self, states: Sequence[dict[str, Any]], head: int, heads: int) -> None:
+        """Continue as one of `heads` heads from the states of all heads of a run, in their order, before `begin_wait`.
+        With the same number this is `load_state_dict` of this head's; else see `rl_workflows.rollout.resharding`.
+
+        Raises:
+            RLError: prompts were admitted already.
+            ConfigError: the data cannot be divided anew.
+        """
+        if len(states) == heads:
+            await self.load_state_dict(states[head])
+            return
+        again = self._load(deal(states, head, heads))
+        self.source.load_states([state["source"] for state in states])
+        self.source.requeue_first(again)
+
+    def _load(self, state: dict[str, Any]) -> list[Row]:
+        """All but the position in the data; the prompts to ask again, before others."""
+        refused = {ticket.group_id for ticket in self.manager.load_state_dict(state["manager"])}
+        groups: list[FinishedGroup] = state["groups"]
+        self.accepted = {g.ticket.group_id: g for g in groups if g.ticket.group_id not in refused}
+        self.budget.load_state_dict(state.get("budget", {}))
+        self.endings = list(state.get("endings", ()))  # which points of earlier commits do not have, nor the next
+        if "in_flight_ids" in state:  # those of a batch stand in the order of their ids
+            self._ids.extend([*sorted(refused), *state["in_flight_ids"]])
+        prompts = {group.ticket.group_id: group.prompt for group in groups}
+        return [*(prompts[group_id] for group_id in sorted(refused)), *state["in_flight"]]
+
+    async def close(self) -> None:
+        """Cancel all episodes and wait until they have ended."""
+        self.watch.stop()
+        self.fail(RLError("the rollout runtime was destroyed"))
+        if self._asking is not None:
+            self._asking.cancel()
+        groups = [group for _, group in self.running.values()]
+        tasks: list[asyncio.Task[Any]] = [*self.episodes.running.values(), *groups]
+        for group in groups:
+            group.cancel()
+        if tasks:
+            await asyncio.wait(tasks)  # not gather, which a caller with a deadline could not leave
+
+    def _pump(self) -> None:
+        """Admit while there are places and prompts, a slice per turn of the loop."""
+        self._pump_is_due = False
+        if self._paused or not self._started or self._error is not None:
+            return
+        try:
+            for _ in range(min(self.manager.capacity, ADMISSIONS_PER_TURN)):
+                prompt = self.source.take()
+                if prompt is None:
+                    self._changed.set()
+                    return
+                prompt_id_of(prompt)  # refused before it has a place
+                ticket = self.manager.admit(self._ids.popleft() if self._ids else None)
+                group = asyncio.create_task(self._run(prompt, ticket))
+                self.running[ticket.group_id] = (prompt, group)
+                group.add_done_callback(self._group_ended, context=self._context)
+        except Exception as error:  # noqa: BLE001 - the data iterator is foreign code; next_batch raises what it raised
+            self.fail(error)
+            return
+        if self.manager.capacity:
+            self._pump_soon()
+
+    def _run(self, prompt: Row, ticket: Ticket) -> Coroutine[Any, Any, FinishedGroup]:
+        """The group of a prompt that was admitted; simulations put another one in its place."""
+        size, needed = self.config.group_size, self.config.needed
+        return run_group(self.episodes, prompt, ticket, size, needed, self._should_accept)
+
+    def _pump_soon(self) -> None:
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            asyncio.get_running_loop().call_soon(self._pump, context=self._context)
+
+    def _group_ended(self, task: asyncio.Task[FinishedGroup]) -> None:
+        try:
+            group = task.result()
+            if group.error is not None and (gone := _no_servers(group.failures)):
+                raise gone  # other prompts would fail, too: this one stays in flight
+            del self.running[group.ticket.group_id]
+            self._book(group)
+        except asyncio.CancelledError:
+            self.fail(RLError("the task of a group was cancelled, but not by the runtime; by a workflow?"))
+        except Exception as error:  # noqa: BLE001 - next_batch raises it
+            self.fail(error)
+
+    def _book(self, group: FinishedGroup) -> None:
+        """Say what became of a group to admission, figures and budget, and admit more.
+
+        Raises:
+            RLError: too many failed or were rejected.
+        """
+        self.episodes.touch()
+        self.figures.merge(group.figures)
+        self._finished += group.trajectories
+        if len(self._finished) >= DESCRIBED_TOGETHER:
+            self._describe()
+        for failure in group.failures:
+            self.figures.add(f"episodes/failed/{boundary_of(failure)}", 1, kind="sum")
+        group.failures.clear()  # which hold the frames of their episodes
+        group_id = group.ticket.group_id
+        if group.error is not None:
+            boundary = boundary_of(group.error)
+            self.manager.fail(group.ticket)
+            self._count("failed")
+            self._count(f"failed/{boundary}")
+            prompt, why = group.prompt["prompt_id"], str(group.error).partition("\n")[0]
+            log.warning("prompt %d (group %d) failed (%s): %s", prompt, group_id, boundary, group.error)
+            self.endings.append(_ending(group.prompt, group_id, "failed", f"{boundary}: {why}"))
+            self._report(self.manager.steps + 1, group.trajectories, f"failed ({boundary}): {group.error}")
+            self.budget.failed(group.error)
+        elif group.rejected is not None:
+            self.manager.reject(group.ticket)
+            self._count("rejected")
+            self._count(f"rejected/{group.rejected}")
+            self.endings.append(_ending(group.prompt, group_id, "rejected", group.rejected))
+            self._report(self.manager.steps + 1, group.trajectories, group.rejected)
+            self.budget.rejected()
+        else:
+            self.manager.accept(group.ticket)
+            self.accepted[group_id] = group
+            self._count("accepted")
+            self.budget.accepted()
+        if self.watch.waited_for and self.manager.ready(self.source.exhausted):
+            self._changed.set()
+        self._pump_soon()
+
+    def _report(self, step: int, trajectories: Sequence[Trajectory], reason: str | None = None) -> None:
+        if self._on_answers is not None and trajectories:
+            self._on_answers(step, trajectories, reason)
+
+    def _count(self, ending: str, groups: int = 1) -> None:
+        self.figures.add(f"groups/{ending}", groups, kind="sum")
+
+    def _describe(self) -> None:
+        """Take the answers of finished groups into the figures, whether they are trained on or not."""
+        import numpy as np
+
+        answers, self._finished = self._finished, []
+        weight = len(answers)
+        if weight:
+            length = np.count_nonzero(np.concatenate([answer.versions for answer in answers]) >= 0)
+            self.figures.add("finished/reward_mean", sum(answer.reward for answer in answers) / weight, weight)
+            self.figures.add("finished/length_mean", length / weight, weight)
+            self.figures.add("finished/truncated_fraction", sum(a.truncated for a in answers) / weight, weight)
+
+    def _count_ages(self, versions: Sequence[int]) -> None:
+        groups = len(versions)
+        self.figures.add("groups/staleness_mean", sum(versions) / max(groups, 1), groups)
+        self.figures.add("groups/staleness_max", max(versions, default=0), groups, kind="max")
+
+    def _trainer_is_stuck(self, error: StalledError) -> None:
+        self.fail(error)
+        if self._on_stuck_trainer is not None:
+            self._on_stuck_trainer(error)
+
+
+def _no_servers(failures: Iterable[BaseException]) -> NoServersError | None:
+    """The first error among these and their causes that says that no server is left."""
+    return next((each for error in failures for each in causes(error) if isinstance(each, NoServersError)), None)
+
+
+def _ending(prompt: Row, group_id: int | None, ending: str, reason: str | None = None) -> dict[str, Any]:
+    """What became of a prompt, as `RolloutRuntime.endings` tells it."""
+    epoch = int(prompt.get("epoch", 0))
+    return {"prompt_id": prompt["prompt_id"], "epoch": epoch, "group_id": group_id, "ending": ending, "reason": reason}

@@ -1,0 +1,1 @@
+"""Rollout workflows: one episode each."""

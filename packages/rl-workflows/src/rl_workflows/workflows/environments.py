@@ -1,0 +1,119 @@
+"""Episodes in an environment: a conversation whose other side is a program, and games of the gymnasium kind."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rl_contracts.runtime.aio import in_thread
+from rl_contracts.config import require
+from rl_workflows.agents.conversation import Conversation
+from rl_contracts.errors import TaskEnvironmentError
+from rl_contracts.runtime.metrics import record
+from rl_contracts.workflow import Environment
+from rl_workflows.rollout.episode import answered, stage
+from rl_workflows.workflows.multi_turn import MultiTurnWorkflow
+
+if TYPE_CHECKING:
+    from rl_contracts.endpoint import Credit
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.batch.trajectory import Trajectory
+
+
+class EnvironmentWorkflow(MultiTurnWorkflow):
+    """The environment says something, the model answers, until one of them is done. Steps have rewards, and the run's
+    reward function is not asked.
+
+    Args:
+        tokenizer, generation, reward, max_length, template_options, discount, form: as `MultiTurnWorkflow` has them.
+        environment: makes one for each episode.
+        turns: answers at most.
+        seconds: for each `reset`, `step` and `close`.
+        credit: what the rewards of steps become; see `rl_workflows.agents.conversation.Conversation.rows`.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        environment: Callable[[], Environment],
+        turns: int = 16,
+        seconds: float = 60.0,
+        credit: Credit = "episode",
+        **more: Any,
+    ) -> None:
+        super().__init__(*given, turns=turns, **more)
+        require(seconds > 0, "workflow.seconds", "more than 0", seconds)
+        self._make, self._seconds, self._credit = environment, seconds, credit
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One conversation; never rejects."""
+        talk, environment = Conversation(self._renderer), self._make()
+        try:
+            messages = self._valid(list(await self._asked(environment, "reset", dict(data))))
+            while len(talk.turns) < self._turns:
+                answer = await self._ask(engine, talk, messages)
+                if answer is None:
+                    break
+                told, answer.reward, done = await self._asked(environment, "step", answer.message["content"])
+                if not math.isfinite(answer.reward):
+                    raise TaskEnvironmentError(
+                        f"{type(environment).__name__}.step gave the reward {answer.reward}; expected a finite number."
+                    )
+                if done:
+                    break
+                messages += [answer.message, *self._valid(list(told))]
+        finally:
+            await self._asked(environment, "close")
+        record("conversation/turns", len(talk.turns))
+        return self._rows(talk, 0.0, data, credit=self._credit, discount=self._discount)
+
+    async def _asked(self, environment: Environment, what: str, *given: Any) -> Any:
+        with stage("environment"):
+            name, work = f"{type(environment).__name__}.{what}", partial(getattr(environment, what), *given)
+            return await answered(work, name, self._seconds, TaskEnvironmentError)
+
+
+class TextGame(Environment):
+    """A game with the methods of `gymnasium`: `reset(seed=...)` gives (observation, info), `step(action)` gives
+    (observation, reward, terminated, truncated, info). Subclass it with `make`. Games run in threads
+    of their own, which one that hangs keeps."""
+
+    instructions: str = ""
+    """What is said before the first observation."""
+
+    @abstractmethod
+    def make(self, data: dict[str, Any]) -> Any:
+        """The game of a data row. Where the row has a `seed`, the game is reset with it."""
+
+    def action(self, completion: str) -> Any:
+        """What an answer does in the game."""
+        return completion.strip()
+
+    def shown(self, observation: Any) -> str:
+        """An observation as a text."""
+        return str(observation)
+
+    async def reset(self, data: dict[str, Any]) -> list[dict[str, Any]]:
+        self._game = await _in_thread(self.make, data)
+        observation, _ = await _in_thread(self._game.reset, seed=data.get("seed"))
+        return [self._message("\n\n".join(filter(None, (self.instructions, self.shown(observation)))))]
+
+    async def step(self, completion: str) -> tuple[list[dict[str, Any]], float, bool]:
+        observation, reward, terminated, truncated, _ = await _in_thread(self._game.step, self.action(completion))
+        return [self._message(self.shown(observation))], float(reward), bool(terminated or truncated)
+
+    async def close(self) -> None:
+        if hasattr(self, "_game"):
+            await _in_thread(self._game.close)
+
+    @staticmethod
+    def _message(text: str) -> dict[str, Any]:
+        return {"role": "user", "content": text}
+
+
+async def _in_thread(work: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    return await asyncio.wrap_future(in_thread(partial(work, *args, **named)))

@@ -1,0 +1,195 @@
+"""Workflows of several turns in one conversation: feedback after each answer, and tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_workflows.agents.message_parsing import AnswerReader
+from rl_contracts.config import require
+from rl_workflows.agents.conversation import Conversation, Turn
+from rl_contracts.data import ModelRequest
+from rl_contracts.errors import ConfigError, DataError, RLError
+from rl_contracts.runtime.metrics import record
+from rl_contracts.chat.rendering import replace_invalid_text
+from rl_workflows.rollout.episode import stage
+from rl_workflows.workflows.rlvr import RLVRWorkflow
+from rl_workflows.agents.tools import Tool, tools_of
+
+if TYPE_CHECKING:
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.batch.trajectory import Trajectory
+
+FEEDBACK = "Your answer is not right. Find the mistake, and answer again."
+
+
+class MultiTurnWorkflow(RLVRWorkflow):
+    """Asks, scores, says what is wrong, and asks again, up to a number of turns.
+
+    The reward of the episode is the last answer's, times `discount` for each turn before it. All answers are one row,
+    or several where the chat template rewrites earlier turns.
+
+    Args:
+        tokenizer, generation, reward, max_length, template_options: as `RLVRWorkflow` has them. A conversation that
+            leaves no room for a further answer ends.
+        turns: at most.
+        feedback: what is said after an answer that is not good enough.
+        enough: reward with which no further turn is asked for.
+        discount: per turn, in (0, 1].
+        form: how the model writes tool calls; see `rl_workflows.agents.message_parsing.AnswerReader`.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        turns: int = 2,
+        feedback: str = FEEDBACK,
+        enough: float = 1.0,
+        discount: float = 1.0,
+        form: str = "auto",
+        **more: Any,
+    ) -> None:
+        super().__init__(*given, **more)
+        require(turns >= 1, "workflow.turns", "at least 1", turns)
+        require(0 < discount <= 1, "workflow.discount", "in (0, 1]", discount)
+        self._turns, self._feedback, self._enough, self._discount = turns, feedback, enough, discount
+        self._reader = AnswerReader(self._tokenizer, form, self._renderer.stop_ids)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One conversation; never rejects."""
+        talk, messages = Conversation(self._renderer), self._messages(data, data.get("tools"))
+        reward = 0.0
+        while len(talk.turns) < self._turns:
+            answer = await self._ask(engine, talk, messages, data.get("tools"))
+            if answer is None:
+                break
+            reward = await self._scored(messages, answer, data)
+            messages += [answer.message, {"role": "user", "content": self._feedback}]
+            if reward >= self._enough:
+                break
+        record("conversation/turns", len(talk.turns))
+        return self._rows(talk, reward * self._discount ** (len(talk.turns) - 1), data)
+
+    def _messages(self, data: dict[str, Any], tools: Sequence[Any] | None) -> list[Any]:
+        if not data.get("messages"):
+            raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
+        self._require_shown(data["messages"], tools, data)
+        return list(data["messages"])
+
+    def _valid(self, messages: list[Any]) -> list[Any]:
+        """Messages of tools or an environment, text that is not UTF-8 replaced where `invalid_text` demands it."""
+        return replace_invalid_text(messages) if self.invalid_text == "replace" else messages
+
+    async def _ask(
+        self, engine: InferenceEngine, talk: Conversation, messages: Sequence[Any], tools: Any = None
+    ) -> Turn | None:
+        """The next answer; None where there is no room for one after the first."""
+        prompt = talk.prompt(messages, tools)
+        if talk.turns and self.max_length is not None and len(prompt.ids) >= self.max_length:
+            return None
+        response = await engine.agenerate(ModelRequest(prompt.ids, self.generation))
+        opening = self._renderer.opening
+        message = self._reader.message(prompt.ids, opening, response.output_ids, tools, self.generation.stop)
+        return talk.add(prompt, response, message, self.generation.temperature)
+
+    async def _scored(self, messages: Sequence[Any], answer: Turn, data: dict[str, Any]) -> float:
+        """Reward of an answer; its prompt is the text of the conversation before it."""
+        before = answer.parent.path() if answer.parent else []
+        ids = [token for turn in before for part in (turn.prompt, turn.output) for token in part.tolist()]
+        ids += answer.prompt.tolist()
+        with stage("reward"):
+            content, output = answer.message["content"], answer.output.tolist()
+            return await self._score(self._tokenizer.decode(ids), content, ids, output, data)
+
+    def _rows(self, talk: Conversation, reward: float, data: dict[str, Any], **how: Any) -> list[Trajectory]:
+        rows = talk.rows(reward, **how)
+        for row in rows:
+            first = int((row.versions >= 0).argmax())
+            told = {"prompt": row.input_ids[:first], "completion": row.input_ids[first:]}
+            row.info |= {name: self._tokenizer.decode(ids) for name, ids in told.items()}
+            row.info["answer"] = data.get("answer")
+        return rows
+
+
+class ToolWorkflow(MultiTurnWorkflow):
+    """The model calls tools, as often as it likes within a number of turns, and then answers.
+
+    What a call gives, or that it failed and why, is what the model is told. The reward is that of the last answer.
+
+    Args:
+        tools: typed Python functions, plain or async; `rl_workflows.agents.tools.Tool`s; or names (`calculator`, `python`).
+        tool_seconds: within which a call must end; else the model is told that it did not.
+        turns: answers at most.
+        others: as `MultiTurnWorkflow` has them.
+
+    Raises:
+        ConfigError: no tools, one without docstring or annotations, or a model that is shown none or whose calls
+            cannot be read.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        tools: Sequence[Tool | Callable[..., Any] | str] = (),
+        tool_seconds: float = 10.0,
+        turns: int = 8,
+        **more: Any,
+    ) -> None:
+        super().__init__(*given, turns=turns, **more)
+        self._tools = tools_of(tools)
+        self._schemas = [tool.schema for tool in self._tools.values()]
+        require(len(self._schemas) > 0, "workflow.tools", "at least one tool", list(tools))
+        if not (self._reader.reads_tools and self._renderer.shows_tools(self._schemas)):
+            raise ConfigError(
+                "workflow.tools: the model's chat template shows no tools, or how it writes calls of them is not "
+                "known; take an instruction-tuned model that calls tools, or say the form of its calls (`form`)."
+            )
+        self._tool_seconds = tool_seconds
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One conversation; never rejects."""
+        talk, messages = Conversation(self._renderer), self._messages(data, self._schemas)
+        if data.get("tools") not in (None, [], self._schemas):
+            raise DataError(
+                f"data row: expected no `tools` other than the workflow's {', '.join(self._tools)}, found some that it "
+                "cannot call; add them to workflow.tools, or leave the column out by data.columns.unused_tools=tools."
+            )
+        last: Turn | None = None
+        while len(talk.turns) < self._turns:
+            answer = await self._ask(engine, talk, messages, self._schemas)
+            if answer is None:
+                break
+            last = answer
+            calls = answer.message.get("tool_calls", ())
+            if not calls:
+                break
+            with stage("tools"):
+                results = await asyncio.gather(*(self._call(call["function"]) for call in calls))
+            messages.append(answer.message)
+            messages += self._valid(
+                [
+                    {"role": "tool", "tool_call_id": call["id"], "content": result}
+                    for call, result in zip(calls, results, strict=True)
+                ]
+            )
+        assert last is not None  # an episode has at least one turn
+        record("conversation/turns", len(talk.turns))
+        return self._rows(talk, await self._scored(messages, last, data), data)
+
+    async def _call(self, function: dict[str, Any]) -> str:
+        """What the model is told of a call."""
+        name, tool = function["name"], self._tools.get(function["name"])
+        if tool is None:
+            return f"error: there is no tool {name!r}; there are {', '.join(self._tools)}."
+        try:
+            async with asyncio.timeout(self._tool_seconds):
+                found = await tool.call(**function["arguments"])
+            return found if isinstance(found, str) else json.dumps(found)
+        except TimeoutError:
+            return f"error: {name} took longer than {self._tool_seconds:g} s."
+        except RLError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary of tools: the model is told, as it is of a result
+            return f"error: {type(error).__name__}: {error}"

@@ -1,0 +1,117 @@
+"""Reinforcement learning from verifiable rewards: one prompt, one answer, one score."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rl_workflows.agents.message_parsing import AnswerReader
+from rl_contracts.data import ModelRequest
+from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
+from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.reward import PartedReward, is_valid_reward, takes_final_text
+from rl_contracts.workflow import RolloutWorkflow
+from rl_workflows.rollout.episode import group_cache, stage
+
+if TYPE_CHECKING:
+    from rl_contracts.config import GenerationConfig
+    from rl_contracts.inference import InferenceEngine
+    from rl_contracts.batch.trajectory import Trajectory
+
+NOT_FOR_REWARDS = frozenset(
+    ("messages", "prompt_id", "epoch", "prompt", "completions", "prompt_ids", "completion_ids", "final_text")
+)
+"""Keys of a data row that a reward function gets in another form, or not at all."""
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """Renders `messages`, samples one answer, and scores it.
+
+    A data row has `messages` (the chat up to the answer), `tools` that the prompt shows, if any, and arguments of the
+    reward function, such as `answer`.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        generation: how answers are sampled; the template's stop ids are added.
+        reward: an `rl_contracts.reward.RewardFunction`, plain or async. A plain one runs on the event loop of all
+            episodes: it must be quick. Wrap others in `rl_contracts.reward_worker.AsyncRewardWrapper`.
+        max_length: tokens of prompt and answer together, by which the runtime ends answers; None: the server decides.
+        template_options: further variables of the chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        generation: GenerationConfig,
+        reward: Callable[..., Any],
+        max_length: int | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not callable(reward):
+            raise ConfigError(f"workflow.reward: expected a function, found {type(reward).__name__}.")
+        self._tokenizer, self._reward, self.max_length = tokenizer, reward, max_length
+        self._reads_final_text = takes_final_text(reward)
+        self._renderer = ChatRenderer(tokenizer, template_options)
+        self._reader = AnswerReader(tokenizer, stop_ids=self._renderer.stop_ids)
+        stops = dict.fromkeys([*generation.stop_token_ids, *self._renderer.stop_ids])
+        self.generation = replace(generation, stop_token_ids=list(stops))
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
+        """One answer to one row; never rejects."""
+        from rl_contracts.batch.trajectory import from_response
+
+        prompt, prompt_ids = self._prompt(data)
+        response = await engine.agenerate(ModelRequest(input_ids=prompt_ids, generation=self.generation))
+        completion = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
+        with stage("reward"):
+            reward = await self._score(prompt, completion, prompt_ids, response.output_ids, data)
+        info = {"prompt": prompt, "completion": completion, "answer": data.get("answer")}
+        return [from_response(response, reward=reward, temperature=self.generation.temperature, info=info)]
+
+    def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int]]:
+        """Text and ids of the prompt; rendered once for all samples of a group."""
+        cache = group_cache()
+        if "rlvr_prompt" not in cache:
+            if not data.get("messages"):
+                raise DataError(f"data row: expected `messages`, a list of chat messages; its keys are {sorted(data)}.")
+            messages, tools = data["messages"], data.get("tools")
+            self._require_shown(messages, tools, data)
+            ids = self._renderer.render(messages, tools)
+            cache["rlvr_prompt"] = (self._tokenizer.decode(ids), ids)
+        text, ids = cache["rlvr_prompt"]
+        return text, ids
+
+    def _require_shown(self, messages: Sequence[Any], tools: Sequence[Any] | None, data: dict[str, Any]) -> None:
+        """Reject a prompt that the chat template does not show whole; checked once for all samples of a group."""
+        cache = group_cache()
+        if "is_shown" not in cache:
+            try:
+                self._renderer.require_shown(messages, tools, add_generation_prompt=True)
+            except DataError as error:
+                raise DataError(f"row {data.get('prompt_id')}: {error}") from error
+            cache["is_shown"] = True
+
+    async def _score(
+        self,
+        prompt: str,
+        completion: str,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+        data: dict[str, Any],
+    ) -> float:
+        rest = {name: value for name, value in data.items() if name not in NOT_FOR_REWARDS}
+        if self._reads_final_text:
+            rest["final_text"] = self._reader.final_text(completion_ids, self._renderer.opening)
+        try:
+            value = self._reward(prompt, completion, prompt_ids, completion_ids, **rest)
+            if inspect.isawaitable(value):
+                value = await value
+        except RLError:
+            raise
+        except Exception as error:
+            raise RewardError(f"the reward function raised {type(error).__name__}: {error}") from error
+        if not isinstance(value, int | float) or not is_valid_reward(value):
+            raise RewardError(f"the reward function returned {value!r:.200}; expected a finite number in float32.")
+        return value if isinstance(value, PartedReward) else float(value)

@@ -1,0 +1,137 @@
+"""The official `anthropic` client against the endpoint: what agents commonly do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import pytest
+from agent_model import ScriptedEngine, served
+
+from rl_contracts.testing.chat_formats import CHAT_FORMATS
+from rl_workflows.agents.endpoint.session import Session
+
+ADD: Any = {
+    "name": "add",
+    "description": "adds",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+}
+QUESTION: Any = [{"role": "user", "content": "what is it?"}]
+CALLS = [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "add", "arguments": {"a": 3, "b": 4}}]
+
+
+def calls_then_says(prompt: str) -> dict[str, Any]:
+    if "result" not in prompt:
+        return {"calls": CALLS, "reasoning": "hm"}
+    return {"content": "it is 12"}
+
+
+@asynccontextmanager
+async def asking(engine: ScriptedEngine, root: bool = False) -> AsyncIterator[tuple[Session, anthropic.AsyncAnthropic]]:
+    """A session over an engine, and a client of it; `root`: which gets the base URL without `/v1`."""
+    async with served(engine) as session:
+        url = session.base_url.removesuffix("/v1") if root else session.base_url
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=session.api_key) as agent:
+            yield session, agent
+
+
+@pytest.mark.parametrize("root", [False, True])
+async def test_messages_answer_has_text_usage_and_the_reason_of_its_end(root: bool) -> None:
+    engine = ScriptedEngine("gemma3", lambda prompt: {"content": "it is é 12"})
+    async with asking(engine, root) as (_, agent):
+        blocks: Any = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
+        made = await agent.messages.create(model="m", max_tokens=100, system=blocks, messages=QUESTION)
+        counted = await agent.messages.count_tokens(model="m", system="be brief", messages=QUESTION)
+
+        assert [block.model_dump(exclude_none=True) for block in made.content] == [
+            {"type": "text", "text": "it is é 12"}
+        ]
+        assert (made.stop_reason, made.role) == ("end_turn", "assistant")
+        (response,) = engine.responses
+        assert made.usage.input_tokens == counted.input_tokens == len(response.input_ids)
+        assert made.usage.output_tokens == len(response.output_ids)
+        system = {"role": "system", "content": "be brief"}
+        assert engine.tokenizer.decode(response.input_ids) == engine.renderer.text([system, *QUESTION])
+
+
+@pytest.mark.parametrize("name", CHAT_FORMATS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_parallel_tool_calls_and_their_results_are_one_row(name: str, stream: bool) -> None:
+    engine = ScriptedEngine(name, calls_then_says)
+    async with asking(engine) as (session, agent):
+        messages = list(QUESTION)
+        while True:
+            options: Any = {"model": "m", "max_tokens": 300, "messages": messages, "tools": [ADD], "system": "be brief"}
+            if stream:
+                async with agent.messages.stream(**options) as events:
+                    async for _ in events:
+                        pass
+                    made = await events.get_final_message()
+            else:
+                made = await agent.messages.create(**options)
+            messages.append({"role": "assistant", "content": made.content})
+            used = [block for block in made.content if block.type == "tool_use"]
+            if not used:
+                break
+            assert made.stop_reason == "tool_use"
+            assert [block.input for block in used] == [call["arguments"] for call in CALLS]
+            results = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": f"result {sum(block.input.values())}"}
+                for block in used
+            ]
+            messages.append({"role": "user", "content": results})
+        await session.close()
+
+        assert made.content[-1].text.strip() == "it is 12"
+        (row,) = session.trajectories(1.0)
+        first, second = engine.responses
+        assert row.input_ids.tolist() == second.input_ids + second.output_ids
+        assert second.input_ids[: len(first.input_ids + first.output_ids)] == first.input_ids + first.output_ids
+        assert "result 7" in row.info["completion"]
+
+
+async def test_messages_stream_of_text_and_thinking_comes_in_pieces() -> None:
+    engine = ScriptedEngine("qwen3", lambda prompt: {"content": "it is " * 40, "reasoning": "hm " * 40})
+    async with asking(engine) as (_, agent):
+        texts = []
+        async with agent.messages.stream(model="m", max_tokens=400, messages=QUESTION) as events:
+            async for text in events.text_stream:
+                texts.append(text)
+            made = await events.get_final_message()
+
+        assert len(texts) > 1
+        assert "".join(texts) == "it is " * 40
+        assert [block.type for block in made.content] == ["thinking", "text"]
+        assert made.usage.output_tokens == len(engine.responses[0].output_ids)
+
+
+async def test_messages_limit_and_stop_sequence_say_why_the_answer_ended() -> None:
+    engine = ScriptedEngine("gemma3", lambda prompt: "it\n" if "say" in prompt else {"content": "it is 12"})
+    async with asking(engine) as (_, agent):
+        cut = await agent.messages.create(model="m", max_tokens=2, messages=QUESTION)
+        say: Any = [{"role": "user", "content": "say"}]
+        stopped = await agent.messages.create(model="m", max_tokens=9, messages=say, stop_sequences=["x", "\n"])
+
+        assert cut.stop_reason == "max_tokens"
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "\n")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "it"}]}, "the last to be the user's"),
+        ({"messages": []}, "at least one"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image'"),
+        ({"tools": [ADD], "tool_choice": {"type": "any"}}, "forces no model to call"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+    ],
+)
+async def test_messages_what_the_endpoint_has_not_is_refused_in_a_sentence(asked: Any, message: str) -> None:
+    engine = ScriptedEngine("gemma3", lambda prompt: {"content": "it"})
+    async with asking(engine) as (_, agent):
+        with pytest.raises(anthropic.BadRequestError, match=message):
+            await agent.messages.create(**{"model": "m", "max_tokens": 9, "messages": QUESTION, **asked})
+        with pytest.raises(anthropic.AuthenticationError, match="no open session"):
+            await agent.with_options(api_key="another").messages.create(model="m", max_tokens=9, messages=QUESTION)

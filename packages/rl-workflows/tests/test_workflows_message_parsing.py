@@ -1,0 +1,374 @@
+"""What models write becomes the message that an agent is given; what is not well-formed stays text."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_workflows.agents.message_parsing import AnswerReader
+from rl_contracts.errors import ConfigError
+from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.testing import make_tiny_tokenizer
+from rl_contracts.testing.chat_formats import TOOL_FORMATS, make_chat_tokenizer, written
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALLS = [{"name": "add", "arguments": {"a": 1, "b": [True, "</think>"]}}, {"name": "list", "arguments": {}}]
+TYPED = {"text": '"a"\n5\n', "digits": "5", "number": 5, "flag": True, "list": [1, {"k": None}], "nothing": None}
+_TYPES = {"text": "string", "digits": "string", "number": "integer", "flag": "boolean", "list": "array"}
+TYPED_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"properties": {k: {"type": t} for k, t in _TYPES.items()}}},
+    }
+]
+QUESTION = {"role": "user", "content": "how much?"}
+FORM_OF = {
+    "qwen3": "hermes",
+    "gemma3": "hermes",
+    "qwen3_coder": "qwen3_coder",
+    "glm45": "glm45",
+    "mistral": "mistral",
+    "llama3": "llama3",
+    "gpt_oss": "gpt_oss",
+}
+RESPONSE_TEMPLATE = {
+    "version": 1,
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {"open": "say: ", "close": "\n"},
+        "tool_calls": {"open": "call: ", "close": "\n", "repeats": True, "content": "json"},
+    },
+}
+
+
+def _reader(name: str, **options: Any) -> AnswerReader:
+    tokenizer = make_chat_tokenizer(name)
+    return AnswerReader(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids, **options)
+
+
+def _read(name: str, text: str, tools: Any = TOOLS, opening: str = "", stop: tuple[str, ...] = ()) -> dict[str, Any]:
+    ids = ChatRenderer(make_chat_tokenizer(name)).encode(text)
+    return _reader(name).message([1, 2], opening, ids, tools, stop)
+
+
+def _called(message: dict[str, Any]) -> list[Any]:
+    return [call["function"] for call in message.get("tool_calls", [])]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_read_parallel_calls_of_each_family_are_found(name: str) -> None:
+    message = _read(name, written(name, calls=CALLS))
+
+    assert _called(message) == CALLS
+    assert message["content"] == ""
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_read_call_that_the_template_renders_comes_back(name: str) -> None:
+    renderer = ChatRenderer(make_chat_tokenizer(name))
+    function = {"name": "add", "arguments": TYPED}
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", "function": function}]}
+
+    _, _, rendered = renderer.text([QUESTION, turn], TYPED_TOOLS, False).rpartition(QUESTION["content"])
+    message = _read(name, rendered, TYPED_TOOLS)
+
+    assert _called(message) == [function]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "string"}, '"5"', '"5"'),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "5", 5),
+        ({"type": "number"}, "5", 5),
+        ({"type": "integer"}, "five", "five"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "object"}, '{"a": "5"}', {"a": "5"}),
+        ({"enum": ["5", "6"]}, "5", "5"),
+        ({"const": "5"}, "5", "5"),
+        ({"enum": [5, "auto"]}, "5", 5),
+        ({}, "5", 5),
+        ({}, "five\n", "five\n"),
+        ({}, "None", None),
+        ({"type": [5, {}], "anyOf": "string", "oneOf": [5]}, "5", 5),
+    ],
+)
+def test_read_values_without_types_follow_the_schema(schema: Any, text: str, value: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": schema}}}}]
+    parameter = f"<parameter=a>\n{text}\n</parameter>"
+
+    in_qwen3 = _read("qwen3_coder", f"<tool_call>\n<function=add>\n{parameter}\n</function>\n</tool_call>", tools)
+    in_glm45 = _read("glm45", f"<tool_call>add<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>", tools)
+
+    assert _called(in_qwen3) == _called(in_glm45) == [{"name": "add", "arguments": {"a": value}}]
+
+
+@given(
+    name=st.sampled_from(TOOL_FORMATS),
+    parts=st.lists(
+        st.sampled_from(
+            [
+                *("<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>", "</parameter>"),
+                *("<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "<|message|>"),
+                *(" to=functions.add", "<|call|>", '{"name": "add", "parameters": {}}', "{", "add", "\n"),
+            ]
+        )
+    ),
+)
+def test_read_any_marks_keeps_all_text_where_there_is_no_call(name: str, parts: list[str]) -> None:
+    text = "".join(parts)
+    message = _reader(name).message([], "", make_chat_tokenizer(name).encode(text, add_special_tokens=False), TOOLS)
+
+    if "tool_calls" not in message:
+        stop = "<|call|>" if name == "gpt_oss" else ""
+        assert message["content"].strip() in (text.strip(), text.removesuffix(stop).strip())
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_read_without_tools_in_the_request_everything_is_text(name: str) -> None:
+    message = _read(name, written(name, calls=CALLS), tools=None)
+
+    assert "tool_calls" not in message
+    assert "add" in message["content"]
+
+
+@given(text=st.text(max_size=40), name=st.sampled_from(TOOL_FORMATS))
+def test_read_any_text_without_signs_comes_back_as_it_was(text: str, name: str) -> None:
+    reader = _reader(name)
+    ids = ChatRenderer(make_chat_tokenizer(name)).encode(text)
+
+    assert reader.message([], "", ids, TOOLS)["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3", '<tool_call>\n{"name": "add", "arguments": \n</tool_call>'),
+        ("qwen3", '<tool_call>{"name": "add", "arguments": {}}'),
+        ("qwen3", '<tool_call>{"name": "add"}</tool_call>'),
+        ("qwen3", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
+        ("qwen3", "<tool_call></tool_call>"),
+        ("qwen3", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
+        ("llama3", 'so {"name": "add"}'),
+        ("llama3", '{"all": [{"name": "add", "parameters": {}}]} and {'),
+        ("llama3", '{"a":' * 20_000),
+        ("llama3", f'{{"a": {"1" * 5000}}}'),
+        ("llama3", "12"),
+        ("mistral", '[TOOL_CALLS]{"name": "add", "arguments": {}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "add"}]'),
+        ("mistral", "[TOOL_CALLS][]"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]{"),
+        ("qwen3_coder", '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=add>so<parameter=a>1</parameter></function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=add></tool_call>"),
+        ("glm45", '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
+        ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>"),
+        ("glm45", "<tool_call>add<arg_value>1</arg_value></tool_call>"),
+        ("gpt_oss", "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{<|call|>"),
+    ],
+)
+def test_read_malformed_calls_stay_text(name: str, text: str) -> None:
+    message = _read(name, text)
+
+    assert "tool_calls" not in message
+    assert message["content"] == text
+
+
+def test_read_calls_beside_text_and_a_malformed_one() -> None:
+    message = _read(
+        "qwen3", 'first\n<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>\n<tool_call>x</tool_call>'
+    )
+
+    assert _called(message) == [{"name": "add", "arguments": {"a": 1}}]
+    assert message["content"] == "first\n\n<tool_call>x</tool_call>"
+
+
+def test_read_llama3_calls_beside_text_are_found() -> None:
+    message = _read(
+        "llama3", 'so\n<|python_tag|>{"name": "add", "parameters": {"a": {}}}; {"name": "add", "parameters": {}} {}'
+    )
+
+    assert _called(message) == [{"name": "add", "arguments": {"a": {}}}, {"name": "add", "arguments": {}}]
+    assert message["content"] == "so\n{}"
+
+
+def test_read_llama3_json_of_an_unknown_name_beside_text_is_text() -> None:
+    text = 'An example: {"name": "Bob", "parameters": {"age": 5}}'
+
+    assert _read("llama3", text)["content"] == text
+
+
+def test_read_llama3_list_of_calls_is_calls() -> None:
+    message = _read("llama3", '[{"name": "add", "parameters": {"a": 1}}]')
+
+    assert _called(message) == [{"name": "add", "arguments": {"a": 1}}]
+    assert message["content"] == ""
+
+
+def test_read_gpt_oss_reasoning_before_a_call_is_found() -> None:
+    message = _read("gpt_oss", written("gpt_oss", "hm, to=functions.none", CALLS[:1]), opening="<|start|>assistant")
+
+    assert _called(message) == CALLS[:1]
+    assert (message["reasoning_content"], message["content"]) == ("hm, to=functions.none", "")
+
+
+@pytest.mark.parametrize("call_id", ["", "[CALL_ID]probe0123"])
+def test_read_newer_calls_of_mistral_with_text_before_them(call_id: str) -> None:
+    message = _read("mistral", f'so[TOOL_CALLS]add{call_id}[ARGS]{{"a": 1}}[TOOL_CALLS]list{call_id}[ARGS]{{}}')
+
+    assert _called(message) == [{"name": "add", "arguments": {"a": 1}}, {"name": "list", "arguments": {}}]
+    assert message["content"] == "so"
+
+
+@pytest.mark.parametrize(
+    ("text", "opening", "reasoning", "content"),
+    [
+        ("<think>\nhm\n</think>\n\nit is", "", "hm", "it is"),
+        ("hm\n</think>\n\nit is", "<|im_start|>assistant\n<think>\n", "hm", "it is"),
+        ("<think>\nhm", "", "hm", ""),
+        ("hm", "<think>\n", "hm", ""),
+        ("it is", "<think>\n\n</think>\n\n", None, "it is"),
+        ("it is", "", None, "it is"),
+        ("<think>\n\n</think>\n\nit is", "", None, "it is"),
+    ],
+)
+def test_read_reasoning_is_taken_out(text: str, opening: str, reasoning: str | None, content: str) -> None:
+    message = _read("qwen3", text + "<|im_end|>", opening=opening)
+
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+def test_read_stop_string_ends_the_text_unless_the_model_ended_it() -> None:
+    assert _read("llama3", "it is 12\n", stop=("\n", "12"))["content"] == "it is "
+    assert _read("llama3", "it is 12\n<|eot_id|>", stop=("\n",))["content"] == "it is 12\n"
+
+
+def test_read_ids_of_calls_follow_from_prompt_and_answer() -> None:
+    reader, renderer = _reader("qwen3"), ChatRenderer(make_chat_tokenizer("qwen3"))
+    ids = renderer.encode(written("qwen3", calls=CALLS))
+
+    first, again, other = (reader.message(prompt, "", ids, TOOLS) for prompt in ([1], [1], [2]))
+
+    assert first == again
+    assert json.dumps(first) != json.dumps(other)
+
+
+def test_reader_of_a_tokenizer_that_describes_its_answers_asks_transformers() -> None:
+    tokenizer = copy.copy(make_chat_tokenizer("qwen3"))
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    reader = AnswerReader(tokenizer)
+    call = json.dumps({"name": "add", "arguments": {"a": 1}})
+
+    message = reader.message([], "", tokenizer.encode(f"say: so\ncall: {call}\ncall: {call}\n"), TOOLS)
+
+    assert reader.form == "transformers"
+    assert message["content"] == "so"
+    assert _called(message) == [{"name": "add", "arguments": {"a": 1}}] * 2
+    malformed = "say: so\ncall: {\n"
+    assert reader.message([], "", tokenizer.encode(malformed), TOOLS)["content"] == malformed
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_reader_form_follows_from_the_rendered_call(name: str) -> None:
+    assert _reader(name).form == FORM_OF[name]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '<tool_call>{"tool": "{{ call.name }}", "values": {{ call.arguments | tojson }}}</tool_call>',
+        '<tool_call>{"name": "{{ call.name }}", "arguments": {}}</tool_call>',
+        '<|tool_call|>[{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}]<|/tool_call|>',
+        "{{ call.arguments.missing.key }}",
+    ],
+)
+def test_reader_of_an_unknown_format_reads_no_tools(call: str) -> None:
+    tokenizer = copy.copy(make_chat_tokenizer("qwen3"))
+    _, end, rest = tokenizer.chat_template.partition("{% endmacro %}")
+    tokenizer.chat_template = "{%- macro called(call) %}" + call + end + rest
+
+    reader = AnswerReader(tokenizer)
+
+    assert (reader.form, reader.reads_tools) == ("none", False)
+
+
+def test_reader_form_of_each_template_of_trl() -> None:
+    trl = importlib.util.find_spec("trl")
+    if trl is None:
+        pytest.skip("trl is not installed")
+    forms = dict[str, set[str]]()
+    for path in (Path(str(trl.origin)).parent / "chat_templates").glob("*.jinja"):
+        tokenizer = copy.copy(make_chat_tokenizer("qwen3"))
+        tokenizer.chat_template = path.read_text()
+        forms.setdefault(AnswerReader(tokenizer).form, set()).add(path.stem.removesuffix("_training"))
+
+    del forms["none"]
+    assert forms == {
+        "hermes": {"qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"},
+        "llama3": {"llama3_1", "llama3_2"},
+        "qwen3_coder": {
+            *("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"),
+            *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
+        },
+        "glm45": {"glm4moe"},
+        "gpt_oss": {"gptoss"},
+    }
+
+
+def test_reader_form_that_is_unknown_or_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"endpoint.tool_calls"):
+        AnswerReader(make_tiny_tokenizer(), "hermse")
+    with pytest.raises(ConfigError, match="no `response_template`"):
+        AnswerReader(make_tiny_tokenizer(), "transformers")
+    assert not AnswerReader(make_tiny_tokenizer()).reads_tools
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_final_text_marks_as_special_tokens_are_found_and_left_out(special: bool) -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>", "<|extra|>"], special_tokens=special)
+    reader = AnswerReader(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids)
+    ids = tokenizer.encode("so 7</think>It is 5.<|im_end|>", add_special_tokens=False)
+
+    assert reader.final_text(ids, "<think>\n") == "It is 5."
+    assert reader.final_text(ids[:4], "<think>\n") == ""
+
+
+def test_final_text_special_tokens_in_the_answer_are_left_out() -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_tokens(["<|extra|>"], special_tokens=True)
+    ids = tokenizer.encode("<think>7</think>It is<|extra|> 5.", add_special_tokens=False)
+
+    assert AnswerReader(tokenizer).final_text(ids, "") == "It is 5."
+
+
+def test_final_text_of_a_described_answer_is_its_content() -> None:
+    tokenizer = make_tiny_tokenizer()
+    fields = {"content": {"open": "say: ", "close": "\n"}, "reasoning_content": {"open": "muse: ", "close": "\n"}}
+    tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    ids = tokenizer.encode("muse: 7\nsay: It is 5.\n", add_special_tokens=False)
+
+    assert AnswerReader(tokenizer).final_text(ids, "") == "It is 5."
+
+
+def test_final_text_after_empty_described_reasoning_is_the_content() -> None:
+    tokenizer = make_tiny_tokenizer()
+    thought = {"open": "<think>\n", "close": "</think>\n\n"}
+    fields = {"reasoning_content": thought, "content": {"close": "<|im_end|>"}}
+    tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    ids = tokenizer.encode("\n</think>\n\nIt is 5.", add_special_tokens=False)
+
+    assert AnswerReader(tokenizer).final_text(ids, "<|im_start|>assistant\n<think>\n") == "It is 5."
